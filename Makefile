@@ -1,0 +1,57 @@
+# Everything runs in a virtual environment of its own (.venv); nothing is installed outside it.
+#
+#   make demo     plan real document lengths, train on 4 CPU processes, compare with one process
+#   make test     lint, types, import contract, all tests with branch coverage
+#   make lint     the first three of these
+#   make bench    the planning benchmark, one core
+#   make fuzz     100,000 mutated plans through decoder and verifier
+#   make clean    remove the environment and every cache
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Numbers and times must not depend on how many threads a library likes to start.
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test lint bench fuzz clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "Apportion needs Python 3.11 to 3.13, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1)." \
+	       "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Setting up $(VENV) (a few minutes the first time) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet "$(TORCH)"
+	@$(BIN)/pip install --quiet --editable ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/apportion demo
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest tests/pure tests/torch --cov --cov-report=term:skip-covered
+
+bench: $(READY)
+	@$(BIN)/python benchmarks/planning.py
+
+fuzz: $(READY)
+	@$(BIN)/python benchmarks/fuzz.py
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
+	  .coverage .coverage.* .demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

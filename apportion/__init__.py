@@ -1,0 +1,77 @@
+"""Apportion plans context-parallel attention: which rank holds which tokens, computes which attention, moves which
+bytes. `import apportion as ap` brings the names below; each is imported when it is first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from apportion.ir.version import __version__
+
+
+if TYPE_CHECKING:
+    from apportion.ir import masks
+    from apportion.ir.batch import Batch, Sequence
+    from apportion.ir.cluster import Cluster
+    from apportion.ir.codec import Slice
+    from apportion.ir.errors import (
+        ApportionError,
+        CapacityError,
+        ConfigError,
+        DecodeError,
+        ExecutionError,
+        MissingDependencyError,
+        UnknownNameError,
+        VerifyError,
+        VersionError,
+    )
+    from apportion.ir.model import Model
+    from apportion.ir.plan import Layout, Plan
+    from apportion.ir.policy import Policy, Recipe
+    from apportion.ir.verify import verify
+    from apportion.planner.api import plan
+    from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
+    from apportion.trainer.loader import PlannedBatch, PlannedLoader
+    from apportion.trainer.loss import normalised_loss
+
+_HOMES = {
+    "apportion.ir": ("masks",),
+    "apportion.ir.batch": ("Batch", "Sequence"),
+    "apportion.ir.cluster": ("Cluster",),
+    "apportion.ir.codec": ("Slice",),
+    "apportion.ir.errors": (
+        "ApportionError",
+        "CapacityError",
+        "ConfigError",
+        "DecodeError",
+        "ExecutionError",
+        "MissingDependencyError",
+        "UnknownNameError",
+        "VerifyError",
+        "VersionError",
+    ),
+    "apportion.ir.model": ("Model",),
+    "apportion.ir.plan": ("Layout", "Plan"),
+    "apportion.ir.policy": ("Policy", "Recipe"),
+    "apportion.ir.verify": ("verify",),
+    "apportion.planner.api": ("plan",),
+    "apportion.trainer.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
+    "apportion.trainer.loader": ("PlannedBatch", "PlannedLoader"),
+    "apportion.trainer.loss": ("normalised_loss",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'apportion' has no attribute {name!r}")
+    module = import_module(_HOME_OF[name])
+    value = import_module("apportion.ir.masks") if name == "masks" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,363 @@
+"""The interpreter: one rank's program as small Python tuples, walked with one handler per op.
+
+    ProgramSet of one rank ──compile_program──► Program(steps, operands, arenas) ──Machine.run──► numbers
+
+A backend implements `Machine`: `view` says once per call what an operand is in its own memory, and each op
+has one method that takes a `Step` and finds its operands in `self.views`. A program is compiled once and may
+run many times; views, arenas and rounds in flight belong to one machine, that is, to one call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar, cast
+
+from apportion.ir.errors import ExecutionError
+from apportion.ir.isa import (
+    FIRST_DKV,
+    FIRST_DQ,
+    HEADLESS,
+    KV_SIDE,
+    OP_LIST,
+    OP_NAMES,
+    TABLES,
+    TENSOR_NAMES,
+    Op,
+    Space,
+    Tensor,
+)
+from apportion.ir.plan import Header, ProgramSet
+
+View = TypeVar("View")
+
+#: accumulators are float32 in arenas and on the wire (float64 for float64); the others have the model's dtype
+ACCUMULATORS = frozenset({Tensor.O, Tensor.DX, Tensor.DQ, Tensor.DKV, Tensor.DELTA})
+
+
+class Component(NamedTuple):
+    """One array of a tensor: [rows, heads, width], [rows, heads] where width is 0; X, dX: [rows, width]."""
+
+    name: str
+    width: int
+    integer: bool = False
+
+
+def components(tensor: Tensor, header: Header, hidden: int = 0) -> tuple[Component, ...]:
+    """The arrays of a tensor, in the order in which they move. `hidden` is the width of X and dX.
+
+    A row of X is a token's hidden state with its position id, so that rows can be projected wherever they go.
+    """
+    qk, v = header.head_dim, header.v_head_dim
+    return {
+        Tensor.X: (Component("x", hidden), Component("position", 0, integer=True)),
+        Tensor.Q: (Component("q", qk),),
+        Tensor.KV: (Component("k", qk), Component("v", v)),
+        Tensor.O: (Component("o", v), Component("lse", 0)),
+        Tensor.DX: (Component("dx", hidden),),
+        Tensor.DQ: (Component("dq", qk),),
+        Tensor.DKV: (Component("dk", qk), Component("dv", v)),
+        Tensor.DO: (Component("do", v),),
+        Tensor.DELTA: (Component("lse", 0), Component("delta", 0)),
+    }[tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Rows [row, row + rows) of a tensor at home or in its work arena.
+
+    `heads` are the head numbers, in order (none for X and dX); `columns` are the head columns they occupy: a
+    slice where they are evenly spaced, so that a backend can take a view, else the numbers one by one.
+    """
+
+    index: int
+    tensor: Tensor
+    space: Space
+    row: int
+    rows: int
+    heads: tuple[int, ...]
+    columns: slice | tuple[int, ...]
+
+    @property
+    def row_slice(self) -> slice:
+        return slice(self.row, self.row + self.rows)
+
+    @property
+    def is_home(self) -> bool:
+        return self.space == Space.HOME
+
+    def __str__(self) -> str:
+        where = "home" if self.is_home else "work"
+        heads = "" if not self.heads else f" heads {','.join(map(str, self.heads))}"
+        return f"{TENSOR_NAMES[self.tensor]}.{where}[{self.row}:{self.row + self.rows}){heads}"
+
+
+class Transfer(NamedTuple):
+    """One tile of a round; `operand` is an index into the program's operands, as in all rows below."""
+
+    send: bool
+    peer: int
+    operand: int
+
+
+class Task(NamedTuple):
+    """Query rows × key rows. `kv_of[i]`: where the i-th query head's KV head stands in the key operand."""
+
+    q: int
+    kv: int
+    o: int
+    dmin: int
+    dmax: int
+    first: bool
+    kv_of: tuple[int, ...]
+
+
+class GradTask(NamedTuple):
+    """A task's gradient; each `first` flag overwrites its accumulator instead of adding to it."""
+
+    q: int
+    kv: int
+    do: int
+    delta: int
+    dq: int
+    dkv: int
+    dmin: int
+    dmax: int
+    first_dq: bool
+    first_dkv: bool
+    kv_of: tuple[int, ...]
+
+
+class RowOp(NamedTuple):
+    """Operands of delta, merge, add, copy, clear, project, project_grad and finish; 0 where there is none."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+    first: bool
+
+
+Row = Transfer | Task | GradTask | RowOp
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One instruction. Exactly one of the lists is filled, the one that `isa.OP_LIST` names for the op."""
+
+    index: int
+    op: Op
+    round: int
+    channel: int
+    mode: int
+    transfers: tuple[Transfer, ...] = ()
+    tasks: tuple[Task, ...] = ()
+    grads: tuple[GradTask, ...] = ()
+    rowops: tuple[RowOp, ...] = ()
+
+    def __str__(self) -> str:
+        name = OP_NAMES[self.op]
+        if self.op == Op.WAIT:
+            return f"wait round {self.round}"
+        if self.op == Op.LAUNCH:
+            return f"launch round {self.round} channel {self.channel} ({len(self.transfers)} transfers)"
+        return f"{name} × {len(self.tasks or self.grads or self.rowops)}"
+
+
+class Arena(NamedTuple):
+    """Work rows of one tensor: `rows` × `heads` head columns."""
+
+    tensor: Tensor
+    rows: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program of one rank, ready to be walked."""
+
+    header: Header
+    operands: tuple[Operand, ...]
+    steps: tuple[Step, ...]
+    arenas: tuple[Arena, ...]
+
+    @cached_property
+    def channels(self) -> tuple[int, ...]:
+        """The channels that the program launches on, ascending."""
+        return tuple(sorted({step.channel for step in self.steps if step.op == Op.LAUNCH}))
+
+    @cached_property
+    def uses_project(self) -> bool:
+        """Whether the program calls the layer's projection: then it takes hidden states and not q, k, v."""
+        return any(step.op in (Op.PROJECT, Op.PROJECT_GRAD) for step in self.steps)
+
+
+def compile_program(program: ProgramSet, header: Header) -> Program:
+    """The steps of a one-rank program. Raises ExecutionError where lists and operands do not fit."""
+    if program.ranks != 1:
+        raise ExecutionError(f"a program of {program.ranks} ranks; take one with `ProgramSet.rank(r)` first")
+    operands = tuple(_operands(program, header))
+    kv_of = _KvColumns(header, operands)
+    lists: Mapping[str, Iterator[Row]] = {
+        "transfers": iter([Transfer(bool(send), peer, i) for send, peer, i in _rows(program, "transfers")]),
+        "tasks": iter([_task(r, kv_of) for r in _rows(program, "tasks")]),
+        "grads": iter([_grad(r, kv_of) for r in _rows(program, "grads")]),
+        "rowops": iter([RowOp(a, b, c, d, bool(first)) for a, b, c, d, first in _rows(program, "rowops")]),
+    }
+    steps = tuple(_step(i, row, lists) for i, row in enumerate(_rows(program, "instructions")))
+    _check_consumed(lists)
+    arenas = tuple(Arena(Tensor(t), rows, heads) for t, rows, heads in _rows(program, "arenas"))
+    return Program(header, operands, steps, arenas)
+
+
+def _rows(program: ProgramSet, table: str) -> Iterator[tuple[int, ...]]:
+    """The rows of a table as tuples of Python integers."""
+    return zip(*(program[table][name].tolist() for name in TABLES[table]), strict=True)
+
+
+def _operands(program: ProgramSet, header: Header) -> Iterator[Operand]:
+    for index, (tensor, space, row, rows, col, heads) in enumerate(_rows(program, "operands")):
+        names = _heads(header, Tensor(tensor), heads)
+        columns = names if space == Space.HOME else tuple(range(col, col + len(names)))
+        yield Operand(index, Tensor(tensor), Space(space), row, rows, names, _evenly_spaced(columns))
+
+
+def _heads(header: Header, tensor: Tensor, heads: int) -> tuple[int, ...]:
+    if tensor in HEADLESS:
+        return ()
+    if heads > len(header.head_sets):
+        raise ExecutionError(f"an operand names head set {heads}; the plan has {len(header.head_sets)}")
+    if heads:
+        return tuple(header.head_sets[heads - 1])
+    return tuple(range(header.kv_heads if tensor in KV_SIDE else header.q_heads))
+
+
+def _evenly_spaced(columns: tuple[int, ...]) -> slice | tuple[int, ...]:
+    if len(columns) < 2:
+        return slice(columns[0], columns[0] + 1) if columns else ()
+    stride = columns[1] - columns[0]
+    regular = stride > 0 and columns == tuple(range(columns[0], columns[0] + stride * len(columns), stride))
+    return slice(columns[0], columns[-1] + 1, stride) if regular else columns
+
+
+class _KvColumns:
+    """Positions of the KV heads of a query operand among the heads of a key operand, found once per pair."""
+
+    def __init__(self, header: Header, operands: tuple[Operand, ...]) -> None:
+        self._group = header.q_heads // header.kv_heads
+        self._operands = operands
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
+
+    def __call__(self, q: int, kv: int) -> tuple[int, ...]:
+        key = self._operands[q].heads, self._operands[kv].heads
+        if key not in self._known:
+            self._known[key] = self._positions(*key)
+        return self._known[key]
+
+    def _positions(self, q_heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> tuple[int, ...]:
+        wanted = [head // self._group for head in q_heads]
+        if not set(wanted) <= set(kv_heads):
+            raise ExecutionError(f"a task of query heads {q_heads} has only the KV heads {kv_heads}")
+        return tuple(kv_heads.index(head) for head in wanted)
+
+
+def _task(row: tuple[int, ...], kv_of: _KvColumns) -> Task:
+    q, kv, o, dmin, dmax, first = row
+    return Task(q, kv, o, dmin, dmax, bool(first), kv_of(q, kv))
+
+
+def _grad(row: tuple[int, ...], kv_of: _KvColumns) -> GradTask:
+    q, kv, do, delta, dq, dkv, dmin, dmax, first = row
+    flags = bool(first & FIRST_DQ), bool(first & FIRST_DKV)
+    return GradTask(q, kv, do, delta, dq, dkv, dmin, dmax, *flags, kv_of(q, kv))
+
+
+def _step(index: int, row: tuple[int, ...], lists: Mapping[str, Iterator[Row]]) -> Step:
+    op, round_, channel, mode, count = row
+    name = OP_LIST[Op(op)]
+    if name is None:
+        return Step(index, Op(op), round_, channel, mode)
+    rows = tuple(islice(lists[name], count))
+    if len(rows) != count:
+        raise ExecutionError(
+            f"instruction {index} ({OP_NAMES[Op(op)]}) wants {count} {name}, {len(rows)} are left"
+        )
+    return Step(index, Op(op), round_, channel, mode, **{name: rows})  # type: ignore[arg-type]
+
+
+def _check_consumed(lists: Mapping[str, Iterator[Row]]) -> None:
+    for name, rest in lists.items():
+        left = sum(1 for _ in rest)
+        if left:
+            raise ExecutionError(f"{left} {name} belong to no instruction")
+
+
+class Machine(ABC, Generic[View]):
+    """One rank's execution of one program, once. A backend is a subclass with a memory and these twelve ops.
+
+    `views[i]` is what `view` returned for operand i; operand 0 means "none" and has no view.
+    """
+
+    views: list[View]
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def bind(self) -> None:
+        """Resolves all operands; called once the backend's memory is there."""
+        self.views = [cast("View", None), *map(self.view, self.program.operands[1:])]
+
+    @cached_property
+    def handlers(self) -> Mapping[Op, Callable[[Step], None]]:
+        """The dispatch table: op -> the method that executes a step of it."""
+        return MappingProxyType({op: getattr(self, OP_NAMES[op]) for op in Op})
+
+    def run(self) -> None:
+        """Executes the program from the first instruction to the last."""
+        handlers = self.handlers
+        for step in self.program.steps:
+            handlers[step.op](step)
+
+    @abstractmethod
+    def view(self, operand: Operand) -> View:
+        """The operand in this backend's memory."""
+
+    @abstractmethod
+    def launch(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def wait(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def attend(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def attend_grad(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def delta(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def merge(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def add(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def copy(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def clear(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def project(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def project_grad(self, step: Step) -> None: ...
+
+    @abstractmethod
+    def finish(self, step: Step) -> None: ...

@@ -1,0 +1,61 @@
+"""Head columns of a tensor: views where they are evenly spaced, gathered and scattered where they are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+Columns = slice | tuple[int, ...]
+
+
+def columns_of(numbers: tuple[int, ...]) -> Columns:
+    """The numbers as a slice where they are evenly spaced and rising."""
+    stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    regular = stride > 0 and numbers == tuple(range(numbers[0], numbers[0] + stride * len(numbers), stride))
+    return slice(numbers[0], numbers[-1] + 1, stride) if regular else numbers
+
+
+def pick(tensor: Tensor, columns: Columns) -> Tensor:
+    """[rows, len(columns), ...]: a view for a slice, else a copy."""
+    return (
+        tensor[:, columns] if isinstance(columns, slice) else tensor.index_select(1, _index(tensor, columns))
+    )
+
+
+def put(tensor: Tensor, columns: Columns, value: Tensor) -> None:
+    """Writes back what `pick` returned after changes in place; a view needs nothing."""
+    if not isinstance(columns, slice):
+        tensor.index_copy_(1, _index(tensor, columns), value)
+
+
+def _index(tensor: Tensor, columns: tuple[int, ...]) -> Tensor:
+    return torch.tensor(columns, device=tensor.device)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """Query columns, ordered by KV head, and their KV columns: each KV column serves equally many query
+    columns."""
+
+    q: Columns
+    kv: Columns
+    kv_heads: int
+
+
+@lru_cache(maxsize=1024)
+def head_groups(kv_of: tuple[int, ...]) -> tuple[HeadGroup, ...]:
+    """Groups of equal ratio: `kv_of[i]` is the KV column of query column i. One group in all usual cases."""
+    by_kv = sorted(range(len(kv_of)), key=lambda i: kv_of[i])
+    served = [(kv, tuple(members)) for kv, members in groupby(by_kv, key=lambda i: kv_of[i])]
+    ratios = sorted({len(members) for _, members in served})
+    return tuple(_group([row for row in served if len(row[1]) == ratio]) for ratio in ratios)
+
+
+def _group(served: list[tuple[int, tuple[int, ...]]]) -> HeadGroup:
+    q = tuple(i for _, members in served for i in members)
+    kv = tuple(column for column, _ in served)
+    return HeadGroup(columns_of(q), columns_of(kv), len(kv))

@@ -1,0 +1,118 @@
+"""Cutting a band into calls that a kernel accepts. Pure integers: no tensors, tested on any machine.
+
+A call is itself a band (q0, q1, k0, k1, dmin, dmax) inside the task's; calls of a task are disjoint and cover
+it. In every call **each row sees a key and each key is seen**. So no kernel ever meets an empty operand, a
+row without keys, or a merged LSE of -inf: the traps of flash kernels are cut away instead of patched up.
+
+    dmin only ("causal")                       both diagonals (a window), in strips of rows
+        k0        k1                               k0            k1
+    q0  ppppC                                  q0  mmmm
+        ppppCC      p  plain                       .mmmm            m  masked, or plain where neither
+        ppppCCC     C  causal square               ...mmmm             diagonal crosses the call
+        ppppppp     q1 - k1 rows see all keys  q1  ....mmmm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# Rows of a masked strip and keys of a masked call: the mask costs rows x keys floats, so both are bounded;
+# calls of this size run at the speed of long ones (a call costs 16 us forward and 30 us backward on a CPU).
+STRIP_ROWS = 256
+STRIP_KEYS = 2048
+
+
+class Call(NamedTuple):
+    """Query rows [q0, q1) against key rows [k0, k1) where dmin <= q - k <= dmax, in the rows of the task."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    dmin: int
+    dmax: int
+
+    @property
+    def is_empty(self) -> bool:
+        return self.q0 >= self.q1 or self.k0 >= self.k1 or self.dmin > self.dmax
+
+    @property
+    def cut_above(self) -> bool:
+        """Whether dmin hides the last key from the first row."""
+        return self.q0 - (self.k1 - 1) < self.dmin
+
+    @property
+    def cut_below(self) -> bool:
+        """Whether dmax hides the first key from the last row."""
+        return self.q1 - 1 - self.k0 > self.dmax
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.cut_above or self.cut_below)
+
+    @property
+    def is_causal_square(self) -> bool:
+        """Whether row i sees exactly keys 0..i of the call: the same for every alignment of causal
+        kernels."""
+        return (
+            self.q1 - self.q0 == self.k1 - self.k0 and self.q0 - self.k0 == self.dmin and not self.cut_below
+        )
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right) of a window aligned at the bottom right corner, as FlashAttention has it; -1:
+        unbounded."""
+        corner = self.q1 - self.k1
+        left = self.dmax - corner if self.cut_below else -1
+        right = corner - self.dmin if self.cut_above else -1
+        return left, right
+
+
+def tight(call: Call) -> Call:
+    """The call without rows that see no key and keys that no row sees; empty if nothing is allowed."""
+    q0 = max(call.q0, call.k0 + call.dmin)
+    q1 = min(call.q1, call.k1 + call.dmax)
+    k0 = max(call.k0, q0 - call.dmax)
+    k1 = min(call.k1, q1 - call.dmin)
+    return Call(q0, q1, k0, k1, call.dmin, call.dmax)
+
+
+def cut_strips(band: Call) -> Iterator[Call]:
+    """Calls of at most STRIP_ROWS x STRIP_KEYS: for kernels that take a mask or none."""
+    band = tight(band)
+    for q0 in range(band.q0, band.q1, STRIP_ROWS):
+        strip = tight(band._replace(q0=q0, q1=min(q0 + STRIP_ROWS, band.q1)))
+        for k0 in range(strip.k0, strip.k1, STRIP_KEYS):
+            call = tight(strip._replace(k0=k0, k1=min(k0 + STRIP_KEYS, strip.k1)))
+            if not call.is_empty:
+                yield call
+
+
+def cut_squares(band: Call) -> Iterator[Call]:
+    """Plain calls, causal squares of any size, and masked strips where dmax cuts: for CPU flash kernels."""
+    band = tight(band)
+    if band.is_empty:
+        return
+    if band.cut_below:
+        yield from cut_strips(band)
+        return
+    turn = min(band.q1, max(band.q0, band.k1 + band.dmin))  # rows from here on see all keys
+    diagonal = band.q0 - band.dmin  # keys before this one are seen by all rows
+    parts = (
+        band._replace(q1=turn, k1=diagonal),
+        band._replace(q1=turn, k0=diagonal),
+        band._replace(q0=turn),
+    )
+    yield from (call for call in map(tight, parts) if not call.is_empty)
+
+
+def cut_windows(band: Call) -> Iterator[Call]:
+    """At most two calls with native windows, aligned at the bottom right: for CUDA flash kernels.
+
+    Rows up to the one whose diagonal reaches the last key have it in their corner; for the rows after it only
+    dmax cuts."""
+    band = tight(band)
+    turn = min(band.q1, max(band.q0, band.k1 + band.dmin))
+    parts = (band._replace(q1=turn), band._replace(q0=turn))
+    yield from (call for call in map(tight, parts) if not call.is_empty)

@@ -1,0 +1,117 @@
+"""A plan in a trainer's hands: one rank's slice, its compiled programs, and the ranks that execute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import count
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from apportion.backends.interp import Program, compile_program
+from apportion.backends.torch.memory import DTYPES
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.codec import Slice
+from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
+from apportion.ir.isa import PHASES
+
+# torch.compile sees a plan as its number, a tensor, so that another plan is no reason to compile again.
+# Numbers are never used twice; the table keeps no handle alive.
+_HANDLES: WeakValueDictionary[int, PlanHandle] = WeakValueDictionary()
+_numbers = count()
+
+
+class PlanHandle:
+    """What planned attention is called with: never "the current plan", always this one.
+
+    Holds no buffers: calls have their own, so a handle serves any number of layers and of microbatches in
+    flight. Raises ExecutionError where the slice is not this rank's.
+    """
+
+    def __init__(self, piece: Slice, communicator: Communicator | None = None) -> None:
+        self.slice = piece
+        self.communicator = communicator if communicator is not None else Communicator()
+        if (piece.rank, piece.ranks) != (self.communicator.rank, self.communicator.ranks):
+            raise ExecutionError(
+                f"a slice of rank {piece.rank} of {piece.ranks} on rank {self.communicator.rank} of "
+                f"{self.communicator.ranks}: give each rank `plan.for_rank(rank)` of a plan for this group"
+            )
+        self._programs: dict[tuple[str, str], Program] = {}
+        self._agreed = False
+        self.number = torch.tensor(next(_numbers))
+        _HANDLES[int(self.number)] = self
+
+    @staticmethod
+    def of_number(number: Tensor) -> PlanHandle:
+        """The handle of that number. Raises ExecutionError where it is gone."""
+        handle = _HANDLES.get(int(number))
+        if handle is None:
+            raise ExecutionError(
+                f"plan handle {int(number)} is gone: under torch.compile, keep it until backward has run"
+            )
+        return handle
+
+    @property
+    def id(self) -> bytes:
+        return self.slice.id
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self.slice.header.kinds
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that q, k and v must have."""
+        return DTYPES[self.slice.header.dtype]
+
+    @cached_property
+    def rows(self) -> int:
+        """Tokens that this rank holds."""
+        return int(self.slice.layout(self.slice.header.home_layout).rows_per_rank[0])
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[rows] int64, the global token of each row."""
+        return torch.from_numpy(self.slice.layout(self.slice.header.home_layout).tokens(0))
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """[rows] int64."""
+        return torch.from_numpy(self.slice.layout(self.slice.header.home_layout).position_ids(0))
+
+    def kind(self, name: str | None) -> str:
+        """The kind of that name; None where the plan has a single one. Raises UnknownNameError,
+        ConfigError."""
+        if name is None and len(self.kinds) == 1:
+            return self.kinds[0]
+        if name is None:
+            raise ConfigError(
+                "kind", None, "the plan has several attention kinds", f"name one of {self.kinds}"
+            )
+        if name not in self.kinds:
+            raise UnknownNameError("kind", name, f"the plan has {', '.join(self.kinds)}", "name one of these")
+        return name
+
+    def program(self, kind: str, phase: str) -> Program:
+        """This rank's program, compiled on first use."""
+        if (kind, phase) not in self._programs:
+            found = self.slice.programs[kind, phase]
+            self._programs[kind, phase] = compile_program(found, self.slice.header)
+        return self._programs[kind, phase]
+
+    def projects(self, kind: str) -> bool:
+        """Whether the plan calls the layer's projection, and so takes hidden states."""
+        return any(self.program(*key).uses_project for key in self._keys() if key[0] == kind)
+
+    def agree(self) -> None:
+        """Makes sure, once, that all ranks hold this plan. A collective the first time. Raises
+        ExecutionError."""
+        if not self._agreed:
+            self.communicator.agree(self.id)
+            self._agreed = True
+
+    def _keys(self) -> Sequence[tuple[str, str]]:
+        keys = [(kind, phase) for kind in self.kinds for phase in PHASES]
+        return [key for key in keys if key in self.slice.programs]

@@ -1,0 +1,340 @@
+"""Attention of one task, forward and backward, on whatever kernel the device has.
+
+Shape suffixes: T query rows, S key rows, H query heads, K KV heads, G query heads per KV head, D width of Q
+and K, E width of V. Tasks come as q_THD, k_SKD, v_SKE (slices of arenas); kernels see q_KGTD, k_KGSD with
+stride 0 over G, so that GQA costs no copy.
+
+    attend       calls of the band ──kernel──► (o, lse) ──merge──► accumulator rows
+    attend_grad  calls of the band ──kernel──► dq, dk, dv, added into accumulator rows
+
+A kernel is three functions: `cut` a band into calls it accepts, `forward` and `backward` of a call. Backward
+takes the merged LSE and delta = rowsum(dO * O): gradients of the calls of a row then simply add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from apportion.backends.torch.columns import HeadGroup, head_groups, pick, put
+from apportion.backends.torch.cuts import Call, cut_squares, cut_strips, cut_windows
+
+_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_cuda = torch.ops.aten._flash_attention_forward
+_cuda_backward = torch.ops.aten._flash_attention_backward
+
+NEG_INF = float("-inf")
+CUDA_WIDEST = 256  # FlashAttention-2's largest head
+CUDA_MULTIPLE = 8  # and its heads come in steps of this
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """score = q . k * scale, then softcap * tanh(score / softcap) if there is a softcap."""
+
+    scale: float
+    softcap: float | None = None
+
+
+Forward = Callable[[Call, Tensor, Tensor, Tensor, Score], tuple[Tensor, Tensor]]
+Backward = Callable[
+    [Call, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Score], tuple[Tensor, Tensor, Tensor]
+]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """forward(call, q, k, v, score) -> o, lse; backward(call, q, k, v, do, lse, delta, score) -> dq, dk, dv.
+
+    `halves`: whether it computes in float16 and bfloat16; where not, they are widened to float32 first."""
+
+    cut: Callable[[Call], Iterator[Call]]
+    forward: Forward
+    backward: Backward
+    halves: bool = False
+
+
+def choose_kernel(q: Tensor, v: Tensor, score: Score) -> Kernel:
+    """The flash kernel of the device where it takes the dtype, the widths and the score, else plain
+    strips."""
+    if score.softcap is not None:
+        return PLAIN
+    if q.device.type == "cpu":
+        return FLASH_CPU
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.device.type == "cuda" and half and max(q.shape[-1], v.shape[-1]) <= CUDA_WIDEST:
+        return FLASH_CUDA
+    return PLAIN
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Where a task attends: dmin <= query row - key row <= dmax."""
+
+    dmin: int
+    dmax: int
+    kv_of: tuple[int, ...]  # KV column of each query column
+
+    def calls(self, kernel: Kernel, q: Tensor, k: Tensor) -> tuple[Call, ...]:
+        return tuple(kernel.cut(Call(0, q.shape[0], 0, k.shape[0], self.dmin, self.dmax)))
+
+
+def attend(
+    q_THD: Tensor, k_SKD: Tensor, v_SKE: Tensor, o_THE: Tensor, lse_TH: Tensor, band: Band, score: Score
+) -> None:
+    """Merges the task's attention into the accumulators o and lse, in place."""
+    kernel = choose_kernel(q_THD, v_SKE, score)
+    q_THD, k_SKD, v_SKE = _computed_in(kernel, q_THD, k_SKD, v_SKE)
+    calls = band.calls(kernel, q_THD, k_SKD)
+    for group in head_groups(band.kv_of):
+        q, k, v = _grouped(q_THD, k_SKD, v_SKE, group)
+        o, lse = pick(o_THE, group.q), pick(lse_TH, group.q)
+        for call in calls:
+            part = kernel.forward(call, _rows(q, call), _keys(k, call), _keys(v, call), score)
+            merge(o[call.q0 : call.q1], lse[call.q0 : call.q1], *map(_ungrouped, part))
+        put(o_THE, group.q, o)
+        put(lse_TH, group.q, lse)
+
+
+def attend_grad(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKE: Tensor,
+    do_THE: Tensor,
+    lse_TH: Tensor,
+    delta_TH: Tensor,
+    dq_THD: Tensor,
+    dk_SKD: Tensor,
+    dv_SKE: Tensor,
+    band: Band,
+    score: Score,
+) -> None:
+    """Adds the task's gradients into the accumulators dq, dk and dv, in place."""
+    kernel = choose_kernel(q_THD, v_SKE, score)
+    q_THD, k_SKD, v_SKE, do_THE = _computed_in(kernel, q_THD, k_SKD, v_SKE, do_THE)
+    calls = band.calls(kernel, q_THD, k_SKD)
+    for group in head_groups(band.kv_of):
+        q, k, v = _grouped(q_THD, k_SKD, v_SKE, group)
+        do, lse, delta = (_by_kv(pick(t, group.q), group) for t in (do_THE, lse_TH, delta_TH))
+        dq, dk, dv = pick(dq_THD, group.q), pick(dk_SKD, group.kv), pick(dv_SKE, group.kv)
+        for call in calls:
+            rows = (_rows(t, call) for t in (do, lse, delta))
+            parts = kernel.backward(call, _rows(q, call), _keys(k, call), _keys(v, call), *rows, score)
+            dq[call.q0 : call.q1] += _ungrouped(parts[0])
+            dk[call.k0 : call.k1] += _summed(parts[1])
+            dv[call.k0 : call.k1] += _summed(parts[2])
+        put(dq_THD, group.q, dq)
+        put(dk_SKD, group.kv, dk)
+        put(dv_SKE, group.kv, dv)
+
+
+def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Log-sum-exp merge of a partial result into o [T, H, E] and lse [T, H], in place. LSE -inf: no keys so
+    far."""
+    top = torch.logaddexp(lse, part_lse)
+    pivot = top.masked_fill(top == NEG_INF, 0.0)
+    o.mul_((lse - pivot).exp_().unsqueeze(-1)).add_(part * (part_lse - pivot).exp_().unsqueeze(-1))
+    lse.copy_(top)
+
+
+def _computed_in(kernel: Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """As they are, or in the accumulator dtype: half kernels on CPUs are no faster than float32 ones, only
+    coarser."""
+    return tensors if kernel.halves else tuple(t.to(accumulator_dtype(t.dtype)) for t in tensors)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, group: HeadGroup) -> tuple[Tensor, Tensor, Tensor]:
+    q_KGTD = _by_kv(pick(q, group.q), group)
+    ratio = q_KGTD.shape[1]
+    k_KGSD, v_KGSE = (
+        pick(t, group.kv).transpose(0, 1).unsqueeze(1).expand(-1, ratio, -1, -1) for t in (k, v)
+    )
+    return q_KGTD, k_KGSD, v_KGSE
+
+
+def _by_kv(tensor: Tensor, group: HeadGroup) -> Tensor:
+    """[T, H, ...] -> [K, G, T, ...]."""
+    return tensor.unflatten(1, (group.kv_heads, -1)).movedim(0, 2)
+
+
+def _ungrouped(tensor: Tensor) -> Tensor:
+    """[K, G, T, ...] -> [T, H, ...]."""
+    return tensor.movedim(2, 0).flatten(1, 2)
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    """[K, G, S, ...] -> [S, K, ...]: the gradient of a KV head is the sum over its query heads."""
+    return tensor.sum(1, dtype=accumulator_dtype(tensor.dtype)).transpose(0, 1)
+
+
+def _rows(tensor: Tensor, call: Call) -> Tensor:
+    return tensor[:, :, call.q0 : call.q1]
+
+
+def _keys(tensor: Tensor, call: Call) -> Tensor:
+    return tensor[:, :, call.k0 : call.k1]
+
+
+def _allowed(call: Call, device: torch.device) -> Tensor:
+    """[T, S] bool: the pairs of the call's band."""
+    i = torch.arange(call.q0, call.q1, device=device)
+    j = torch.arange(call.k0, call.k1, device=device)
+    diagonal = i[:, None] - j
+    return (diagonal >= call.dmin) & (diagonal <= call.dmax)
+
+
+# --- CPU flash: `is_causal` is aligned at the top left; masks must be float; QK and V must be equally wide
+
+
+def _cpu_mode(call: Call, dtype: torch.dtype, device: torch.device) -> tuple[bool, Tensor | None]:
+    """(is_causal, mask) of a call."""
+    if call.is_plain or call.is_causal_square:
+        return call.is_causal_square and not call.is_plain, None
+    mask = torch.zeros(call.q1 - call.q0, call.k1 - call.k0, dtype=dtype, device=device)
+    return False, mask.masked_fill_(~_allowed(call, device), NEG_INF)
+
+
+def _flash_cpu(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+    width = v.shape[-1]
+    q, k, v = _equal_widths(q, k, v)
+    causal, mask = _cpu_mode(call, q.dtype, q.device)
+    o, lse = _cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=score.scale)
+    return o[..., :width], lse
+
+
+def _flash_cpu_backward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, score: Score
+) -> tuple[Tensor, Tensor, Tensor]:
+    qk_width, v_width = q.shape[-1], v.shape[-1]
+    out = out_with_delta(do, delta)
+    q, k, v, do, out = _equal_widths(q, k, v, do, out)
+    causal, mask = _cpu_mode(call, q.dtype, q.device)
+    dq, dk, dv = _cpu_backward(do, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=score.scale)
+    return dq[..., :qk_width], dk[..., :qk_width], dv[..., :v_width]
+
+
+def out_with_delta(do: Tensor, delta: Tensor) -> Tensor:
+    """An `out` with rowsum(dO * out) = delta, for kernels that want the output and only use that sum.
+
+    dO * delta / rowsum(dO^2), with rows scaled by their largest entry first so that tiny gradients do not
+    underflow; never longer than the true output (Cauchy-Schwarz), so it fits wherever that did."""
+    wide = do.to(delta.dtype)
+    largest = wide.abs().amax(-1, keepdim=True)
+    unit = wide / largest.masked_fill(largest == 0, 1.0)
+    square = unit.square().sum(-1, keepdim=True)
+    factor = delta.unsqueeze(-1) / (largest * square)
+    return (unit * factor.masked_fill(square == 0, 0.0)).to(do.dtype)
+
+
+def _equal_widths(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+    """Zero-padded to the widest, rounded up: zeros change neither scores nor sums."""
+    width = -(-max(t.shape[-1] for t in tensors) // multiple) * multiple
+    return tuple(
+        t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors
+    )
+
+
+# --- CUDA flash: one sequence in varlen form; windows are aligned at the bottom right; half dtypes only
+
+
+def _tokens_first(tensor: Tensor) -> Tensor:
+    """[K, G, T, D] -> [T, K * G, D]."""
+    return tensor.movedim(2, 0).flatten(1, 2)
+
+
+def _kv_tokens_first(tensor: Tensor) -> Tensor:
+    """[K, G, S, D], equal over G, -> [S, K, D]: the kernel does GQA itself."""
+    return tensor[:, 0].transpose(0, 1)
+
+
+def _one_sequence(tokens: int, device: torch.device) -> Tensor:
+    """[0, tokens] int32, made on the device: no copy from the host."""
+    return torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=device)
+
+
+def _varlen(call: Call, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Cumulative and largest lengths of queries and keys."""
+    t, s = call.q1 - call.q0, call.k1 - call.k0
+    return _one_sequence(t, device), _one_sequence(s, device), t, s
+
+
+def _flash_cuda(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+    kv_heads, width = q.shape[0], v.shape[-1]
+    q, k, v = _equal_widths(
+        _tokens_first(q), _kv_tokens_first(k), _kv_tokens_first(v), multiple=CUDA_MULTIPLE
+    )
+    left, right = call.window
+    o, lse, *_ = _cuda(
+        q, k, v, *_varlen(call, q.device), 0.0, False, False,
+        scale=score.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return o[..., :width].unflatten(1, (kv_heads, -1)).movedim(0, 2), lse.unflatten(0, (kv_heads, -1))
+
+
+def _flash_cuda_backward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, score: Score
+) -> tuple[Tensor, Tensor, Tensor]:
+    kv_heads, qk_width, v_width = q.shape[0], q.shape[-1], v.shape[-1]
+    out = _tokens_first(out_with_delta(do, delta))
+    q, k, v, do, out = _equal_widths(
+        _tokens_first(q), _kv_tokens_first(k), _kv_tokens_first(v), _tokens_first(do), out,
+        multiple=CUDA_MULTIPLE,
+    )  # fmt: skip
+    left, right = call.window
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = _cuda_backward(
+        do.contiguous(), q, k, v, out.contiguous(), lse.flatten(0, 1).contiguous(), *_varlen(call, q.device),
+        0.0, False, no_dropout, torch.empty(0, device=q.device),
+        scale=score.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    dq = dq[..., :qk_width].unflatten(1, (kv_heads, -1)).movedim(0, 2)
+    return dq, _as_one_group(dk[..., :qk_width]), _as_one_group(dv[..., :v_width])
+
+
+def _as_one_group(tensor: Tensor) -> Tensor:
+    """[S, K, D], summed over query heads, -> [K, 1, S, D]."""
+    return tensor.transpose(0, 1).unsqueeze(1)
+
+
+# --- Plain strips: any device, dtype and softcap
+
+
+def _scores(call: Call, q: Tensor, k: Tensor, score: Score) -> Tensor:
+    """[K, G, T, S] before the mask."""
+    s = q @ k.mT * score.scale
+    return s if score.softcap is None else score.softcap * torch.tanh(s / score.softcap)
+
+
+def _masked(call: Call, s: Tensor) -> Tensor:
+    return s if call.is_plain else s.masked_fill(~_allowed(call, s.device), NEG_INF)
+
+
+def _plain(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+    s = _masked(call, _scores(call, q, k, score))
+    lse = s.logsumexp(-1)
+    return (s - lse.unsqueeze(-1)).exp_() @ v, lse
+
+
+def _plain_backward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, score: Score
+) -> tuple[Tensor, Tensor, Tensor]:
+    s = _scores(call, q, k, score)
+    p = (_masked(call, s) - lse.unsqueeze(-1)).exp_()
+    ds = p * (do @ v.mT - delta.unsqueeze(-1)) * score.scale
+    if score.softcap is not None:
+        ds = ds * (1 - (s / score.softcap).square())
+    return ds @ k, ds.mT @ q, p.mT @ do
+
+
+FLASH_CPU = Kernel(cut_squares, _flash_cpu, _flash_cpu_backward)
+FLASH_CUDA = Kernel(cut_windows, _flash_cuda, _flash_cuda_backward, halves=True)
+PLAIN = Kernel(cut_strips, _plain, _plain_backward)

@@ -1,0 +1,153 @@
+"""Measures planning: milliseconds, balance, bytes and sizes of plans, as rows that a machine can read.
+
+Planning is timed from the parsed batch to the encoded bytes of all ranks, forward and backward; verification
+is timed by itself. One warm-up run comes first, so that neither compilation nor cold caches are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from apportion.ir import masks
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.model import Model
+from apportion.ir.plan import Plan
+from apportion.ir.policy import Recipe
+from apportion.ir.verify import verify
+from apportion.ir.workload import Workload, lognormal_lengths, sample
+from apportion.planner import api
+
+RANKS_PER_NODE = 8
+
+
+def ranks_per_node(ranks: int) -> int:
+    """8, or the largest divisor of `ranks` below it."""
+    return max(d for d in range(1, RANKS_PER_NODE + 1) if ranks % d == 0)
+
+
+def cluster_of(ranks: int, per_node: int | None = None) -> Cluster:
+    """`ranks` ranks with the documented default links, `per_node` of them a node (None: `ranks_per_node`)."""
+    per_node = per_node or ranks_per_node(ranks)
+    return Cluster(nodes=ranks // per_node, ranks_per_node=per_node)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of repeated runs."""
+
+    total: tuple[float, ...]
+    steps: dict[str, float] = field(default_factory=dict)  # median per step
+
+    def summary(self) -> dict[str, Any]:
+        """p50 and p95, and the steps where there are any."""
+        p50, p95 = np.percentile(self.total, (50, 95))
+        record: dict[str, Any] = {"p50": round(float(p50), 3), "p95": round(float(p95), 3)}
+        return record | ({"steps": {k: round(v, 3) for k, v in self.steps.items()}} if self.steps else {})
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one row plans."""
+
+    batch: Batch
+    cluster: Cluster
+    model: Model
+    recipe: Recipe | str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan and what it took; `record` is its JSON form."""
+
+    plan: Plan
+    planning: Times
+    verifying: Times
+
+    def record(self) -> dict[str, Any]:
+        """The row: names, nesting and units are documented in docs/performance.md."""
+        report = self.plan.report
+        return {
+            "recipe": report["recipe"],
+            "ranks": report["ranks"],
+            "tokens": report["tokens"],
+            "block_tokens": report["block_tokens"],
+            "heaviest_piece_over_mean": report["heaviest_piece_over_mean"],
+            "imbalance_bound": report["imbalance_bound"],
+            "planning_ms": self.planning.summary(),
+            "verify_ms": self.verifying.summary(),
+            **{
+                key: report[key]
+                for key in ("imbalance", "bytes", "slots", "max_degree", "rounds", "plan_bytes")
+            },
+        }
+
+
+def measure(job: Job, repeats: int = 1, warm_up: bool = False) -> Row:
+    """Plan and verify `job` `repeats` times. Raises what planning and verification raise."""
+    if warm_up:
+        verify(_timed_plan(job)[0])
+    plans, planning, verifying = [], [], []
+    for _ in range(repeats):
+        plan, total, steps = _timed_plan(job)
+        plans.append(plan)
+        planning.append((total, steps))
+        verifying.append(_timed_verify(plan))
+    medians = {step: float(np.median([steps[step] for _, steps in planning])) for step in planning[0][1]}
+    return Row(plans[-1], Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
+
+
+def _timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
+    steps: dict[str, float] = {}
+    batch = Batch.from_data(job.batch.to_data())  # as parsed: a batch keeps the bands that it once lowered
+    start = perf_counter()
+    plan = api.plan(
+        batch, job.cluster, job.model, recipe=job.recipe, seed=job.seed, verify=False, timings=steps
+    )
+    planned = perf_counter()
+    plan.encode()
+    end = perf_counter()
+    return plan, (end - start) * 1e3, steps | {"bytes": (end - planned) * 1e3}
+
+
+def _timed_verify(plan: Plan) -> float:
+    start = perf_counter()
+    verify(plan)
+    return (perf_counter() - start) * 1e3
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where batches come from: a workload, or the documented log-normal documents."""
+
+    workload: Workload | None = None
+
+    def batch(self, tokens: int, seed: int) -> tuple[Batch, int]:
+        """A batch of `tokens` tokens, and how many samples were too large for it."""
+        if self.workload is not None:
+            return sample(self.workload, tokens, tokens, seed)
+        return Batch.from_lengths(lognormal_lengths(seed, tokens), mask=masks.causal()), 0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which rows to measure: every rank count with every seed."""
+
+    ranks: Sequence[int]
+    seeds: Sequence[int]
+    tokens_per_rank: int
+    repeats: int
+
+    def rows(self, source: Source, model: Model, recipe: Recipe | str) -> Iterator[dict[str, Any]]:
+        """One record per rank count and seed, as each is measured."""
+        for ranks in self.ranks:
+            for seed in self.seeds:
+                batch, skipped = source.batch(ranks * self.tokens_per_rank, seed)
+                row = measure(Job(batch, cluster_of(ranks), model, recipe, seed), self.repeats, warm_up=True)
+                yield row.record() | {"seed": seed, "repeats": self.repeats, "skipped_samples": skipped}

@@ -1,0 +1,297 @@
+"""Bands: rectangles of (query, key) pairs cut by two diagonals, the one canonical form of every mask.
+
+    band = (q0, q1, k0, k1, dmin, dmax)     q in [q0, q1), k in [k0, k1), dmin <= q - k <= dmax
+
+             k0          k1
+          q0 ┌──────╲─────┐      the upper diagonal is q - k = dmin (keys after it are not seen yet),
+             │ ╲ seen╲    │      the lower one q - k = dmax (keys before it are no longer seen)
+             │   ╲    ╲   │
+          q1 └─────╲───╲──┘
+
+Bands are rows of an int64 array [n, 6]. An unbounded diagonal is -INF or INF. Token coordinates stay below
+2**31, so every number of pairs fits 64 bits; all functions are exact and vectorised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from apportion.ir.errors import CapacityError, ConfigError
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+INF = 2**62
+MAX_TOKENS = 2**31 - 1
+
+# types of slices, as users of MagiAttention know them
+FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
+
+_DENSE_CELLS = 2**26
+_CHUNK = 2**20  # candidate pairs looked at together: 100 MB of columns
+_CANDIDATES_PER_BAND = 256
+_FREE_CANDIDATES = 2**25
+
+
+def columns(bands: ArrayLike) -> Ints:
+    """`bands` as an int64 array [n, 6]."""
+    return np.asarray(bands, np.int64).reshape(-1, 6)
+
+
+def describe(band: ArrayLike) -> str:
+    """One band in words."""
+    q0, q1, k0, k1, dmin, dmax = (int(x) for x in np.asarray(band))
+    low = "" if dmin <= -INF else f"{dmin} <= "
+    high = "" if dmax >= INF else f" <= {dmax}"
+    diagonals = f", {low}q - k{high}" if low or high else ""
+    return f"queries [{q0}, {q1}) x keys [{k0}, {k1}){diagonals}"
+
+
+def area(bands: ArrayLike) -> Ints:
+    """[n] int64: the number of pairs of each band, exact; 0 where it is empty.
+
+    With a = q - q0 and b = k1 - 1 - k the pairs with q - k <= d are those with a + b < m = d + k1 - q0: a
+    triangle of side m, less its parts beyond the rectangle, a >= Q and b >= K (they never meet: m <= Q + K).
+    """
+    b = columns(bands)
+    q, k = np.maximum(b[:, 1] - b[:, 0], 0), np.maximum(b[:, 3] - b[:, 2], 0)
+    offset = b[:, 3] - b[:, 0]
+    upto = _pairs_below(q, k, b[:, 5] + offset)
+    found: Ints = np.maximum(upto - _pairs_below(q, k, b[:, 4] - 1 + offset), 0)
+    return found
+
+
+def _pairs_below(q: Ints, k: Ints, m: Ints) -> Ints:
+    m = np.clip(m, 0, q + k)
+    return _triangle(m) - _triangle(m - q) - _triangle(m - k)
+
+
+def _triangle(side: Ints) -> Ints:
+    side = np.maximum(side, 0)
+    return (side + 1) // 2 * (side | 1)  # halved first: side may be 2**32 - 2
+
+
+def intersect(bands: ArrayLike, rects: ArrayLike, tight: bool = False) -> Ints:
+    """[n, 6]: each band cut by the rectangle (q0, q1, k0, k1) of its row; `rects` [n, 4] or broadcastable.
+
+    tight: shrink the results to their bounding rectangles; empty results become rows of zeros.
+    """
+    b, r = columns(bands), np.asarray(rects, np.int64)
+    shape = (np.broadcast_shapes(b.shape[:1], r.shape[:-1])[0], 6)
+    cut = np.array(np.broadcast_to(b, shape))
+    cut[:, 0:4:2] = np.maximum(cut[:, 0:4:2], r[..., 0::2])
+    cut[:, 1:4:2] = np.minimum(cut[:, 1:4:2], r[..., 1::2])
+    return tighten(cut) if tight else cut
+
+
+def tighten(bands: ArrayLike) -> Ints:
+    """[n, 6]: each band with the smallest rectangle of its pairs, diagonals kept; zeros where empty."""
+    b = columns(bands)
+    q0, q1, k0, k1, dmin, dmax = b.T
+    tight = np.stack(
+        [
+            np.maximum(q0, k0 + dmin),
+            np.minimum(q1, k1 + dmax),
+            np.maximum(k0, q0 - dmax),
+            np.minimum(k1, q1 - dmin),
+            dmin,
+            dmax,
+        ],
+        axis=1,
+    )
+    tight[(q0 >= q1) | (k0 >= k1) | (tight[:, 0] >= tight[:, 1]) | (dmin > dmax)] = 0
+    return tight
+
+
+def clip(bands: ArrayLike) -> Ints:
+    """[n, 6]: the same bands with diagonals that pass outside the rectangle moved to its corners."""
+    b = columns(bands).copy()
+    b[:, 4] = np.maximum(b[:, 4], b[:, 0] - b[:, 3] + 1)
+    b[:, 5] = np.minimum(b[:, 5], b[:, 1] - 1 - b[:, 2])
+    return b
+
+
+def shift(bands: ArrayLike, q: ArrayLike, k: ArrayLike) -> Ints:
+    """[n, 6]: bands moved by `q` query and `k` key tokens (scalars or [n]); finite diagonals follow."""
+    b, q, k = columns(bands), np.asarray(q, np.int64), np.asarray(k, np.int64)
+    moved = np.empty((np.broadcast_shapes(b.shape[:1], q.shape, k.shape)[0], 6), np.int64)
+    moved[:, 0:2] = b[:, 0:2] + q[..., None]
+    moved[:, 2:4] = b[:, 2:4] + k[..., None]
+    diagonals = b[:, 4:6]
+    moved[:, 4:6] = np.where(np.abs(diagonals) >= INF, diagonals, diagonals + (q - k)[..., None])
+    return moved
+
+
+def common(a: ArrayLike, b: ArrayLike) -> Ints:
+    """[n, 6]: the pairs that band a[i] shares with band b[i], itself a band."""
+    a, b = columns(a), columns(b)
+    shared = np.minimum(a, b)
+    shared[:, 0:6:2] = np.maximum(a[:, 0:6:2], b[:, 0:6:2])
+    return shared
+
+
+def intersect_area(a: ArrayLike, b: ArrayLike) -> Ints:
+    """[n] int64: the number of pairs that band a[i] shares with band b[i]."""
+    return area(common(a, b))
+
+
+def from_slices(slices: ArrayLike) -> Ints:
+    """[n, 6]: the bands of slices (q0, q1, k0, k1, type).
+
+    Types: 0 FULL, 1 CAUSAL (aligned bottom-right: the last query sees up to the last key), 2 INVCAUSAL
+    (top-left: the first query sees from the first key on), 3 BICAUSAL (both).
+    """
+    s = np.asarray(slices, np.int64).reshape(-1, 5)
+    dmin = np.where(s[:, 4] & CAUSAL, s[:, 1] - s[:, 3], -INF)
+    dmax = np.where(s[:, 4] & INVCAUSAL, s[:, 0] - s[:, 2], INF)
+    return np.column_stack([s[:, :4], dmin, dmax])
+
+
+def to_slices(bands: ArrayLike) -> Ints:
+    """[m, 5]: slices (q0, q1, k0, k1, type) with exactly the pairs of `bands`, band after band.
+
+    A diagonal must meet a corner of its slice, so a band is cut at most twice: below the last row that the
+    upper diagonal shortens and above the first row that the lower one does.
+    """
+    b = tighten(bands)
+    q0, q1, k0, k1, dmin, dmax = b.T
+    upper, lower = np.clip(k1 + dmin, q0, q1), np.clip(k0 + dmax, q0, q1)
+    edges = np.stack([q0, np.minimum(upper, lower), np.maximum(upper, lower), q1], axis=1)
+    pieces = np.repeat(b, 3, axis=0)
+    pieces[:, 0], pieces[:, 1] = edges[:, :3].ravel(), edges[:, 1:].ravel()
+    pieces = tighten(pieces)
+    pieces = pieces[pieces[:, 0] < pieces[:, 1]]
+    cut_above = pieces[:, 0] - pieces[:, 3] + 1 < pieces[:, 4]
+    cut_below = pieces[:, 1] - 1 - pieces[:, 2] > pieces[:, 5]
+    return np.column_stack([pieces[:, :4], CAUSAL * cut_above + INVCAUSAL * cut_below])
+
+
+def dense(bands: ArrayLike, tokens_q: int, tokens_k: int) -> Bools:
+    """[tokens_q, tokens_k] bool, True where a pair lies in a band. For tests and small oracles.
+
+    Raises CapacityError beyond 2**26 cells.
+    """
+    if tokens_q * tokens_k > _DENSE_CELLS:
+        raise CapacityError(f"a dense mask of {tokens_q} x {tokens_k} has more than {_DENSE_CELLS} cells")
+    mask = np.zeros((tokens_q, tokens_k), np.bool_)
+    for q0, q1, k0, k1, dmin, dmax in columns(bands):
+        q, k = np.arange(tokens_q)[q0:q1, None], np.arange(tokens_k)[None, k0:k1]
+        mask[q0:q1, k0:k1] |= (q - k >= dmin) & (q - k <= dmax)
+    return mask
+
+
+def overlaps(bands: ArrayLike) -> Ints:
+    """[m, 2]: the pairs of indices i < j of bands that share a (query, key) pair, in rising order.
+
+    Candidates are the pairs whose bounding rectangles overlap, found in O(n log^2 n + candidates); each is
+    decided by exact intersection. Raises CapacityError where there are more than 2**25 + 256 n candidates.
+    """
+    b = columns(bands)
+    tight = tighten(b)
+    filled = np.flatnonzero(tight[:, 0] < tight[:, 1])
+    tight = tight[filled]
+    found = [_sharing(tight, pairs) for pairs in _candidates(tight)]
+    pairs = filled[np.concatenate([np.zeros((0, 2), np.int64), *found])]
+    return np.unique(np.sort(pairs, axis=1), axis=0)
+
+
+def _sharing(bands: Ints, pairs: Ints) -> Ints:
+    """Those of the index pairs [c, 2] that share a (query, key) pair."""
+    return pairs[intersect_area(bands[pairs[:, 0]], bands[pairs[:, 1]]) > 0]
+
+
+def check_disjoint(field: str, bands: ArrayLike) -> None:
+    """Raises ConfigError, naming both bands, where two of `bands` share a (query, key) pair."""
+    pairs = overlaps(bands)
+    if len(pairs):
+        i, j = (int(x) for x in pairs[0])
+        first, second = (describe(columns(bands)[x]) for x in (i, j))
+        raise ConfigError(
+            f"{field}[{j}]",
+            second,
+            f"shares (query, key) pairs with {field}[{i}], {first}",
+            "cut one of the two so that every pair is in one band only",
+        )
+
+
+def _candidates(b: Ints) -> Iterator[Ints]:
+    """Chunks of index pairs [c, 2] whose rectangles overlap.
+
+    A segment tree over the query axis: each band *covers* O(log n) nodes and *passes* their ancestors.
+    Rectangles that overlap in q meet at a node which one covers and the other covers or passes; there, those
+    that overlap in k are neighbours in the order of k0.
+    """
+    if len(b) < 2:
+        return
+    node, band, covers = _tree_entries(b)
+    order = np.lexsort((b[band, 2], node))
+    node, band, covers = node[order], band[order], covers[order]
+    stride = int(b[:, 3].max()) + 1
+    start, stop = node * stride + b[band, 2], node * stride + b[band, 3]
+    every, cover = np.arange(len(node)), np.flatnonzero(covers)
+    # a covering entry meets what starts after it and before its end; a passing one only what covers
+    reach = np.searchsorted(start, stop[cover])
+    passing = np.flatnonzero(~covers)
+    low, high = np.searchsorted(cover, passing), np.searchsorted(start[cover], stop[passing])
+    _check_candidates(len(b), int((reach - cover - 1).sum() + np.maximum(high - low, 0).sum()))
+    yield from _expand(band, cover, cover + 1, reach, every)
+    yield from _expand(band, passing, low, high, cover)
+
+
+def _check_candidates(bands: int, candidates: int) -> None:
+    if candidates > _FREE_CANDIDATES + _CANDIDATES_PER_BAND * bands:
+        raise CapacityError(
+            f"{bands} bands have {candidates} pairs of overlapping rectangles, too many to decide"
+        )
+
+
+def _tree_entries(b: Ints) -> tuple[Ints, Ints, Bools]:
+    """(node, band, covers) of every meeting place that some band covers."""
+    edges = np.unique(b[:, :2])
+    low, high = np.searchsorted(edges, b[:, 0]), np.searchsorted(edges, b[:, 1])
+    leaves = 1 << max(int(len(edges) - 1).bit_length(), 1)
+    node, band = _covered(low + leaves, high + leaves)
+    met = np.zeros(2 * leaves, np.bool_)
+    met[node] = True
+    nodes, bands, passing = [node], [band], [np.ones(len(node), np.bool_)]
+    pairs = np.unique((node >> 1) * len(b) + band)
+    while len(pairs):
+        node, band = pairs // len(b), pairs % len(b)
+        keep = met[node]
+        nodes, bands = [*nodes, node[keep]], [*bands, band[keep]]
+        passing.append(np.zeros(int(keep.sum()), np.bool_))
+        pairs = np.unique(((node >> 1) * len(b) + band)[node > 1])
+    return np.concatenate(nodes), np.concatenate(bands), np.concatenate(passing)
+
+
+def _covered(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """(node, band): the O(log n) tree nodes that make up each leaf range [low, high)."""
+    nodes, bands, band = [], [], np.arange(len(low))
+    while len(band):
+        odd_low, odd_high = (low & 1) == 1, (high & 1) == 1
+        nodes += [low[odd_low], high[odd_high] - 1]
+        bands += [band[odd_low], band[odd_high]]
+        low, high = (low + odd_low) >> 1, high >> 1
+        keep = low < high
+        low, high, band = low[keep], high[keep], band[keep]
+    return np.concatenate(nodes), np.concatenate(bands)
+
+
+def _expand(band: Ints, rows: Ints, low: Ints, high: Ints, others: Ints) -> Iterator[Ints]:
+    """Chunks of pairs (band[rows[i]], band[others[j]]) for j in [low[i], high[i])."""
+    count = np.maximum(high - low, 0)
+    filled = np.flatnonzero(count)
+    total = np.cumsum(count[filled])
+    done = 0
+    while done < len(filled):
+        base = int(total[done - 1]) if done else 0
+        stop = max(int(np.searchsorted(total, base + _CHUNK)), done + 1)
+        part = filled[done:stop]
+        first = np.repeat(part, count[part])
+        offset = np.arange(len(first)) - np.repeat(np.cumsum(count[part]) - count[part], count[part])
+        pairs = np.column_stack([band[rows[first]], band[others[low[first] + offset]]])
+        yield pairs[pairs[:, 0] != pairs[:, 1]]
+        done = stop

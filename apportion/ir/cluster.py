@@ -1,0 +1,171 @@
+"""The cluster: nodes, ranks, links, memory and speeds of the data x context group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integer, integers, known, load, number, sequence
+from apportion.ir.isa import MAX_RANKS
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` x `ranks_per_node` ranks, node after node. Tensor parallelism stays outside.
+
+    Bandwidths are GB/s (1e9 bytes) in each direction, memory GiB. The defaults are one DGX H100: NVLink 900
+    GB/s both ways together and eight 400 Gb/s NICs (NVIDIA's data sheets); the latencies are assumed.
+    `speeds` has one relative speed a rank; None means that all are 1.0. Raises ConfigError.
+    """
+
+    nodes: int = 1
+    ranks_per_node: int = 8
+    intra_gbs: float = 450.0
+    inter_gbs: float = 50.0  # of one NIC
+    nics_per_node: int = 8
+    intra_latency_us: float = 5.0
+    inter_latency_us: float = 10.0
+    memory_gib: float = 80.0
+    speeds: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("nodes", "ranks_per_node", "nics_per_node"):
+            self._set(field, integer(f"cluster.{field}", getattr(self, field)))
+        for field in ("intra_gbs", "inter_gbs", "memory_gib"):
+            self._set(field, number(f"cluster.{field}", getattr(self, field), above=True))
+        for field in ("intra_latency_us", "inter_latency_us"):
+            self._set(field, number(f"cluster.{field}", getattr(self, field)))
+        if self.ranks > MAX_RANKS:
+            raise ConfigError(
+                "cluster.nodes x cluster.ranks_per_node",
+                self.ranks,
+                f"must be at most {MAX_RANKS}",
+                "use fewer ranks",
+            )
+        if self.speeds is not None:
+            self._set("speeds", self._checked_speeds())
+
+    def _set(self, field: str, value: Any) -> None:
+        object.__setattr__(self, field, value)
+
+    def _checked_speeds(self) -> tuple[float, ...]:
+        speeds = sequence("cluster.speeds", self.speeds)
+        if len(speeds) != self.ranks:
+            raise ConfigError(
+                "cluster.speeds",
+                speeds,
+                f"must have one speed a rank ({self.ranks})",
+                "list 1.0 for a normal rank",
+            )
+        return tuple(number(f"cluster.speeds[{i}]", speed, above=True) for i, speed in enumerate(speeds))
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @overload
+    def node_of(self, rank: int) -> int: ...
+    @overload
+    def node_of(self, rank: Ints) -> Ints: ...
+    def node_of(self, rank: int | Ints) -> int | Ints:
+        """The node of a rank, or of each rank of an array."""
+        return rank // self.ranks_per_node
+
+    @staticmethod
+    def from_env(group: Any = None) -> Cluster:
+        """The cluster that torchrun (WORLD_SIZE, LOCAL_WORLD_SIZE) or SLURM (SLURM_NTASKS with
+        SLURM_NTASKS_PER_NODE or SLURM_NNODES) describes in the environment, with default links.
+
+        group: the data x context group where it is not all ranks: the list of its global ranks, or an object
+        with `size()`, as torch process groups have, whose ranks are then taken to be spread evenly.
+        Raises ConfigError where neither set of variables is there or ranks do not divide evenly.
+        """
+        world, local = _world(os.environ)
+        if group is None:
+            return Cluster(nodes=world // local, ranks_per_node=local)
+        if hasattr(group, "size"):
+            ranks, nodes = integer("group.size()", group.size(), 1, world), world // local
+        else:
+            members = integers("group", group, 0, world - 1)
+            ranks, nodes = len(members), len(np.unique(members // local))
+            _check_even(members // local)
+        nodes = min(nodes, ranks)
+        return Cluster(nodes=nodes, ranks_per_node=_divided("group", ranks, nodes))
+
+    @staticmethod
+    def from_data(data: Any) -> Cluster:
+        """The cluster of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
+        data = dict(known("cluster", data, [field.name for field in fields(Cluster)]))
+        if data.get("speeds") is not None:
+            data["speeds"] = tuple(sequence("cluster.speeds", data["speeds"]))
+        return Cluster(**data)
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data with every field."""
+        return {**asdict(self), "speeds": None if self.speeds is None else list(self.speeds)}
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """The cluster of a JSON or YAML file."""
+        return Cluster.from_data(load(path))
+
+
+def _world(env: Mapping[str, str]) -> tuple[int, int]:
+    """(ranks, ranks per node) of the launcher's variables."""
+    if "WORLD_SIZE" in env:
+        world = _variable(env, "WORLD_SIZE")
+        local = _variable(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world
+    elif "SLURM_NTASKS" in env:
+        world = _variable(env, "SLURM_NTASKS")
+        local = _slurm_local(env, world)
+    else:
+        raise ConfigError(
+            "WORLD_SIZE",
+            None,
+            "neither torchrun's nor SLURM's variables are set",
+            "pass nodes and ranks_per_node",
+        )
+    _divided("WORLD_SIZE", world, local)
+    return world, local
+
+
+def _slurm_local(env: Mapping[str, str], world: int) -> int:
+    if "SLURM_NTASKS_PER_NODE" in env:
+        return _variable(env, "SLURM_NTASKS_PER_NODE")
+    nodes = _variable(env, "SLURM_NNODES") if "SLURM_NNODES" in env else 1
+    return _divided("SLURM_NTASKS", world, nodes)
+
+
+def _variable(env: Mapping[str, str], name: str) -> int:
+    value = env[name].strip()
+    if not (value.isascii() and value.isdigit() and len(value) < 10):
+        raise ConfigError(name, env[name], "must be a whole number", "start the job with torchrun or srun")
+    return integer(name, int(value), 1, MAX_RANKS)
+
+
+def _divided(field: str, ranks: int, parts: int) -> int:
+    if ranks % parts:
+        raise ConfigError(
+            field, ranks, f"must divide evenly by {parts}", "give every node the same number of ranks"
+        )
+    return ranks // parts
+
+
+def _check_even(nodes: Sequence[int] | Ints) -> None:
+    counts = np.unique(nodes, return_counts=True)[1]
+    if len(set(counts.tolist())) > 1:
+        raise ConfigError(
+            "group",
+            counts.tolist(),
+            "must have as many ranks on each node",
+            "choose a group of whole node shares",
+        )

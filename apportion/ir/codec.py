@@ -1,0 +1,352 @@
+"""Plans as bytes: msgpack maps around integer columns, with a hash tree over the ranks' parts.
+
+    plan ── header, request, layouts, moves, report    plain data, see `ir.sections`
+         ├─ parts[rank]                                its spans, programs and moves, see `ir.columns`
+         └─ id = H(magic · H(header) · H(request) · H(layouts) · H(moves) · H(report) · root of parts)
+
+Encoding and decoding cost a small multiple of hashing the bytes. `schemas/FORMAT.md` describes them for readers
+in other languages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import repeat
+
+from apportion.ir import sections as plain
+from apportion.ir import structure, wire
+from apportion.ir.columns import Cell, Gather, cells, widening
+from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
+from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id, tree
+from apportion.ir.isa import FORMAT, MAX_RANKS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION
+from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet
+
+SLICE_FORMAT = "apportion.slice"
+
+Pair = tuple[str, str]  # (kind, phase) of a program, (source, target) of a move
+
+
+@dataclass(frozen=True)
+class Sections:
+    """An encoded plan, section by section. `id` is the stored id: `section_id` computes the real one."""
+
+    header: bytes
+    request: bytes
+    layouts: bytes
+    moves: bytes
+    report: bytes
+    parts: list[bytes]
+    id: bytes = b""
+
+    @cached_property
+    def tree(self) -> list[list[bytes]]:
+        """The hash tree over the parts: its levels from the leaves up."""
+        return tree([leaf(part) for part in self.parts])
+
+    def with_id(self, id: bytes) -> Sections:
+        """The same sections under another stored id."""
+        named = replace(self, id=id)
+        named.__dict__["tree"] = self.tree  # hashing is most of the work: not twice
+        return named
+
+
+def section_id(sections: Sections) -> bytes:
+    """The id that the sections' bytes have (a damaged plan stores another)."""
+    fixed = (sections.header, sections.request, sections.layouts, sections.moves, sections.report)
+    return plan_id(map(digest, fixed), sections.tree[-1][0])
+
+
+# ---------------------------------------------------------------------------------------------- encode
+
+
+def encode_parts(
+    layouts: Mapping[str, Layout],
+    programs: Mapping[Pair, ProgramSet],
+    moves: Sequence[Move],
+    ranks: int,
+) -> list[bytes]:
+    """The part of every rank. A column has one dtype in all parts: the narrowest that fits the whole plan."""
+    spans = _by_rank([cells(layout.spans, SPAN_COLUMNS) for layout in layouts.values()], ranks)
+    remaps = _by_rank([cells(move.table, MOVE_COLUMNS) for move in moves], ranks)
+    tables = {
+        key: _by_rank([cells(program[name], columns) for name, columns in TABLES.items()], ranks)
+        for key, program in programs.items()
+    }
+    parts = []
+    for rank in range(ranks):
+        part = wire.Part(rank, _filled(layouts, next(spans)), {}, list(next(remaps)))
+        for (kind, phase), found in tables.items():
+            part.programs.setdefault(kind, {})[phase] = _filled(TABLES, next(found))
+        parts.append(wire.encode_struct(part))
+    return parts
+
+
+def _by_rank(tables: list[Iterator[Cell]], ranks: int) -> Iterator[tuple[Cell, ...]]:
+    return zip(*tables, strict=True) if tables else repeat((), ranks)
+
+
+def _filled(names: Iterable[str], found: Iterable[Cell]) -> dict[str, Cell]:
+    return {name: cell for name, cell in zip(names, found, strict=True) if cell}
+
+
+def encode_sections(
+    plan: Plan, parts: list[bytes] | None = None, request: Mapping[str, object] | None = None
+) -> Sections:
+    """The plan's sections and their id.
+
+    parts: the result of `encode_parts`, where the caller has it; request: the request as it was written, where
+    that is to be kept.
+    """
+    tokens = plan.request.batch.tokens
+    if parts is None:
+        parts = encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
+    sections = Sections(
+        header=wire.encode_section(plain.header_data(plan.header)),
+        request=wire.encode_section(plain.request_data(plan.request) if request is None else request),
+        layouts=wire.encode_section({name: {"tokens": tokens} for name in plan.layouts}),
+        moves=wire.encode_section([[move.source, move.target] for move in plan.moves]),
+        report=wire.encode_section(plan.report),
+        parts=parts,
+    )
+    return sections.with_id(section_id(sections))
+
+
+def seal(plan: Plan, parts: list[bytes] | None = None) -> Plan:
+    """The plan with fresh sections and the id of what it holds now. `parts`: as in `encode_sections`."""
+    return replace(plan, sections=encode_sections(plan, parts))
+
+
+def encode(plan: Plan) -> bytes:
+    """The plan as bytes."""
+    return encode_wire(plan._sealed(), plan.header.version)
+
+
+def encode_wire(sections: Sections, version: Sequence[int] = VERSION) -> bytes:
+    """The bytes of a plan with these sections and the id that they store."""
+    s, (major, minor) = sections, version
+    return wire.encode_struct(
+        wire.PlanWire(
+            FORMAT, (major, minor), s.header, s.request, s.layouts, s.moves, s.report, s.parts, s.id
+        )
+    )
+
+
+# ---------------------------------------------------------------------------------------------- decode
+
+
+def decode(data: bytes, check_id: bool = True) -> Plan:
+    """The plan in `data`, its columns int64 when used. Structure and id are checked, meaning is for `verify`.
+
+    check_id: refuse a plan whose stored id is not that of its bytes; False keeps the stored id in
+    `plan.sections.id` for the verifier to report.
+
+    Raises DecodeError; VersionError for an unknown major version. Allocates a small multiple of `len(data)`.
+    """
+    found: wire.PlanWire = wire.read_envelope(data, wire.decode_plan, "plan", FORMAT)
+    if not 1 <= len(found.parts) <= MAX_RANKS:
+        raise DecodeError(f"plan: {len(found.parts)} parts, from 1 to {MAX_RANKS} are allowed")
+    if not wire.newer(found.version):
+        wire.check_canonical_plan(len(data), found)
+    sections = Sections(
+        found.header, found.request, found.layouts, found.moves, found.report, found.parts, found.id
+    )
+    if check_id:
+        _check_id(found.id, section_id(sections), "plan")
+    return _decode_sections(sections, found.version)
+
+
+def _check_id(stored: bytes, real: bytes, what: str) -> None:
+    if stored != real:
+        raise DecodeError(
+            f"{what}: stored id {stored[:SIZE].hex()} differs from {real.hex()}, the id of its bytes: "
+            "it was changed or damaged after it was made"
+        )
+
+
+def _decode_sections(sections: Sections, version: tuple[int, int]) -> Plan:
+    header = plain.read_header(sections.header, version)
+    if header.ranks != len(sections.parts):
+        raise DecodeError(f"header: ranks = {header.ranks}, but the plan has {len(sections.parts)} parts")
+    request = plain.read_request(sections.request, version)
+    plain.check_facts(header, request)
+    tokens = plain.read_tokens(sections.layouts, header, request.batch.tokens, version)
+    pairs = plain.read_moves(sections.moves, header, version)
+    report = plain.read_report(sections.report, version)
+    layouts, programs, moves = _read_tables(sections.parts, 0, header, pairs, version).open(header, tokens)
+    return Plan(header, request, layouts, programs, moves, report, sections)
+
+
+# Parts are read so many at a time: their blobs stay in cache until they are joined (2x at 1,024 ranks).
+_CHUNK = 32
+
+
+def _read_tables(
+    parts: Sequence[bytes], first: int, header: Header, pairs: list[Pair], version: tuple[int, int]
+) -> _Tables:
+    """The tables of the ranks from `first` on. Raises DecodeError."""
+    tables = _Tables(wire.read_part(parts[0], first, version), header, pairs)
+    for begin in range(0, len(parts), _CHUNK):
+        some = enumerate(parts[begin : begin + _CHUNK], begin + first)
+        tables.add([wire.read_part(part, rank, version) for rank, part in some], wire.newer(version))
+    return tables
+
+
+class _Tables:
+    """All tables of a plan while its parts are read; kinds and phases in the header's order."""
+
+    def __init__(self, part: wire.Part, header: Header, pairs: list[Pair]) -> None:
+        """Without rows, for the programs that `part`, the first one, has."""
+        self.phases = {kind: [p for p in PHASES if p in part.programs.get(kind, ())] for kind in header.kinds}
+        self.layouts = {name: Gather(SPAN_COLUMNS, f"layout {name}") for name in header.layouts}
+        self.programs = {
+            (kind, phase): {name: Gather(cols, f"{kind} {phase} {name}") for name, cols in TABLES.items()}
+            for kind, phases in self.phases.items()
+            for phase in phases
+        }
+        self.moves = {pair: Gather(MOVE_COLUMNS, f"move {pair[0]} -> {pair[1]}") for pair in pairs}
+
+    def add(self, parts: list[wire.Part], lenient: bool) -> None:
+        """The parts of the next ranks. Raises DecodeError for names unknown (unless `lenient`) or missing."""
+        for part in parts:
+            self._check_names(part, lenient)
+        for name, gather in self.layouts.items():
+            gather.add([part.layouts.get(name, ()) for part in parts])
+        for (kind, phase), gathers in self.programs.items():
+            programs = [part.programs[kind][phase] for part in parts]
+            for name, gather in gathers.items():
+                gather.add([program.get(name, ()) for program in programs])
+        for number, gather in enumerate(self.moves.values()):
+            gather.add([part.moves[number] for part in parts])
+
+    def _check_names(self, part: wire.Part, lenient: bool) -> None:
+        where = f"part of rank {part.rank}"
+        if part.programs.keys() != self.phases.keys() or len(part.moves) != len(self.moves):
+            raise DecodeError(f"{where}: its attention kinds or its number of moves are not the plan's")
+        if not part.layouts.keys() <= self.layouts.keys():
+            raise DecodeError(f"{where}: it has a layout that the header does not name")
+        for kind, programs in part.programs.items():
+            known = {phase for phase in programs if phase in PHASES}
+            if known != set(self.phases[kind]) or not (lenient or len(known) == len(programs)):
+                raise DecodeError(f"{where}: its phases of {kind} are not the plan's")
+            if not lenient and any(not tables.keys() <= TABLES.keys() for tables in programs.values()):
+                raise DecodeError(f"{where}: it has a table beyond {', '.join(TABLES)}")
+
+    def open(
+        self, header: Header, tokens: Mapping[str, int], first: int = 0
+    ) -> tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...]]:
+        """Layouts, programs and moves of the ranks from `first` on. Raises DecodeError."""
+        spans = {name: gather.table() for name, gather in self.layouts.items()}
+        programs = {key: {n: g.table() for n, g in gathers.items()} for key, gathers in self.programs.items()}
+        remaps = {pair: gather.table() for pair, gather in self.moves.items()}
+        structure.check(header, tokens, spans, programs, remaps, first)
+        return (
+            {name: Layout(name, widening(table)) for name, table in spans.items()},
+            {
+                key: ProgramSet({n: widening(t) for n, t in tables.items()})
+                for key, tables in programs.items()
+            },
+            tuple(Move(*pair, widening(table)) for pair, table in remaps.items()),
+        )
+
+
+# ---------------------------------------------------------------------------------------------- slices
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """One rank's part of a plan, with the proof that it belongs to the plan's id.
+
+    Tables and layouts hold this rank alone: address them with rank 0.
+    """
+
+    id: bytes
+    rank: int
+    header: Header
+    layouts: Mapping[str, Layout]
+    programs: Mapping[Pair, ProgramSet]
+    moves: tuple[Move, ...]
+    wire: wire.SliceWire
+
+    @property
+    def ranks(self) -> int:
+        return self.header.ranks
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of the encoded part, in bytes: what targets on plan size count."""
+        return len(self.wire.part)
+
+    def layout(self, name: str) -> Layout:
+        """This rank's rows of the layout of that name. Raises UnknownNameError."""
+        if name not in self.layouts:
+            raise UnknownNameError(
+                "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
+            )
+        return self.layouts[name]
+
+    def encode(self) -> bytes:
+        """The slice as bytes."""
+        return wire.encode_struct(self.wire)
+
+    @staticmethod
+    def decode(data: bytes) -> Slice:
+        """The slice in `data`; its id follows from its bytes. Raises DecodeError, VersionError."""
+        found: wire.SliceWire = wire.read_envelope(data, wire.decode_slice, "slice", SLICE_FORMAT)
+        if not wire.newer(found.version):
+            wire.check_canonical(len(data), found, "slice")
+        _check_id(found.id, _slice_id(found), f"slice of rank {found.rank}")
+        return _open_slice(found)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slice) and (self.id, self.rank) == (other.id, other.rank)
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.rank))
+
+
+def _slice_id(found: wire.SliceWire) -> bytes:
+    if not 0 <= found.rank < found.ranks <= MAX_RANKS:
+        raise DecodeError(f"slice: rank {found.rank} of {found.ranks}")
+    if len(found.digests) != 2:
+        raise DecodeError(f"slice: {len(found.digests)} digests, expected those of request and report")
+    if any(len(node) != SIZE for node in [*found.digests, *found.path]):
+        raise DecodeError(f"slice: a digest does not have {SIZE} bytes")
+    request, report = found.digests
+    digests = (digest(found.header), request, digest(found.layouts), digest(found.moves), report)
+    return plan_id(digests, climb(leaf(found.part), found.rank, found.ranks, found.path))
+
+
+def _open_slice(found: wire.SliceWire) -> Slice:
+    header = plain.read_header(found.header, found.version)
+    if header.ranks != found.ranks:
+        raise DecodeError(f"slice: of {found.ranks} ranks, but its plan has {header.ranks}")
+    tokens = plain.read_tokens(found.layouts, header, None, found.version)
+    pairs = plain.read_moves(found.moves, header, found.version)
+    tables = _read_tables([found.part], found.rank, header, pairs, found.version)
+    return Slice(found.id, found.rank, header, *tables.open(header, tokens, found.rank), found)
+
+
+def slice_plan(plan: Plan, rank: int) -> Slice:
+    """The slice of one rank. Raises ConfigError where the plan has no such rank."""
+    if not 0 <= rank < plan.header.ranks:
+        raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "name one from 0 on")
+    sections: Sections = plan._sealed()
+    found = wire.SliceWire(
+        SLICE_FORMAT,
+        plan.header.version,
+        rank,
+        plan.header.ranks,
+        sections.header,
+        sections.layouts,
+        sections.moves,
+        sections.parts[rank],
+        [digest(sections.request), digest(sections.report)],
+        path(sections.tree, rank),
+        sections.id,
+    )
+    layouts = {name: Layout(name, layout.spans.rank(rank)) for name, layout in plan.layouts.items()}
+    programs = {key: program.rank(rank) for key, program in plan.programs.items()}
+    moves = tuple(Move(move.source, move.target, move.table.rank(rank)) for move in plan.moves)
+    return Slice(sections.id, rank, plan.header, layouts, programs, moves, found)

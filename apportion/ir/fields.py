@@ -1,0 +1,199 @@
+"""Checks of plain data where it enters: an error names field, value, rule and remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from apportion.ir.errors import ConfigError, UnknownNameError
+
+Ints = NDArray[np.int64]
+
+MAX_INT = 2**62  # what fits 64-bit arithmetic with room for one addition
+MAX_FILE_BYTES = 2**30
+_LARGEST = 10**300
+_MAX_DEPTH = 32
+
+
+def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
+    """`value` as an int in [low, high]. Booleans, floats and strings are refused, numpy integers accepted."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise ConfigError(field, value, "must be an integer", f"write a whole number of at least {low}")
+    if not low <= value <= high:
+        rule = f"must be at least {low}" if high == MAX_INT else f"must be in [{low}, {high}]"
+        raise ConfigError(field, value, rule, "write a number in that range")
+    return int(value)
+
+
+def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
+    """`value` as a finite float, at least `low` (above: greater). Booleans and strings are refused."""
+    if not _is_number(value):
+        raise ConfigError(field, value, "must be a number", "write a number without quotes")
+    real = float(value) if abs(value) < _LARGEST else math.inf
+    if not math.isfinite(real):
+        raise ConfigError(field, value, "must be finite", "write a finite number")
+    if real < low or (above and real == low):
+        rule = f"must be {'greater than' if above else 'at least'} {low:g}"
+        raise ConfigError(field, value, rule, "write a number in that range")
+    return real
+
+
+def _is_number(value: Any) -> bool:
+    numbers = (int, float, np.integer, np.floating)
+    return isinstance(value, numbers) and not isinstance(value, bool)
+
+
+def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints:
+    """`values` (a flat list, tuple or integer array) as int64, each in [low, high]."""
+    if isinstance(values, np.ndarray):
+        return _array(field, values, low, high)
+    if not isinstance(values, list | tuple | range):
+        raise ConfigError(field, values, "must be a list of integers", "write [1, 2, 3]")
+    if all(kind is int for kind in map(type, values)):
+        return _in_range(field, _int64(field, values), low, high)
+    return np.array([integer(f"{field}[{i}]", v, low, high) for i, v in enumerate(values)], np.int64)
+
+
+def _int64(field: str, values: Iterable[int]) -> Ints:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        value = next(v for v in values if abs(v) > MAX_INT)
+        raise ConfigError(field, value, "must fit 64 bits", "write a smaller number") from None
+
+
+def _array(field: str, values: NDArray[Any], low: int, high: int) -> Ints:
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ConfigError(
+            field, values, "must be one-dimensional and of an integer dtype", "pass an int64 array"
+        )
+    return _in_range(field, values, low, high).astype(np.int64)
+
+
+def _in_range(field: str, values: NDArray[Any], low: int, high: int) -> Ints:
+    if len(values) and (values.min() < low or values.max() > high):
+        i = int(np.argmax((values < low) | (values > high)))
+        raise ConfigError(
+            f"{field}[{i}]", int(values[i]), f"must be in [{low}, {high}]", "write a number in that range"
+        )
+    return values
+
+
+def rows(field: str, values: Any, width: int, names: str) -> list[list[Any]]:
+    """`values` as a list of lists of `width` items each."""
+    for i, row in enumerate(sequence(field, values)):
+        if not isinstance(row, list | tuple) or len(row) != width:
+            raise ConfigError(f"{field}[{i}]", row, f"must be [{names}]", f"write {width} numbers")
+    return [list(row) for row in values]
+
+
+def sequence(field: str, value: Any) -> list[Any] | tuple[Any, ...]:
+    """`value` if it is a list or tuple."""
+    if not isinstance(value, list | tuple):
+        raise ConfigError(field, value, "must be a list", "write [...]")
+    return value
+
+
+def mapping(field: str, value: Any) -> Mapping[str, Any]:
+    """`value` if it is a mapping with string keys."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(field, value, "must be a mapping with names as keys", "write {name: value}")
+    return value
+
+
+def known(field: str, data: Any, allowed: Iterable[str], required: Iterable[str] = ()) -> Mapping[str, Any]:
+    """`data` if it is a mapping, all of its keys are `allowed` and none of `required` is missing."""
+    checked, allowed = mapping(field, data), tuple(allowed)
+    for key in checked:
+        if key not in allowed:
+            raise ConfigError(
+                f"{field}.{key[:64]}", checked[key], "unknown field", suggestion(key[:64], allowed)
+            )
+    for key in required:
+        if key not in checked:
+            raise ConfigError(f"{field}.{key}", None, "missing field", f"add {key}")
+    return checked
+
+
+def name(field: str, value: Any) -> str:
+    """`value` if it is a name: 1 to 64 letters, digits, `_`, `-` or `.`."""
+    legal = isinstance(value, str) and 0 < len(value) <= 64 and value.isascii()
+    if not legal or not all(c.isalnum() or c in "_-." for c in value):
+        raise ConfigError(
+            field, value, "must be a name", "write 1 to 64 letters, digits, '_', '-' or '.', as in global"
+        )
+    return str(value)
+
+
+def choice(field: str, value: Any, allowed: Iterable[str]) -> str:
+    """`value` if it is one of `allowed`. Raises UnknownNameError, which lists them."""
+    allowed = tuple(allowed)
+    if not isinstance(value, str) or value not in allowed:
+        raise UnknownNameError(
+            field, value, "there is nothing of that name", suggestion(str(value)[:64], allowed)
+        )
+    return value
+
+
+def suggestion(key: str, allowed: Iterable[str]) -> str:
+    """What to write instead of `key`."""
+    allowed = tuple(allowed)
+    close = difflib.get_close_matches(key, allowed, n=1)
+    listed = ", ".join(allowed) or "none"
+    return f"did you mean {close[0]}? There is {listed}" if close else f"write one of {listed}"
+
+
+def plain(field: str, value: Any, depth: int = 0) -> Any:
+    """A copy of `value` if it is plain data: None, booleans, 64-bit integers, finite floats, strings, lists
+    and mappings of these, at most 32 deep."""
+    if depth > _MAX_DEPTH:
+        raise ConfigError(field, "...", f"must be at most {_MAX_DEPTH} levels deep", "flatten it")
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return integer(field, value, -MAX_INT)
+    if isinstance(value, float):
+        return number(field, value, -math.inf)
+    if isinstance(value, list | tuple):
+        return [plain(f"{field}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+    return {key: plain(f"{field}.{key}", item, depth + 1) for key, item in mapping(field, value).items()}
+
+
+def load(path: str | Path) -> Any:
+    """The data of a JSON (`.json`) or YAML (`.yaml`, `.yml`) file. Raises ConfigError."""
+    path = Path(path)
+    parse: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": _yaml, ".yml": _yaml}
+    if path.suffix not in parse:
+        raise ConfigError(str(path), path.suffix, "unknown kind of file", "name it .json, .yaml or .yml")
+    text = read_text(path)
+    try:
+        return parse[path.suffix](text)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(str(path), path.suffix, f"does not parse ({reason})", "correct the file") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of at most 1 GiB of UTF-8. Raises ConfigError, or OSError where it cannot be read."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(str(path), path.stat().st_size, "must be at most 1 GiB", "split the file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), error.reason, "is not UTF-8 text", "name a text file") from error
+
+
+def _yaml(text: str) -> Any:
+    """The data of a YAML text without aliases: a few nested ones stand for more data than memory holds."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=loader)):
+        raise ValueError("aliases are not read")
+    return yaml.load(text, Loader=loader)

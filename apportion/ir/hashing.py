@@ -1,0 +1,69 @@
+"""BLAKE2b digests and the hash tree over a plan's parts.
+
+      root          A slice of rank 2 carries part 2, the hashes of part 3 and of (0, 1), and the digests
+     /    \\         of the plan's other sections: enough to recompute the plan's id.
+   ·        ·
+  / \\      / \\       leaf = H(00 · part), inner node = H(01 · left · right); an odd last node rises
+p0   p1   p2   p3    as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from apportion.ir.errors import DecodeError
+from apportion.ir.isa import FORMAT
+
+SIZE = 32
+
+
+def digest(data: bytes) -> bytes:
+    """BLAKE2b with 32 bytes."""
+    return blake2b(data, digest_size=SIZE).digest()
+
+
+def leaf(part: bytes) -> bytes:
+    """The node of one part."""
+    state = blake2b(b"\0", digest_size=SIZE)
+    state.update(part)
+    return state.digest()
+
+
+def tree(leaves: list[bytes]) -> list[list[bytes]]:
+    """The levels of the tree, leaves first, the root alone in the last."""
+    levels = [leaves]
+    while len(levels[-1]) > 1:
+        levels.append(_level_above(levels[-1]))
+    return levels
+
+
+def _level_above(nodes: list[bytes]) -> list[bytes]:
+    pairs = [digest(b"\1" + left + right) for left, right in zip(nodes[::2], nodes[1::2], strict=False)]
+    return pairs + nodes[len(pairs) * 2 :]
+
+
+def path(levels: list[list[bytes]], rank: int) -> list[bytes]:
+    """The siblings met on the way from a rank's leaf to the root."""
+    places = [(level, (rank >> height) ^ 1) for height, level in enumerate(levels)]
+    return [level[place] for level, place in places if place < len(level)]
+
+
+def climb(node: bytes, rank: int, ranks: int, siblings: Sequence[bytes]) -> bytes:
+    """The root that a leaf and its path lead to. Raises DecodeError where the path has the wrong length."""
+    left = list(siblings)
+    while ranks > 1:
+        if rank ^ 1 < ranks:
+            if not left:
+                raise DecodeError("slice: the hash path is too short")
+            other = left.pop(0)
+            node = digest(b"\1" + other + node if rank & 1 else b"\1" + node + other)
+        rank, ranks = rank >> 1, (ranks + 1) >> 1
+    if left:
+        raise DecodeError("slice: the hash path is too long")
+    return node
+
+
+def plan_id(digests: Iterable[bytes], root: bytes) -> bytes:
+    """The id, from the digests of header, request, layouts, moves and report, and the root over the parts."""
+    return digest(b"".join([FORMAT.encode(), b"\0", *digests, root]))

@@ -1,0 +1,121 @@
+"""The model: what planning and execution must know of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import choice, integer, known, load, mapping, name, suggestion
+from apportion.ir.isa import Tensor
+
+ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
+
+_MAX_SIZE = 2**24
+
+
+@dataclass(frozen=True)
+class Model:
+    """Heads are those of one tensor-parallel rank; `v_head_dim` differs from `head_dim` in MLA (None: equal).
+
+    `layers` is the number of attention layers, or one number for each attention kind. Raises ConfigError.
+    """
+
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    dtype: str = "bf16"  # bf16, fp16, fp32 or fp64
+    hidden: int = 4096
+    ffn: int = 14336
+    layers: int | Mapping[str, int] = field(default=32, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for size in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "hidden", "ffn"):
+            object.__setattr__(self, size, integer(f"model.{size}", getattr(self, size), 1, _MAX_SIZE))
+        choice("model.dtype", self.dtype, ELEMENT_BYTES)
+        if self.q_heads % self.kv_heads:
+            raise ConfigError(
+                "model.q_heads",
+                self.q_heads,
+                f"must be a multiple of kv_heads ({self.kv_heads})",
+                "give each KV head the same number of query heads",
+            )
+        object.__setattr__(self, "layers", _layers(self.layers))
+
+    def layers_of(self, kind: str) -> int:
+        """The number of layers of one attention kind. Raises UnknownNameError."""
+        if isinstance(self.layers, int):
+            return self.layers
+        if kind not in self.layers:
+            raise UnknownNameError(
+                "model.layers", kind, "no attention kind of that name", suggestion(kind, self.layers)
+            )
+        return self.layers[kind]
+
+    @property
+    def value_dim(self) -> int:
+        """The head dim of V."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one number of the model's dtype."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of one number of an accumulator or partial: float32, float64 for a float64 model."""
+        return max(4, self.element_bytes)
+
+    def row_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
+        """Bytes of one row of a tensor with `heads` of its heads (KV heads for KV and dKV; None: all)."""
+        heads_of = {Tensor.KV: self.kv_heads, Tensor.DKV: self.kv_heads}
+        count = heads_of.get(tensor, self.q_heads) if heads is None else heads
+        qk, v = self.head_dim, self.value_dim
+        numbers = {
+            Tensor.NONE: 0,
+            Tensor.X: self.hidden,
+            Tensor.Q: count * qk,
+            Tensor.KV: count * (qk + v),
+            Tensor.O: count * (v + 1),
+            Tensor.DX: self.hidden,
+            Tensor.DQ: count * qk,
+            Tensor.DKV: count * (qk + v),
+            Tensor.DO: count * v,
+            Tensor.DELTA: count * 2,
+        }
+        model_dtype = tensor in (Tensor.X, Tensor.Q, Tensor.KV, Tensor.DO)
+        return numbers[tensor] * (self.element_bytes if model_dtype else self.accumulator_bytes)
+
+    @staticmethod
+    def from_data(data: Any) -> Model:
+        """The model of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
+        return Model(**known("model", data, [item.name for item in fields(Model)]))
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data with every field."""
+        data = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**data, "layers": self.layers if isinstance(self.layers, int) else dict(self.layers)}
+
+    @staticmethod
+    def load(path: str | Path) -> Model:
+        """The model of a JSON or YAML file."""
+        return Model.from_data(load(path))
+
+
+def _layers(layers: Any) -> int | dict[str, int]:
+    if not isinstance(layers, Mapping):
+        return integer("model.layers", layers, 1, _MAX_SIZE)
+    if not layers:
+        raise ConfigError("model.layers", layers, "must name at least one attention kind", "write layers: 32")
+    kinds = mapping("model.layers", layers)
+    return {
+        name("model.layers", kind): integer(f"model.layers.{kind}", kinds[kind], 1, _MAX_SIZE)
+        for kind in kinds
+    }

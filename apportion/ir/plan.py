@@ -1,0 +1,247 @@
+"""The plan: layouts and programs as integer columns of all ranks, one rank after another.
+
+    Plan ── header     format, version, recipe, seed, kinds, head sets, what an executor needs of the model
+         ├─ request    batch, cluster, model, policy, digest of the hardware file
+         ├─ layouts    name -> spans of every rank
+         ├─ programs   (kind, phase) -> tables of every rank
+         ├─ moves      remaps between two layouts
+         └─ report     areas, bytes, slots, rounds, bounds, sizes, imbalance, termination
+
+A rank's *slice* (`Plan.for_rank`) is the header, its own part and a hash path to the id: it proves itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import UnknownNameError
+from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy
+
+Ints = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Columns over the rows of all ranks; rank r owns rows `ptr[r]:ptr[r + 1]`.
+
+    `columns` maps a name to an integer column, all of equal length; any integer dtype (the codec narrows).
+    """
+
+    ptr: Ints
+    columns: Mapping[str, Ints]
+
+    def __len__(self) -> int:
+        return int(self.ptr[-1])
+
+    def __getitem__(self, name: str) -> Ints:
+        return self.columns[name]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.ptr) - 1
+
+    def rank(self, rank: int) -> Table:
+        """The rows of one rank, as a one-rank table (views, no copies)."""
+        lo, hi = int(self.ptr[rank]), int(self.ptr[rank + 1])
+        return Table(np.array([0, hi - lo]), {name: col[lo:hi] for name, col in self.columns.items()})
+
+    def rank_of_row(self) -> Ints:
+        """The rank that owns each row."""
+        return np.repeat(np.arange(self.ranks), np.diff(self.ptr))
+
+    def equal(self, other: Table) -> bool:
+        return np.array_equal(self.ptr, other.ptr) and all(
+            np.array_equal(col, other.columns[name]) for name, col in self.columns.items()
+        )
+
+
+def empty_table(names: tuple[str, ...], ranks: int) -> Table:
+    """A table without rows."""
+    return Table(np.zeros(ranks + 1, np.int64), {name: np.zeros(0, np.int64) for name in names})
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where each token lives: spans (rank, row, token, length, sequence, position)."""
+
+    name: str
+    spans: Table
+
+    @cached_property
+    def rows_per_rank(self) -> Ints:
+        """[ranks] rows that each rank holds."""
+        sums = np.concatenate([[0], np.cumsum(self.spans["length"], dtype=np.int64)])
+        return sums[self.spans.ptr[1:]] - sums[self.spans.ptr[:-1]]
+
+    def tokens(self, rank: int) -> Ints:
+        """[rows] the global token of each of the rank's rows, in row order."""
+        return _expand(self.spans.rank(rank), "token")
+
+    def position_ids(self, rank: int) -> Ints:
+        """[rows] the position id of each of the rank's rows, in row order."""
+        return _expand(self.spans.rank(rank), "position")
+
+    def to_cu_seqlens(self, rank: int) -> Ints:
+        """[pieces + 1] int32 cumulative lengths of the runs of consecutive tokens of one sequence that the rank
+        holds, in row order, as varlen attention kernels take them."""
+        lengths = self.spans.rank(rank)["length"]
+        return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _expand(spans: Table, column: str) -> Ints:
+    order = np.argsort(spans["row"], kind="stable")
+    length = spans["length"][order].astype(np.int64)
+    start = spans[column][order].astype(np.int64)
+    offset = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+    return np.repeat(start, length) + offset
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramSet:
+    """The programs of all ranks for one attention kind and phase: the tables of `isa.TABLES`."""
+
+    tables: Mapping[str, Table]
+
+    def __getitem__(self, name: str) -> Table:
+        return self.tables[name]
+
+    def rank(self, rank: int) -> ProgramSet:
+        """One rank's program, as one-rank tables."""
+        return ProgramSet({name: table.rank(rank) for name, table in self.tables.items()})
+
+    @property
+    def ranks(self) -> int:
+        return self.tables["instructions"].ranks
+
+
+def empty_programs(ranks: int) -> ProgramSet:
+    return ProgramSet({name: empty_table(columns, ranks) for name, columns in TABLES.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """A remap of token rows from layout `source` to layout `target`; its inverse swaps send and receive."""
+
+    source: str
+    target: str
+    table: Table
+
+
+@dataclass(frozen=True)
+class Header:
+    """What every rank must know. `executor` holds the model facts that a backend needs."""
+
+    ranks: int
+    kinds: tuple[str, ...]
+    recipe: str
+    seed: int
+    home_layout: str  # the layout of home rows: "loader" where the program reshuffles, else "attention"
+    layouts: tuple[str, ...]
+    head_sets: tuple[tuple[int, ...], ...]
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    engines: Mapping[str, str] = field(default_factory=dict)
+    version: tuple[int, int] = VERSION
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked: enough to verify the plan from itself alone."""
+
+    batch: Batch
+    cluster: Cluster
+    model: Model
+    policy: Policy
+    hardware: str = ""  # hex digest of the hardware file, "" where none was used
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A plan of one microbatch for all ranks. Equal plans have equal ids. Build with `seal` (in `ir.codec`)."""
+
+    header: Header
+    request: Request
+    layouts: Mapping[str, Layout]
+    programs: Mapping[tuple[str, str], ProgramSet]  # (kind, phase)
+    moves: tuple[Move, ...] = ()
+    report: Mapping[str, Any] = field(default_factory=dict)
+    sections: Any = None  # the encoded sections (`codec.Sections`), set by `seal` and `decode`
+
+    @property
+    def id(self) -> bytes:
+        """32 bytes, BLAKE2b over the digests of the encoded sections."""
+        return self._sealed().id  # type: ignore[no-any-return]
+
+    def _sealed(self) -> Any:
+        from apportion.ir import codec
+
+        if self.sections is None:
+            object.__setattr__(self, "sections", codec.encode_sections(self))
+        return self.sections
+
+    def encode(self) -> bytes:
+        """The plan as bytes: a function of request, recipe, seed and version alone."""
+        from apportion.ir import codec
+
+        return codec.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Plan:
+        """The plan in `data`. Raises DecodeError (VersionError for an unknown major version)."""
+        from apportion.ir import codec
+
+        return codec.decode(data)
+
+    def for_rank(self, rank: int) -> Any:
+        """The rank's `codec.Slice`: its part, the header and the proof that it belongs to this plan's id."""
+        from apportion.ir import codec
+
+        return codec.slice_plan(self, rank)
+
+    def text(self, rank: int | None = None) -> str:
+        """The plan, or one rank of it, as text; the whole text parses back with `ir.text.parse`."""
+        from apportion.ir import text
+
+        return text.format_plan(self, rank)
+
+    def layout(self, name: str) -> Layout:
+        """The layout of that name. Raises UnknownNameError."""
+        if name not in self.layouts:
+            raise UnknownNameError("layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these")
+        return self.layouts[name]
+
+    def program(self, rank: int, kind: str, phase: str) -> ProgramSet:
+        """One rank's program of one attention kind and phase, as one-rank tables."""
+        return self.programs[kind, phase].rank(rank)
+
+    def __iter__(self) -> Iterator[tuple[tuple[str, str], ProgramSet]]:
+        return iter(self.programs.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+def layout_table(columns: Mapping[str, Ints], ptr: Ints) -> Table:
+    """A span table with the columns of `isa.SPAN_COLUMNS`."""
+    return Table(ptr, {name: columns[name] for name in SPAN_COLUMNS})
+
+
+def move_table(columns: Mapping[str, Ints], ptr: Ints) -> Table:
+    """A move table with the columns of `isa.MOVE_COLUMNS`."""
+    return Table(ptr, {name: columns[name] for name in MOVE_COLUMNS})

@@ -1,0 +1,141 @@
+"""Recipe and policy: which pass runs at each step, and what the plan must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import choice, integer, known, load, mapping, name, number, plain
+
+OBJECTIVES = ("makespan",)
+
+_SWITCH = {True: "on", False: "off"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a recipe: the pass that runs there and its parameters. A switch is a pass `on` or `off`."""
+
+    step: str
+    name: str
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A strategy as data: the passes of each step, in order.
+
+    steps: a mapping step -> {pass: parameters}, or true or false for a step that is only switched, as in
+
+        {"shard": {"blocks": {"block": "auto", "zigzag": True}}, "place": {"lpt": {}}, "reshuffle": False}
+
+    Kept as a tuple of `Step`. Which steps and passes exist is the planner's to say. Raises ConfigError.
+    """
+
+    name: str
+    steps: tuple[Step, ...] | Mapping[str, Any] = ()
+
+    def __post_init__(self) -> None:
+        name("recipe.name", self.name)
+        object.__setattr__(self, "steps", _steps(self.steps))
+
+    def __iter__(self) -> Any:
+        return iter(self.steps)
+
+    def step(self, step: str) -> Step | None:
+        """What the recipe says of a step, None where it says nothing."""
+        return next((item for item in self if item.step == step), None)
+
+    @staticmethod
+    def from_data(data: Any) -> Recipe:
+        """The recipe of plain data {"name": …, "steps": {…}}. Raises ConfigError."""
+        data = known("recipe", data, ("name", "steps"), ("name", "steps"))
+        return Recipe(data["name"], mapping("recipe.steps", data["steps"]))
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data, in the form that `from_data` reads."""
+        return {"name": self.name, "steps": {item.step: _step_data(item) for item in self}}
+
+    @staticmethod
+    def load(path: str | Path) -> Recipe:
+        """The recipe of a JSON or YAML file."""
+        return Recipe.from_data(load(path))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a plan must hold.
+
+    token_cap: most tokens of a rank; None is ceil(1.02 x the mean). memory_cap_gib: None is the cluster's
+    memory. tolerance: largest compute imbalance, max/mean - 1; None promises nothing. budget: most steps of a
+    search; None is the recipe's own. Raises ConfigError.
+    """
+
+    recipe: Recipe
+    token_cap: int | None = None
+    memory_cap_gib: float | None = None
+    tolerance: float | None = None
+    seed: int = 0
+    objective: str = "makespan"
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            raise ConfigError("policy.recipe", self.recipe, "must be a Recipe", "write Recipe(name, steps)")
+        for cap in ("token_cap", "budget"):
+            self._check(cap, integer)
+        self._check("memory_cap_gib", lambda field, value: number(field, value, above=True))
+        self._check("tolerance", number)
+        integer("policy.seed", self.seed, 0)
+        choice("policy.objective", self.objective, OBJECTIVES)
+
+    def _check(self, field: str, rule: Any) -> None:
+        value = getattr(self, field)
+        if value is not None:
+            object.__setattr__(self, field, rule(f"policy.{field}", value))
+
+    @staticmethod
+    def from_data(data: Any) -> Policy:
+        """The policy of plain data: a mapping of the fields above, `recipe` required. Raises ConfigError."""
+        data = known("policy", data, [item.name for item in fields(Policy)], ("recipe",))
+        return Policy(**{**data, "recipe": Recipe.from_data(data["recipe"])})
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data with every field."""
+        return {item.name: getattr(self, item.name) for item in fields(self)} | {
+            "recipe": self.recipe.to_data()
+        }
+
+    @staticmethod
+    def load(path: str | Path) -> Policy:
+        """The policy of a JSON or YAML file."""
+        return Policy.from_data(load(path))
+
+
+def _steps(steps: Any) -> tuple[Step, ...]:
+    if isinstance(steps, tuple) and all(isinstance(item, Step) for item in steps):
+        return tuple(_step(item.step, _step_data(item)) for item in steps)
+    return tuple(_step(step, value) for step, value in mapping("recipe.steps", steps).items())
+
+
+def _step(step: str, value: Any) -> Step:
+    where = f"recipe.steps.{name('recipe.steps', step)}"
+    if isinstance(value, bool):
+        return Step(step, _SWITCH[value])
+    if len(mapping(where, value)) != 1:
+        raise ConfigError(where, value, "must name one pass", "write {pass: {parameter: value}}")
+    ((chosen, params),) = value.items()
+    params = {} if params is None else params
+    return Step(
+        step, name(where, chosen), dict(mapping(f"{where}.{chosen}", plain(f"{where}.{chosen}", params)))
+    )
+
+
+def _step_data(item: Step) -> Any:
+    for value, switch in _SWITCH.items():
+        if item.name == switch and not item.params:
+            return value
+    return {item.name: plain(f"recipe.steps.{item.step}", item.params)}

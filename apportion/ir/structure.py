@@ -1,0 +1,236 @@
+"""What every plan must satisfy before its meaning can be discussed: codes, ranges, indexes and counts.
+
+They run on every plan that comes in as bytes or text. After them consumers may index operands, walk lists by
+`count` and do int64 arithmetic without care: no value exceeds 2**48. Whether the plan computes the right thing
+is for `ir.verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import DecodeError
+from apportion.ir.isa import MAX_RANKS, OP_LIST, OP_NAMES, TABLES, Op, Space, Tensor
+from apportion.ir.plan import Header, Ints, Table
+
+#: no row, token, count or bound beyond this: sums of 2**14 of them still fit an int64
+LIMIT = 2**48
+MAX_HEADS = 2**16
+DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")
+
+#: (table, column) -> lowest and highest value; the others are 0 to LIMIT
+_RANGES: Mapping[tuple[str, str], tuple[int, int]] = {
+    ("arenas", "tensor"): (1, max(Tensor)),
+    ("arenas", "rows"): (1, LIMIT),
+    ("arenas", "heads"): (0, MAX_HEADS),
+    ("operands", "tensor"): (0, max(Tensor)),
+    ("operands", "space"): (0, max(Space)),
+    ("operands", "col"): (0, MAX_HEADS),
+    ("instructions", "op"): (min(Op), max(Op)),
+    ("instructions", "mode"): (0, 1),
+    ("transfers", "send"): (0, 1),
+    ("tasks", "dmin"): (-LIMIT, LIMIT),
+    ("tasks", "dmax"): (-LIMIT, LIMIT),
+    ("tasks", "first"): (0, 1),
+    ("grads", "dmin"): (-LIMIT, LIMIT),
+    ("grads", "dmax"): (-LIMIT, LIMIT),
+    ("grads", "first"): (0, 3),
+    ("rowops", "first"): (0, 1),
+    ("spans", "length"): (1, LIMIT),
+    ("moves", "send"): (0, 1),
+    ("moves", "rows"): (1, LIMIT),
+}
+
+#: columns that are indexes of operands
+OPERAND_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "transfers": ("operand",),
+    "tasks": ("q", "kv", "o"),
+    "grads": ("q", "kv", "do", "delta", "dq", "dkv"),
+    "rowops": ("a", "b", "c", "d"),
+}
+
+_LISTS = tuple(OPERAND_COLUMNS)
+_LIST_OF_OP = np.array(
+    [
+        _LISTS.index(name) if (name := OP_LIST.get(Op(op) if op else Op.WAIT)) else len(_LISTS)
+        for op in range(13)
+    ]
+)
+
+
+def check_header(header: Header) -> None:
+    """Names, counts and head sets. Raises DecodeError."""
+    _between("ranks", header.ranks, 1, MAX_RANKS)
+    for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim"):
+        _between(name, getattr(header, name), 1, MAX_HEADS)
+    if header.q_heads % header.kv_heads:
+        raise DecodeError(
+            f"header: q_heads = {header.q_heads} is no multiple of kv_heads = {header.kv_heads}"
+        )
+    if header.dtype not in DTYPE_NAMES:
+        raise DecodeError(f"header: dtype = {header.dtype[:40]!r}, known are {', '.join(DTYPE_NAMES)}")
+    _names("kinds", header.kinds)
+    _names("layouts", header.layouts)
+    if header.home_layout not in header.layouts:
+        raise DecodeError(f"header: home_layout = {header.home_layout[:40]!r} is not among its layouts")
+    for number, heads in enumerate(header.head_sets, 1):
+        _check_heads(number, heads, header.q_heads)
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise DecodeError(f"header: {name} = {value} is outside [{low}, {high}]")
+
+
+def _names(field: str, names: tuple[str, ...]) -> None:
+    if not names or len(set(names)) < len(names) or not all(0 < len(name) <= 128 for name in names):
+        raise DecodeError(f"header: {field} must be distinct names of 1 to 128 characters")
+
+
+def _check_heads(number: int, heads: tuple[int, ...], q_heads: int) -> None:
+    if not heads or len(set(heads)) < len(heads) or min(heads) < 0 or max(heads) >= q_heads:
+        raise DecodeError(f"header: head set {number} must hold distinct heads below {q_heads}")
+
+
+def check(
+    header: Header,
+    tokens: Mapping[str, int],
+    layouts: Mapping[str, Table],
+    programs: Mapping[tuple[str, str], Mapping[str, Table]],
+    moves: Mapping[tuple[str, str], Table],
+    first_rank: int = 0,
+) -> None:
+    """Refuse tables that cannot be walked. Columns may have any integer dtype; `first_rank` is that of
+    the tables' first rank.
+
+    Raises DecodeError naming rank, table and row.
+    """
+    for name, spans in layouts.items():
+        _Place(f"layout {name}", "spans", spans, first_rank).check_spans(tokens[name])
+    for (source, target), table in moves.items():
+        place = _Place(f"move {source} -> {target}", "moves", table, first_rank)
+        place.check_ranges({"peer": (0, header.ranks - 1)})
+    for (kind, phase), program in programs.items():
+        _check_program(header, f"{kind} {phase}", program, first_rank)
+
+
+class _Place:
+    """A table and where it stands, for messages."""
+
+    def __init__(self, where: str, name: str, table: Table, first_rank: int) -> None:
+        self.where, self.name, self.table, self.first_rank = where, name, table, first_rank
+
+    def refuse(self, bad: NDArray[np.bool_], message: str) -> None:
+        """Raise for the first row marked in `bad` [rows] bool."""
+        rows = np.flatnonzero(bad)
+        if len(rows):
+            row = int(rows[0])
+            rank = int(np.searchsorted(self.table.ptr, row, side="right")) - 1
+            values = ", ".join(f"{name} {column[row]}" for name, column in self.table.columns.items())
+            own_row = row - int(self.table.ptr[rank])
+            where = f"rank {rank + self.first_rank}, {self.where}, {self.name} row {own_row}"
+            raise DecodeError(f"{where}: {message} ({values})")
+
+    def check_ranges(self, more: Mapping[str, tuple[int, int]]) -> None:
+        if len(self.table) == 0:
+            return
+        for name, column in self.table.columns.items():
+            low, high = more.get(name) or _RANGES.get((self.name, name), (0, LIMIT))
+            if column.min() < low or column.max() > high:
+                self.refuse((column < low) | (column > high), f"{name} is outside [{low}, {high}]")
+
+    def check_spans(self, tokens: int) -> None:
+        self.check_ranges({})
+        spans = self.table
+        ends = spans["token"].astype(np.int64) + spans["length"]
+        self.refuse(ends > tokens, f"ends after the last of {tokens} tokens")
+        if float(spans["length"].sum(dtype=np.float64)) > LIMIT:
+            raise DecodeError(f"{self.where}: its spans hold more than {LIMIT} rows")
+
+    def check_operands(self, counts: Ints) -> None:
+        """`counts` [ranks]: operands of each rank; every index is below."""
+        begins = self.table.ptr[:-1][np.diff(self.table.ptr) > 0]
+        if len(begins) == 0:
+            return
+        limits = counts[np.diff(self.table.ptr) > 0]
+        for name in OPERAND_COLUMNS[self.name]:
+            column = self.table[name]
+            if (np.maximum.reduceat(column, begins) >= limits).any():
+                bound = np.repeat(counts, np.diff(self.table.ptr))
+                self.refuse(column >= bound, f"{name} is not among the rank's operands")
+
+
+def _check_program(header: Header, where: str, program: Mapping[str, Table], first_rank: int) -> None:
+    places = {name: _Place(where, name, program[name], first_rank) for name in TABLES}
+    limits = {"peer": (0, header.ranks - 1), "heads": (0, len(header.head_sets))}
+    for name, place in places.items():
+        place.check_ranges(limits if name in ("transfers", "operands") else {})
+    _check_arenas(places["arenas"])
+    _check_operand_table(header, places["operands"])
+    counts = np.diff(program["operands"].ptr)
+    for name in OPERAND_COLUMNS:
+        places[name].check_operands(counts)
+    _check_instructions(places["instructions"])
+    _check_counts(program, where, first_rank)
+
+
+def _check_arenas(place: _Place) -> None:
+    arenas = place.table
+    if len(arenas):
+        key = arenas.rank_of_row() * (max(Tensor) + 1) + arenas["tensor"]
+        again = np.ones(len(arenas), bool)
+        again[np.unique(key, return_index=True)[1]] = False
+        place.refuse(again, "a second arena of one tensor")
+
+
+def _check_operand_table(header: Header, place: _Place) -> None:
+    """Operand 0 is none, the others name rows of a tensor; head sets of KV tensors hold KV heads."""
+    operands = place.table
+    none = np.zeros(len(operands), bool)
+    none[operands.ptr[:-1][np.diff(operands.ptr) > 0]] = True
+    filled = np.zeros(len(operands), bool)
+    for column in ("space", "row", "col", "heads"):
+        filled |= operands[column] != 0
+    blank = (operands["tensor"] == 0) | (operands["rows"] == 0)
+    place.refuse(
+        none & (filled | (operands["tensor"] != 0) | (operands["rows"] != 0)), "operand 0 must be none"
+    )
+    place.refuse(~none & blank, "only operand 0 may be none or have no rows")
+    foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
+    if foreign.any():
+        kv_side = np.isin(operands["tensor"], (Tensor.KV, Tensor.DKV))
+        place.refuse(kv_side & foreign[operands["heads"]], f"its heads go beyond {header.kv_heads} KV heads")
+
+
+def _check_instructions(place: _Place) -> None:
+    table = place.table
+    op = table["op"]
+    launch, wait = op == Op.LAUNCH, op == Op.WAIT
+    stray = ~launch & ((table["channel"] != 0) | (table["mode"] != 0) | (~wait & (table["round"] != 0)))
+    place.refuse(stray, "round, channel and mode belong to launch (round to wait)")
+    place.refuse(wait & (table["count"] != 0), f"{OP_NAMES[Op.WAIT]} takes no list")
+
+
+def _check_counts(program: Mapping[str, Table], where: str, first_rank: int) -> None:
+    """Per rank and list, the counts of the instructions add up to the rows."""
+    table = program["instructions"]
+    longest = max(len(program[name]) for name in _LISTS)
+    _Place(where, "instructions", table, first_rank).refuse(
+        table["count"] > longest, "count exceeds its list"
+    )
+    width = len(_LISTS) + 1
+    key = table.rank_of_row() * width + _LIST_OF_OP[table["op"]]
+    # float64 sums are exact: counts are at most `longest`, which the input's size bounds
+    sums = np.bincount(key, table["count"], table.ranks * width).reshape(-1, width)
+    for number, name in enumerate(_LISTS):
+        rows = np.diff(program[name].ptr)
+        wrong = np.flatnonzero(sums[:, number] != rows)
+        if len(wrong):
+            rank = int(wrong[0])
+            raise DecodeError(
+                f"rank {rank + first_rank}, {where}: its instructions consume {int(sums[rank, number])} rows "
+                f"of {name}, which has {int(rows[rank])}"
+            )

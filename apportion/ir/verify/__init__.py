@@ -1,0 +1,119 @@
+"""The verifier: eight rules over a finished plan, from the plan alone.
+
+    structure ── digests ── layouts ── transfers ── heads ── limits ── dataflow · delivery ── coverage ── samples
+    (no rule 8   rule 8      rule 1     rule 4       rule 7   rule 6    rules 3 and 5         rule 2      rule 2,
+     without it)                                                                                          sampled)
+
+It shares the codec and the band algebra with the planner and nothing else. Rules run over the columns of all ranks
+at once; where state is sequential, in loops that numba compiles where it is installed. When a plan is broken in one
+place, the rule that names the place comes first and what follows from it after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from apportion.ir import text
+from apportion.ir.errors import ApportionError, CapacityError, VerifyError
+from apportion.ir.plan import Plan
+from apportion.ir.verify import (
+    coverage,
+    dataflow,
+    digests,
+    heads,
+    layouts,
+    limits,
+    samples,
+    structure,
+    transfers,
+)
+from apportion.ir.verify.report import Violation, first_few
+from apportion.ir.verify.subject import Subject
+
+__all__ = ["RULES", "Rule", "Violation", "check", "verify"]
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule. `needs`: rules that must hold before it means anything. `stage`: violations are listed by stage,
+    inside a stage by when they happened."""
+
+    name: str
+    number: int | None
+    find: Callable[[Subject], Iterator[Violation]]
+    stage: int
+    needs: tuple[str, ...] = ("structure",)
+
+
+_RUN = ("structure", "layouts")
+RULES = (
+    Rule("structure", None, structure.check, 0, ()),
+    Rule("digests", 8, digests.check, 1),
+    Rule("layouts", 1, layouts.check, 2),
+    Rule("transfers", 4, transfers.check, 3),
+    Rule("heads", 7, heads.check, 4),
+    Rule("limits", 6, limits.check, 5, _RUN),
+    Rule("dataflow", 3, dataflow.check_dataflow, 6, _RUN),
+    Rule("delivery", 5, dataflow.check_delivery, 6, _RUN),
+    Rule("coverage", 2, coverage.check, 7, _RUN),
+    Rule("samples", 2, samples.check, 8, _RUN),
+)
+_STAGES = {rule.name: rule.stage for rule in RULES}
+
+
+def verify(plan: Plan) -> None:
+    """Raises VerifyError, which lists the violations, where the plan breaks a rule."""
+    violations = check(plan)
+    if violations:
+        rest = len(violations) - _SHOWN
+        lines = [f"the plan breaks {_count(violations)}", *map(str, violations[:_SHOWN])]
+        if rest > 0:
+            lines.append(f"and {rest} more")
+        raise VerifyError("\n  ".join(lines), violations)
+
+
+def check(plan: Plan) -> tuple[Violation, ...]:
+    """The violations of all rules, the root cause first; at most a few of each rule.
+
+    Never raises for what a plan says, however broken it is.
+    """
+    subject = Subject(plan)
+    found: dict[str, tuple[Violation, ...]] = {}
+    for rule in RULES:
+        if not any(found[name] for name in rule.needs):
+            found[rule.name] = _apply(rule, subject)
+    every = [violation for violations in found.values() for violation in violations]
+    return tuple(_with_excerpt(plan, violation) for violation in sorted(every, key=lambda v: _rank(v, found)))
+
+
+def _apply(rule: Rule, subject: Subject) -> tuple[Violation, ...]:
+    try:
+        return first_few(rule.find(subject))
+    except CapacityError as error:
+        return (Violation(rule.name, None, None, None, None, f"cannot be verified: {error}"),)
+
+
+def _rank(violation: Violation, found: dict[str, tuple[Violation, ...]]) -> tuple[int, int]:
+    """Stage and time; what another rule's violation explains comes after that rule."""
+    explained = bool(violation.cause and found.get(violation.cause))
+    stage = _STAGES[violation.cause] if explained else _STAGES[violation.rule]
+    return 2 * stage + explained, violation.order
+
+
+def _with_excerpt(plan: Plan, violation: Violation) -> Violation:
+    if violation.instruction is None or violation.rank is None:
+        return violation
+    kind, phase = violation.kind or "", violation.phase or ""
+    try:
+        lines = text.excerpt(plan.program(violation.rank, kind, phase), violation.instruction)
+    except (ApportionError, ValueError, IndexError):  # a program too broken to print
+        return violation
+    return replace(violation, excerpt=lines)
+
+
+def _count(violations: tuple[Violation, ...]) -> str:
+    rules = dict.fromkeys(violation.rule for violation in violations)
+    return f"{len(violations)} promise{'s' if len(violations) > 1 else ''} ({', '.join(rules)})"

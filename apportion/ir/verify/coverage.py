@@ -1,0 +1,329 @@
+"""Rule 2: the tasks of every query head cover the mask exactly, each allowed pair once and nothing else.
+
+Exact at any size, in three sums and sweeps over bands: the area of each task equals its area inside the mask, so
+nothing forbidden is computed; no two tasks share a pair, so nothing is computed twice; and the areas add up to the
+mask's, so nothing is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from apportion.ir import bands as algebra
+from apportion.ir.errors import CapacityError
+from apportion.ir.isa import TABLES
+from apportion.ir.jit import jit
+from apportion.ir.plan import Ints
+from apportion.ir.verify.flow import NO_TOKEN, Flow
+from apportion.ir.verify.report import Violation, at_instruction
+from apportion.ir.verify.sorting import stable_order
+from apportion.ir.verify.view import Program
+
+if TYPE_CHECKING:
+    from apportion.ir.verify.subject import Subject
+
+RULE = "coverage"
+_MOST = 16
+_FREE_STEPS = 2**26  # comparisons of two bands: a tenth of a second
+_STEPS_PER_BAND = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Tasks:
+    """The pieces of attention of a program, in global tokens.
+
+    bands: int64 [6, pieces], clipped; task: int64 [pieces], the row of the task list of each. complete: whether the
+    tokens of all tasks are known (a fault of the dataflow hides some).
+    """
+
+    bands: Ints
+    task: Ints
+    complete: bool
+
+
+def tasks_of(program: Program, flow: Flow) -> Tasks:
+    """Bands of all tasks, those with several runs of tokens cut into runs."""
+    name = program.task_list
+    table, rows = program[name], program["operands"]["rows"]
+    q_rows, kv_rows = (rows[program.task_operand(column)] for column in ("q", "kv"))
+    q, k = flow.tokens
+    band = TABLES[name].index("dmin")
+    bands = np.empty((6, len(table)), np.int64)
+    bands[0], bands[1], bands[2], bands[3] = q, q + q_rows, k, k + kv_rows
+    np.add(table.data[band : band + 2], q - k, out=bands[4:6])
+    if (q >= 0).all():
+        return Tasks(bands, np.arange(len(table)), True)
+    whole = np.flatnonzero(q >= 0)
+    parts, of_task = _cut_runs(table.data[band : band + 2], flow.runs)
+    return Tasks(
+        np.ascontiguousarray(np.concatenate([bands[:, whole], parts], axis=1)),
+        np.concatenate([whole, of_task]),
+        not (q == NO_TOKEN).any(),
+    )
+
+
+def _cut_runs(diagonals: Ints, runs: Ints) -> tuple[Ints, Ints]:
+    """Bands of the parts of tasks whose rows are several runs of tokens; parts without an allowed pair drop out."""
+    task, q_row, q_rows, q, k_row, k_rows, k = runs.T
+    move = (q - q_row) - (k - k_row)
+    bands = np.stack([q, q + q_rows, k, k + k_rows, diagonals[0, task] + move, diagonals[1, task] + move])
+    np.maximum(bands[4], bands[0] - bands[3] + 1, out=bands[4])
+    np.minimum(bands[5], bands[1] - bands[2] - 1, out=bands[5])
+    filled = np.flatnonzero(bands[4] <= bands[5])
+    return bands[:, filled], task[filled]
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `coverage`."""
+    for program in subject.runnable:
+        yield from subject.coverage(program)
+
+
+def find(subject: Subject, program: Program) -> Iterator[Violation]:
+    """Violations of one program; those of the first list of tasks that has any."""
+    columns, tasks = np.ascontiguousarray(subject.mask(program.kind).T), subject.tasks(program)
+    for heads, chosen in _lists_by_head(program, tasks):
+        bands = tasks.bands if chosen is None else np.ascontiguousarray(tasks.bands[:, chosen])
+        of_task = tasks.task if chosen is None else tasks.task[chosen]
+        try:
+            found = list(_check_list(subject, program, bands, of_task, columns, tasks.complete, heads))
+        except CapacityError as error:
+            found = [Violation(RULE, None, program.kind, program.phase, None, str(error))]
+        yield from found
+        if found:
+            return  # the lists of other heads tell the same story
+
+
+def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints | None]]:
+    """(heads in words, the pieces of their tasks; None: all) of every distinct list of bands over the query heads."""
+    sets = program["operands"]["heads"][program.task_operand("q")]
+    if not sets.any():
+        yield "", None
+        return
+    sets = sets[tasks.task]
+    used = np.flatnonzero(np.bincount(sets)).tolist()
+    member = np.zeros((len(used), program.q_sets.heads), bool)
+    for i, number in enumerate(used):
+        member[i, program.q_sets.members[number]] = True
+    groups, first, inverse = np.unique(member, axis=1, return_index=True, return_inverse=True)
+    seen: list[Ints] = []
+    for group in np.argsort(first).tolist():
+        chosen = np.flatnonzero(np.isin(sets, np.array(used)[groups[:, group]]))
+        bands = tasks.bands[:, chosen]
+        ordered = bands[:, np.lexsort(bands[::-1])]
+        if not any(np.array_equal(ordered, other) for other in seen):
+            seen.append(ordered)
+            yield f" of query heads {_few(np.flatnonzero(inverse.ravel() == group))}", chosen
+
+
+def _few(heads: Ints) -> str:
+    shown = ", ".join(map(str, heads[:4]))
+    return shown if len(heads) <= 4 else f"{shown}, … ({len(heads)})"
+
+
+def _check_list(
+    subject: Subject, program: Program, bands: Ints, task: Ints, mask: Ints, complete: bool, heads: str
+) -> Iterator[Violation]:
+    areas, inside = _areas(bands, mask)
+    forbidden = np.flatnonzero(areas != inside)
+    for i in forbidden[:_MOST].tolist():
+        extra = int(areas[i] - inside[i])
+        message = f"{_task(program, task, i)}{heads} computes {extra} forbidden pairs: {_band(bands[:, i])}"
+        yield at_instruction(RULE, program, _instruction(program, task, i), message)
+    pairs = _overlaps(bands)
+    for i, j, shared in pairs.tolist():
+        rank, instruction = _place(program, task, i)
+        message = (
+            f"{_task(program, task, j)}{heads} computes {shared} pairs again that rank {rank}, instruction "
+            f"{instruction} computes: {_band(bands[:, j])} and {_band(bands[:, i])}"
+        )
+        yield at_instruction(RULE, program, _instruction(program, task, j), message)
+    if complete and not len(pairs) and not len(forbidden):
+        yield from _missing(subject, program, bands, inside, mask, heads)
+
+
+def _instruction(program: Program, task: Ints, i: int) -> int:
+    return int(program.instruction_of(program.task_list)[task[i]])
+
+
+def _place(program: Program, task: Ints, i: int) -> tuple[int, int]:
+    instruction, table = _instruction(program, task, i), program["instructions"]
+    return int(table.rank[instruction]), table.local(instruction)
+
+
+def _task(program: Program, task: Ints, i: int) -> str:
+    name = program.task_list
+    return f"row {program[name].local(int(task[i]))} of {name}"
+
+
+def _band(band: Ints) -> str:
+    q0, q1, k0, k1, dmin, dmax = (int(x) for x in band)
+    return f"queries [{q0}, {q1}) x keys [{k0}, {k1}), {dmin} <= q - k <= {dmax}"
+
+
+def _areas(bands: Ints, mask: Ints) -> tuple[Ints, Ints]:
+    """int64 [tasks] twice: the pairs of each task, and those of them that the mask allows."""
+    areas, inside = np.empty(bands.shape[1], np.int64), np.empty(bands.shape[1], np.int64)
+    ends = np.maximum.accumulate(mask[1])
+    budget = _FREE_STEPS + _STEPS_PER_BAND * (bands.shape[1] + mask.shape[1])
+    if _measure(bands, mask, ends, areas, inside, budget) < 0:
+        raise CapacityError(f"tasks and mask meet in more than {budget} pairs of bands: too many to verify")
+    return areas, inside
+
+
+def _overlaps(bands: Ints) -> Ints:
+    """int64 [found, 3] (piece, later piece, shared pairs) of pieces that share a pair; at most a few."""
+    found = np.zeros((_MOST, 3), np.int64)
+    if bands.shape[1] < 2:
+        return found[:0]
+    stride = int(bands[3].max()) + 1
+    order = stable_order(bands[0] * stride + bands[2])
+    budget = _FREE_STEPS + _STEPS_PER_BAND * bands.shape[1]
+    count = _sweep(bands, order, budget, found)
+    if count < 0:
+        raise CapacityError(f"the tasks meet in more than {budget} pairs of bands: too many to verify")
+    return found[:count]
+
+
+def _missing(
+    subject: Subject, program: Program, bands: Ints, inside: Ints, mask: Ints, heads: str
+) -> Iterator[Violation]:
+    """What the mask allows and no task computes, sought band by band, then query by query."""
+    areas = algebra.area(mask.T)
+    missing = int(areas.sum()) - int(inside.sum())
+    if missing == 0:
+        return
+    order = np.lexsort((bands[2], bands[0]))
+    tasks = np.ascontiguousarray(bands[:, order])
+    at = np.flatnonzero(_areas(mask, tasks)[1] != areas)
+    query, key = _first_missing(mask[:, at[:1]], tasks)
+    rank, row = subject.home_of(query)
+    message = (
+        f"the tasks{heads} leave out {missing} of {int(areas.sum())} allowed pairs, in {len(at)} bands of the mask; "
+        f"the first is query {query} (home row {row} of rank {rank}), key {key}, in {_band(mask[:, at[0]])}"
+    )
+    yield Violation(RULE, rank, program.kind, program.phase, None, message)
+
+
+def _first_missing(band: Ints, tasks: Ints) -> tuple[int, int]:
+    """The first query of a band [6, 1] with a pair that no task computes, and its first such key, by bisection."""
+    cut = band.copy()
+    for side in (1, 3):
+        low, high = int(cut[side - 1, 0]), int(cut[side, 0])
+        while high - low > 1:  # the pair is in [low, high) and nothing is missing before low
+            middle = (low + high) // 2
+            cut[side, 0] = middle
+            area, done = _areas(cut, tasks)
+            low, high = (low, middle) if area[0] != done[0] else (middle, high)
+        cut[side - 1, 0], cut[side, 0] = low, low + 1
+    return int(cut[0, 0]), int(cut[2, 0])
+
+
+@jit
+def pairs(q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int) -> int:
+    """The number of pairs of a band: rows of the triangle below each diagonal, counted from the top right corner."""
+    rows, keys = q1 - q0, k1 - k0
+    if rows <= 0 or keys <= 0:
+        return 0
+    low, high = max(dmin, q0 - k1 + 1), min(dmax, q1 - 1 - k0)
+    if low > high:
+        return 0
+    upper, lower = low - (q0 - k1 + 1), (q1 - 1 - k0) - high  # cut off: diagonals of the two corners
+    return rows * keys - _corner(rows, keys, upper) - _corner(rows, keys, lower)
+
+
+@jit
+def _corner(rows: int, keys: int, diagonals: int) -> int:
+    """Pairs on the first `diagonals` diagonals of a corner of a rectangle: a triangle less what sticks out."""
+    count = diagonals * (diagonals + 1) // 2
+    if diagonals > rows:
+        count -= (diagonals - rows) * (diagonals - rows + 1) // 2
+    if diagonals > keys:
+        count -= (diagonals - keys) * (diagonals - keys + 1) // 2
+    return count
+
+
+@jit
+def _shared(a: Ints, i: int, b: Ints, j: int) -> int:
+    return pairs(
+        max(a[0, i], b[0, j]),
+        min(a[1, i], b[1, j]),
+        max(a[2, i], b[2, j]),
+        min(a[3, i], b[3, j]),
+        max(a[4, i], b[4, j]),
+        min(a[5, i], b[5, j]),
+    )
+
+
+@jit
+def _measure(bands: Ints, mask: Ints, ends: Ints, areas: Ints, inside: Ints, budget: int) -> int:
+    """Fills `areas` and `inside`. ends: the running maximum of the mask's q1. Negative where `budget` ran out."""
+    steps = budget
+    for i in range(bands.shape[1]):
+        q0, q1, k0, k1 = bands[0, i], bands[1, i], bands[2, i], bands[3, i]
+        areas[i] = pairs(q0, q1, k0, k1, bands[4, i], bands[5, i])
+        total = 0
+        low, high = 0, len(ends)
+        while low < high:
+            middle = (low + high) // 2
+            if ends[middle] <= q0:
+                low = middle + 1
+            else:
+                high = middle
+        while low < len(ends) and mask[0, low] < q1:
+            if mask[2, low] < k1 and mask[3, low] > k0 and mask[1, low] > q0:
+                total += _shared(bands, i, mask, low)
+            low += 1
+            steps -= 1
+            if steps < 0:
+                return steps
+        inside[i] = total
+    return steps
+
+
+@jit
+def _sweep(bands: Ints, order: Ints, budget: int, found: Ints) -> int:
+    """Pieces that share a pair, the first few; their number, negative where `budget` ran out.
+
+    `order` sorts by (q0, k0). Pieces whose query ranges hang together form a group; inside it they are taken by k0,
+    and each is compared with those whose key range has not ended: none, where tasks tile their queries by key.
+    """
+    count, number = 0, len(order)
+    active = np.empty(number, np.int64)
+    begin = 0
+    while begin < number:
+        end, reach, rising = begin + 1, bands[1, order[begin]], True
+        while end < number and bands[0, order[end]] < reach:
+            reach = max(reach, bands[1, order[end]])
+            rising = rising and bands[2, order[end]] >= bands[2, order[end - 1]]
+            end += 1
+        group = order[begin:end]
+        if not rising:
+            keys = np.empty(end - begin, np.int64)
+            for i in range(end - begin):
+                keys[i] = bands[2, group[i]]
+            group = group[np.argsort(keys, kind="mergesort")]
+        alive = 0
+        for j in group:
+            kept = 0
+            for slot in range(alive):
+                i = active[slot]
+                if bands[3, i] > bands[2, j]:
+                    active[kept] = i
+                    kept += 1
+                    if bands[0, i] < bands[1, j] and bands[0, j] < bands[1, i]:
+                        shared = _shared(bands, i, bands, j)
+                        if shared > 0 and count < len(found):
+                            found[count, 0], found[count, 1], found[count, 2] = min(i, j), max(i, j), shared
+                            count += 1
+            budget -= alive
+            if budget < 0:
+                return budget
+            active[kept] = j
+            alive = kept + 1
+        begin = end
+    return count

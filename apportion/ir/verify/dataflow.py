@@ -1,0 +1,159 @@
+"""Rules 3 and 5, told from what the interpreter of `flow.py` found.
+
+Rule 3, `dataflow`: every row read was written, received and waited for, or is home; nothing is overwritten while it
+is needed or being sent. Rule 5, `delivery`: every partial result and gradient reaches its home exactly once. Both
+come from one pass, so violations of the two are ordered by when they happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Space, Tensor
+from apportion.ir.plan import Ints
+from apportion.ir.verify import flow as f
+from apportion.ir.verify.cells import (
+    CLEARED,
+    HOME_OFFSET,
+    LANE,
+    LIVE,
+    NEXT,
+    NOWHERE,
+    OFFSET,
+    ROW,
+    STATE,
+    UNKNOWN,
+    Cells,
+)
+from apportion.ir.verify.cells import VALUE as HOLDS_VALUE
+from apportion.ir.verify.report import Violation, at_instruction, span
+from apportion.ir.verify.structure import ACCUMULATORS
+from apportion.ir.verify.subject import Subject
+from apportion.ir.verify.view import HOME, LISTS, WORK, Program
+
+DATAFLOW, DELIVERY = "dataflow", "delivery"
+_END = 2**60  # after every instruction
+
+_MESSAGES = {
+    f.READ_UNWRITTEN: (DATAFLOW, "reads {rows}, which nothing has written"),
+    f.READ_IN_FLIGHT: (DATAFLOW, "reads {rows}, which a receive not yet waited for is filling"),
+    f.READ_OTHER_HEADS: (DATAFLOW, "reads {rows} as heads of unit {wanted}, they hold unit {holds}"),
+    f.READ_PARTIAL: (DATAFLOW, "reads {rows}, which hold a partial and no finished value"),
+    f.WRITE_SENDING: (DATAFLOW, "overwrites {rows}, which a send not yet waited for is reading"),
+    f.WRITE_IN_FLIGHT: (DATAFLOW, "writes {rows}, which a receive not yet waited for is filling"),
+    f.NOT_SAME_TOKENS: (DATAFLOW, "pairs {rows} of {held} with {other}"),
+    f.ADD_TO_UNWRITTEN: (DATAFLOW, "adds to {rows}, which nothing has written"),
+    f.UNREAD_LOST: (DATAFLOW, "overwrites {rows} of {held}, which nobody has read since they came"),
+    f.PARTIAL_SPENT: (DELIVERY, "uses {rows}, whose partial was merged, added or sent before"),
+    f.PARTIAL_LOST: (
+        DELIVERY,
+        "overwrites {rows}, which hold a partial of {held} that has not reached its home",
+    ),
+    f.PARTIAL_MIXED: (DELIVERY, "adds {other} to {rows}, which hold {held}"),
+    f.NOT_A_PARTIAL: (DELIVERY, "takes {rows} as a partial, they hold a finished value"),
+    f.WRONG_HOME: (DELIVERY, "writes {other} to {rows}, the home of {held}"),
+    f.ALREADY_FINISHED: (DELIVERY, "changes {rows}, which are finished"),
+    f.TWICE: (DELIVERY, "computes {rows} a second time"),
+}
+
+
+def check_dataflow(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `dataflow`."""
+    yield from _faults(subject, DATAFLOW)
+    for program in subject.runnable:
+        if subject.coverage(program) and not len(subject.flow(program).faults):
+            for fault in subject.flow(program).suspects:
+                yield _violation(program, fault)
+
+
+def check_delivery(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `delivery`."""
+    yield from _faults(subject, DELIVERY)
+    for program in subject.runnable:
+        yield from _undelivered(program, subject.flow(program).memory)
+
+
+def _faults(subject: Subject, rule: str) -> Iterator[Violation]:
+    for program in subject.runnable:
+        for order, fault in enumerate(subject.flow(program).faults):
+            if _MESSAGES[int(fault[f.CODE])][0] == rule:
+                yield replace(_violation(program, fault), order=order)
+
+
+def _violation(program: Program, fault: Ints) -> Violation:
+    code, instruction, item, x, low, high, holds, wanted = (int(value) for value in fault)
+    tensor = Tensor(int(program["operands"]["tensor"][x]))
+    rule, message = _MESSAGES[code]
+    if code == f.WRONG_HOME and tensor not in ACCUMULATORS:
+        rule = DATAFLOW
+    if code != f.READ_OTHER_HEADS:
+        held, other = _tokens(holds, low, high), _tokens(wanted, low, high)
+    else:
+        held = other = ""
+    text = message.format(
+        rows=_rows(program, x, low, high), held=held, other=other, holds=holds, wanted=wanted
+    )
+    found = at_instruction(rule, program, instruction, f"{_item(program, instruction, item)}{text}")
+    unfed = code in (f.ADD_TO_UNWRITTEN, f.READ_UNWRITTEN) and tensor in ACCUMULATORS
+    return replace(found, cause="coverage" if unfed else "")
+
+
+def _rows(program: Program, x: int, low: int, high: int) -> str:
+    operand = program["operands"].at(x)
+    tensor = Tensor(operand["tensor"])
+    heads = "" if tensor in HEADLESS or not operand["heads"] else f" of head set {operand['heads']}"
+    return (
+        f"{TENSOR_NAMES[tensor]} {Space(operand['space']).name.lower()} rows {span(low, high - low)}{heads}"
+    )
+
+
+def _tokens(offset: int, low: int, high: int) -> str:
+    return "no tokens" if offset == NOWHERE else f"tokens {span(low + offset, high - low)}"
+
+
+def _item(program: Program, instruction: int, item: int) -> str:
+    number = int(program.list_of[instruction])
+    if number == len(LISTS) or int(program["instructions"]["count"][instruction]) < 2:
+        return ""
+    return f"item {item - int(program.starts[instruction])}: "
+
+
+def _undelivered(program: Program, memory: Cells) -> Iterator[Violation]:
+    """At the end no partial is left in work rows, and every home row that is owed was produced."""
+    cells = memory.cells
+    rank, tensor, space, _ = memory.place(cells[:, LANE])
+    state, real = cells[:, STATE], cells[:, NEXT] >= 0
+    due = program.owed
+    summed = np.isin(tensor, [t for t in ACCUMULATORS if t in due])
+    lost = real & (state == LIVE) & ((space == WORK) | ~summed)
+    for cell in _in_order(np.flatnonzero(lost), rank).tolist():
+        yield _left(program, cells, cell, int(rank[cell]), int(tensor[cell]), int(space[cell]))
+    here = real & (space == HOME) & np.isin(tensor, sorted(due)) & (state != UNKNOWN)
+    finished = (tensor == Tensor.O) | (tensor == Tensor.DELTA)
+    done = np.where(finished, state == HOLDS_VALUE, (state == LIVE) | (state == CLEARED))
+    for cell in _in_order(np.flatnonzero(here & ~done), rank).tolist():
+        yield _unproduced(program, cells, cell, int(rank[cell]), int(tensor[cell]))
+
+
+def _in_order(cells: Ints, rank: Ints) -> Ints:
+    return cells[np.argsort(rank[cells], kind="stable")]
+
+
+def _left(program: Program, cells: Ints, cell: int, rank: int, tensor: int, space: int) -> Violation:
+    low, high = int(cells[cell, ROW]), int(cells[cells[cell, NEXT], ROW])
+    name = f"{TENSOR_NAMES[Tensor(tensor)]} {Space(space).name.lower()} rows {span(low, high - low)}"
+    held = _tokens(int(cells[cell, OFFSET]), low, high)
+    message = f"ends with a partial of {held} in {name}, which never reaches its home"
+    return Violation(DELIVERY, rank, program.kind, program.phase, None, message, order=_END)
+
+
+def _unproduced(program: Program, cells: Ints, cell: int, rank: int, tensor: int) -> Violation:
+    low, high = int(cells[cell, ROW]), int(cells[cells[cell, NEXT], ROW])
+    held = _tokens(int(cells[cell, HOME_OFFSET]), low, high)
+    rows = f"{TENSOR_NAMES[Tensor(tensor)]} home rows {span(low, high - low)} of {held}"
+    state = "a partial that was not finished" if cells[cell, STATE] == LIVE else "no result"
+    message = f"ends with {state} in {rows}"
+    return Violation(DELIVERY, rank, program.kind, program.phase, None, message, order=_END, cause="coverage")

@@ -1,0 +1,60 @@
+"""Rule 8: the digests and the id match the bytes, and the bytes are those of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from apportion.ir import codec, sections
+from apportion.ir.errors import ApportionError
+from apportion.ir.isa import VERSION
+from apportion.ir.plan import Plan
+from apportion.ir.verify.report import Violation
+from apportion.ir.verify.subject import Subject
+
+RULE = "digests"
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `digests`. A plan without sections is sealed by what it holds, and has none."""
+    plan = subject.plan
+    if plan.sections is None:
+        return
+    stored: codec.Sections = plan.sections
+    real = codec.section_id(replace(stored))  # a copy forgets the digests that it has kept
+    if stored.id != real:
+        message = f"the plan stores id {stored.id.hex()}, its bytes have {real.hex()}: they were changed"
+        yield _violation(None, message)
+        return
+    try:
+        yield from _same_bytes(plan, stored)
+    except (ApportionError, OverflowError, TypeError) as error:
+        yield _violation(None, f"the plan cannot be encoded: {error}")
+
+
+def _violation(rank: int | None, message: str) -> Violation:
+    return Violation(RULE, rank, None, None, None, message)
+
+
+def _same_bytes(plan: Plan, stored: codec.Sections) -> Iterator[Violation]:
+    """The tables in memory, encoded anew, are the bytes that the id is of."""
+    fresh = codec.encode_sections(plan, [b""])  # without parts: they need no second round of hashes
+    for name in ("header", "request", "layouts", "moves", "report"):
+        if getattr(fresh, name) != getattr(stored, name) and not (
+            name == "request" and _same_request(fresh, stored)
+        ):
+            yield _violation(None, f"the plan's {name} is not what its bytes say: seal it after a change")
+    parts = codec.encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
+    if len(parts) != len(stored.parts):
+        yield _violation(None, f"the plan has {len(parts)} ranks, its bytes have {len(stored.parts)}")
+    for rank, (ours, theirs) in enumerate(zip(parts, stored.parts, strict=False)):
+        if ours != theirs:
+            yield _violation(rank, "the rank's part is not what its bytes say: seal the plan after a change")
+
+
+def _same_request(fresh: codec.Sections, stored: codec.Sections) -> bool:
+    """A request may be written in several ways, and a plan keeps the one that it came with."""
+    ours, theirs = (
+        sections.request_data(sections.read_request(found.request, VERSION)) for found in (fresh, stored)
+    )
+    return bool(ours == theirs)

@@ -1,0 +1,92 @@
+"""Rule 6: token cap, memory cap and tolerance of the policy hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir import bands as algebra
+from apportion.ir.isa import HEADLESS, TABLES, Tensor
+from apportion.ir.verify.report import Violation
+from apportion.ir.verify.subject import Subject
+from apportion.ir.verify.view import TASK_LIST, Program
+
+Floats = NDArray[np.float64]
+
+RULE = "limits"
+_GIB = 2**30
+#: the default cap of `Policy.token_cap`
+_DEFAULT_CAP = 1.02
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `limits`."""
+    yield from _token_cap(subject)
+    for program in subject.programs:
+        yield from _memory(subject, program)
+    yield from _tolerance(subject)
+
+
+def _token_cap(subject: Subject) -> Iterator[Violation]:
+    """Rows of the layout that computes attention: the loader's own may be as uneven as its batches."""
+    plan = subject.plan
+    request = plan.request
+    cap = request.policy.token_cap or math.ceil(_DEFAULT_CAP * request.batch.tokens / plan.header.ranks)
+    layout = plan.layouts.get("attention", subject.home)
+    rows = layout.rows_per_rank
+    for rank in np.flatnonzero(rows > cap).tolist():
+        message = f"holds {rows[rank]} tokens in layout {layout.name}, the token cap is {cap}"
+        yield Violation(RULE, rank, None, None, None, message)
+
+
+def _memory(subject: Subject, program: Program) -> Iterator[Violation]:
+    """Work arenas of a call."""
+    request = subject.plan.request
+    cap = request.policy.memory_cap_gib or request.cluster.memory_gib
+    arenas = program["arenas"]
+    per_head = np.array([request.model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
+    heads = np.where(np.isin(arenas["tensor"], sorted(HEADLESS)), 1, arenas["heads"])
+    # float64: a hostile arena of 2**48 rows must not wrap around
+    size = arenas["rows"].astype(np.float64) * heads * per_head[arenas["tensor"]]
+    total = np.bincount(arenas.rank, size, program.ranks)
+    for rank in np.flatnonzero(total > cap * _GIB).tolist():
+        message = f"needs {total[rank] / _GIB:.2f} GiB of work rows, the memory cap is {cap} GiB"
+        yield Violation(RULE, rank, program.kind, program.phase, None, message)
+
+
+def _tolerance(subject: Subject) -> Iterator[Violation]:
+    """Compute of the busiest rank over the mean, by speed: all kinds together, each as often as it has layers."""
+    request = subject.plan.request
+    if request.policy.tolerance is None:
+        return
+    speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
+    for phase in TASK_LIST:
+        load = np.zeros(len(speeds))
+        for program in subject.programs:
+            if program.phase == phase:
+                load += request.model.layers_of(program.kind) * _load(program)
+        if load.sum() > 0:
+            yield from _imbalance(request.policy.tolerance, phase, load / speeds, load.sum() / speeds.sum())
+
+
+def _imbalance(tolerance: float, phase: str, time: Floats, mean: float) -> Iterator[Violation]:
+    rank = int(time.argmax())
+    found = float(time[rank] / mean - 1)
+    if found > tolerance + 1e-9:
+        message = f"computes {found:.4f} more than the mean rank, the tolerance is {tolerance}"
+        yield Violation(RULE, rank, None, phase, None, message)
+
+
+def _load(program: Program) -> Floats:
+    """float64 [ranks]: pairs times query heads of each rank's tasks."""
+    name = program.task_list
+    table, operands = program[name], program["operands"]
+    q, kv = (program.task_operand(column) for column in ("q", "kv"))
+    zero = np.zeros(len(table), np.int64)
+    band = TABLES[name].index("dmin")
+    bands = [zero, operands["rows"][q], zero, operands["rows"][kv], table.data[band], table.data[band + 1]]
+    pairs = algebra.area(np.stack(bands, axis=1)) * (program.head_count[q] / program.q_sets.heads)
+    return np.bincount(table.rank, pairs, program.ranks)

@@ -1,0 +1,77 @@
+"""What a rule finds: violations, with rank, instruction, numbers and the lines of the program around the place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Tensor
+
+if TYPE_CHECKING:
+    from apportion.ir.verify.view import Program
+
+#: a rule that finds more reports this many and says so
+MOST_PER_RULE = 8
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken promise.
+
+    rule: its name in `verify.RULES`. rank, kind, phase, instruction: where, None where the rule is about more than
+    that. message: one sentence with the numbers. excerpt: lines of the rank's program around the instruction.
+    order: when it happened, among rules that look at the same thing. cause: a rule whose violation would explain it.
+    """
+
+    rule: str
+    rank: int | None
+    kind: str | None
+    phase: str | None
+    instruction: int | None
+    message: str
+    excerpt: str = ""
+    order: int = 0
+    cause: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it is: `rank 3, causal forward, instruction 14`."""
+        program = " ".join(part for part in (self.kind, self.phase) if part is not None)
+        named = (("rank ", self.rank), ("", program or None), ("instruction ", self.instruction))
+        return ", ".join(f"{name}{value}" for name, value in named if value is not None)
+
+    def __str__(self) -> str:
+        head = f"{self.place}: {self.message}" if self.place else self.message
+        lines = "".join(f"\n      {line}" for line in self.excerpt.splitlines())
+        return f"[{self.rule}] {head}{lines}"
+
+
+def first_few(violations: Iterator[Violation], most: int = MOST_PER_RULE) -> tuple[Violation, ...]:
+    """At most `most` of them; the last one says where more were found (rules find them one by one)."""
+    found = list(islice(violations, most + 1))
+    if len(found) > most:
+        found = found[:most]
+        found[-1] = replace(found[-1], message=f"{found[-1].message} (and more of this rule)")
+    return tuple(found)
+
+
+def at_instruction(rule: str, program: Program, instruction: int, message: str) -> Violation:
+    """A violation at an instruction, given by its number over all ranks."""
+    table = program["instructions"]
+    rank, local = int(table.rank[instruction]), table.local(instruction)
+    return Violation(rule, rank, program.kind, program.phase, local, message)
+
+
+def span(start: int, rows: int) -> str:
+    """A half-open range."""
+    return f"[{start}, {start + rows})"
+
+
+def describe_operand(operand: dict[str, int]) -> str:
+    """`KV work rows [4096, 8192)`, with head columns and set where it has not all heads."""
+    tensor = Tensor(operand["tensor"])
+    where = "work" if operand["space"] else "home"
+    heads = "" if tensor in HEADLESS or not operand["heads"] else f" of head set {operand['heads']}"
+    return f"{TENSOR_NAMES[tensor]} {where} rows {span(operand['row'], operand['rows'])}{heads}"

@@ -1,0 +1,100 @@
+"""The plan under verification, and what rules derive from it, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from apportion.ir.isa import Op, Tensor
+from apportion.ir.plan import Ints, Layout, Plan
+from apportion.ir.verify import cells, coverage
+from apportion.ir.verify import flow as interpreter
+from apportion.ir.verify.report import Violation, first_few
+from apportion.ir.verify.view import Program, head_sets
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A plan as the rules see it."""
+
+    plan: Plan
+    _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def home(self) -> Layout:
+        """The layout of home rows."""
+        return self.plan.layouts[self.plan.header.home_layout]
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        header = self.plan.header
+        q_sets = head_sets(header.q_heads, header.head_sets)
+        kv_sets = head_sets(header.kv_heads, header.head_sets)
+        rows = np.ascontiguousarray(self.home.rows_per_rank, np.int64)
+        return tuple(
+            Program(kind, phase, programs, q_sets, kv_sets, rows)
+            for (kind, phase), programs in self.plan.programs.items()
+        )
+
+    @cached_property
+    def runnable(self) -> tuple[Program, ...]:
+        """Programs whose rounds have an order in which they can happen."""
+        return tuple(program for program in self.programs if program.rises)
+
+    def mask(self, kind: str) -> Ints:
+        """int64 [bands, 6]: what a kind allows, in global tokens, sorted by (q0, k0)."""
+        return self.plan.request.batch.bands(kind)
+
+    def flow(self, program: Program) -> interpreter.Flow:
+        """What happens when the program runs. Raises CapacityError."""
+        return self._once("flow", program, self._flow)
+
+    def _flow(self, program: Program) -> interpreter.Flow:
+        return interpreter.run(program, cells.build(program, self.home, self.given(program), program.owed))
+
+    def tasks(self, program: Program) -> coverage.Tasks:
+        """Its tasks in global tokens. Raises CapacityError."""
+        return self._once("tasks", program, lambda p: coverage.tasks_of(p, self.flow(p)))
+
+    def coverage(self, program: Program) -> tuple[Violation, ...]:
+        """Violations of the rule `coverage` in the program. Raises CapacityError."""
+        return self._once("coverage", program, lambda p: first_few(coverage.find(self, p)))
+
+    def given(self, program: Program) -> frozenset[Tensor]:
+        """Tensors whose home rows hold values when the program starts.
+
+        Forward gets X where the layer's projection makes Q and KV, else Q and KV. Backward gets what forward had
+        and left in home rows, the output and its gradient.
+        """
+        if program.phase == "forward":
+            return frozenset({Tensor.X} if program.uses(Op.PROJECT) else {Tensor.Q, Tensor.KV})
+        before = [other for other in self.runnable if (other.kind, other.phase) == (program.kind, "forward")]
+        kept = frozenset().union(*map(self._kept, before))
+        return kept | {Tensor.O, Tensor.DO}
+
+    def _kept(self, program: Program) -> frozenset[Tensor]:
+        given = self.given(program)
+        if Tensor.X not in given:
+            return given
+        memory = self.flow(program).memory
+        return given | {tensor for tensor in (Tensor.Q, Tensor.KV) if memory.all_at_home(tensor)}
+
+    def _once(self, what: str, program: Program, make: Callable[[Program], T]) -> T:
+        key = (what, program.kind, program.phase)
+        if key not in self._cache:
+            self._cache[key] = make(program)
+        return self._cache[key]  # type: ignore[no-any-return]
+
+    def home_of(self, token: int) -> tuple[int, int]:
+        """(rank, row) where a global token is at home."""
+        spans = self.home.spans
+        inside = np.flatnonzero((spans["token"] <= token) & (token < spans["token"] + spans["length"]))
+        span = int(inside[0])
+        rank = int(np.searchsorted(spans.ptr, span, side="right")) - 1
+        return rank, int(spans["row"][span] + token - spans["token"][span])

@@ -1,0 +1,140 @@
+"""Rule 4: each send meets one receive, rounds rise on every rank, and every round that is launched is waited for.
+
+Nothing at run time catches a mismatch: a swapped order delivers wrong data, a short send fills half a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from apportion.ir.isa import ALL_TO_ALL, HEADLESS, TENSOR_NAMES, Op, Tensor
+from apportion.ir.plan import Ints
+from apportion.ir.verify.report import Violation, at_instruction, span
+from apportion.ir.verify.subject import Subject
+from apportion.ir.verify.view import Program
+
+RULE = "transfers"
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `transfers`."""
+    for program in subject.programs:
+        yield from _order(program)
+        yield from _waits(program)
+        yield from _rounds(program)
+        yield from _pairs(program)
+
+
+def _order(program: Program) -> Iterator[Violation]:
+    """Launch order rises on every rank, all channels together."""
+    instructions = program["instructions"]
+    at = np.flatnonzero(instructions["op"] == Op.LAUNCH)
+    rank, number = instructions.rank[at], instructions["round"][at]
+    for i in np.flatnonzero((rank[1:] == rank[:-1]) & (number[1:] <= number[:-1])).tolist():
+        message = (
+            f"launches round {number[i + 1]} after round {number[i]} of instruction "
+            f"{instructions.local(int(at[i]))}: rounds must rise"
+        )
+        yield at_instruction(RULE, program, int(at[i + 1]), message)
+
+
+def _waits(program: Program) -> Iterator[Violation]:
+    """`wait` follows `launch`, once."""
+    instructions, partner = program["instructions"], program.meeting.launch_of
+    waits = np.flatnonzero(instructions["op"] == Op.WAIT)
+    launch = partner[waits]
+    for wait in waits[(launch < 0) | (launch > waits)].tolist():
+        message = f"waits for round {instructions['round'][wait]}, which the rank has not launched before"
+        yield at_instruction(RULE, program, wait, message)
+    for wait in waits[(launch >= 0) & (partner[launch] != waits)].tolist():
+        message = f"waits for round {instructions['round'][wait]} a second time"
+        yield at_instruction(RULE, program, wait, message)
+    launches = np.flatnonzero(instructions["op"] == Op.LAUNCH)
+    for at in launches[partner[launches] < 0].tolist():
+        message = f"launches round {instructions['round'][at]}, which the rank never waits for"
+        yield at_instruction(RULE, program, at, message)
+
+
+def _rounds(program: Program) -> Iterator[Violation]:
+    """All ranks of a round agree on channel and mode; every rank launches an all-to-all; no launch is idle."""
+    instructions, launches = program["instructions"], program.launches
+    order = launches.order
+    turn = np.repeat(np.arange(len(launches.rounds)), np.diff(launches.ptr))
+    first = order[launches.ptr[turn]]
+    for name in ("channel", "mode"):
+        for i in np.flatnonzero(instructions[name][order] != instructions[name][first]).tolist():
+            message = (
+                f"launches round {launches.rounds[turn[i]]} with {name} {instructions[name][order[i]]}, but rank "
+                f"{instructions.rank[first[i]]} with {name} {instructions[name][first[i]]}"
+            )
+            yield at_instruction(RULE, program, int(order[i]), message)
+    idle = (instructions["mode"][order] != ALL_TO_ALL) & (instructions["count"][order] == 0)
+    for at in order[idle].tolist():
+        message = f"launches round {instructions['round'][at]} without a transfer, and it is no all-to-all"
+        yield at_instruction(RULE, program, at, message)
+    yield from _absent(program)
+
+
+def _absent(program: Program) -> Iterator[Violation]:
+    instructions, launches = program["instructions"], program.launches
+    for i in np.flatnonzero(np.diff(launches.ptr) < program.ranks).tolist():
+        group = launches.order[launches.ptr[i] : launches.ptr[i + 1]]
+        if (instructions["mode"][group] == ALL_TO_ALL).any():
+            missing = np.setdiff1d(np.arange(program.ranks), instructions.rank[group])
+            message = (
+                f"round {launches.rounds[i]} is an all-to-all, but {len(missing)} ranks do not launch it, "
+                f"the first is rank {missing[0]}"
+            )
+            yield Violation(RULE, int(missing[0]), program.kind, program.phase, None, message)
+
+
+def _pairs(program: Program) -> Iterator[Violation]:
+    """Both sides of a transfer agree; one that meets nobody is reported at each side."""
+    transfers, mate = program["transfers"], program.meeting.mate
+    receives = np.flatnonzero((transfers["send"] == 0) & (mate >= 0))
+    differ = ~program.meeting.agreed[receives]
+    alone = (mate < 0) | (transfers["peer"] == transfers.rank)
+    wrong = np.concatenate([receives[differ], np.flatnonzero(alone)])
+    instruction = program.instruction_of("transfers") if len(wrong) else mate
+    for t in wrong.tolist():
+        yield at_instruction(RULE, program, int(instruction[t]), _mismatch(program, t, instruction))
+
+
+def _mismatch(program: Program, t: int, instruction: Ints) -> str:
+    transfers = program["transfers"]
+    peer, mate = int(transfers["peer"][t]), int(program.meeting.mate[t])
+    number = program["instructions"]["round"][instruction[t]]
+    verb, other = ("sends", "receives") if transfers["send"][t] else ("receives", "sends")
+    mine = f"{verb} {_tile(program, t)} in round {number}"
+    if peer == int(transfers.rank[t]):
+        return f"{mine} to or from itself: use copy"
+    if mate >= 0:
+        return f"{mine}, but rank {peer} {other} {_tile(program, mate)}"
+    near = _nearby(program, t, instruction)
+    return f"{mine}, but rank {peer} {other} nothing to meet it{near}"
+
+
+def _nearby(program: Program, t: int, instruction: Ints) -> str:
+    """What the peer lists that looks like the missing side: an unmatched transfer with this rank."""
+    transfers = program["transfers"]
+    lo, hi = (int(transfers.ptr[int(transfers["peer"][t]) + i]) for i in (0, 1))
+    fits = (
+        (transfers["peer"][lo:hi] == transfers.rank[t])
+        & (transfers["send"][lo:hi] != transfers["send"][t])
+        & (program.meeting.mate[lo:hi] < 0)
+    )
+    if not fits.any():
+        return ""
+    other = lo + int(np.flatnonzero(fits)[0])
+    number = program["instructions"]["round"][instruction[other]]
+    return f" (its {_tile(program, other)} in round {number} meets nothing either)"
+
+
+def _tile(program: Program, t: int) -> str:
+    transfers, operands = program["transfers"], program["operands"]
+    values = operands.at(int(transfers["operand"][t] + operands.ptr[transfers.rank[t]]))
+    tensor = Tensor(values["tensor"])
+    heads = "" if tensor in HEADLESS or not values["heads"] else f" of head set {values['heads']}"
+    return f"{TENSOR_NAMES[tensor]} rows {span(values['row'], values['rows'])}{heads}"

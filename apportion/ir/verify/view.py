@@ -1,0 +1,223 @@
+"""A plan as the rules read it: int64 matrices of all ranks, and what several rules derive from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from apportion.ir.isa import KV_SIDE, OP_LIST, TABLES, Op, Space, Tensor
+from apportion.ir.plan import Ints, ProgramSet, Table
+from apportion.ir.verify.meeting import Meeting, meet
+from apportion.ir.verify.sorting import stable_order
+
+HOME, WORK = int(Space.HOME), int(Space.WORK)
+LISTS = ("transfers", "tasks", "grads", "rowops")
+NO_LIST = len(LISTS)
+TASK_LIST = {"forward": "tasks", "backward": "grads"}
+#: [op] index of the list that an instruction consumes, NO_LIST for none
+LIST_OF_OP = np.array(
+    [LISTS.index(name) if op and (name := OP_LIST[Op(op)]) else NO_LIST for op in range(max(Op) + 1)]
+)
+KV_TENSORS = tuple(sorted(KV_SIDE))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A table as one matrix: `data` int64 [columns, rows] in the order of `isa.TABLES`, `ptr` int64 [ranks + 1]."""
+
+    name: str
+    data: Ints
+    ptr: Ints
+
+    def __getitem__(self, column: str) -> Ints:
+        return self.data[TABLES[self.name].index(column)]  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return int(self.data.shape[1])
+
+    @cached_property
+    def rank(self) -> Ints:
+        """int64 [rows]: the rank that owns each row."""
+        return np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr))
+
+    def at(self, row: int) -> dict[str, int]:
+        """One row, for messages."""
+        return {name: int(self.data[i, row]) for i, name in enumerate(TABLES[self.name])}
+
+    def local(self, row: int) -> int:
+        """A row's number on its rank."""
+        return row - int(self.ptr[self.rank[row]])
+
+
+def matrix(name: str, table: Table) -> Rows:
+    data = np.empty((len(TABLES[name]), len(table)), np.int64)
+    for i, column in enumerate(TABLES[name]):
+        data[i] = table[column]
+    return Rows(name, data, np.ascontiguousarray(table.ptr, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadSets:
+    """The head sets of a plan as the heads of query-side or KV-side tensors. Set 0 is all heads.
+
+    members[i]: heads of set i. size: int64 [sets]. canonical: int64 [sets], equal for equal sets.
+    """
+
+    heads: int
+    members: tuple[Ints, ...]
+    size: Ints
+    canonical: Ints
+
+
+def head_sets(heads: int, sets: tuple[tuple[int, ...], ...]) -> HeadSets:
+    every = (tuple(range(heads)), *sets)
+    first: dict[tuple[int, ...], int] = {}
+    canonical = [first.setdefault(tuple(members), i) for i, members in enumerate(every)]
+    members = tuple(np.array(item, np.int64) for item in every)
+    return HeadSets(heads, members, np.array([len(item) for item in every]), np.array(canonical))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The programs of all ranks for one kind and phase."""
+
+    kind: str
+    phase: str
+    source: ProgramSet
+    q_sets: HeadSets
+    kv_sets: HeadSets
+    home_rows: Ints  # int64 [ranks]
+
+    @cached_property
+    def rows(self) -> Mapping[str, Rows]:
+        return {name: matrix(name, self.source[name]) for name in TABLES}
+
+    def __getitem__(self, name: str) -> Rows:
+        return self.rows[name]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.home_rows)
+
+    @cached_property
+    def kv_side(self) -> Ints:
+        """bool [operands]: whether an operand's heads are KV heads."""
+        tensor = self["operands"]["tensor"]
+        return (tensor == KV_TENSORS[0]) | (tensor == KV_TENSORS[1])
+
+    def per_operand(self, q_side: Ints, kv_side: Ints) -> Ints:
+        """[operands] the entry of each operand's head set in a column of its side."""
+        heads = self["operands"]["heads"]
+        if not heads.any():
+            return np.where(self.kv_side, kv_side[0], q_side[0])
+        return np.where(self.kv_side, kv_side[heads], q_side[heads])
+
+    @cached_property
+    def head_count(self) -> Ints:
+        """int64 [operands]: heads of each operand (1 for X and dX)."""
+        count = self.per_operand(self.q_sets.size, self.kv_sets.size)
+        tensor = self["operands"]["tensor"]
+        return np.where((tensor == Tensor.X) | (tensor == Tensor.DX), 1, count)
+
+    @cached_property
+    def same_heads(self) -> Ints:
+        """int64 [operands]: a number that is equal for operands of a side with the same heads in the same order."""
+        return self.per_operand(self.q_sets.canonical, self.kv_sets.canonical)
+
+    @cached_property
+    def list_of(self) -> Ints:
+        """int64 [instructions]: the list that each instruction consumes."""
+        return LIST_OF_OP[self["instructions"]["op"]]
+
+    @cached_property
+    def starts(self) -> Ints:
+        """int64 [instructions]: the first row of its list (over all ranks) that each instruction consumes."""
+        starts = np.zeros(len(self["instructions"]), np.int64)
+        for number in range(NO_LIST):
+            at = np.flatnonzero(self.list_of == number)
+            count = self["instructions"]["count"][at]
+            starts[at] = np.cumsum(count) - count
+        return starts
+
+    def instruction_of(self, name: str) -> Ints:
+        """int64 [rows]: the instruction (over all ranks) that consumes each row of a list."""
+        at = np.flatnonzero(self.list_of == LISTS.index(name))
+        return np.repeat(at, self["instructions"]["count"][at])
+
+    @property
+    def task_list(self) -> str:
+        """The list of this phase's attention tasks."""
+        return TASK_LIST[self.phase]
+
+    def task_operand(self, column: str) -> Ints:
+        """int64 [tasks]: the number, over all ranks, of an operand of each task."""
+        tasks = self[self.task_list]
+        return tasks[column] + self["operands"].ptr[tasks.rank]
+
+    def uses(self, op: Op) -> bool:
+        return bool((self["instructions"]["op"] == op).any())
+
+    @cached_property
+    def owed(self) -> frozenset[Tensor]:
+        """Tensors whose home rows the program must produce, all of them."""
+        if self.phase == "forward":
+            return frozenset({Tensor.O})
+        gradients = {Tensor.DX} if self.uses(Op.PROJECT_GRAD) else {Tensor.DQ, Tensor.DKV}
+        return frozenset({Tensor.DELTA} | gradients)
+
+    @cached_property
+    def rises(self) -> bool:
+        """Whether every rank launches its rounds in rising order."""
+        table = self["instructions"]
+        at = np.flatnonzero(table["op"] == Op.LAUNCH)
+        rank, number = table.rank[at], table["round"][at]
+        return not ((rank[1:] == rank[:-1]) & (number[1:] <= number[:-1])).any()
+
+    @cached_property
+    def launches(self) -> Launches:
+        return _launches(self)
+
+    @cached_property
+    def meeting(self) -> Meeting:
+        return meet(self)
+
+    @cached_property
+    def arena_rows(self) -> Ints:
+        """int64 [ranks, tensors]: rows of each work arena."""
+        return self._arena("rows")
+
+    @cached_property
+    def arena_heads(self) -> Ints:
+        """int64 [ranks, tensors]: head columns of each work arena."""
+        return self._arena("heads")
+
+    def _arena(self, column: str) -> Ints:
+        arenas = self["arenas"]
+        sizes = np.zeros((self.ranks, max(Tensor) + 1), np.int64)
+        sizes[arenas.rank, arenas["tensor"]] = arenas[column]
+        return sizes
+
+
+@dataclass(frozen=True, eq=False)
+class Launches:
+    """Launch instructions in the order (round, rank).
+
+    order: int64 [launches] instructions. ptr: int64 [rounds + 1] where each round begins in `order`. rounds: int64
+    [rounds], rising.
+    """
+
+    order: Ints
+    ptr: Ints
+    rounds: Ints
+
+
+def _launches(program: Program) -> Launches:
+    at = np.flatnonzero(program["instructions"]["op"] == Op.LAUNCH)
+    number = program["instructions"]["round"][at]
+    order = stable_order(number)
+    sorted_number = number[order]
+    begins = np.flatnonzero(np.append(True, np.diff(sorted_number) != 0)[: len(sorted_number)])
+    return Launches(at[order], np.append(begins, len(at)), sorted_number[begins])

@@ -1,0 +1,1 @@
+"""From a batch to a plan: passes, solvers, recipes, bounds."""

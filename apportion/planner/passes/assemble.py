@@ -1,0 +1,251 @@
+"""From list rows of all ranks to programs: one template of steps, filtered for each rank by what it takes part in.
+
+All ranks run the same template; a rank skips the steps for which it has no rows. Because every rank keeps the order
+of the template, rounds are launched in the same order everywhere, which is what rules out deadlock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import CapacityError
+from apportion.ir.isa import TABLES, Op, Space, Tensor
+from apportion.ir.jit import HAS_NUMBA, jit
+from apportion.ir.plan import ProgramSet, Table, empty_table
+from apportion.planner.passes.tasks import sort_order
+
+Ints = NDArray[np.integer[Any]]
+Column = Ints | int
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of rows on ranks, integers [n] each, sorted by rank."""
+
+    rank: Ints
+    row: Ints
+    rows: Ints
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+
+def distinct(rank: Ints, row: Ints, rows: Ints) -> tuple[Ranges, Ints]:
+    """The distinct ranges, sorted, and for each given range its index among them."""
+    if not len(rank):
+        return Ranges(rank, row, rows), np.zeros(0, np.int64)
+    span = int((row + rows).max()) + 1
+    if (int(rank.max()) + 1) * span * span >= 2**63:
+        raise CapacityError(f"{span} rows on one rank: at most {int((2**63 / (int(rank.max()) + 1)) ** 0.5)}")
+    found, index = _distinct_keys((rank.astype(np.int64) * span + row) * span + rows)
+    return Ranges(found // span // span, found // span % span, found % span), index
+
+
+def _distinct_keys(keys: Ints) -> tuple[Ints, Ints]:
+    """As np.unique with the inverse; hashing first, because few of many keys are distinct."""
+    if not HAS_NUMBA:
+        found, index = np.unique(keys, return_inverse=True)
+        return found, index.reshape(-1)
+    first_seen, number = _hash(keys, 1 << (2 * len(keys)).bit_length())
+    order = np.argsort(first_seen)
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+    return first_seen[order], place[number]
+
+
+@jit
+def _hash(keys: Ints, size: int) -> tuple[Ints, Ints]:
+    """Open addressing: distinct keys in order of first use, and the number of each key among them."""
+    slot = np.full(size, -1, np.int32)
+    found, number, count = np.empty(len(keys), np.int64), np.empty(len(keys), np.int32), 0
+    for index in range(len(keys)):
+        key = keys[index]
+        at = (key ^ (key >> 17) ^ (key >> 33)) * 40503 & (size - 1)
+        while slot[at] >= 0 and found[slot[at]] != key:
+            at = (at + 1) & (size - 1)
+        if slot[at] < 0:
+            slot[at], found[count] = count, key
+            count += 1
+        number[index] = slot[at]
+    return found[:count].copy(), number
+
+
+@dataclass(frozen=True)
+class RangeSet:
+    """Distinct ranges of several requests; `index[i]` says which range each entry of request i is."""
+
+    ranges: Ranges
+    index: tuple[Ints, ...]
+
+
+def range_set(*requests: tuple[Ints, Ints, Ints]) -> RangeSet:
+    """The distinct ranges of requests (rank, row, rows), integers [n] each."""
+    columns = (np.concatenate(column) for column in zip(*requests, strict=True))
+    ranges, index = distinct(*columns)
+    cuts = np.cumsum([len(rank) for rank, _, _ in requests])[:-1]
+    return RangeSet(ranges, tuple(np.split(index, cuts)))
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Operand numbers of one tensor for the requests of a `RangeSet`."""
+
+    numbers: Ints
+    index: tuple[Ints, ...]
+
+    def __getitem__(self, request: int) -> Ints:
+        return self.numbers[self.index[request]]
+
+
+class Operands:
+    """The operand tables of all ranks, grown by groups of distinct ranges; operand 0 is `none` everywhere."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._count = np.ones(ranks, np.int64)
+        self._reach: dict[Tensor, Ints] = {}
+        none = np.zeros(ranks, np.int64)
+        self._groups: list[tuple[Ints, Ints, Ints, Ints, Ints]] = [
+            (np.arange(ranks), none + Tensor.NONE, none, none, none)
+        ]
+
+    def add(self, tensor: Tensor, space: Space, ranges: Ranges) -> Ints:
+        """int32 [n]: the operand number, on its rank, of each range. No range may have been added before."""
+        per_rank = np.bincount(ranges.rank, minlength=self.ranks)
+        first = np.cumsum(per_rank) - per_rank
+        number = ((self._count - first)[ranges.rank] + np.arange(len(ranges))).astype(np.int32)
+        self._count += per_rank
+        constant = np.zeros(len(ranges), np.int64)
+        self._groups.append((ranges.rank, constant + tensor, constant + space, ranges.row, ranges.rows))
+        if space == Space.WORK and len(ranges):
+            self._extend(tensor, ranges, first[per_rank > 0], np.flatnonzero(per_rank))
+        return number
+
+    def _extend(self, tensor: Tensor, ranges: Ranges, first: Ints, ranks: Ints) -> None:
+        reach = self._reach.setdefault(tensor, np.zeros(self.ranks, np.int64))
+        reach[ranks] = np.maximum(reach[ranks], np.maximum.reduceat(ranges.row + ranges.rows, first))
+
+    def arenas(self, heads: dict[int, int]) -> Table:
+        """Every rank's work arenas: for each tensor the rows that its operands reach, and `heads[tensor]` columns."""
+        tensors = np.array(sorted(self._reach), np.int64)
+        reach = (
+            np.array([self._reach[Tensor(t)] for t in tensors], np.int64).reshape(len(tensors), self.ranks).T
+        )
+        rank, index = np.nonzero(reach)
+        width = np.array([heads[int(t)] for t in tensors], np.int64)
+        columns = (tensors[index], reach[rank, index], width[index])
+        ptr = np.concatenate([[0], np.cumsum(np.count_nonzero(reach, axis=1))])
+        return Table(ptr, dict(zip(TABLES["arenas"], columns, strict=True)))
+
+    def number(self, tensor: Tensor, space: Space, ranges: RangeSet) -> Numbers:
+        """Operand numbers of all ranges that `ranges` was asked for."""
+        return Numbers(self.add(tensor, space, ranges.ranges), ranges.index)
+
+    def table(self) -> Table:
+        rank, tensor, space, row, rows = (
+            np.concatenate(column) for column in zip(*self._groups, strict=True)
+        )
+        order = sort_order(rank, self.ranks)
+        ptr = np.concatenate([[0], np.cumsum(self._count)])
+        zero = np.zeros(len(order), np.int64)
+        columns = (tensor[order], space[order], row[order], rows[order], zero, zero)
+        return Table(ptr, dict(zip(TABLES["operands"], columns, strict=True)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction of the template."""
+
+    op: Op
+    round: int = 0
+    channel: int = 0
+    mode: int = 0
+
+
+@dataclass
+class Assembler:
+    """Collects the template and the list rows, then builds the tables of all ranks."""
+
+    ranks: int
+    steps: list[Step] = field(default_factory=list)
+    rounds: int = 0
+    _rows: dict[str, list[tuple[Ints, Ints, tuple[Column, ...]]]] = field(default_factory=dict)
+    _waits: list[tuple[int, int]] = field(default_factory=list)
+
+    def step(self, op: Op) -> int:
+        """Append a step to the template; returns its position."""
+        self.steps.append(Step(op))
+        return len(self.steps) - 1
+
+    def launch(self, channel: int) -> int:
+        """Append the launch of a new round; returns its position."""
+        self.steps.append(Step(Op.LAUNCH, self.rounds, channel))
+        self.rounds += 1
+        return len(self.steps) - 1
+
+    def wait(self, launch: int) -> int:
+        """Append the wait for the round launched at position `launch`."""
+        self.steps.append(Step(Op.WAIT, self.steps[launch].round))
+        self._waits.append((len(self.steps) - 1, launch))
+        return len(self.steps) - 1
+
+    def rows(self, table: str, rank: Ints, position: Column, *columns: Column) -> None:
+        """Rows of a list: who, at which step, and the columns of `isa.TABLES[table]`. Rows of one rank and step
+        keep the order in which they are given."""
+        self._rows.setdefault(table, []).append((rank, _full(position, len(rank)), columns))
+
+    def build(self, operands: Operands, heads: dict[int, int]) -> ProgramSet:
+        """The tables of all ranks; `heads`: head columns of each tensor's work arena."""
+        count = np.zeros(self.ranks * len(self.steps), np.int64)
+        tables = {"arenas": operands.arenas(heads), "operands": operands.table()}
+        for name in ("transfers", "tasks", "grads", "rowops"):
+            tables[name] = self._list(name, count)
+        tables["instructions"] = self._instructions(count.reshape(self.ranks, len(self.steps)))
+        return ProgramSet({name: tables[name] for name in TABLES})
+
+    def _list(self, name: str, count: Ints) -> Table:
+        parts = [part for part in self._rows.get(name, []) if len(part[0])]
+        if not parts:
+            return empty_table(TABLES[name], self.ranks)
+        key = np.concatenate(
+            [rank.astype(np.int64) * len(self.steps) + position for rank, position, _ in parts]
+        )
+        per_step = np.bincount(key, minlength=len(count))
+        count += per_step
+        sorted_already = len(parts) == 1 and bool((key[1:] >= key[:-1]).all())
+        order = None if sorted_already else sort_order(key, len(count))
+        columns = {
+            column: _column([part[2][index] for part in parts], [len(part[0]) for part in parts], order)
+            for index, column in enumerate(TABLES[name])
+        }
+        per_rank = per_step.reshape(self.ranks, len(self.steps)).sum(1)
+        return Table(np.concatenate([[0], np.cumsum(per_rank)]), columns)
+
+    def _instructions(self, count: Ints) -> Table:
+        present = count > 0
+        for wait, launch in self._waits:
+            present[:, wait] = present[:, launch]
+        at = np.flatnonzero(present)
+        position = at % len(self.steps)
+        steps = np.array([(step.op, step.round, step.channel, step.mode) for step in self.steps], np.int32).T
+        columns = [np.take(column, position) for column in steps] + [np.take(count.reshape(-1), at)]
+        ptr = np.concatenate([[0], np.cumsum(present.sum(1))])
+        return Table(ptr, dict(zip(TABLES["instructions"], columns, strict=True)))
+
+
+def _column(values: list[Column], sizes: list[int], order: Ints | None) -> Ints:
+    """The values of all parts, one after another, then in `order`; int32, which every column of a list fits."""
+    if all(isinstance(value, int) and value == values[0] for value in values):
+        return np.full(sum(sizes), values[0], np.int32)
+    joined = np.concatenate(
+        [_full(value, size) for value, size in zip(values, sizes, strict=True)], dtype=np.int32
+    )
+    return joined if order is None else np.take(joined, order)
+
+
+def _full(value: Column, size: int) -> Ints:
+    return np.full(size, value, np.int32) if isinstance(value, int) else value

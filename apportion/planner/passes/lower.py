@@ -1,0 +1,222 @@
+"""Programs that move KV to the queries, forward and backward, with or without reshuffling around them.
+
+    forward    [in]  F0.. start | local tasks | wait F0, its tasks, start F3 | wait F1, ..                [out]  finish
+    backward   delta  [in]  F0.. start | local | wait F0, its tasks, start R0, F3, wait R-1, add | ..     [out]
+
+F: rounds that fetch KV tiles. R: rounds that return their gradients, by the reverse of the same matchings. The
+transfers of a round overlap the tasks of the rounds before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Space, Tensor
+from apportion.ir.plan import ProgramSet
+from apportion.planner.passes.assemble import Assembler, Numbers, Operands
+from apportion.planner.passes.lowering import (
+    ENTRY,
+    KEY_BLOCK,
+    KEY_SHUFFLE,
+    QUERY_BLOCK,
+    QUERY_SHUFFLE,
+    QUERY_WHOLE,
+    SENT_KEYS,
+    TILE,
+    Lowering,
+)
+from apportion.planner.passes.reshuffle import PIECE, WHOLE
+
+Ints = NDArray[np.integer[Any]]
+
+FETCH_CHANNEL, RETURN_CHANNEL = 0, 1
+# Gradients of one round travel while those of the next are computed.
+RETURN_DEPTH = 2
+
+
+def lower_forward(low: Lowering) -> ProgramSet:
+    """The forward programs of all ranks."""
+    asm, ops = Assembler(low.ranks), Operands(low.ranks)
+    q = ops.number(Tensor.Q, low.space, low.query_ranges)
+    o = ops.number(Tensor.O, low.space, low.query_ranges)
+    kv = ops.number(Tensor.KV, low.space, low.key_ranges)
+    tiles = ops.number(Tensor.KV, Space.WORK, low.fetched_ranges) if len(low.edges) else _NONE
+    home = _homes(ops, low, [Tensor.Q, Tensor.KV, Tensor.O])
+    _bring_in(asm, low, [(home.get(Tensor.Q), q[QUERY_SHUFFLE]), (home.get(Tensor.KV), kv[KEY_SHUFFLE])])
+    _clear(asm, asm.step(Op.CLEAR), low.rows.home, o[QUERY_BLOCK], low.query_openers.cleared)
+
+    launches = [asm.launch(FETCH_CHANNEL) for _ in range(min(low.slots.buffers, low.slots.rounds))]
+    stages = [asm.step(Op.ATTEND)]
+    for fetch in range(low.slots.rounds):
+        asm.wait(launches[fetch])
+        stages.append(asm.step(Op.ATTEND))
+        if len(launches) < low.slots.rounds:
+            launches.append(asm.launch(FETCH_CHANNEL))
+
+    _send_tiles(asm, low, launches, kv, tiles)
+    tasks = low.tasks
+    asm.rows(
+        "tasks",
+        low.exec,
+        np.array(stages)[low.stage],
+        q[ENTRY][tasks.entry],
+        low.keys(kv, tiles),
+        o[ENTRY][tasks.entry],
+        tasks.dmin,
+        tasks.dmax,
+        low.query_openers.flags(len(tasks)),
+    )
+    _take_out(asm, low, [(o[QUERY_SHUFFLE], home.get(Tensor.O))])
+    rank, result = _whole(low, o, home.get(Tensor.O))
+    asm.rows("rowops", rank, asm.step(Op.FINISH), 0, 0, result, 0, 0)
+    return asm.build(ops, low.heads)
+
+
+def lower_backward(low: Lowering) -> ProgramSet:
+    """The backward programs of all ranks."""
+    asm, ops = Assembler(low.ranks), Operands(low.ranks)
+    of_query = {
+        t: ops.number(t, low.space, low.query_ranges) for t in (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ)
+    }
+    of_key = {t: ops.number(t, low.space, low.key_ranges) for t in (Tensor.KV, Tensor.DKV)}
+    home = _homes(ops, low, [Tensor.Q, Tensor.KV, Tensor.DO, Tensor.O, Tensor.DELTA, Tensor.DQ, Tensor.DKV])
+    _delta(asm, ops, low, of_query, home)
+    _bring_in(
+        asm,
+        low,
+        [(home.get(t), of_query[t][QUERY_SHUFFLE]) for t in (Tensor.Q, Tensor.DO, Tensor.DELTA)]
+        + [(home.get(Tensor.KV), of_key[Tensor.KV][KEY_SHUFFLE])],
+    )
+    clear = asm.step(Op.CLEAR)
+    _clear(asm, clear, low.rows.home, of_query[Tensor.DQ][QUERY_BLOCK], low.query_openers.cleared)
+    _clear(asm, clear, low.rows.home, of_key[Tensor.DKV][KEY_BLOCK], low.key_openers.cleared)
+    _grads(asm, ops, low, of_query, of_key)
+    _take_out(
+        asm,
+        low,
+        [
+            (of_query[Tensor.DQ][QUERY_SHUFFLE], home.get(Tensor.DQ)),
+            (of_key[Tensor.DKV][KEY_SHUFFLE], home.get(Tensor.DKV)),
+        ],
+    )
+    return asm.build(ops, low.heads)
+
+
+def _grads(
+    asm: Assembler,
+    ops: Operands,
+    low: Lowering,
+    of_query: dict[Tensor, Numbers],
+    of_key: dict[Tensor, Numbers],
+) -> None:
+    """The pipeline of the backward: fetch, compute, return, add."""
+    rounds, depth = low.slots.rounds, low.slots.buffers
+    fetches = [asm.launch(FETCH_CHANNEL) for _ in range(min(depth, rounds))]
+    stages, clears, returns, adds = [asm.step(Op.ATTEND_GRAD)], [], [], []
+    for fetch in range(rounds):
+        asm.wait(fetches[fetch])
+        clears.append(asm.step(Op.CLEAR))
+        stages.append(asm.step(Op.ATTEND_GRAD))
+        returns.append(asm.launch(RETURN_CHANNEL))
+        if len(fetches) < rounds:
+            fetches.append(asm.launch(FETCH_CHANNEL))
+        if fetch:
+            asm.wait(returns[fetch - 1])
+            adds.append(asm.step(Op.ADD))
+    if rounds:
+        asm.wait(returns[-1])
+        adds.append(asm.step(Op.ADD))
+
+    tiles = outgoing = _NONE
+    if rounds:
+        tiles = ops.number(Tensor.KV, Space.WORK, low.fetched_ranges)
+        outgoing = _return_tiles(asm, ops, low, of_key[Tensor.DKV], np.array(returns), np.array(adds))
+        at = np.array(clears)[low.slots.round]
+        _clear(asm, at, low.edges.dst, outgoing[TILE], low.tile_openers.cleared)
+    _send_tiles(asm, low, fetches, of_key[Tensor.KV], tiles)
+    tasks = low.tasks
+    opened_keys = low.key_openers.flags(len(tasks)) | low.tile_openers.flags(len(tasks))
+    asm.rows(
+        "grads",
+        low.exec,
+        np.array(stages)[low.stage],
+        of_query[Tensor.Q][ENTRY][tasks.entry],
+        low.keys(of_key[Tensor.KV], tiles),
+        of_query[Tensor.DO][ENTRY][tasks.entry],
+        of_query[Tensor.DELTA][ENTRY][tasks.entry],
+        of_query[Tensor.DQ][ENTRY][tasks.entry],
+        low.keys(of_key[Tensor.DKV], outgoing),
+        tasks.dmin,
+        tasks.dmax,
+        FIRST_DQ * low.query_openers.flags(len(tasks)) + FIRST_DKV * opened_keys,
+    )
+
+
+def _return_tiles(
+    asm: Assembler, ops: Operands, low: Lowering, home: Numbers, returns: Ints, adds: Ints
+) -> Numbers:
+    """Send each tile's gradient back to where the tile came from and add it there."""
+    edges, turn = low.edges, low.slots.round
+    outgoing = ops.number(Tensor.DKV, Space.WORK, low.tile_ranges(RETURN_DEPTH))
+    incoming = ops.number(Tensor.DKV, Space.WORK, low.returned_ranges(RETURN_DEPTH))
+    asm.rows("transfers", edges.dst, returns[turn], 1, edges.src, outgoing[TILE])
+    asm.rows("transfers", edges.src, returns[turn], 0, edges.dst, incoming[0])
+    asm.rows("rowops", edges.src, adds[turn], incoming[0], 0, home[SENT_KEYS], 0, 0)
+    return outgoing
+
+
+def _send_tiles(asm: Assembler, low: Lowering, launches: list[int], home: Numbers, tiles: Numbers) -> None:
+    edges = low.edges
+    if not len(edges):
+        return
+    at = np.array(launches)[low.slots.round]
+    asm.rows("transfers", edges.src, at, 1, edges.dst, home[SENT_KEYS])
+    asm.rows("transfers", edges.dst, at, 0, edges.src, tiles[TILE])
+
+
+def _clear(asm: Assembler, at: Ints | int, rank: Ints, operands: Ints, cleared: Ints) -> None:
+    where = at if isinstance(at, int) else at[cleared]
+    asm.rows("rowops", rank[cleared], where, 0, 0, operands[cleared], 0, 0)
+
+
+def _delta(
+    asm: Assembler, ops: Operands, low: Lowering, of_query: dict[Tensor, Numbers], home: dict[Tensor, Numbers]
+) -> None:
+    """Row statistics of all home rows; O is needed for nothing else and never travels."""
+    if low.reshuffle is None:
+        home = {**home, Tensor.O: ops.number(Tensor.O, Space.HOME, low.query_ranges)}
+    rank, do = _whole(low, of_query[Tensor.DO], home.get(Tensor.DO))
+    _, o = _whole(low, home[Tensor.O] if low.reshuffle is None else _NONE, home.get(Tensor.O))
+    _, delta = _whole(low, of_query[Tensor.DELTA], home.get(Tensor.DELTA))
+    asm.rows("rowops", rank, asm.step(Op.DELTA), do, o, delta, 0, 0)
+
+
+_NO_ROWS = np.zeros(0, np.int64)
+_NONE = Numbers(_NO_ROWS, (_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS))
+
+
+def _homes(ops: Operands, low: Lowering, tensors: list[Tensor]) -> dict[Tensor, Numbers]:
+    """Operands of the loader's rows, where the program reshuffles."""
+    if low.reshuffle is None:
+        return {}
+    return {tensor: ops.number(tensor, Space.HOME, low.reshuffle.loader_ranges) for tensor in tensors}
+
+
+def _bring_in(asm: Assembler, low: Lowering, tensors: list[tuple[Numbers | None, Ints]]) -> None:
+    if low.reshuffle is not None:
+        low.reshuffle.bring_in(asm, [(home[PIECE], kept) for home, kept in tensors if home is not None])
+
+
+def _take_out(asm: Assembler, low: Lowering, tensors: list[tuple[Ints, Numbers | None]]) -> None:
+    if low.reshuffle is not None:
+        low.reshuffle.take_out(asm, [(kept, home[PIECE]) for kept, home in tensors if home is not None])
+
+
+def _whole(low: Lowering, attention: Numbers, home: Numbers | None) -> tuple[Ints, Ints]:
+    """The ranks that have home rows, and the operand of all of these."""
+    rows = low.rows if low.reshuffle is None else low.reshuffle.loader
+    rank = np.flatnonzero(rows.per_rank)
+    return rank, attention[QUERY_WHOLE] if home is None or low.reshuffle is None else home[WHOLE]

@@ -1,0 +1,161 @@
+"""Cut the token axis into blocks and tie blocks into pieces (FCP, section 4.1).
+
+sequence   |------------------------------|      |--| |-| |----|
+blocks     |   0   |   1   |   2   |  3   |      |    one      |     short neighbours share a block
+pieces         A       B       B      A                C             zig-zag pairs where later rows see more keys
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir import bands as band_algebra
+from apportion.ir.batch import Batch
+from apportion.ir.errors import ConfigError
+from apportion.ir.jit import jit
+from apportion.planner.problem import Problem, Shards, exact_sums
+
+Ints = NDArray[np.integer[Any]]
+
+# The largest block that `auto` tries: kernels gain little from longer ones (FCP, section 7: 2K on its GPUs).
+LARGEST_AUTO_BLOCK = 2048
+# Below it, multiples of the kernels' own tile.
+AUTO_STEP = 128
+# `auto` wants the heaviest piece to weigh at most this share of the mean load,
+AUTO_SHARE = 0.5
+# as long as the plan has no more tasks than this, in all or a rank: half the block is four times the tasks.
+AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Fixed blocks of `block` tokens, or as large as no piece is heavier than half the mean load (`auto`).
+
+    zigzag: tie block i and block m-1-i of a sequence whose last rows see at least twice the keys of its first.
+    """
+
+    block: int | Literal["auto"] = "auto"
+    zigzag: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block != "auto" and (type(self.block) is not int or self.block < 1):
+            raise ConfigError(
+                "recipe.shard.blocks.block", self.block, "must be a positive integer or auto", "use 2048"
+            )
+
+    def __call__(self, problem: Problem) -> Shards:
+        if self.block != "auto":
+            return cut(problem, self.block, self.zigzag)
+        block = LARGEST_AUTO_BLOCK
+        shards = cut(problem, block, self.zigzag)
+        while block > 1 and (share := _heaviest_share(problem, shards)) > AUTO_SHARE:
+            block = _smaller(block, AUTO_SHARE / share)
+            if not _affordable(problem, block):
+                break
+            shards = cut(problem, block, self.zigzag)
+        return shards
+
+
+def _heaviest_share(problem: Problem, shards: Shards) -> float:
+    """Weight of the heaviest piece over the mean load."""
+    mean = float(shards.weight.sum()) / problem.speeds.sum()
+    return float(shards.per_piece(shards.weight).max()) / mean if mean else 0.0
+
+
+def _smaller(block: int, factor: float) -> int:
+    """The block times `factor` (a piece weighs about in proportion to its block), in whole steps, and smaller."""
+    step = AUTO_STEP if block > AUTO_STEP else 1
+    return max(1, min(int(block * factor) // step * step, block - step))
+
+
+def _affordable(problem: Problem, block: int) -> bool:
+    pairs = max(problem.batch.area(kind) for kind in problem.batch.kinds)
+    return pairs // block**2 <= max(AUTO_TASKS, AUTO_TASKS_PER_RANK * problem.ranks)
+
+
+def cut(problem: Problem, block: int, zigzag: bool) -> Shards:
+    """Blocks of `block` tokens of every sequence; neighbours shorter than a block share one."""
+    batch = problem.batch
+    starts, owner = _cut_axis(batch.starts, _home_groups(batch), block)
+    weight = row_weights(problem, starts)
+    piece = _pairs(owner, weight, np.diff(starts)) if zigzag else np.arange(len(owner))
+    return Shards(starts, piece, weight, block)
+
+
+def _home_groups(batch: Batch) -> Ints:
+    """int64 [sequences]: equal numbers for equal `home_ranks`; only such sequences may share a block."""
+    group = np.zeros(len(batch.lengths), np.int64)
+    numbers: dict[tuple[int, ...], int] = {}
+    for sequence, homes in batch.home_ranks.items():
+        group[sequence] = 1 + numbers.setdefault(homes, len(numbers))
+    return group
+
+
+@jit
+def _cut_axis(sequence_starts: Ints, home_group: Ints, block: int) -> tuple[Ints, Ints]:
+    """Starts of all blocks (and the end), and of each block the long sequence it belongs to, or -1."""
+    sequences = len(sequence_starts) - 1
+    most = sequences
+    for s in range(sequences):
+        most += (sequence_starts[s + 1] - sequence_starts[s]) // block
+    starts, owner = np.empty(most + 1, np.int64), np.empty(most, np.int64)
+    count, shared_end = 0, -1  # shared_end: end of the open block of short sequences, -1 if none is open
+    for s in range(sequences):
+        begin, end = sequence_starts[s], sequence_starts[s + 1]
+        if end - begin < block:
+            apart = s > 0 and home_group[s] != home_group[s - 1]
+            if shared_end < 0 or apart or end - starts[count - 1] > block:
+                starts[count], owner[count] = begin, -1
+                count += 1
+            shared_end = end
+            continue
+        shared_end = -1
+        for at in range(begin, end, block):
+            starts[count], owner[count] = at, s
+            count += 1
+    starts[count] = sequence_starts[sequences]
+    return starts[: count + 1].copy(), owner[:count].copy()
+
+
+def row_weights(problem: Problem, starts: Ints) -> Ints:
+    """int64 [blocks]: pairs that the queries of each block see, summed over kinds times layers."""
+    weight = np.zeros(len(starts) - 1, np.int64)
+    for kind, bands in problem.bands.items():
+        weight += problem.layers[kind] * row_areas(bands, starts)
+    return weight
+
+
+def row_areas(bands: Ints, starts: Ints) -> Ints:
+    """int64 [blocks]: pairs of `bands` whose query lies in each block."""
+    first = np.searchsorted(starts, bands[:, 0], "right") - 1
+    last = np.searchsorted(starts, bands[:, 1], "left")
+    counts = np.maximum(last - first, 0)
+    band = np.repeat(np.arange(len(bands)), counts)
+    block = np.arange(len(band)) - np.repeat(np.cumsum(counts) - counts, counts) + first[band]
+    part = bands[band]
+    part[:, 0] = np.maximum(part[:, 0], starts[block])
+    part[:, 1] = np.minimum(part[:, 1], starts[block + 1])
+    return exact_sums(block, band_algebra.area(part), len(starts) - 1)
+
+
+def _pairs(owner: Ints, weight: Ints, lengths: Ints) -> Ints:
+    """Piece of each block: blocks i and m-1-i of a rising sequence share one; any other block is its own."""
+    blocks = len(owner)
+    new = np.ones(blocks, bool)
+    new[1:] = (owner[1:] != owner[:-1]) | (owner[1:] < 0)
+    first = np.flatnonzero(new)
+    run = np.cumsum(new) - 1
+    count = np.diff(np.append(first, blocks))
+    density = weight / lengths
+    last = first + count - 1
+    rising = (density[last] >= 2 * density[first]) & (count > 1)
+    index = np.arange(blocks) - first[run]
+    mirrored = np.minimum(index, count[run] - 1 - index)
+    size = np.where(rising, (count + 1) // 2, count)
+    base = np.cumsum(size) - size
+    piece: Ints = base[run] + np.where(rising[run], mirrored, index)
+    return piece

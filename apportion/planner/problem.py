@@ -1,0 +1,126 @@
+"""What the passes work on: the request, its masks as bands, and the weight of each attention kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import CapacityError
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy
+
+Ints = NDArray[np.integer[Any]]
+
+
+#: tokens are int32 in the columns of tasks
+MOST_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A request with what several passes derive from it."""
+
+    batch: Batch
+    cluster: Cluster
+    model: Model
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        if self.batch.tokens > MOST_TOKENS:
+            raise CapacityError(
+                f"a microbatch of {self.batch.tokens} tokens: at most {MOST_TOKENS} are planned at a time; use several"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.cluster.ranks
+
+    @cached_property
+    def speeds(self) -> NDArray[np.float64]:
+        """float64 [ranks]: relative speed."""
+        return np.asarray(self.cluster.speeds or np.ones(self.ranks), np.float64)
+
+    @cached_property
+    def token_cap(self) -> int:
+        """The largest number of tokens on one rank. Default: 1.02 times the mean, rounded down so that the imbalance
+        is at most 2 %, but no less than the mean rounded up."""
+        tokens, ranks = self.batch.tokens, self.ranks
+        cap = self.policy.token_cap or max(102 * tokens // (100 * ranks), -(-tokens // ranks))
+        if cap * ranks < tokens:
+            raise CapacityError(
+                f"the batch has {tokens} tokens but {ranks} ranks hold at most {cap} each ({cap * ranks} in all): "
+                f"raise token_cap to at least {-(-tokens // ranks)} or use more ranks"
+            )
+        return cap
+
+    @cached_property
+    def bands(self) -> dict[str, Ints]:
+        """kind -> int64 [bands, 6] in global tokens."""
+        return {kind: self.batch.bands(kind) for kind in self.batch.kinds}
+
+    @cached_property
+    def layers(self) -> dict[str, int]:
+        """kind -> number of layers that use it."""
+        return {kind: self.model.layers_of(kind) for kind in self.batch.kinds}
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Blocks: block b is the tokens [starts[b], starts[b + 1]). A piece is what placement cannot split.
+
+    starts: int64 [blocks + 1]; piece: int64 [blocks], numbered from 0; weight: int64 [blocks], allowed pairs of the
+    block's queries, summed over kinds times layers.
+    """
+
+    starts: Ints
+    piece: Ints
+    weight: Ints
+    block_tokens: int
+
+    @cached_property
+    def lengths(self) -> Ints:
+        return np.diff(self.starts)
+
+    @cached_property
+    def pieces(self) -> int:
+        return int(self.piece.max()) + 1 if len(self.piece) else 0
+
+    def per_piece(self, values: Ints) -> Ints:
+        """Sums of an int64 [blocks] column over the blocks of each piece."""
+        return exact_sums(self.piece, values, self.pieces)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """home: int64 [blocks], the rank of each block of `starts` (which may cut the shards further).
+
+    bound: a lower bound of the busiest rank's load over its speed, in the units of `weight`.
+    """
+
+    starts: Ints
+    home: Ints
+    weight: Ints
+    bound: float
+
+    @cached_property
+    def lengths(self) -> Ints:
+        return np.diff(self.starts)
+
+    def rank_sums(self, values: Ints, ranks: int) -> Ints:
+        """int64 [ranks]: sums of a per-block column over the blocks of each rank."""
+        return exact_sums(self.home, values, ranks)
+
+
+def exact_sums(index: Ints, values: Ints, size: int) -> Ints:
+    """int64 [size]: sums of `values` by `index`, exact where float64 would round."""
+    if float(values.sum()) < 2**52:
+        return np.bincount(index, values, size).astype(np.int64)
+    sums = np.zeros(size, np.int64)
+    np.add.at(sums, index, values)
+    return sums

@@ -1,0 +1,166 @@
+"""Longest processing time first, under a size cap.
+
+K weights and sizes go to N bins of unequal speed; the heaviest bin (weight over speed) is made light. Items are taken
+by falling weight; each goes to the least loaded bin that has room. Without the cap and on equal bins the result is at
+most 4/3 - 1/(3N) of the optimum (Graham, 1969); FCP (section 4.1 and its appendix) places blocks in this way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.jit import jit
+from apportion.planner.solvers.status import Status
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LptResult:
+    """`bin` of each item, -1 where no bin had room for it; `load` (weights) and `used` (sizes) per bin."""
+
+    bin: Ints
+    load: Ints
+    used: Ints
+    status: Status
+    bound: float
+
+
+def lpt(
+    weights: Ints,
+    sizes: Ints,
+    bins: int,
+    cap: int,
+    speeds: Floats | None = None,
+    allowed: list[tuple[int, ...] | None] | None = None,
+) -> LptResult:
+    """Assign K items to `bins`.
+
+    weights, sizes: int64 [K], >= 0. cap: the largest sum of sizes in one bin. speeds: float64 [bins], default 1.
+    allowed: for each item the bins that may take it, or None for any.
+    Returns a FEASIBLE result with the makespan bound, or NO_SOLUTION with the items that fit nowhere at bin -1.
+    """
+    speed = np.ones(bins) if speeds is None else np.asarray(speeds, np.float64)
+    order = np.lexsort((np.arange(len(weights)), -sizes, -weights))
+    group, group_ptr, group_bins = _groups(allowed, len(weights))
+    assigned, load, used = _assign(
+        order, weights, sizes, smallest_left(sizes[order]), speed, cap, group, group_ptr, group_bins
+    )
+    status = Status.FEASIBLE if (assigned >= 0).all() else Status.NO_SOLUTION
+    return LptResult(assigned, load, used, status, makespan_bound(weights, speed))
+
+
+def makespan_bound(weights: Ints, speeds: Floats) -> float:
+    """A lower bound of the busiest bin's weight over speed: mean load, heaviest item, and the pigeonhole: of the
+    k*N + 1 heaviest items some bin takes k + 1, at least the k + 1 lightest of them."""
+    if not len(weights) or not weights.any():
+        return 0.0
+    bins, fastest = len(speeds), float(speeds.max())
+    falling = np.sort(weights)[::-1].astype(np.float64)
+    bounds = [falling.sum() / speeds.sum(), falling[0] / fastest]
+    sums = np.concatenate([[0.0], np.cumsum(falling)])
+    ends = np.arange(bins + 1, len(falling) + 1, bins)
+    shares = 2 + np.arange(len(ends))
+    bounds.extend((sums[ends] - sums[ends - shares]) / fastest)
+    return float(max(bounds))
+
+
+def smallest_left(sizes: Ints) -> Ints:
+    """[K] the smallest of the sizes from each position on."""
+    return np.minimum.accumulate(sizes[::-1])[::-1].copy() if len(sizes) else sizes
+
+
+def _groups(allowed: list[tuple[int, ...] | None] | None, items: int) -> tuple[Ints, Ints, Ints]:
+    """Distinct restrictions as CSR; group 0 is `any bin`."""
+    group = np.zeros(items, np.int64)
+    if allowed is None or not any(allowed):
+        return group, np.zeros(2, np.int64), np.zeros(0, np.int64)
+    distinct: dict[tuple[int, ...], int] = {(): 0}
+    for item, bins in enumerate(allowed):
+        group[item] = distinct.setdefault(tuple(bins or ()), len(distinct))
+    ptr = np.concatenate([[0], np.cumsum([len(bins) for bins in distinct])]).astype(np.int64)
+    return group, ptr, np.array([b for bins in distinct for b in bins], np.int64)
+
+
+@jit
+def _assign(
+    order: Ints,
+    weights: Ints,
+    sizes: Ints,
+    least: Ints,
+    speed: Floats,
+    cap: int,
+    group: Ints,
+    group_ptr: Ints,
+    group_bins: Ints,
+) -> tuple[Ints, Ints, Ints]:
+    bins = len(speed)
+    assigned = np.full(len(order), -1, np.int64)
+    load, used = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    heap, where, live = np.arange(bins), np.arange(bins), bins
+    for step in range(len(order)):
+        item = order[step]
+        # bins too full for anything that is left leave the heap
+        while live > 0 and used[heap[0]] + least[step] > cap:
+            live -= 1
+            _swap(heap, where, 0, live)
+            _sift(heap, where, live, 0, load, speed)
+        best = -1
+        if group[item] == 0:
+            if live > 0 and used[heap[0]] + sizes[item] <= cap:
+                best = heap[0]
+            else:
+                best = _least_loaded(heap, live, load, used, speed, cap - sizes[item])
+        else:
+            some = group_bins[group_ptr[group[item]] : group_ptr[group[item] + 1]]
+            best = _least_loaded(some, len(some), load, used, speed, cap - sizes[item])
+        if best < 0:
+            continue
+        assigned[item] = best
+        load[best] += weights[item]
+        used[best] += sizes[item]
+        if where[best] < live:
+            _sift(heap, where, live, where[best], load, speed)
+    return assigned, load, used
+
+
+@jit
+def _least_loaded(some: Ints, count: int, load: Ints, used: Ints, speed: Floats, room: int) -> int:
+    best = -1
+    for index in range(count):
+        candidate = some[index]
+        if used[candidate] <= room and (best < 0 or _before(candidate, best, load, speed)):
+            best = candidate
+    return best
+
+
+@jit
+def _before(a: int, b: int, load: Ints, speed: Floats) -> bool:
+    left, right = load[a] / speed[a], load[b] / speed[b]
+    return bool(left < right or (left == right and a < b))
+
+
+@jit
+def _swap(heap: Ints, where: Ints, i: int, j: int) -> None:
+    a, b = heap[i], heap[j]
+    heap[i], heap[j] = b, a
+    where[b], where[a] = i, j
+
+
+@jit
+def _sift(heap: Ints, where: Ints, live: int, i: int, load: Ints, speed: Floats) -> None:
+    while True:
+        child = 2 * i + 1
+        if child >= live:
+            return
+        if child + 1 < live and _before(heap[child + 1], heap[child], load, speed):
+            child += 1
+        if not _before(heap[child], heap[i], load, speed):
+            return
+        _swap(heap, where, i, child)
+        i = child

@@ -1,0 +1,119 @@
+"""The attention op of a layer, under a plan.
+
+    out = planned_attention(q, k, v, handle, kind="global")                     q, k, v of this rank's rows
+    out = planned_attention_block(hidden, position_ids, handle, project, params)  the plan projects the heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from apportion.backends.torch.autograd import attend, attend_block
+from apportion.backends.torch.executor import Projection
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.kernels import Score
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.errors import ConfigError, ExecutionError
+
+__all__ = ["Communicator", "PlanHandle", "planned_attention", "planned_attention_block"]
+
+_DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
+
+# name in the attention functions people know -> what it would take
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "dropout_p": _DROPOUT,
+        "dropout": _DROPOUT,
+        "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
+        "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
+        "attn_mask": "the mask is part of the plan: give it to the batch that you plan",
+        "is_causal": "the mask is part of the plan: give it to the batch that you plan",
+    }
+)
+
+
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: PlanHandle,
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    **refused: Any,
+) -> Tensor:
+    """Attention of the whole microbatch for this rank's query rows; every rank calls it, also without tokens.
+
+    q [rows, Hq, D], k [rows, Hk, D], v [rows, Hk, Dv]: the rank's rows in the plan's home layout (a leading
+    batch dimension of 1 is kept). kind: attention kind, may be omitted where the plan has one. scale: D^-1/2
+    by default. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each row's softmax sum.
+    Returns out [rows, Hq, Dv] in q's dtype; rows that see no key are 0. Differentiable once in q, k, v and
+    sinks.
+
+    Raises ConfigError for dropout, ALiBi, biases and masks as arguments, UnknownNameError for a kind that the
+    plan does not have, ExecutionError for wrong shapes or dtypes, cross-attention, and ranks that hold
+    different plans.
+    """
+    _refuse(refused)
+    if q.dim() == 4:
+        rows = (_without_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
+        return planned_attention(*rows, handle, kind, scale, softcap, sinks).unsqueeze(0)
+    if k.shape[0] != q.shape[0]:
+        raise ExecutionError(f"q has {q.shape[0]} rows and k {k.shape[0]}: cross-attention is not planned")
+    return attend(handle, handle.kind(kind), q, k, v, sinks, _score(q.shape[-1], scale, softcap))
+
+
+def planned_attention_block(
+    hidden: Tensor,
+    position_ids: Tensor,
+    handle: PlanHandle,
+    project: Projection,
+    params: Iterable[Tensor],
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Projection and attention in one, so that a plan may project a few heads at a time.
+
+    hidden [rows, E] and position_ids [rows] of the rank's rows. project(hidden, position_ids, q_heads,
+    kv_heads) returns q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv] for the heads
+    in the order given (bias, norm, RoPE, LoRA inside; either list may be empty); params: the tensors it uses
+    that need gradients. With a plan that does not project, all heads are projected here. Returns out [rows,
+    Hq, Dv]. Raises as `planned_attention`.
+    """
+    name = handle.kind(kind)
+    header = handle.slice.header
+    if not handle.projects(name):
+        heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
+        q, k, v = project(hidden, position_ids, *heads)
+        return planned_attention(q, k, v, handle, name, scale, softcap, sinks)
+    score = _score(header.head_dim, scale, softcap)
+    return attend_block(handle, name, hidden, position_ids, project, tuple(params), sinks, score)
+
+
+def _score(width: int, scale: float | None, softcap: float | None) -> Score:
+    if softcap is not None and not softcap > 0:
+        raise ConfigError("softcap", softcap, "must be positive", "give None for no softcap")
+    return Score(width**-0.5 if scale is None else scale, softcap)
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in _REFUSED:
+            raise TypeError(f"planned_attention() got an unexpected keyword argument {name!r}")
+        if not (value is None or (isinstance(value, (bool, int, float)) and not value)):
+            raise ConfigError(name, value, _REFUSED[name], "leave it out")
+
+
+def _without_batch(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dim() != 4 or tensor.shape[0] != 1:
+        raise ExecutionError(
+            f"{name} has shape {tuple(tensor.shape)}: a batch dimension must be 1, sequences lie end to end"
+        )
+    return tensor[0]

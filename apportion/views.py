@@ -1,0 +1,187 @@
+"""What the command line prints for people: tables and pictures of plans, rows and differences, with rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from apportion.ir.bands import area
+from apportion.ir.plan import Plan, ProgramSet
+
+Record = Mapping[str, Any]
+
+BAR = 28  # cells of the longest bar
+SHOWN = 64  # ranks drawn one by one; larger plans get one row a node
+
+
+def human_bytes(count: float) -> str:
+    """`1.50 GB` and the like, in powers of 1000."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def summary(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """A two-column table of names and values."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def plan_rows(record: Record) -> list[tuple[str, str]]:
+    """The lines of a plan's summary, from its record (the names of `bench.Row.record`)."""
+    moved, sizes, spread = record["bytes"], record["plan_bytes"], record["imbalance"]
+    rows = [
+        ("ranks, tokens", f"{record['ranks']} ranks, {record['tokens']:,} tokens"),
+        ("block", f"{record['block_tokens']:,} tokens, {_heaviest(record)}"),
+        (
+            "imbalance",
+            f"compute {percent(spread['compute'])}, tokens {percent(spread['tokens'])} (max/mean - 1)",
+        ),
+        ("imbalance bound", f"{record['imbalance_bound']:.4f} (max/mean of any placement is at least this)"),
+        ("bytes moved", f"{human_bytes(moved['total'])} a layer of each kind, {human_bytes(moved['inter_node'])} between nodes"),
+        ("busiest rank", f"{human_bytes(moved['max_rank'])}"),
+        ("bytes bound", human_bytes(moved["bound"]) if moved["bound"] else "none for this batch"),
+        (
+            "slots",
+            f"{record['slots']} in {record['rounds']} rounds, the least possible is {record['max_degree']}",
+        ),
+        ("plan size", f"{human_bytes(sizes['total'])}, largest rank {human_bytes(sizes['largest_rank'])}"),
+    ]
+    return rows + _time_rows(record)
+
+
+def _heaviest(record: Record) -> str:
+    return f"heaviest piece {record['heaviest_piece_over_mean']:.3f} of the mean load"
+
+
+def _time_rows(record: Record) -> list[tuple[str, str]]:
+    if "planning_ms" not in record:
+        return []
+    planned, verified = record["planning_ms"]["p50"], record["verify_ms"]["p50"]
+    return [("time", f"planned in {planned:.1f} ms, verified in {verified:.1f} ms, cold (warm: apportion bench plan)")]
+
+
+def bench_table(records: Sequence[Record]) -> Table:
+    """One line per row of the planning benchmark."""
+    names = ("ranks", "seed", "block", "plan ms", "p95", "verify ms", "compute", "bound", "tokens", "moved")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in (*names, "slots", "rounds", "largest rank"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for record in records:
+        table.add_row(*_bench_cells(record))
+    return table
+
+
+def _bench_cells(record: Record) -> list[str]:
+    return [
+        str(record["ranks"]),
+        str(record["seed"]),
+        str(record["block_tokens"]),
+        f"{record['planning_ms']['p50']:.1f}",
+        f"{record['planning_ms']['p95']:.1f}",
+        f"{record['verify_ms']['p50']:.1f}",
+        percent(record["imbalance"]["compute"]),
+        f"{record['imbalance_bound']:.3f}",
+        percent(record["imbalance"]["tokens"]),
+        human_bytes(record["bytes"]["total"]),
+        str(record["slots"]),
+        str(record["rounds"]),
+        human_bytes(record["plan_bytes"]["largest_rank"]),
+    ]
+
+
+# --- pictures of a plan
+
+
+def loads(plan: Plan) -> NDArray[np.float64]:
+    """[ranks] pairs of (query, key) that each rank computes forward, over heads, and layers of each kind."""
+    model, total = plan.request.model, np.zeros(plan.header.ranks)
+    for kind in plan.header.kinds:
+        total += model.layers_of(kind) * _pairs(plan, plan.programs[kind, "forward"])
+    return total
+
+
+def _pairs(plan: Plan, programs: ProgramSet) -> NDArray[np.float64]:
+    tasks, operands = programs["tasks"], programs["operands"]
+    rank = tasks.rank_of_row()
+    first = operands.ptr[:-1][rank]
+    rows = [operands["rows"][first + tasks[side]].astype(np.int64) for side in ("q", "kv")]
+    zero = np.zeros_like(rows[0])
+    bands = np.stack([zero, rows[0], zero, rows[1], tasks["dmin"], tasks["dmax"]], axis=1).astype(np.int64)
+    heads = _heads_per_set(plan)[operands["heads"][first + tasks["q"]]]
+    return np.asarray(np.bincount(rank, area(bands) * heads, programs.ranks), np.float64)
+
+
+def _heads_per_set(plan: Plan) -> NDArray[np.int64]:
+    return np.array([plan.header.q_heads, *(len(heads) for heads in plan.header.head_sets)], np.int64)
+
+
+def tokens(plan: Plan) -> NDArray[np.int64]:
+    """[ranks] tokens that each rank holds in the attention layout."""
+    return np.asarray(plan.layout("attention").rows_per_rank, np.int64)
+
+
+def picture(plan: Plan) -> RenderableType:
+    """Two bars per rank (per node where there are many ranks): attention work and tokens over their means."""
+    work, held, per_node = loads(plan), tokens(plan), plan.request.cluster.ranks_per_node
+    group = per_node if len(work) > SHOWN else 1
+    each = f"node: the busiest of its {per_node} ranks" if group > 1 else "rank"
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column(each[:4], justify="right")
+    for name in ("attention work / mean", "tokens / mean"):
+        table.add_column(name)
+    for index, cells in enumerate(zip(_bars(work, group, "cyan"), _bars(held, group, "green"), strict=True)):
+        table.add_row(str(index), *cells)
+    return Group(table, Text(f"one line a {each}", "dim"))
+
+
+def _bars(values: NDArray[Any], group: int, style: str) -> list[Text]:
+    """A bar for the largest of every `group` values, with its ratio to the mean of all."""
+    mean, peaks = float(values.mean()), values.reshape(-1, group).max(axis=1)
+    return [
+        _bar(float(peak) / mean if mean else 0.0, float(peaks.max()) / mean if mean else 1.0, style)
+        for peak in peaks
+    ]
+
+
+def _bar(share: float, longest: float, style: str) -> Text:
+    filled = round(BAR * share / longest)
+    return Text.assemble(("█" * filled, style), " " * (BAR - filled), f" {share:.3f}")
+
+
+def program_sizes(plan: Plan, rank: int | None = None) -> list[dict[str, Any]]:
+    """Per kind and phase, how many rows each table has (of one rank, or of all)."""
+    return [
+        {"kind": kind, "phase": phase, **_table_sizes(programs if rank is None else programs.rank(rank))}
+        for (kind, phase), programs in plan
+    ]
+
+
+def _table_sizes(programs: ProgramSet) -> dict[str, int]:
+    return {name: len(table) for name, table in programs.tables.items()}
+
+
+def programs_table(sizes: Sequence[Record]) -> Table:
+    """The rows of `program_sizes` as a table."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in sizes[0]:
+        table.add_column(column, justify="left" if column in ("kind", "phase") else "right")
+    for record in sizes:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in record.values()))
+    return table

@@ -1,0 +1,128 @@
+"""Plans that are structurally valid and otherwise arbitrary: what codec and text must carry unchanged."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.isa import MOVE_COLUMNS, OP_LIST, PHASES, SPAN_COLUMNS, TABLES, Op, Tensor
+from apportion.ir.model import Model
+from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request, Table
+from apportion.ir.policy import Policy, Recipe
+from apportion.ir.structure import OPERAND_COLUMNS
+
+Rng = np.random.Generator
+HEAD_SETS = ((0,), (1, 0), (3, 2))  # the last one holds query heads only
+
+
+def random_plan(seed: int, ranks: int | None = None) -> Plan:
+    """A plan of 1 to 5 ranks, unsealed; its values may need any dtype."""
+    rng = np.random.default_rng(seed)
+    ranks = ranks or int(rng.integers(1, 6))
+    model = Model(q_heads=4, kv_heads=2, head_dim=8, v_head_dim=4, hidden=16, ffn=16, layers=1)
+    lengths = [int(n) for n in rng.integers(1, 2 ** rng.integers(2, 30), rng.integers(1, 5))]
+    request = Request(Batch.from_lengths(lengths), Cluster(1, ranks), model, Policy(Recipe("by-hand")))
+    kinds = ("default",) if rng.random() < 0.7 else ("global kind", "лок:al")
+    keys = [(kind, phase) for kind in kinds for phase in PHASES if phase == "forward" or rng.random() < 0.8]
+    names = ("attention", "linear -> 2")
+    header = Header(
+        ranks,
+        kinds,
+        "by-hand",
+        seed,
+        "attention",
+        names,
+        HEAD_SETS,
+        4,
+        2,
+        8,
+        4,
+        model.dtype,
+        {"b": "1", "a": "2"},
+    )
+    return Plan(
+        header,
+        request,
+        {name: Layout(name, _spans(rng, ranks, sum(lengths))) for name in names},
+        {key: _program(rng, ranks) for key in keys},
+        (Move(*names, _moves(rng, ranks)),) if rng.random() < 0.5 else (),
+        {"slots": 3, "gap": 0.25, "limit": None, "näme": [1, {"x": []}]} if rng.random() < 0.7 else {},
+    )
+
+
+def _table(rows_of: list[list[tuple[int, ...]]], names: tuple[str, ...]) -> Table:
+    ptr = np.cumsum([0, *map(len, rows_of)])
+    rows = [row for rows in rows_of for row in rows]
+    columns = np.array(rows, np.int64).reshape(len(rows), len(names)).T
+    return Table(ptr, {name: column.copy() for name, column in zip(names, columns, strict=True)})
+
+
+def _size(rng: Rng) -> int:
+    """A count that needs any number of bytes."""
+    return int(rng.integers(1, 2 ** rng.integers(1, 47)))
+
+
+def _spans(rng: Rng, ranks: int, tokens: int) -> Table:
+    def span() -> tuple[int, ...]:
+        token = int(rng.integers(0, tokens))
+        return _size(rng), token, int(rng.integers(1, tokens - token + 1)), _size(rng), _size(rng)
+
+    return _table([[span() for _ in range(rng.integers(0, 4))] for _ in range(ranks)], SPAN_COLUMNS)
+
+
+def _moves(rng: Rng, ranks: int) -> Table:
+    def move() -> tuple[int, ...]:
+        return int(rng.integers(0, 2)), int(rng.integers(0, ranks)), _size(rng), _size(rng)
+
+    return _table([[move() for _ in range(rng.integers(0, 3))] for _ in range(ranks)], MOVE_COLUMNS)
+
+
+def _program(rng: Rng, ranks: int) -> ProgramSet:
+    programs = [_rank_program(rng, ranks) for _ in range(ranks)]
+    return ProgramSet(
+        {name: _table([p[name] for p in programs], columns) for name, columns in TABLES.items()}
+    )
+
+
+def _rank_program(rng: Rng, ranks: int) -> dict[str, list[tuple[int, ...]]]:
+    rows: dict[str, list[tuple[int, ...]]] = {name: [] for name in TABLES}
+    if rng.random() < 0.1:
+        return rows
+    rows["operands"] = [(0,) * 6] + [_operand(rng) for _ in range(rng.integers(1, 9))]
+    if rng.random() < 0.3:
+        rows["operands"].append(rows["operands"][-1])  # equal operands keep their own index
+    tensors = rng.permutation(np.arange(1, 10))[: rng.integers(0, 5)]
+    rows["arenas"] = [(int(tensor), _size(rng), int(rng.integers(0, 9))) for tensor in tensors]
+    for op in rng.choice(list(Op), rng.integers(0, 9)):
+        _add_instruction(rng, rows, Op(op), ranks)
+    return rows
+
+
+def _operand(rng: Rng) -> tuple[int, ...]:
+    tensor = int(rng.integers(1, 10))
+    sets = len(HEAD_SETS) if tensor not in (Tensor.KV, Tensor.DKV) else len(HEAD_SETS) - 1
+    space, col, heads = int(rng.integers(0, 2)), int(rng.integers(0, 3)), int(rng.integers(0, sets + 1))
+    return tensor, space, _size(rng), _size(rng), col, heads
+
+
+def _add_instruction(rng: Rng, rows: dict[str, list[tuple[int, ...]]], op: Op, ranks: int) -> None:
+    name = OP_LIST[op]
+    count = int(rng.integers(0, 4)) if name else 0
+    launch = op is Op.LAUNCH
+    round_ = int(rng.integers(0, 300)) if launch or op is Op.WAIT else 0
+    channel, mode = (int(rng.integers(0, 3)), int(rng.integers(0, 2))) if launch else (0, 0)
+    rows["instructions"].append((int(op), round_, channel, mode, count))
+    for _ in range(count):
+        rows[str(name)].append(_list_row(rng, str(name), len(rows["operands"]), ranks))
+
+
+def _list_row(rng: Rng, name: str, operands: int, ranks: int) -> tuple[int, ...]:
+    def value(column: str) -> int:
+        if column in OPERAND_COLUMNS[name]:
+            return int(rng.integers(0, operands))
+        if column in ("dmin", "dmax"):
+            return int(rng.integers(-(2**40), 2**40)) if rng.random() < 0.1 else int(rng.integers(-9, 9))
+        return int(rng.integers(0, {"first": 4 if name == "grads" else 2, "send": 2, "peer": ranks}[column]))
+
+    return tuple(value(column) for column in TABLES[name])

@@ -1,0 +1,309 @@
+"""Batches: the token axis, kinds, positions and labels, data in and out, and the real mask instances."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apportion.ir import bands as algebra
+from apportion.ir import masks
+from apportion.ir.bands import INF
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
+
+DATA = Path(__file__).parent.parent / "data"
+property_test = settings(max_examples=60, derandomize=True, deadline=None, database=None)
+
+
+def instances() -> list[dict]:
+    with gzip.open(DATA / "mask_instances.jsonl.gz", "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+INSTANCES = instances()
+
+
+# ---- the token axis
+
+
+def test_causal_documents_in_global_tokens() -> None:
+    batch = Batch.from_lengths([3, 5])
+    assert batch.tokens == 8
+    assert batch.kinds == ("default",)
+    assert batch.starts.tolist() == [0, 3, 8]
+    assert batch.bands("default").tolist() == [[0, 3, 0, 3, 0, INF], [3, 8, 3, 8, 0, INF]]
+    assert batch.sequence_of_band("default").tolist() == [0, 1]
+    assert batch.area("default") == 6 + 15
+    assert batch.positions().tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert batch.labels().tolist() == [1, 2, -1, 4, 5, 6, 7, -1]
+
+
+def test_several_kinds_share_the_sequences() -> None:
+    batch = Batch.from_lengths([4, 2], {"global": masks.causal(), "local": masks.sliding_window(2)})
+    assert batch.kinds == ("global", "local")
+    assert (batch.area("global"), batch.area("local")) == (13, 10)
+    with pytest.raises(UnknownNameError, match="global, local"):
+        batch.bands("lokal2")
+
+
+def test_sequences_with_their_own_masks() -> None:
+    batch = Batch.from_sequences(
+        [
+            Sequence(5, masks.shared_question(2, [2, 1])),
+            Sequence(3),
+            Sequence(5, masks.shared_question(2, [2, 1]), home_ranks=(1, 0)),
+            Sequence(2, masks.full(), positions=[7, 9], labels=[-1, 0]),
+        ]
+    )
+    assert batch.home_ranks == {2: (1, 0)}
+    assert batch.sequence_of_band("default").tolist() == [0, 0, 0, 1, 2, 2, 2, 3]
+    assert batch.bands("default")[4:, 0].tolist() == [8, 12, 12, 13]
+    assert batch.positions().tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 0, 1, 2, 3, 2, 7, 9]
+    assert batch.labels().tolist() == [1, -1, 3, -1, -1, 6, 7, -1, 9, -1, 11, -1, -1, -1, 13]
+    assert batch.position_breaks().tolist() == [0, 4, 5, 8, 12, 13, 14]
+
+
+def test_the_structured_kind_tells_positions() -> None:
+    pack = masks.documents([2, 3])
+    batch = Batch.from_lengths([5], {"local": masks.sliding_window(2), "global": pack})
+    assert batch.positions().tolist() == [0, 1, 0, 1, 2]
+    assert batch.labels().tolist() == [1, -1, 3, 4, -1]
+    both = {"local": masks.documents([2, 3], masks.sliding_window(2)), "global": pack}
+    assert Batch.from_lengths([5], both).positions().tolist() == [0, 1, 0, 1, 2]
+    with pytest.raises(ConfigError, match="disagree on positions"):
+        Batch.from_lengths([5], {"local": masks.documents([3, 2]), "global": pack})
+
+
+def test_from_cu_seqlens_and_slices() -> None:
+    assert Batch.from_cu_seqlens(np.array([0, 3, 8], np.int32)) == Batch.from_lengths([3, 5])
+    batch = Batch.from_slices(6, [(0, 4, 0, 4, 1), (4, 6, 0, 4, 0)])
+    assert batch.area("default") == 10 + 8
+    with pytest.raises(ConfigError, match=r"slices\[1\].*shares"):
+        Batch.from_slices(6, [(0, 4, 0, 4, 1), (2, 6, 0, 4, 0)])
+
+
+specs = st.sampled_from(
+    [
+        masks.causal(),
+        masks.sliding_window(3, 1),
+        masks.chunked(2),
+        masks.shared_question(2, [1, 3]),
+        masks.tree([[-1, 1], [0, 2], [1, 1], [0, 2]]),
+        masks.documents([4, 2], masks.image_spans([[0, 2]])),
+        masks.slices([[0, 6, 0, 2, 2]]),
+    ]
+)
+
+
+@property_test
+@given(st.lists(st.tuples(specs, specs), min_size=1, max_size=5))
+def test_a_batch_is_its_sequences_end_to_end(pairs) -> None:
+    one = Batch.from_sequences([Sequence(6, spec) for spec, _ in pairs])
+    spec_of = [spec for spec, _ in pairs]
+    table = one.bands("default")
+    expected = np.concatenate([algebra.shift(spec.bands(6), 6 * i, 6 * i) for i, spec in enumerate(spec_of)])
+    assert sorted(map(tuple, table)) == sorted(map(tuple, expected))
+    assert table[:, [0, 2]].tolist() == sorted(table[:, [0, 2]].tolist())
+    assert one.positions().tolist() == np.concatenate([spec.positions(6) for spec in spec_of]).tolist()
+    labels = [np.where((own := spec.labels(6)) < 0, -1, own + 6 * i) for i, spec in enumerate(spec_of)]
+    assert one.labels().tolist() == np.concatenate(labels).tolist()
+
+
+@property_test
+@given(st.lists(specs, min_size=1, max_size=5), st.booleans())
+def test_position_breaks_are_where_positions_do_not_count_on(held, own: bool) -> None:
+    positions = [5, 6, 7, 1, 2, 2] if own else None
+    batch = Batch.from_sequences([Sequence(6, spec, positions=positions) for spec in held])
+    dense, breaks = batch.positions(), batch.position_breaks()
+    needed = {0, *(np.flatnonzero(np.diff(dense) != 1) + 1).tolist(), *range(0, batch.tokens, 6)}
+    assert breaks.tolist() == sorted(needed)
+    assert batch.position_at(np.arange(batch.tokens)).tolist() == dense.tolist()
+
+
+@property_test
+@given(st.lists(st.tuples(specs, specs), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_data_in_and_out(pairs, several: bool, own: bool) -> None:
+    sequences = [
+        Sequence(
+            6,
+            {"a": one, "b": masks.causal()} if several else one,
+            home_ranks=(i, 9) if own and i % 2 else None,
+            labels=[-1, 0, 1, 2, 3, 4] if own else None,
+        )
+        for i, (one, _) in enumerate(pairs)
+    ]
+    batch = Batch.from_sequences(sequences)
+    data = batch.to_data()
+    again = Batch.from_data(json.loads(json.dumps(data)))
+    assert again == batch
+    assert json.dumps(again.to_data()) == json.dumps(data)
+    assert again.labels().tolist() == batch.labels().tolist()
+    assert hash(again) == hash(batch)
+
+
+def test_the_two_forms_of_data() -> None:
+    listed = {"sequences": [{"length": 8, "mask": {"causal": {}}}, {"length": 4}]}
+    assert Batch.from_data(listed) == Batch.from_lengths([8, 4])
+    assert Batch.from_data(listed).to_data() == {"lengths": [8, 4], "mask": {"causal": {}}}
+    kinds = {"lengths": [8], "mask": {"full": {"causal": None}, "local": {"sliding_window": {"window": 2}}}}
+    assert Batch.from_data(kinds).kinds == ("full", "local")
+    homes = {"lengths": [8, 4], "mask": {"causal": {}}, "home_ranks": [[3], None]}
+    assert Batch.from_data(homes).to_data() == homes
+
+
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text('{"lengths": [8, 4]}')
+    (tmp_path / "b.yaml").write_text("sequences:\n- {length: 8, mask: {causal: }}\n- length: 4\n")
+    assert Batch.load(tmp_path / "b.json") == Batch.load(tmp_path / "b.yaml") == Batch.from_lengths([8, 4])
+
+
+# ---- real instances
+
+
+@pytest.mark.parametrize("instance", INSTANCES, ids=[item["name"] for item in INSTANCES])
+def test_real_mask_instances_have_their_pairs(instance: dict) -> None:
+    batch = Batch.from_slices(instance["tokens"], instance["slices"])
+    assert batch.area("default") == instance["pairs"]
+    assert Batch.from_data(batch.to_data()) == batch
+
+
+SPEC_OF = {
+    "packed_causal_documents": lambda parts: [Sequence(n) for n in parts],
+    "document_sliding_window_4096": lambda parts: [Sequence(n, masks.sliding_window(4096)) for n in parts],
+    "document_sliding_window_1024": lambda parts: [Sequence(n, masks.sliding_window(1024)) for n in parts],
+    "gpt_oss_window_128": lambda parts: [Sequence(n, masks.sliding_window(128)) for n in parts],
+    "lambda_64_4096": lambda parts: [Sequence(n, masks.sink_window(64, 4096)) for n in parts],
+    "causal_blockwise_256_2": lambda parts: [Sequence(n, masks.causal_blockwise(256, 2)) for n in parts],
+    "chunked_8192": lambda parts: [Sequence(n, masks.chunked(8192)) for n in parts],
+    "shared_question": lambda parts: [Sequence(p + sum(a), masks.shared_question(p, a)) for p, a in parts],
+    "prefix_lm": lambda parts: [Sequence(n, masks.prefix_lm(p)) for p, n in parts],
+    "causal": lambda parts: [Sequence(parts)],
+}
+
+
+@pytest.mark.parametrize(
+    "instance", [i for i in INSTANCES if i["mask"] in SPEC_OF], ids=lambda instance: instance["name"]
+)
+def test_specs_of_real_batches_have_the_pairs_of_their_slices(instance: dict) -> None:
+    batch = Batch.from_sequences(SPEC_OF[instance["mask"]](instance["parts"]))
+    assert batch.tokens == instance["tokens"]
+    assert batch.area("default") == instance["pairs"]
+    assert len(algebra.overlaps(batch.bands("default"))) == 0
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "hint"),
+    [
+        (lambda: Batch.from_lengths([]), "sequences", "at least one"),
+        (lambda: Batch.from_lengths([3, 0]), "lengths[1]", "[1, 2147483647]"),
+        (lambda: Batch.from_lengths([3, -2]), "lengths[1]", "[1, 2147483647]"),
+        (lambda: Batch.from_lengths([3, 2.5]), "lengths[1]", "integer"),
+        (lambda: Batch.from_lengths([True]), "lengths[0]", "integer"),
+        (lambda: Batch.from_lengths(["8"]), "lengths[0]", "integer"),
+        (lambda: Batch.from_lengths([10**30]), "lengths", "64 bits"),
+        (lambda: Batch.from_lengths([2**30, 2**30]), "lengths", "add up"),
+        (lambda: Batch.from_lengths(np.array([1.0])), "lengths", "integer dtype"),
+        (lambda: Batch.from_lengths(7), "lengths", "list of integers"),
+        (lambda: Batch.from_lengths([4], {}), "mask", "{kind: mask}"),
+        (lambda: Batch.from_lengths([4], {"a b": masks.full()}), "mask", "must be a name"),
+        (lambda: Batch.from_lengths([4], {"a": 3}), "mask.a", "must be a mask"),
+        (lambda: Batch.from_lengths([4, 4], home_ranks=[[0]]), "home_ranks", "one entry a sequence (2)"),
+        (lambda: Batch.from_lengths([4], home_ranks=[[65535]]), "home_ranks[0][0]", "65534"),
+        (lambda: Batch.from_lengths([4], home_ranks=[[2, 2]]), "home_ranks[0]", "each once"),
+        (lambda: Batch.from_lengths([4], home_ranks=[[]]), "home_ranks[0]", "at least one rank"),
+        (lambda: Batch.from_cu_seqlens([0, 4, 4]), "cu_seqlens[2]", "more than 4"),
+        (lambda: Batch.from_cu_seqlens([1, 4]), "cu_seqlens", "begin with 0"),
+        (lambda: Batch.from_slices(0, []), "tokens", "[1,"),
+        (lambda: Batch.from_lengths([9], masks.tree([[-1, 8]])), "sequences[0].mask", "(9)"),
+        (
+            lambda: Batch.from_sequences([Sequence(4, {"a": masks.full()}), Sequence(4)]),
+            "sequences[1].mask",
+            "kinds of the first sequence, a",
+        ),
+        (
+            lambda: Batch.from_sequences([Sequence(3, positions=[0, 1])]),
+            "sequences[0].positions",
+            "one a token (3)",
+        ),
+        (lambda: Batch.from_sequences([Sequence(2, labels=[1, 2])]), "sequences[0].labels[1]", "[-1, 1]"),
+        (lambda: Batch.from_data({"lengths": [4], "sequence": []}), "batch.sequence", "did you mean"),
+        (lambda: Batch.from_data({"lengths": [4], "sequences": []}), "batch.lengths", "unknown field"),
+        (lambda: Batch.from_data({}), "batch.lengths", "missing field"),
+        (lambda: Batch.from_data([4]), "batch", "mapping"),
+        (
+            lambda: Batch.from_data({"sequences": [{"mask": {"causal": {}}}]}),
+            "sequences[0].length",
+            "missing",
+        ),
+        (
+            lambda: Batch.from_data({"sequences": [{"length": 4, "mask": {"cousal": {}}}]}),
+            "sequences[0].mask",
+            "causal",
+        ),
+        (
+            lambda: Batch.from_data({"lengths": [4], "mask": {"a": {"full": {}}, "b": {"c": {}}}}),
+            "batch.mask",
+            "",
+        ),
+    ],
+)
+def test_wrong_batches_are_named(make, field: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert caught.value.field == field
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2", '{"lengths": [NaN]}', "[" * 5000])
+def test_broken_files_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "b.json").write_text(text)
+    with pytest.raises(ConfigError):
+        Batch.load(tmp_path / "b.json")
+
+
+def test_yaml_bombs_and_binary_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text("a: &a {causal: *a}\n")
+    with pytest.raises(ConfigError, match="aliases are not read"):
+        Batch.load(tmp_path / "b.yaml")
+    (tmp_path / "b.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        Batch.load(tmp_path / "b.json")
+
+
+def test_unknown_kinds_of_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "b.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"\.json, \.yaml or \.yml"):
+        Batch.load(tmp_path / "b.toml")
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+small = st.lists(st.integers(-1, 9), max_size=3) | junk
+sequence_data = st.fixed_dictionaries(
+    {"length": st.integers(0, 5) | junk},
+    optional={"mask": junk, "home_ranks": small, "positions": small, "labels": small},
+)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(
+    st.fixed_dictionaries({"sequences": st.lists(sequence_data, max_size=2) | junk})
+    | st.fixed_dictionaries({"lengths": small}, optional={"mask": junk, "home_ranks": small})
+    | junk
+)
+def test_hostile_data_raises_typed_errors_only(data) -> None:
+    with contextlib.suppress(ApportionError):
+        Batch.from_data(data).labels()

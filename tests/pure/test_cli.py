@@ -1,0 +1,302 @@
+"""The command line as a user meets it: exit codes, one JSON object on stdout, errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from apportion import bench, cli, views
+from apportion.ir.plan import Plan, ProgramSet, Table
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROW = {
+    *("recipe", "ranks", "tokens", "block_tokens", "heaviest_piece_over_mean", "imbalance_bound"),
+    *("planning_ms", "verify_ms", "imbalance", "bytes", "slots", "max_degree", "rounds", "plan_bytes"),
+}
+SMALL = ("--ranks", "4", "--block", "256")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one JSON object on stdout."""
+        assert self.out.count("\n") == 1
+        return dict(json.loads(self.out))
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a command and gives back its exit code and what it printed."""
+
+    def call(*args: object) -> Result:
+        code = cli.main([str(arg) for arg in args])
+        printed = capsys.readouterr()
+        return Result(code, printed.out, printed.err)
+
+    return call
+
+
+@pytest.fixture
+def batch_file(tmp_path: Path) -> Path:
+    path = tmp_path / "batch.json"
+    path.write_text(json.dumps({"lengths": [3000, 700, 300, 1], "mask": {"causal": {}}}))
+    return path
+
+
+@pytest.fixture
+def plan_file(run: Cli, batch_file: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "good.plan"
+    assert run("plan", "--batch", batch_file, *SMALL, "-o", path).code == 0
+    return path
+
+
+def broken(plan: Plan) -> Plan:
+    """The plan with the band of one task cut shorter, and a fresh id."""
+    (kind, phase), programs = next(item for item in plan if len(item[1]["tasks"]))
+    tasks = programs["tasks"]
+    dmin = tasks["dmin"].astype(np.int64)
+    dmin[0] += 1
+    cut = ProgramSet({**programs.tables, "tasks": Table(tasks.ptr, {**tasks.columns, "dmin": dmin})})
+    return replace(plan, programs={**plan.programs, (kind, phase): cut}, sections=None)
+
+
+# --- every command
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("plan",), ("verify",), ("show",), ("diff",), ("demo",), ("selftest",), ("version",), ("bench", "plan")],
+    ids=" ".join,
+)
+def test_help_explains_and_shows_an_example(run: Cli, command: tuple[str, ...]) -> None:
+    result = run(*command, "--help")
+    assert result.code == 0
+    assert "--json" in result.out
+    assert f"apportion {' '.join(command)}" in result.out.split("Options")[0].split("Example")[1]
+
+
+def test_without_a_command_the_help_is_printed(run: Cli) -> None:
+    assert "Commands" in run().out
+
+
+# --- plan
+
+
+def test_plan_prints_a_summary_and_writes_a_plan(run: Cli, batch_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.plan"
+    result = run("plan", "--batch", batch_file, *SMALL, "-o", path)
+    assert result.code == 0
+    assert "imbalance" in result.out
+    assert Plan.decode(path.read_bytes()).request.batch.lengths.tolist() == [3000, 700, 300, 1]
+
+
+def test_plan_json_has_the_names_of_a_benchmark_row(run: Cli, batch_file: Path) -> None:
+    result = run("plan", "--batch", batch_file, *SMALL, "--json")
+    record = result.json
+    assert set(record) == ROW | {"seed", "id", "skipped_samples", "file"}
+    assert (record["ranks"], record["tokens"], record["block_tokens"]) == (4, 4001, 256)
+    assert record["slots"] == record["max_degree"]
+    assert set(record["planning_ms"]) == {"p50", "p95", "steps"}
+    assert result.err == ""
+
+
+def test_the_same_request_gives_the_same_plan(run: Cli, batch_file: Path) -> None:
+    first, second = (run("plan", "--batch", batch_file, *SMALL, "--json").json for _ in range(2))
+    assert first["id"] == second["id"]
+
+
+def test_two_attention_kinds_with_cluster_and_model_files(run: Cli) -> None:
+    files = [f"--{name}={EXAMPLES / name}.yaml" for name in ("cluster", "model")]
+    record = run("plan", f"--batch={EXAMPLES / 'two_kinds.yaml'}", *files, "--json").json
+    assert (record["ranks"], record["tokens"]) == (16, 26221)
+
+
+def test_lengths_are_drawn_until_the_ranks_are_full(run: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("900\n50\n120\n100000\n")
+    result = run("plan", "--lengths", path, "--tokens-per-rank", 1024, *SMALL, "--json")
+    assert result.json["tokens"] == 4 * 1024
+    assert result.json["skipped_samples"] > 0
+    assert "warning: skipped" in result.err
+
+
+@pytest.mark.parametrize("name", ["code_lengths", "doc_lengths"])
+def test_the_workloads_of_the_examples_are_read(run: Cli, name: str) -> None:
+    record = run(
+        "plan", "--workload", EXAMPLES / f"{name}.json", "--tokens-per-rank", 2048, *SMALL, "--json"
+    ).json
+    assert record["tokens"] == 4 * 2048
+
+
+def test_a_recipe_file_is_a_recipe(run: Cli, batch_file: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "name: mine\nsteps: {shard: {blocks: {block: 512}}, place: {lpt: {}}, schedule: {matchings: {}}}"
+    )
+    record = run("plan", "--batch", batch_file, "--ranks", 4, "--recipe", recipe, "--json").json
+    assert (record["recipe"], record["block_tokens"]) == ("mine", 512)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (6, 6), (8, 8), (9, 3), (12, 6), (64, 8), (13, 1)])
+def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: int) -> None:
+    assert bench.cluster_of(ranks).ranks_per_node == per_node
+    assert bench.cluster_of(ranks).ranks == ranks
+
+
+# --- what is wrong is said
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["plan"], "exactly one of --batch, --lengths and --workload"),
+        (["plan", "--batch", "BATCH", "--workload", "BATCH"], "exactly one of"),
+        (["plan", "--batch", "nowhere.json"], "nowhere.json"),
+        (["plan", "--batch", "BATCH", "--ranks", "0"], "--ranks"),
+        (["plan", "--batch", "BATCH", "--ranks", "70000"], "65535"),
+        (["plan", "--batch", "BATCH", "--ranks", "4", "--ranks-per-node", "3"], "--ranks-per-node"),
+        (["plan", "--batch", "BATCH", "--cluster", "CLUSTER", "--ranks", "4"], "--ranks"),
+        (["plan", "--batch", "BATCH", "--recipe", "nonesuch"], "nonesuch"),
+        (["plan", "--batch", "BATCH", "--block", "big"], "--block"),
+        (["plan", "--batch", "CLUSTER"], "nodes"),
+        (["plan", "--workload", "BATCH", "--batch"], "--batch"),
+        (["plan", "--frobnicate"], "--frobnicate"),
+        (["verify", "BATCH"], "is not a plan"),
+        (["verify", "nowhere.plan"], "nowhere.plan"),
+        (["show", "PLAN", "--rank", "4"], "ranks 0 to 3"),
+        (["bench", "plan", "--ranks", "8,x"], "--ranks"),
+        (["bench", "plan", "--repeats", "2"], "--repeats"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_bad_input_is_refused_in_one_paragraph(
+    run: Cli, batch_file: Path, plan_file: Path, args: list[str], says: str
+) -> None:
+    files = {"BATCH": batch_file, "PLAN": plan_file, "CLUSTER": EXAMPLES / "cluster.yaml"}
+    args = [str(files.get(arg, arg)) for arg in args]
+    result = run(*args)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("apportion: ")
+    assert says in result.err
+    assert "Traceback" not in result.err
+    as_json = run(*args[:1], "--json", *args[1:]) if args[0] != "bench" else run(*args, "--json")
+    assert as_json.code == 2
+    assert says in as_json.json["error"]["message"]
+
+
+def test_a_config_error_is_json_with_its_parts(run: Cli, batch_file: Path) -> None:
+    error = run("plan", "--batch", batch_file, "--recipe", "nonesuch", "--json").json["error"]
+    assert error["type"] == "UnknownNameError"
+    assert {"field", "value", "rule", "remedy"} <= set(error)
+
+
+@pytest.mark.parametrize("command", ["demo", "selftest"])
+def test_a_missing_part_is_named_with_its_extra(
+    run: Cli, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run(command)
+    assert result.code == 2
+    assert "pip install 'apportion[torch]'" in result.err
+
+
+# --- verify, show, diff
+
+
+def test_a_good_plan_verifies(run: Cli, plan_file: Path) -> None:
+    assert run("verify", plan_file).code == 0
+    assert run("verify", plan_file, "--json").json["violations"] == []
+
+
+def test_a_broken_plan_is_told_rule_by_rule(run: Cli, plan_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "broken.plan"
+    path.write_bytes(broken(Plan.decode(plan_file.read_bytes())).encode())
+    result = run("verify", path)
+    assert result.code == 1
+    assert "violation" in result.out
+    record = run("verify", path, "--json").json
+    assert record["ok"] is False
+    assert {"rule", "rank", "message", "excerpt"} <= set(record["violations"][0])
+
+
+def test_a_truncated_plan_is_bad_input(run: Cli, plan_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "short.plan"
+    path.write_bytes(plan_file.read_bytes()[:-7])
+    assert run("verify", path).code == 2
+
+
+def test_show_draws_every_rank(run: Cli, plan_file: Path) -> None:
+    result = run("show", plan_file)
+    assert result.code == 0
+    assert result.out.count("█ ") >= 4
+    record = run("show", plan_file, "--json").json
+    assert len(record["load"]) == len(record["tokens"]) == 4
+    assert sum(record["tokens"]) == 4001
+
+
+def test_the_load_of_the_picture_is_the_area_of_the_mask(plan_file: Path) -> None:
+    plan = Plan.decode(plan_file.read_bytes())
+    model = plan.request.model
+    assert views.loads(plan).sum() == plan.request.batch.area("default") * model.q_heads * model.layers_of(
+        "default"
+    )
+
+
+def test_large_plans_are_drawn_by_node(run: Cli, batch_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "wide.plan"
+    run("plan", "--batch", batch_file, "--ranks", 128, "--block", 64, "-o", path)
+    assert "busiest of its 8 ranks" in run("show", path).out
+
+
+def test_show_of_a_rank_prints_its_program(run: Cli, plan_file: Path) -> None:
+    result = run("show", plan_file, "--rank", 1)
+    assert "attend" in result.out
+    record = run("show", plan_file, "--rank", 1, "--json").json
+    assert record["text"] == result.out.rstrip("\n")
+    assert {item["phase"] for item in record["programs"]} == {"forward", "backward"}
+
+
+def test_diff(run: Cli, batch_file: Path, plan_file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.plan"
+    run("plan", "--batch", batch_file, "--ranks", 4, "--block", 512, "-o", other)
+    assert run("diff", plan_file, plan_file).code == 0
+    assert run("diff", plan_file, other).code == 1
+    record = run("diff", plan_file, other, "--json").json
+    assert record["equal"] is False
+    assert record["differences"]
+
+
+# --- bench, version
+
+
+def test_bench_prints_a_row_for_each_rank_count_and_seed(run: Cli) -> None:
+    args = ("bench", "plan", "--ranks", "2,4", "--seeds", "0,1", "--tokens-per-rank", 512, "--block", 128)
+    record = run(*args, "--json").json
+    assert [(row["ranks"], row["seed"]) for row in record["rows"]] == [(2, 0), (2, 1), (4, 0), (4, 1)]
+    assert all(set(row) >= ROW and row["repeats"] >= 5 for row in record["rows"])
+    assert all(row["tokens"] == row["ranks"] * 512 for row in record["rows"])
+
+
+def test_bench_prints_a_table(run: Cli) -> None:
+    result = run("bench", "plan", "--ranks", "2", "--tokens-per-rank", 512, "--block", 128)
+    assert result.code == 0
+    assert "largest rank" in result.out
+
+
+def test_version(run: Cli) -> None:
+    assert run("version", "--json").json["format"] == "apportion.plan 1.0"
+    assert "numpy" in run("version").out

@@ -1,0 +1,70 @@
+"""The README says what happens: its code prints what it shows, its commands run, its files are there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apportion import cli
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.model import Model
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^    (apportion .*)$", README, re.MULTILINE)]
+
+
+def blocks(language: str) -> list[str]:
+    return [text for name, text in BLOCKS if name == language]
+
+
+def test_the_python_of_the_readme_prints_what_it_shows() -> None:
+    script = ROOT / "examples/quickstart.py"
+    assert script.read_text(encoding="utf-8").endswith(blocks("python")[0])
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout == blocks("")[0]
+
+
+def test_the_batch_of_the_readme_is_a_batch() -> None:
+    assert Batch.from_data(json.loads(blocks("json")[0])).tokens == 24576 + 9000 + 2700
+
+
+def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    codes = {command: cli.main(shlex.split(command)[1:]) for command in COMMANDS}
+    assert len(codes) >= 6
+    assert codes == {command: int(command.startswith("apportion diff")) for command in COMMANDS}
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/performance.md"]
+)
+def test_files_that_the_documents_name_are_there(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:apportion|examples|docs|tests|benchmarks)/[\w./]+|[A-Z]+\.md)`", text)
+    places = (ROOT, ROOT / "apportion/schemas")
+    missing = [name for name in named if not any((place / name).exists() for place in places)]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/performance.md"])
+def test_make_has_the_targets_that_the_documents_name(document: str) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(r"(?:^ {4}|`)make ([a-z]+)", (ROOT / document).read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(named) <= set(targets)
+
+
+def test_the_examples_are_valid() -> None:
+    assert Batch.load(ROOT / "examples/batch.json").tokens > 0
+    assert Batch.load(ROOT / "examples/two_kinds.yaml").kinds == ("global", "local")
+    assert Cluster.load(ROOT / "examples/cluster.yaml").ranks == 16
+    assert Model.load(ROOT / "examples/model.yaml").layers_of("local") == 40

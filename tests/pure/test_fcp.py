@@ -1,0 +1,237 @@
+"""The fcp recipe: promises of its plans on any batch."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import apportion as ap
+from apportion.ir.workload import lognormal_lengths
+from apportion.planner.bounds import _foreign
+from apportion.planner.recipes import FCP, find_recipe, pipeline, with_block
+
+MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
+MASKS = {
+    "causal": ap.masks.causal(),
+    "full": ap.masks.full(),
+    "window": ap.masks.sliding_window(7),
+    "two-sided": ap.masks.sliding_window(4, 3),
+    "sink": ap.masks.sink_window(2, 6),
+    "chunked": ap.masks.chunked(9),
+    "video": ap.masks.block_causal(5, 2),
+    "blockwise": ap.masks.causal_blockwise(6, 2),
+    "prefix": ap.masks.prefix_lm(4),
+}
+
+
+def recipe(
+    block: int | str = "auto", coalesce: int = 4, buffers: int = 3, reshuffle: bool = False
+) -> ap.Recipe:
+    return ap.Recipe(
+        "fcp",
+        {
+            "shard": {"blocks": {"block": block}},
+            "place": {"lpt": {}},
+            "schedule": {"matchings": {"coalesce": coalesce, "buffers": buffers}},
+            "reshuffle": reshuffle,
+        },
+    )
+
+
+def cluster(ranks: int, **fields: object) -> ap.Cluster:
+    return ap.Cluster(nodes=1, ranks_per_node=ranks, **fields)
+
+
+def held(plan: ap.Plan, rank: int) -> set[int]:
+    return set(plan.layout("attention").tokens(rank).tolist())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=12),
+    mask=st.sampled_from(sorted(MASKS)),
+    ranks=st.integers(1, 9),
+    block=st.sampled_from([1, 5, 16, "auto"]),
+    coalesce=st.integers(1, 4),
+    buffers=st.integers(1, 3),
+    reshuffle=st.booleans(),
+)
+def test_every_plan_verifies_and_keeps_its_promises(
+    lengths, mask, ranks, block, coalesce, buffers, reshuffle
+):
+    batch = ap.Batch.from_lengths(lengths, mask=MASKS[mask])
+    made = recipe(block, coalesce, buffers, reshuffle)
+    plan = ap.plan(batch, cluster(ranks), MODEL, recipe=made, verify=False)
+    ap.verify(plan)
+    report = plan.report
+    assert report["slots"] == report["max_degree"]
+    assert report["rounds"] == sum(-(-e["slots"] // coalesce) for e in report["exchanges"])
+    cap = max(102 * batch.tokens // (100 * ranks), -(-batch.tokens // ranks))
+    assert plan.layout("attention").rows_per_rank.max() <= cap
+    assert report["imbalance"]["compute"] + 1 >= report["imbalance_bound"] - 1e-9
+    assert ap.Plan.decode(plan.encode()) == plan
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [1] * 1000, [4097], [5, 4096, 1, 1, 1], [300] * 3, [2049, 2047, 1]],
+    ids=[
+        "one token",
+        "a thousand tiny",
+        "one giant",
+        "tails",
+        "fewer documents than ranks",
+        "around a block",
+    ],
+)
+@pytest.mark.parametrize("block", [64, "auto"])
+@pytest.mark.parametrize("reshuffle", [False, True])
+def test_awkward_lengths(lengths, block, reshuffle):
+    plan = ap.plan(
+        ap.Batch.from_lengths(lengths), cluster(8), MODEL, recipe=recipe(block, reshuffle=reshuffle)
+    )
+    tokens = np.concatenate([plan.layout("attention").tokens(rank) for rank in range(8)])
+    assert sorted(tokens.tolist()) == list(range(sum(lengths)))
+
+
+def test_auto_halves_the_heaviest_piece_at_least():
+    batch = ap.Batch.from_lengths(lognormal_lengths(1, 64 * 4096))
+    plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, recipe=recipe("auto"))
+    assert plan.report["heaviest_piece_over_mean"] <= 0.5
+    assert plan.report["imbalance"]["compute"] <= 0.01
+    assert plan.report["imbalance"]["tokens"] <= 0.02
+
+
+def test_fixed_blocks_come_close_to_their_bound():
+    batch = ap.Batch.from_lengths(lognormal_lengths(2, 64 * 32768))
+    plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, recipe=recipe(2048))
+    assert 1 + plan.report["imbalance"]["compute"] <= 1.03 * plan.report["imbalance_bound"]
+
+
+def test_a_slow_rank_computes_less():
+    batch = ap.Batch.from_lengths([256] * 64)
+    policy = ap.Policy(recipe(32), token_cap=8192)
+    plan = ap.plan(batch, cluster(4, speeds=(1.0, 1.0, 1.0, 0.5)), MODEL, policy=policy)
+    rows = plan.layout("attention").rows_per_rank
+    assert rows[3] * 1.8 <= rows[0]
+
+
+def test_sequences_live_on_their_home_ranks():
+    batch = ap.Batch.from_lengths([40, 8, 8, 60], home_ranks=[[1], None, [0, 2], [2]])
+    plan = ap.plan(batch, cluster(3), MODEL, policy=ap.Policy(recipe(8), token_cap=100))
+    assert set(range(40)) <= held(plan, 1)
+    assert set(range(56, 116)) <= held(plan, 2)
+    assert set(range(48, 56)) <= held(plan, 0) | held(plan, 2)
+
+
+def test_home_ranks_that_are_full_are_an_error_with_numbers():
+    batch = ap.Batch.from_lengths([100, 100], home_ranks=[[0], [0]])
+    with pytest.raises(ap.CapacityError, match=r"200 tokens have home_ranks \(0,\)"):
+        ap.plan(batch, cluster(2), MODEL, recipe=recipe(8))
+
+
+def test_a_batch_beyond_the_token_cap_is_an_error_with_numbers():
+    with pytest.raises(ap.CapacityError, match="raise token_cap to at least 50"):
+        ap.plan(ap.Batch.from_lengths([100]), cluster(2), MODEL, policy=ap.Policy(recipe(), token_cap=49))
+
+
+def test_a_tolerance_that_cannot_be_met_is_an_error_with_numbers():
+    batch = ap.Batch.from_lengths([512, 8])
+    with pytest.raises(ap.CapacityError, match=r"above the tolerance 0\.01"):
+        ap.plan(batch, cluster(4), MODEL, policy=ap.Policy(recipe(256), tolerance=0.01))
+
+
+def test_work_rows_beyond_the_memory_cap_are_an_error_with_numbers():
+    with pytest.raises(ap.CapacityError, match="work rows"):
+        ap.plan(
+            ap.Batch.from_lengths([4096]),
+            cluster(4),
+            MODEL,
+            policy=ap.Policy(recipe(512), memory_cap_gib=1e-5),
+        )
+
+
+@pytest.mark.parametrize(
+    ("steps", "named"),
+    [
+        ({"shard": {"blocks": {"block": 0}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}}, "block"),
+        ({"shard": {"blocks": {"size": 4}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}}, "size"),
+        ({"shard": {"rows": {}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}}, "rows"),
+        ({"place": {"lpt": {}}, "schedule": {"matchings": {}}}, "shard"),
+        (
+            {"shard": {"blocks": {}}, "place": {"lpt": {}}, "schedule": {"matchings": {"buffers": True}}},
+            "buffers",
+        ),
+        (
+            {"shard": {"blocks": {}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}, "cook": {"x": {}}},
+            "cook",
+        ),
+    ],
+)
+def test_wrong_recipes_are_named(steps, named):
+    with pytest.raises(ap.ConfigError, match=named):
+        pipeline(ap.Recipe("mine", steps))
+
+
+def test_recipe_by_name_mapping_and_object():
+    assert find_recipe("fcp") is FCP
+    assert find_recipe(FCP.to_data()) == FCP
+    assert with_block(FCP, 512).step("shard").params["block"] == 512
+    with pytest.raises(ap.UnknownNameError, match="fcp"):
+        find_recipe("fpc")
+
+
+def test_several_kinds_share_one_layout():
+    masks = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(16)}
+    batch = ap.Batch.from_lengths([200, 30, 7], mask=masks)
+    model = ap.Model(q_heads=4, kv_heads=2, head_dim=8, hidden=32, ffn=64, layers={"global": 1, "local": 5})
+    plan = ap.plan(batch, cluster(4), model)
+    assert plan.header.kinds == ("global", "local")
+    assert set(plan.programs) == {(kind, phase) for kind in masks for phase in ("forward", "backward")}
+
+
+PROGRAM = """
+import sys
+if sys.argv[1] == "plain":
+    sys.modules["numba"] = None
+import apportion as ap
+from apportion.ir.jit import HAS_NUMBA
+assert HAS_NUMBA == (sys.argv[1] != "plain")
+batch = ap.Batch.from_lengths([700, 90, 3, 3, 1, 450, 20], mask=ap.masks.sliding_window(130))
+plan = ap.plan(batch, ap.Cluster(nodes=1, ranks_per_node=5), ap.Model(), recipe=sys.argv[2])
+print(plan.id.hex())
+"""
+
+
+def test_bytes_do_not_depend_on_hash_seeds_or_numba():
+    ids = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, mode, "fcp"],
+            env={"PYTHONHASHSEED": seed, "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for mode, seed in (("numba", "1"), ("numba", "2"), ("plain", "3"))
+    }
+    assert len(ids) == 1
+
+
+@pytest.mark.parametrize("length", [3, 8, 11])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_foreign_kv_bound_against_all_placements(length, ranks):
+    """Every placement of the tokens of one causal document on `ranks` ranks, queries at home."""
+    homes = (np.arange(ranks**length)[:, None] // ranks ** np.arange(length)) % ranks
+    for token_cap in {-(-length // ranks), length}:
+        loads = np.stack([((homes == r) * np.arange(1, length + 1)).sum(1) for r in range(ranks)])
+        counts = np.stack([(homes == r).sum(1) for r in range(ranks)])
+        reach = np.stack([((homes == r) * np.arange(1, length + 1)).max(1) for r in range(ranks)])
+        foreign = (reach - counts).sum(0)
+        fits = counts.max(0) <= token_cap
+        for load_cap in np.unique(loads.max(0)).tolist():
+            allowed = fits & (loads.max(0) <= load_cap)
+            if allowed.any():
+                assert _foreign(length, token_cap, load_cap) <= foreign[allowed].min()

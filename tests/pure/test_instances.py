@@ -1,0 +1,149 @@
+"""The 31 real mask instances: each plan verifies and computes what plain attention does.
+
+Instances up to 16K tokens are compared row by row; of larger ones, windows of query rows across slice edges, whose
+gradients are complete because the gradient of the output is zero elsewhere.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+
+from apportion.backends import numpy_kernels, reference
+from apportion.backends.numpy_kernels import Band, Gradients, Partial, Scores
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.model import Model
+from apportion.ir.plan import Plan
+from apportion.planner.api import plan as make_plan
+from apportion.planner.recipes import FCP, with_block
+
+DATA = Path(__file__).parent.parent / "data" / "mask_instances.jsonl.gz"
+MODEL = Model(q_heads=1, kv_heads=1, head_dim=4, v_head_dim=4, dtype="fp64", layers=1)
+CLUSTER = Cluster(nodes=2, ranks_per_node=4)
+WHOLE = 16_384  # tokens up to which all rows are compared
+CELLS = 2**25  # (query, key) cells of one window at most
+WORK = 2**42  # cells × tokens of a window at most
+EXACT = 1e-10
+
+
+@dataclass(frozen=True)
+class Instance:
+    name: str
+    tokens: int
+    pairs: int
+    slices: list[list[int]]
+
+    @cached_property
+    def batch(self) -> Batch:
+        return Batch.from_slices(self.tokens, [tuple(item) for item in self.slices])
+
+    @cached_property
+    def bands(self) -> np.ndarray:
+        (kind,) = self.batch.kinds
+        return np.asarray(self.batch.bands(kind))
+
+    def windows(self) -> list[tuple[int, int]]:
+        """Rows to compare: all, or two windows around slice edges, of 4K rows or what CELLS and WORK allow."""
+        if self.tokens <= WHOLE:
+            return [(0, self.tokens)]
+        edges = {q0 for q0, *_ in self.slices} | {q1 for _, q1, *_ in self.slices}
+        inner = sorted(edges - {0, self.tokens}) or [self.tokens // 2, self.tokens]
+        chosen = [inner[len(inner) // 3], inner[(2 * len(inner)) // 3]]
+        return _disjoint([self._around(edge) for edge in chosen])
+
+    def _around(self, edge: int) -> tuple[int, int]:
+        rows, cells = 4096, min(CELLS, WORK // self.tokens)
+        while rows > 8 and rows * self._keys(edge - rows // 2, edge + rows // 2) > cells:
+            rows //= 2
+        return max(0, edge - rows // 2), min(self.tokens, edge + rows // 2)
+
+    def _keys(self, begin: int, end: int) -> int:
+        """At least the keys that a row of [begin, end) sees."""
+        q0, q1, k0, k1, dmin, dmax = self.bands.T.astype(float)
+        near = (q0 < end) & (q1 > begin)
+        return int(np.minimum(k1 - k0, dmax - dmin + 1 + end - begin)[near].sum())
+
+
+def _disjoint(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    first, second = windows
+    return windows if first[1] <= second[0] else [first]
+
+
+def read() -> list[Instance]:
+    with gzip.open(DATA, "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    return [Instance(row["name"], row["tokens"], row["pairs"], row["slices"]) for row in rows]
+
+
+INSTANCES = read()
+every_instance = pytest.mark.parametrize("instance", INSTANCES, ids=[item.name for item in INSTANCES])
+
+
+def plan_of(instance: Instance) -> Plan:
+    """By `fcp` as it is; a million tokens in blocks of 16K, for 2K tasks instead of 131K."""
+    recipe = with_block(FCP, 16_384) if instance.tokens > 2**19 else FCP
+    return make_plan(instance.batch, CLUSTER, MODEL, recipe=recipe)
+
+
+@every_instance
+def test_instance_is_planned_and_computes_what_plain_attention_does(instance: Instance) -> None:
+    plan = plan_of(instance)  # verified, as plans are by default
+    (kind,) = plan.header.kinds
+    assert plan.report["area"] == {kind: instance.pairs}
+    check(plan, kind, instance)
+
+
+def check(plan: Plan, kind: str, instance: Instance) -> None:
+    p = oracle.Problem.random(instance.tokens, instance.tokens, 1, 1)
+    shown = np.zeros(instance.tokens, bool)
+    for begin, end in instance.windows():
+        shown[begin:end] = True
+    p = replace(p, q=p.q * shown[:, None, None], do=p.do * shown[:, None, None])
+    found = reference.run(plan, kind, p.q, p.k, p.v, p.do, kernels=reference.Kernels(forward, backward))
+    rows = oracle.Rows(p, instance.bands)
+    dk, dv = np.zeros_like(p.k), np.zeros_like(p.v)
+    for begin, end in instance.windows():
+        o, lse = rows.forward(begin, end)
+        dq = rows.backward(begin, end, dk, dv)
+        for ours, theirs in [(found.o, o), (found.lse, lse), (found.dq, dq)]:
+            np.testing.assert_allclose(ours[begin:end], theirs, rtol=EXACT, atol=EXACT)
+    np.testing.assert_allclose(found.dk, dk, rtol=EXACT, atol=EXACT)
+    np.testing.assert_allclose(found.dv, dv, rtol=EXACT, atol=EXACT)
+
+
+# --- kernels that pass over the query rows that are not compared: their q is 0, and so is their dO
+
+
+def _runs(q: np.ndarray) -> list[tuple[int, int]]:
+    """Runs of rows that are not all zero."""
+    shown = np.flatnonzero(np.diff(q.any(axis=(1, 2)), prepend=False, append=False))
+    return list(zip(shown[::2].tolist(), shown[1::2].tolist(), strict=True))
+
+
+def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, band: Band, scores: Scores) -> Partial:
+    out = Partial(np.zeros((*q.shape[:2], v.shape[2])), np.zeros(q.shape[:2]))
+    for a, b in _runs(q):
+        part = numpy_kernels.forward(q[a:b], k, v, Band(band.dmin - a, band.dmax - a), scores)
+        out.o[a:b], out.lse[a:b] = part
+    return out
+
+
+def backward(q: np.ndarray, k: np.ndarray, v: np.ndarray, *rest: Any) -> Gradients:
+    *rows, band, scores = rest
+    grads = Gradients(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v))
+    for a, b in _runs(q):
+        moved = Band(band.dmin - a, band.dmax - a)
+        part = numpy_kernels.backward(q[a:b], k, v, *(row[a:b] for row in rows), moved, scores)
+        grads.dq[a:b] = part.dq
+        grads.dk[:] += part.dk
+        grads.dv[:] += part.dv
+    return grads

@@ -1,0 +1,99 @@
+"""LPT: feasible, within its guarantee, and its bound below the optimum."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apportion.planner.solvers.lpt import lpt, makespan_bound
+from apportion.planner.solvers.status import Status
+
+
+def array(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def optimum(weights: list[int], sizes: list[int], bins: int, cap: int, speeds: list[float]) -> float:
+    """The least makespan over all assignments that hold the cap."""
+    best = float("inf")
+    for chosen in product(range(bins), repeat=len(weights)):
+        load, used = [0] * bins, [0] * bins
+        for item, b in enumerate(chosen):
+            load[b] += weights[item]
+            used[b] += sizes[item]
+        if max(used) <= cap:
+            best = min(best, max(work / speed for work, speed in zip(load, speeds, strict=True)))
+    return best
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    items=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5)), min_size=1, max_size=6),
+    bins=st.integers(1, 3),
+    room=st.integers(0, 20),
+    speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
+)
+def test_bound_is_never_above_the_optimum_and_the_cap_holds(items, bins, room, speeds):
+    weights, sizes = map(list, zip(*items, strict=True))
+    cap = max(sizes) + room
+    result = lpt(array(weights), array(sizes), bins, cap, np.array(speeds[:bins]))
+    best = optimum(weights, sizes, bins, cap, speeds[:bins])
+    assert result.used.max() <= cap
+    assert result.bound <= best + 1e-9
+    placed = result.bin >= 0
+    assert (result.status is Status.FEASIBLE) == bool(placed.all())
+    if placed.all():
+        assert (result.load / np.array(speeds[:bins])).max() >= best - 1e-9
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=7), bins=st.integers(1, 3))
+def test_grahams_guarantee_on_equal_bins(weights, bins):
+    ones = np.ones(len(weights), np.int64)
+    result = lpt(array(weights), ones, bins, len(weights))
+    best = optimum(weights, [1] * len(weights), bins, len(weights), [1.0] * bins)
+    assert result.load.max() <= (4 / 3 - 1 / (3 * bins)) * best + 1e-9
+
+
+def test_value_does_not_depend_on_the_order_of_the_items():
+    rng = np.random.default_rng(0)
+    weights, sizes = rng.integers(1, 1000, 300), rng.integers(1, 50, 300)
+    order = rng.permutation(300)
+    cap = int(sizes.sum() // 16 * 1.1)
+    one, other = lpt(weights, sizes, 16, cap), lpt(weights[order], sizes[order], 16, cap)
+    assert np.array_equal(np.sort(one.load), np.sort(other.load))
+
+
+def test_a_slow_bin_gets_less():
+    result = lpt(np.full(300, 10), np.ones(300, np.int64), 3, 300, np.array([1.0, 1.0, 0.5]))
+    assert result.load.tolist() == [1200, 1200, 600]
+
+
+def test_items_stay_in_the_bins_that_they_are_allowed():
+    allowed = [(2,), (2, 3), None, None]
+    result = lpt(array([9, 9, 1, 1]), array([1, 1, 1, 1]), 4, 2, allowed=allowed)
+    assert result.bin[0] == 2
+    assert result.bin[1] == 3
+    assert set(result.bin[2:].tolist()) <= {0, 1}
+
+
+def test_an_item_that_fits_nowhere_is_named():
+    result = lpt(array([5, 5, 5]), array([2, 2, 2]), 2, 3)
+    assert result.status is Status.NO_SOLUTION
+    assert (result.bin < 0).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "bins", "bound"),
+    [
+        ([6, 6, 6, 6], 2, 12),
+        ([10, 1, 1], 3, 10),
+        ([5, 5, 5, 5], 3, 10),
+        ([4, 4, 4, 3, 3, 3, 3], 3, 9),
+        ([], 3, 0),
+    ],
+)
+def test_makespan_bound_by_hand(weights, bins, bound):
+    assert makespan_bound(array(weights), np.ones(bins)) == bound

@@ -1,0 +1,399 @@
+"""Every mask spec against its rule, written out densely; worked examples; data in and out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apportion.ir import bands as algebra
+from apportion.ir import masks
+from apportion.ir.bands import INF
+from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
+from apportion.ir.masks import Mask
+
+DATA = Path(__file__).parent.parent / "data"
+property_test = settings(max_examples=60, derandomize=True, deadline=None, database=None)
+
+Case = tuple[Mask, int, Callable[[int, int], bool]]
+sizes = st.integers(1, 6)
+lengths = st.integers(1, 26)
+
+
+def segments(parts: list[int]) -> np.ndarray:
+    """The part that each token belongs to."""
+    return np.repeat(np.arange(len(parts)), parts)
+
+
+def causal_cases() -> st.SearchStrategy[Case]:
+    return lengths.map(lambda n: (masks.causal(), n, lambda i, j: j <= i))
+
+
+def full_cases() -> st.SearchStrategy[Case]:
+    return lengths.map(lambda n: (masks.full(), n, lambda i, j: True))
+
+
+@st.composite
+def window_cases(draw) -> Case:
+    w, r = draw(sizes), draw(st.integers(0, 4))
+    return masks.sliding_window(w, r), draw(lengths), lambda i, j: i - w < j <= i + r
+
+
+@st.composite
+def sink_cases(draw) -> Case:
+    s, w = draw(st.integers(0, 6)), draw(sizes)
+    return masks.sink_window(s, w), draw(lengths), lambda i, j: j <= i and (j < s or j > i - w)
+
+
+@st.composite
+def blockwise_cases(draw) -> Case:
+    b, k, s, t = draw(sizes), draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    n = draw(lengths)
+    blocks = -(-n // b)
+
+    def rule(i: int, j: int) -> bool:
+        return j <= i and (i // b >= blocks - t or j < s * b or j >= i - k * b)
+
+    return masks.causal_blockwise(b, k, s, t), n, rule
+
+
+@st.composite
+def question_cases(draw) -> Case:
+    prompt, answers = draw(sizes), draw(st.lists(sizes, min_size=1, max_size=4))
+    part = segments([prompt, *answers])
+    spec = masks.shared_question(prompt, answers)
+    return spec, len(part), lambda i, j: j <= i and (j < prompt or part[i] == part[j])
+
+
+@st.composite
+def prefix_cases(draw) -> Case:
+    p = draw(st.integers(0, 30))
+    return masks.prefix_lm(p), draw(lengths), lambda i, j: j < p or j <= i
+
+
+@st.composite
+def video_cases(draw) -> Case:
+    c, w = draw(sizes), draw(st.none() | st.integers(1, 4))
+    spec, wide = masks.block_causal(c, w), w or 99
+    return spec, draw(lengths), lambda i, j: i // c - wide < j // c <= i // c
+
+
+@st.composite
+def chunked_cases(draw) -> Case:
+    c = draw(sizes)
+    return masks.chunked(c), draw(lengths), lambda i, j: i // c == j // c and j <= i
+
+
+@st.composite
+def image_cases(draw) -> Case:
+    edges = sorted(draw(st.sets(st.integers(0, 20), max_size=6)))
+    spans = list(zip(edges[::2], edges[1::2], strict=False))
+    image = np.full(40, -1)
+    for i, (start, end) in enumerate(spans):
+        image[start:end] = i
+    spec, _, inner = draw(st.one_of(causal_cases(), window_cases(), full_cases()))
+    n = draw(st.integers(max([1, *edges]), 26))
+
+    def rule(i: int, j: int) -> bool:
+        return inner(i, j) or (image[i] >= 0 and image[i] == image[j])
+
+    return masks.image_spans(spans, spec), n, rule
+
+
+@st.composite
+def tree_cases(draw) -> Case:
+    count = draw(st.integers(1, 7))
+    nodes = [[draw(st.integers(-1, i - 1)), draw(st.integers(1, 4))] for i in range(count)]
+    node = segments([length for _, length in nodes])
+
+    def above(i: int) -> set[int]:
+        return {i} | (above(nodes[i][0]) if nodes[i][0] >= 0 else set())
+
+    def rule(i: int, j: int) -> bool:
+        return node[j] in above(node[i]) and (node[i] != node[j] or j <= i)
+
+    return masks.tree(nodes), len(node), rule
+
+
+@st.composite
+def document_cases(draw) -> Case:
+    parts = draw(st.lists(sizes, min_size=1, max_size=5))
+    spec, _, inner = draw(
+        st.one_of(causal_cases(), full_cases(), window_cases(), chunked_cases(), sink_cases())
+    )
+    part, start = segments(parts), np.repeat(np.cumsum(parts) - parts, parts)
+
+    def rule(i: int, j: int) -> bool:
+        return part[i] == part[j] and inner(i - start[i], j - start[j])
+
+    return masks.documents(parts, spec), len(part), rule
+
+
+def raw(notation: str) -> st.SearchStrategy[Case]:
+    """The bands of another mask, given raw in one of the two notations."""
+
+    def given_raw(case: Case) -> Case:
+        table = case[0].bands(case[1])
+        spec = masks.bands(table) if notation == "bands" else masks.slices(algebra.to_slices(table))
+        return spec, case[1], case[2]
+
+    return st.one_of(question_cases(), sink_cases(), window_cases()).map(given_raw)
+
+
+FAMILIES = {
+    "causal": causal_cases(),
+    "full": full_cases(),
+    "sliding_window": window_cases(),
+    "sink_window": sink_cases(),
+    "causal_blockwise": blockwise_cases(),
+    "shared_question": question_cases(),
+    "prefix_lm": prefix_cases(),
+    "block_causal": video_cases(),
+    "chunked": chunked_cases(),
+    "image_spans": image_cases(),
+    "tree": tree_cases(),
+    "documents": document_cases(),
+    "bands": raw("bands"),
+    "slices": raw("slices"),
+}
+
+
+def test_every_spec_has_a_rule_here() -> None:
+    assert set(FAMILIES) == set(masks.SPECS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bands_are_the_rule_and_disjoint(family: str) -> None:
+    @property_test
+    @given(FAMILIES[family])
+    def check(case: Case) -> None:
+        spec, n, rule = case
+        table = spec.bands(n)
+        expected = np.array([[rule(i, j) for j in range(n)] for i in range(n)])
+        spec.check(n, "mask")
+        assert np.array_equal(algebra.dense(table, n, n), expected)
+        assert (algebra.area(table) > 0).all()
+        assert algebra.area(table).sum() == expected.sum()
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_data_in_and_out(family: str) -> None:
+    @property_test
+    @given(FAMILIES[family])
+    def check(case: Case) -> None:
+        data = masks.to_data(case[0])
+        assert masks.is_data(data)
+        assert masks.from_data(json.loads(json.dumps(data))) == case[0]
+
+    check()
+
+
+# ---- worked examples of masks that are in use
+
+RULES = {
+    item["name"]: item["example"] for item in json.loads((DATA / "mask_rules.json").read_text())["masks"]
+}
+
+EXAMPLES = {
+    "causal": masks.causal(),
+    "full_bidirectional": masks.full(),
+    "packed_causal_documents": masks.documents([5, 7, 4]),
+    "packed_full_documents": masks.documents([5, 11], masks.full()),
+    "sliding_window": masks.sliding_window(6),
+    "document_sliding_window": masks.documents([9, 3, 10], masks.sliding_window(4)),
+    "chunked_causal": masks.chunked(8),
+    "lambda_sink_window": masks.sink_window(3, 6),
+    "causal_blockwise_icl": masks.causal_blockwise(4, 2),
+    "shared_question": masks.shared_question(5, [4, 6, 3, 2]),
+    "prefix_lm": masks.prefix_lm(6),
+    "multimodal_image_spans": masks.image_spans([[4, 10], [13, 18]]),
+    "block_causal_video": masks.block_causal(4, 3),
+    "tree": masks.tree([[-1, 6], [0, 4], [0, 5], [2, 3], [2, 4]]),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_worked_examples(name: str) -> None:
+    example = RULES[name]
+    n, table = example["tokens"], algebra.from_slices(example["slices"])
+    spec = EXAMPLES.get(name, masks.slices(example["slices"]))
+    assert algebra.area(spec.bands(n)).sum() == example["pairs"]
+    assert np.array_equal(algebra.dense(spec.bands(n), n, n), algebra.dense(table, n, n))
+
+
+# ---- positions and labels
+
+
+def test_plain_text_counts_and_predicts_the_next_token() -> None:
+    for spec in (masks.causal(), masks.full(), masks.chunked(2), masks.image_spans([[1, 3]])):
+        assert spec.positions(4).tolist() == [0, 1, 2, 3]
+        assert spec.labels(4).tolist() == [1, 2, 3, -1]
+
+
+def test_answers_continue_the_prompt_and_its_last_token_has_no_label() -> None:
+    spec = masks.shared_question(2, [3, 2])
+    assert spec.positions(7).tolist() == [0, 1, 2, 3, 4, 2, 3]
+    assert spec.labels(7).tolist() == [1, -1, 3, 4, -1, 6, -1]
+
+
+def test_a_single_answer_is_predicted_from_the_prompt() -> None:
+    assert masks.shared_question(2, [2]).labels(4).tolist() == [1, 2, 3, -1]
+
+
+def test_packed_documents_restart() -> None:
+    spec = masks.documents([2, 3], masks.full())
+    assert spec.positions(5).tolist() == [0, 1, 0, 1, 2]
+    assert spec.labels(5).tolist() == [1, -1, 3, 4, -1]
+
+
+def test_a_pack_of_packs_keeps_its_inner_structure() -> None:
+    spec = masks.documents([4, 4], masks.shared_question(2, [1, 1]))
+    assert spec.positions(8).tolist() == [0, 1, 2, 2, 0, 1, 2, 2]
+    assert spec.labels(8).tolist() == [1, -1, -1, -1, 5, -1, -1, -1]
+
+
+@property_test
+@given(tree_cases())
+def test_tree_positions_are_depths_and_labels_follow_only_children(case: Case) -> None:
+    tree, n, rule = case
+    node = segments([length for _, length in tree.nodes])
+    depth = [sum(rule(i, j) for j in range(i)) for i in range(n)]
+    children = [
+        [i for i, (parent, _) in enumerate(tree.nodes) if parent == k] for k in range(len(tree.nodes))
+    ]
+    labels = []
+    for i in range(n):
+        ends = i + 1 == n or node[i + 1] != node[i]
+        below = children[node[i]]
+        child = np.flatnonzero(node == below[0])[0] if len(below) == 1 else -1
+        labels.append(child if ends else i + 1)
+    assert tree.positions(n).tolist() == depth
+    assert tree.labels(n).tolist() == labels
+
+
+def test_the_largest_parameters_do_not_overflow() -> None:
+    big = algebra.MAX_TOKENS
+    for spec in (
+        masks.sliding_window(big, big),
+        masks.sink_window(big, big),
+        masks.causal_blockwise(big, big, big, big),
+        masks.prefix_lm(big),
+        masks.block_causal(big, big),
+        masks.chunked(big),
+    ):
+        seen = algebra.dense(spec.bands(5), 5, 5)
+        causal = isinstance(spec, masks.SinkWindow | masks.CausalBlockwise | masks.Chunked)
+        assert seen.sum() == (15 if causal else 25)
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "hint"),
+    [
+        ({"causl": {}}, "mask", "did you mean causal"),
+        ({"causal": {"window": 3}}, "mask.causal.window", "unknown field"),
+        ({"sliding_window": {}}, "mask.sliding_window.window", "missing field"),
+        ({"sliding_window": {"window": 0}}, "sliding_window.window", "[1,"),
+        ({"sliding_window": {"window": True}}, "sliding_window.window", "integer"),
+        ({"sliding_window": {"window": 2.0}}, "sliding_window.window", "integer"),
+        ({"prefix_lm": {"prefix": -1}}, "prefix_lm.prefix", "[0,"),
+        ({"chunked": {"chunk": 2**31}}, "chunked.chunk", "[1,"),
+        ({"shared_question": {"prompt": 3, "answers": []}}, "shared_question.answers", "must not be empty"),
+        ({"shared_question": {"prompt": 3, "answers": [2, 0]}}, "shared_question.answers[1]", "[1,"),
+        ({"shared_question": {"prompt": 3, "answers": 7}}, "shared_question.answers", "list"),
+        ({"tree": {"nodes": []}}, "tree.nodes", "must have a node"),
+        ({"tree": {"nodes": [[0, 3]]}}, "tree.nodes[0]", "parent must come before"),
+        ({"tree": {"nodes": [[-1]]}}, "tree.nodes[0]", "[parent, length]"),
+        ({"image_spans": {"spans": [[3, 5], [4, 6]]}}, "image_spans.spans[1]", "rise and not overlap"),
+        ({"documents": {"lengths": [2**31 - 1, 1]}}, "documents.lengths", "add up"),
+        ({"documents": {"lengths": [2], "mask": {"tree": 1}}}, "mask.documents.mask.tree", "mapping"),
+        ({"bands": {"bands": [[0, 2, 0, 2, 0]]}}, "bands.bands[0]", "6 numbers"),
+        ({"bands": {"bands": [[0, 2, 0, 2, 0, "x"]]}}, "bands.bands[0]", "integer"),
+        ({"bands": {"bands": [[0, 2, 0, 2, 0, 2**63]]}}, "bands.bands[0]", "[-46"),
+        ({"bands": {"bands": [[-1, 2, 0, 2, 0, 5]]}}, "bands.bands[0]", "must lie in [0"),
+        ({"bands": {"bands": [[0, 2, 0, 2, 0, 5], [1, 3, 1, 2, 0, 5]]}}, "bands.bands[1]", "shares"),
+        ({"slices": {"slices": [[0, 2, 0, 2, 4]]}}, "slices.slices type[0]", "[0, 3]"),
+        ({"slices": {"slices": [[0, 0, 0, 2, 0]]}}, "slices.slices[0]", "q0 < q1"),
+        ("causal", "mask", "must name one mask"),
+        ({"causal": {}, "full": {}}, "mask", "must name one mask"),
+        ({7: {}}, "mask", "no mask of that name"),
+        ([], "mask", "must name one mask"),
+    ],
+)
+def test_wrong_masks_are_named(data, field: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        masks.from_data(data)
+    assert caught.value.field == field
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "hint"),
+    [
+        (masks.shared_question(2, [3]), "add up to the sequence's length (9)"),
+        (masks.tree([[-1, 3]]), "add up to the sequence's length (9)"),
+        (masks.documents([4, 4]), "add up to the sequence's length (9)"),
+        (masks.documents([5, 4], masks.tree([[-1, 5]])), "add up to the sequence's length (4)"),
+        (masks.image_spans([[2, 10]]), "must end within the sequence (9 tokens)"),
+        (masks.bands([[0, 10, 0, 1, -INF, INF]]), "must lie within the sequence (9 tokens)"),
+        (masks.slices([[0, 1, 0, 10, 0]]), "must lie within the sequence (9 tokens)"),
+    ],
+)
+def test_specs_that_do_not_fit_the_sequence(spec: Mask, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec.check(9, "sequences[3].mask")
+    assert hint in str(caught.value)
+    assert caught.value.field.startswith("sequences[3].mask")
+
+
+def test_an_unknown_mask_lists_what_there_is() -> None:
+    with pytest.raises(UnknownNameError, match="causal, full, sliding_window"):
+        masks.from_data({"zzz": {}})
+
+
+def test_deep_nesting_is_refused() -> None:
+    data: dict = {"causal": {}}
+    for _ in range(100):
+        data = {"documents": {"lengths": [4], "mask": data}}
+    with pytest.raises(ConfigError, match="nest at most"):
+        masks.from_data(data)
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(st.sampled_from(sorted(masks.SPECS)), st.data())
+def test_hostile_data_raises_typed_errors_only(name: str, data) -> None:
+    fields = [
+        "window",
+        "right",
+        "sink",
+        "prompt",
+        "answers",
+        "prefix",
+        "chunk",
+        "spans",
+        "nodes",
+        "lengths",
+        "mask",
+    ]
+    params = data.draw(
+        st.dictionaries(st.sampled_from([*fields, "bands", "slices"]), junk, max_size=3) | junk
+    )
+    with contextlib.suppress(ApportionError):
+        masks.from_data({name: params})

@@ -1,0 +1,305 @@
+"""The reference backend on the hand-written plans, which together use every op of the instruction set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+
+from apportion.backends import null, reference
+from apportion.backends.interp import compile_program
+from apportion.ir import bands, codec, text, verify
+from apportion.ir.errors import ExecutionError, UnknownNameError
+from apportion.ir.isa import ALL_TO_ALL, Op
+from apportion.ir.plan import Plan
+
+PLANS = sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))
+EXACT = 1e-10
+
+
+def load(name: str) -> Plan:
+    path = next(path for path in PLANS if path.stem == name)
+    return text.parse(path.read_text())
+
+
+def projects(plan: Plan) -> bool:
+    return any(Op.PROJECT in programs["instructions"]["op"] for _, programs in plan)
+
+
+CASES = [
+    (path.stem, kind)
+    for path in PLANS
+    for plan in [text.parse(path.read_text())]
+    if not projects(plan)
+    for kind in plan.header.kinds
+]
+
+
+def problem(plan: Plan, sinks: bool = False, softcap: float | None = None) -> oracle.Problem:
+    head = plan.header
+    shape = (head.q_heads, head.kv_heads, head.head_dim, head.v_head_dim)
+    return oracle.Problem.random(7, plan.request.batch.tokens, *shape, sinks=sinks, softcap=softcap)
+
+
+def allowed(plan: Plan, kind: str) -> np.ndarray:
+    tokens = plan.request.batch.tokens
+    return bands.dense(plan.request.batch.bands(kind), tokens, tokens)
+
+
+def run(plan: Plan, kind: str, p: oracle.Problem, **more: object) -> reference.Result:
+    layer = {"sinks": p.sinks, "scale": p.scale, "softcap": p.softcap}
+    return reference.run(plan, kind, p.q, p.k, p.v, p.do, **layer, **more)
+
+
+def assert_close(found: tuple, expected: tuple, tolerance: float = EXACT) -> None:
+    for name, ours, theirs in zip(oracle.Answer._fields, found, expected, strict=True):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize(("sinks", "softcap"), [(False, None), (True, None), (False, 1.5), (True, 1.5)])
+def test_hand_written_plan_equals_dense_attention(
+    name: str, kind: str, sinks: bool, softcap: float | None
+) -> None:
+    plan = load(name)
+    p = problem(plan, sinks, softcap)
+    assert_close(run(plan, kind, p), oracle.dense(p, allowed(plan, kind)))
+
+
+def test_hand_written_plans_use_every_op() -> None:
+    plans = [text.parse(path.read_text()) for path in PLANS]
+    tables = [programs["instructions"] for plan in plans for _, programs in plan]
+    assert {op for table in tables for op in table["op"].tolist()} == set(Op)
+    assert any(ALL_TO_ALL in table["mode"] for table in tables)
+    assert any(table["channel"].any() for table in tables)
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_hand_written_plan_verifies_and_survives_its_encodings(path: Path) -> None:
+    plan = text.parse(path.read_text())
+    assert codec.decode(plan.encode()) == plan
+    assert text.parse(plan.text()) == plan
+    assert verify.check(plan) == ()
+
+
+@dataclass
+class Weights:
+    """A projection whose result depends on the position: (x @ w) * (1 + position / 8), per head."""
+
+    w_q: np.ndarray  # [Hq, E, D]
+    w_k: np.ndarray
+    w_v: np.ndarray
+
+    @staticmethod
+    def random(plan: Plan, hidden: int) -> Weights:
+        rng, head = np.random.default_rng(3), plan.header
+        shapes = [
+            (head.q_heads, head.head_dim),
+            (head.kv_heads, head.head_dim),
+            (head.kv_heads, head.v_head_dim),
+        ]
+        return Weights(*(rng.standard_normal((heads, hidden, width)) for heads, width in shapes))
+
+    def _each(self, q_heads: tuple, kv_heads: tuple) -> list[np.ndarray]:
+        return [self.w_q[list(q_heads)], self.w_k[list(kv_heads)], self.w_v[list(kv_heads)]]
+
+    def project(self, hidden, position_ids, q_heads, kv_heads):
+        x = hidden * (1 + position_ids / 8)[:, None]
+        q, k, v = (np.einsum("ne,hed->nhd", x, w) for w in self._each(q_heads, kv_heads))
+        return q, k, v
+
+    def gradient(self, hidden, position_ids, q_heads, kv_heads, grads):
+        weights = self._each(q_heads, kv_heads)
+        dx = sum(np.einsum("nhd,hed->ne", g, w) for g, w in zip(grads, weights, strict=True))
+        return dx * (1 + position_ids / 8)[:, None]
+
+
+def test_heads_are_projected_exchanged_and_pushed_back() -> None:
+    plan = load("heads")
+    rng, batch = np.random.default_rng(5), plan.request.batch
+    x, sinks = rng.standard_normal((batch.tokens, 6)), rng.standard_normal(plan.header.q_heads)
+    do = rng.standard_normal((batch.tokens, plan.header.q_heads, plan.header.v_head_dim))
+    weights = Weights.random(plan, 6)
+    everything = x, batch.positions(), range(plan.header.q_heads), range(plan.header.kv_heads)
+    q, k, v = weights.project(*everything)
+    answer = oracle.dense(oracle.Problem(q, k, v, do, sinks), allowed(plan, "default"))
+    o, lse, saved = reference.run_block_forward(plan, "default", x, weights, sinks=sinks)
+    dx, dsinks = reference.run_block_backward(plan, "default", saved, do)
+    expected = weights.gradient(*everything, (answer.dq, answer.dk, answer.dv))
+    for found, wanted in [(o, answer.o), (lse, answer.lse), (dx, expected), (dsinks, answer.dsinks)]:
+        np.testing.assert_allclose(found, wanted, rtol=EXACT, atol=EXACT)
+
+
+def test_rows_without_keys_are_zero_and_nothing_is_nan() -> None:
+    plan = load("clear")
+    p = problem(plan)
+    found = run(plan, "default", p)
+    blind = ~allowed(plan, "default").any(axis=1)
+    assert blind.any()
+    assert (found.o[blind] == 0).all()
+    assert (found.lse[blind] == -np.inf).all()
+    assert (found.dq[blind] == 0).all()
+    assert not any(np.isnan(part).any() for part in found if part is not None)
+
+
+def test_same_plan_gives_the_same_bits() -> None:
+    plan = load("relay")
+    p = problem(plan, sinks=True)
+    once, again = (run(plan, "default", p) for _ in range(2))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(once, again, strict=True))
+
+
+def test_backward_may_run_twice_from_one_forward() -> None:
+    plan = load("q_moves")
+    p = problem(plan)
+    _, _, saved = reference.run_forward(plan, "default", p.q, p.k, p.v)
+    once, again = (reference.run_backward(plan, "default", saved, p.do)[:3] for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_float32_is_as_good_as_plain_attention_in_float32() -> None:
+    plan = load("reshuffle")
+    p, mask = problem(plan, sinks=True), allowed(plan, "global")
+    exact = oracle.dense(p, mask)
+    plain = oracle.dense(p.cast(np.float32), mask)
+    found = run(plan, "global", p, dtype=np.float32)
+    for ours, theirs, truth in zip(found, plain, exact, strict=True):
+        assert ours.dtype == np.float32
+        assert np.abs(ours - truth).max() <= 2 * np.abs(theirs - truth).max() + 1e-7
+
+
+def test_remap_moves_rows_between_layouts_and_back() -> None:
+    plan = load("reshuffle")
+    x = np.random.default_rng(0).standard_normal((16, 3))
+    source, target = (plan.layout(name) for name in ("attention", "linear"))
+    moved = reference.remap(plan, 0, reference.scatter(source, x))
+    for ours, theirs in zip(moved, reference.scatter(target, x), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    back = reference.remap(plan, 0, moved, inverse=True)
+    np.testing.assert_array_equal(reference.gather(source, back), x)
+
+
+# --- plans that cannot run: the error says who, where and why
+
+
+def broken(name: str, old: str, new: str, count: int = 1) -> Plan:
+    """A hand-written plan with `count` occurrences of `old` replaced, re-sealed by the parser."""
+    source = next(path for path in PLANS if path.stem == name).read_text()
+    assert old in source
+    return text.parse(source.replace(old, new, count))
+
+
+def fails(plan: Plan, pattern: str) -> None:
+    with pytest.raises(ExecutionError, match=pattern):
+        run(plan, plan.header.kinds[0], problem(plan))
+
+
+def test_deadlock_shows_where_each_rank_stands() -> None:
+    # rank 2 leaves out round 0, which the others wait for
+    attend = "  attend Q.home[0:8) KV.home[0:8) -> O.home[0:8) causal first\n"
+    launch = "  launch 0: send Q.home[0:8) to 0, send Q.home[0:8) to 1\n"
+    plan = broken("q_moves", f"{launch}{attend}  wait 0\n", attend)
+    fails(plan, r"deadlock(.|\n)*rank 0, instruction 2 of 7: waits for ranks \[2\](.|\n)*→ 2: wait round 0")
+    fails(plan, r"rank 2, instruction 2 of 5: waits for ranks \[0, 1\]")
+
+
+def test_reading_rows_in_flight_is_an_error() -> None:
+    early = "attend Q.work[0:8) KV.home[0:8) -> O.work[0:8) full first\n  wait 0\n"
+    late = "wait 0\n  attend Q.work[0:8) KV.home[0:8) -> O.work[0:8) full first\n"
+    fails(broken("q_moves", late, early), r"rank 1, instruction 2 of 8: reads Q.work\[0:8\).*in flight")
+
+
+def test_using_a_partial_twice_is_an_error() -> None:
+    once = "merge O.work[8:16) -> O.home[0:8)\n"
+    fails(broken("q_moves", once, f"{once}  {once}"), r"rank 1, instruction 7 .*used up")
+
+
+def test_overwriting_rows_in_flight_is_an_error() -> None:
+    launch = "launch 0: send Q.home[0:8) to 0, send Q.home[0:8) to 1\n"
+    plan = broken("q_moves", launch, launch + "  clear Q.home[0:8)\n")
+    fails(plan, r"rank 2, instruction 3 .*Q.home\[0:8\).* was overwritten while round 0 was in flight")
+
+
+def test_a_send_that_nobody_receives_is_an_error() -> None:
+    plan = broken(
+        "q_moves", "receive Q.work[0:8) from 1, receive Q.work[8:16) from 2", "receive Q.work[8:16) from 2"
+    )
+    fails(plan, r"reads Q.work|does not receive")
+
+
+def test_a_receive_of_other_rows_is_an_error() -> None:
+    plan = broken("q_moves", "launch 1: send O.work[0:8) to 1", "launch 1: send O.work[0:7) to 1")
+    fails(plan, r"receives O.work\[8:16\).* from rank 0, which sends O.work\[0:7\)")
+
+
+def test_unwritten_results_are_an_error() -> None:
+    plan = broken("clear", "  clear O.home[0:8)\n", "  clear O.home[0:4)\n")
+    fails(plan, r"O.home\[0:8\).*row 4 is unwritten")
+
+
+def test_a_round_without_wait_is_an_error() -> None:
+    fails(broken("relay", "  wait 0\n  finish", "  finish"), r"without a wait for rounds \[0\]")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_wrong_shapes_are_named(name: str) -> None:
+    plan = load("q_moves")
+    p = problem(plan)
+    cut = replace(p, **{name: getattr(p, name)[..., :-1]})
+    with pytest.raises(ExecutionError, match=rf"^{name} has shape"):
+        run(plan, "default", cut)
+
+
+def test_unknown_kind_is_named() -> None:
+    plan = load("q_moves")
+    with pytest.raises(UnknownNameError, match="the plan has default"):
+        run(plan, "local", problem(plan))
+
+
+def test_a_projecting_plan_needs_a_projection() -> None:
+    plan = load("heads")
+    p = problem(plan)
+    with pytest.raises(ExecutionError, match=r"X\.home"):
+        run(plan, "default", p)
+
+
+# --- the interpreter and the null backend
+
+
+def test_programs_compile_to_steps_with_their_rows() -> None:
+    plan = load("heads")
+    program = compile_program(plan.program(0, "default", "forward"), plan.header)
+    assert program.uses_project
+    assert [step.op for step in program.steps[:3]] == [Op.PROJECT, Op.LAUNCH, Op.PROJECT]
+    attend = next(step for step in program.steps if step.op == Op.ATTEND)
+    assert [task.kv_of for task in attend.tasks] == [(0,), (0,)]
+    scattered = next(o for o in program.operands if o.heads == (0, 2))
+    assert scattered.columns == slice(0, 2, 1)  # side by side in the work arena
+
+
+def test_null_backend_records_every_call_and_returns_zeros() -> None:
+    plan = load("relay")
+    backend = null.NullBackend(plan.for_rank(2))
+    p = problem(plan)
+    o, lse = backend.forward("default", p.q[24:], p.k[24:], p.v[24:])
+    grads = backend.backward("default", p.do[24:])
+    assert (o.shape, lse.shape) == ((8, 4, 4), (8, 4))
+    assert [g.shape for g in grads] == [(8, 4, 4), (8, 1, 4), (8, 1, 4)]
+    assert [call.op for call in backend.calls[:4]] == ["launch", "attend", "wait", "launch"]
+    sent = [(call.peer, call.operands) for call in backend.calls if call.send and call.phase == "forward"]
+    assert sent == [(1, ("KV.work[0:8) heads 0",)), (3, ("KV.work[0:8) heads 0",))]
+
+
+def test_null_backend_checks_shapes_and_kinds() -> None:
+    plan = load("relay")
+    backend = null.NullBackend(plan.for_rank(2))
+    p = problem(plan)
+    with pytest.raises(ExecutionError, match="q has shape"):
+        backend.forward("default", p.q, p.k, p.v)
+    with pytest.raises(UnknownNameError):
+        backend.forward("local", p.q[24:], p.k[24:], p.v[24:])

@@ -1,0 +1,167 @@
+"""Planned attention on the reference backend against dense attention: masks × heads × widths × ranks × recipes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import oracle
+import pytest
+
+from apportion.backends import reference
+from apportion.ir import bands, masks
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.cluster import Cluster
+from apportion.ir.masks import Mask
+from apportion.ir.model import Model
+from apportion.ir.plan import Plan
+from apportion.ir.policy import Policy, Recipe
+from apportion.planner.api import plan as make_plan
+
+EXACT = 1e-10
+
+#: every spec on one sequence, sometimes several forms of it; lengths are odd on purpose
+SEQUENCES: dict[str, tuple[int, Mask]] = {
+    "causal": (41, masks.causal()),
+    "full": (33, masks.full()),
+    "window": (41, masks.sliding_window(7)),
+    "window_both_sides": (41, masks.sliding_window(5, right=3)),
+    "sink_window": (41, masks.sink_window(3, 9)),
+    "causal_blockwise": (45, masks.causal_blockwise(8, 1)),
+    "shared_question": (41, masks.shared_question(11, [13, 9, 8])),
+    "prefix_lm": (37, masks.prefix_lm(13)),
+    "block_causal": (37, masks.block_causal(8)),
+    "block_causal_window": (45, masks.block_causal(8, window=2)),
+    "chunked": (41, masks.chunked(16)),
+    "image_spans": (41, masks.image_spans([[5, 14], [20, 33]])),
+    "tree": (41, masks.tree([[-1, 9], [0, 8], [0, 7], [1, 9], [1, 8]])),
+    "documents": (41, masks.documents([17, 1, 23])),
+    "bands": (41, masks.bands([[0, 20, 0, 41, -3, 12], [25, 41, 3, 17, 0, 30]])),
+    "slices": (
+        41,
+        masks.slices([[0, 9, 0, 9, 1], [20, 41, 3, 9, 0], [20, 41, 20, 41, 2]]),
+    ),  # rows see no key
+}
+
+#: (query heads, KV heads, width of Q and K, width of V, sinks, softcap): GQA 1, 4 and 8
+LAYERS = [(2, 2, 4, 4, False, None), (4, 1, 6, 4, True, None), (8, 1, 2, 6, True, 2.0)]
+
+BLOCKS = [5, 16, "auto"]
+
+
+def recipe(block: int | str, reshuffle: bool) -> Recipe:
+    return Recipe(
+        "fcp",
+        {
+            "shard": {"blocks": {"block": block, "zigzag": True}},
+            "place": {"lpt": {}},
+            "schedule": {"matchings": {"coalesce": 2, "buffers": 2}},
+            "reshuffle": reshuffle,
+        },
+    )
+
+
+def batch_of(*names: str) -> Batch:
+    return Batch.from_sequences(
+        [Sequence(length, mask) for length, mask in map(SEQUENCES.__getitem__, names)]
+    )
+
+
+def planned(batch: Batch, layer: tuple, ranks: int, block: int | str, reshuffle: bool) -> Plan:
+    heads, kv_heads, width, v_width, _, _ = layer
+    model = Model(heads, kv_heads, width, v_width, dtype="fp64", layers=1)
+    # blocks of any size on 8 ranks cannot keep 1.02 x the mean
+    policy = Policy(recipe(block, reshuffle), token_cap=batch.tokens)
+    return make_plan(batch, Cluster(ranks_per_node=ranks), model, policy=policy)
+
+
+def compare(plan: Plan, kind: str, layer: tuple, seed: int) -> None:
+    batch, (heads, kv_heads, width, v_width, sinks, softcap) = plan.request.batch, layer
+    p = oracle.Problem.random(seed, batch.tokens, heads, kv_heads, width, v_width, sinks, softcap)
+    expected = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
+    found = reference.run(plan, kind, p.q, p.k, p.v, p.do, sinks=p.sinks, softcap=p.softcap)
+    for name, ours, theirs in zip(oracle.Answer._fields, found, expected, strict=True):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            np.testing.assert_allclose(ours, theirs, rtol=EXACT, atol=EXACT, err_msg=name)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_every_mask_on_every_number_of_ranks(name: str, ranks: int) -> None:
+    for turn, (layer, reshuffle) in enumerate(product(LAYERS, [False, True])):
+        block = BLOCKS[(turn + ranks) % len(BLOCKS)]
+        compare(planned(batch_of(name), layer, ranks, block, reshuffle), "default", layer, ranks)
+
+
+@pytest.mark.parametrize("reshuffle", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_sequences_with_their_own_masks_share_a_batch(block: int | str, reshuffle: bool) -> None:
+    plan = planned(
+        batch_of("tree", "causal", "slices", "image_spans", "full"), LAYERS[1], 4, block, reshuffle
+    )
+    compare(plan, "default", LAYERS[1], 0)
+
+
+@pytest.mark.parametrize("reshuffle", [False, True])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [3], [1, 1, 1, 1, 1], [16, 1], [17, 33, 1], [65], [1] * 40, [40, 2, 1, 1, 3]],
+    ids=lambda lengths: "-".join(map(str, lengths)),
+)
+def test_tails_of_one_token_and_ranks_without_tokens(lengths: list[int], reshuffle: bool) -> None:
+    for block in BLOCKS:
+        batch = Batch.from_lengths(lengths, masks.causal())
+        compare(planned(batch, LAYERS[1], 8, block, reshuffle), "default", LAYERS[1], 1)
+
+
+@pytest.mark.parametrize("reshuffle", [False, True])
+def test_kinds_share_a_layout(reshuffle: bool) -> None:
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(5), "both": masks.full()}
+    plan = planned(Batch.from_lengths([40, 9, 1], kinds), LAYERS[2], 3, 8, reshuffle)
+    for seed, kind in enumerate(kinds):
+        compare(plan, kind, LAYERS[2], seed)
+
+
+@pytest.fixture(scope="module")
+def float32_errors() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Per mask the errors of o, lse, dq, dk, dv and dsinks: planned and plain, both in float32."""
+    found = {}
+    for name in SEQUENCES:
+        batch, layer = batch_of(name), (4, 1, 16, 16, True, None)
+        p = oracle.Problem.random(2, batch.tokens, *layer[:4], sinks=True)
+        allowed = bands.dense(batch.bands("default"), batch.tokens, batch.tokens)
+        exact, plain = oracle.dense(p, allowed), oracle.dense(p.cast(np.float32), allowed)
+        plan = planned(batch, layer, 4, 8, True)
+        ours = reference.run(plan, "default", p.q, p.k, p.v, p.do, sinks=p.sinks, dtype=np.float32)
+        found[name] = tuple(np.array(list(map(error, answer, exact))) for answer in (ours, plain))
+    return found
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_float32_errs_at_most_twice_as_much_as_plain_attention(name: str, float32_errors: dict) -> None:
+    ours, plain = float32_errors[name]
+    assert (ours[:5] <= 2 * plain[:5]).all()
+
+
+def test_float32_sinks_err_at_most_twice_as_much_as_plain_attention(float32_errors: dict) -> None:
+    # a mask has four numbers here, which is too few to compare alone
+    ours, plain = (np.sqrt(np.mean([pair[i][5] ** 2 for pair in float32_errors.values()])) for i in (0, 1))
+    assert ours <= 2 * plain
+
+
+def error(found: np.ndarray, truth: np.ndarray) -> float:
+    """Root mean square of the difference, over entries that are finite."""
+    finite = np.isfinite(truth)
+    assert (np.isfinite(found) == finite).all()
+    return float(np.sqrt(np.mean((found[finite] - truth[finite]) ** 2)))
+
+
+def test_same_plan_gives_the_same_bits_and_other_plans_agree() -> None:
+    p = oracle.Problem.random(4, 74, *LAYERS[1][:4])
+    batch = batch_of("causal", "full")
+    plans = [planned(batch, LAYERS[1], 4, 5, True)] * 2 + [planned(batch, LAYERS[1], 7, 16, False)]
+    once, again, other = (reference.run(plan, "default", p.q, p.k, p.v, p.do) for plan in plans)
+    for a, b, c in zip(once[:5], again[:5], other[:5], strict=True):
+        assert a.tobytes() == b.tobytes()
+        np.testing.assert_allclose(a, c, rtol=EXACT, atol=EXACT)

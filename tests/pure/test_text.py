@@ -1,0 +1,282 @@
+"""The text form: it parses back to an equal plan, reads well, and says where it is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_plans import random_plan
+
+from apportion.ir import codec
+from apportion.ir.errors import ConfigError, DecodeError, VersionError
+from apportion.ir.isa import TABLES, Op
+from apportion.ir.plan import Plan
+from apportion.ir.text import excerpt, format_instruction, format_plan, parse
+
+GOLDEN = Path(__file__).parents[2] / "apportion/schemas/golden"
+
+REQUEST = """request {
+  "batch": {"lengths": [8, 3], "mask": {"causal": {}}},  "cluster": {"nodes": 1, "ranks_per_node": 2},
+  "model": {"q_heads": 2, "kv_heads": 1, "head_dim": 4, "hidden": 8, "ffn": 8, "layers": 1},
+  "policy": {"recipe": {"name": "by-hand", "steps": {}}}
+}"""
+
+BY_HAND = f"""# a comment
+apportion.plan 1.0
+header {{"head_sets": [[0], [1]]}}   # the rest follows
+{REQUEST}
+
+rank 0
+layout attention: row=0 token=0 length=8 sequence=0 position=0
+program default forward
+  launch 0 channel 1 all_to_all: send KV.home[0:8) to 1, receive Q.work[0:3).h1.c1 from 1
+  wait 0   # now
+  attend Q.home[0:8) KV.home[0:8) -> O.home[0:8) causal first, Q.home[2:4) KV.home[2:8) -> O.work[2:4) [-3, 0]
+  merge O.work[2:4).h2 -> O.home[2:4).h2 first
+  project X.home[0:8) -> none KV.work[0:8)
+  finish O.home[0:8)
+
+rank 1
+layout attention: row=0 token=8 length=3 sequence=1 position=0
+program default forward
+  launch 0 channel 1 all_to_all: receive KV.work[0:8) from 0, send Q.home[0:3).h1 to 0
+  wait 0
+"""
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_text_parses_back(seed: int) -> None:
+    plan = random_plan(seed)
+    again = parse(format_plan(plan))
+    assert again == plan
+    for key, program in plan.programs.items():
+        assert all(program[name].equal(again.programs[key][name]) for name in TABLES)
+    assert format_plan(again) == format_plan(Plan.decode(plan.encode())) == format_plan(plan)
+
+
+def test_by_hand() -> None:
+    plan = parse(BY_HAND)
+    assert (plan.header.ranks, plan.header.kinds, plan.header.layouts) == (2, ("default",), ("attention",))
+    assert (plan.header.q_heads, plan.header.v_head_dim, plan.header.dtype) == (2, 4, "bf16")
+    program = plan.program(0, "default", "forward")
+    assert program["instructions"]["op"].tolist() == [1, 2, 3, 6, 10, 12]
+    assert program["tasks"]["dmin"].tolist() == [0, -3]
+    assert program["tasks"]["dmax"].tolist() == [7, 0]
+    assert program["tasks"]["first"].tolist() == [1, 0]
+    operands = [tuple(int(c[i]) for c in program["operands"].columns.values()) for i in range(4)]
+    assert operands == [(0, 0, 0, 0, 0, 0), (3, 0, 0, 8, 0, 0), (2, 1, 0, 3, 1, 1), (2, 0, 0, 8, 0, 0)]
+    arenas = program["arenas"]
+    assert list(zip(*(arenas[name].tolist() for name in TABLES["arenas"]), strict=True)) == [
+        (2, 3, 2),
+        (3, 8, 1),
+        (4, 4, 2),
+    ]
+    assert plan.request.cluster.memory_gib == 80.0
+    assert parse(format_plan(plan)) == plan
+    assert Plan.decode(plan.encode()) == plan
+
+
+def test_lines_read_well() -> None:
+    text = parse(BY_HAND).text(rank=0)
+    assert text.splitlines() == [
+        "rank 0",
+        "layout attention: row=0 token=0 length=8 sequence=0 position=0",
+        "program default forward",
+        "  arenas Q 3x2, KV 8x1, O 4x2",
+        "  launch 0 channel 1 all_to_all: send KV.home[0:8) to 1, receive Q.work[0:3).h1.c1 from 1",
+        "  wait 0",
+        "  attend Q.home[0:8) KV.home[0:8) -> O.home[0:8) causal first,"
+        " Q.home[2:4) KV.home[2:8) -> O.work[2:4) [-3,0]",
+        "  merge O.work[2:4).h2 -> O.home[2:4).h2 first",
+        "  project X.home[0:8) -> none KV.work[0:8)",
+        "  finish O.home[0:8)",
+    ]
+
+
+def test_bounds_have_names_where_they_cut_one_side_or_none() -> None:
+    plan = parse(
+        BY_HAND.replace("causal first", "[0,7] first").replace("[-3, 0]", "[-5,1]").replace("[2:4)", "[2:4)")
+    )
+    line = format_instruction(plan.program(0, "default", "forward"), 2)
+    assert " causal first, " in line
+    assert line.endswith(" full")
+
+
+def test_excerpts_point_at_the_instruction() -> None:
+    program = parse(BY_HAND).program(0, "default", "forward")
+    assert excerpt(program, 3, context=1).splitlines() == [
+        "     2  " + format_instruction(program, 2),
+        ">    3  merge O.work[2:4).h2 -> O.home[2:4).h2 first",
+        "     4  project X.home[0:8) -> none KV.work[0:8)",
+    ]
+    assert excerpt(program, 0, context=0) == ">    0  " + format_instruction(program, 0)
+    for index, op in enumerate(program["instructions"]["op"]):
+        assert format_instruction(program, index).startswith(Op(op).name.lower())
+    assert (
+        format_plan(parse(BY_HAND), rank=0, around=3).splitlines()[-5:]
+        == excerpt(program, 3).splitlines()[-5:]
+    )
+
+
+def test_an_unknown_rank() -> None:
+    with pytest.raises(ConfigError, match="rank = 2"):
+        format_plan(parse(BY_HAND), rank=2)
+
+
+def test_operands_that_are_equal_unused_or_out_of_order_keep_their_place() -> None:
+    line = "program default forward\n  operands none, O.home[0:8), KV.home[0:8), KV.home[0:8), X.home[0:1)\n"
+    steps = "  clear O.home[0:8)\n  copy KV.home[0:8)~3 -> KV.work[0:8)\n"
+    text = f"apportion.plan 1.0\n{REQUEST}\nrank 0\nlayout attention:\n{line}{steps}"
+    plan = parse(text)
+    assert plan.program(0, "default", "forward")["rowops"]["a"].tolist() == [0, 3]
+    assert parse(plan.text()) == plan
+    assert "~3" in plan.text()
+    assert codec.seal(plan) == plan
+
+
+def test_text_without_id_gains_the_defaults_of_the_request() -> None:
+    plan = parse(BY_HAND)
+    request = json.loads(next(line for line in plan.text().splitlines() if line.startswith("request"))[8:])
+    assert request["cluster"]["nics_per_node"] == 8
+    assert codec.seal(plan) == plan
+
+
+def test_the_id_is_compared() -> None:
+    plan = parse(BY_HAND)
+    with pytest.raises(DecodeError, match=f"id: the text says {plan.id.hex()}, what it describes has"):
+        parse(plan.text().replace("wait 0", "wait 1"))
+
+
+def test_what_ops_have_no_place_for_is_kept() -> None:
+    plan = parse(BY_HAND.replace("-> O.home[2:4).h2 first", "-> O.home[2:4).h2 d=Q.home[0:8)"))
+    assert plan.text(rank=0).count("d=Q.home[0:8)") == 1
+    assert parse(plan.text()) == plan
+
+
+def test_names_may_hold_anything() -> None:
+    text = BY_HAND.replace("layout attention", 'layout "my: layout -> x; \\"y\\""').replace(
+        '{"head_sets"', '{"home_layout": "my: layout -> x; \\"y\\"", "head_sets"'
+    )
+    plan = parse(text)
+    assert plan.header.layouts == ('my: layout -> x; "y"',)
+    assert parse(plan.text()) == plan
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("apportion.plan 1.0", "apportion.plan one", "line 2: expected 'apportion.plan 1.0'"),
+        ("apportion.plan 1.0", "apportion.plan 1.7", "line 2: this release reads"),
+        ("wait 0   # now", "wiat 0", "line 14: unknown word 'wiat'"),
+        ("wait 0   # now", "wait soon", "line 14: expected 'wait round'"),
+        ("wait 0   # now", "wait 9999999999999999999", "line 14"),
+        ("merge O.work[2:4).h2 ->", "merge O.work[2:4).h2", "line 16: expected 'merge a -> c"),
+        ("merge O.work[2:4).h2", "merge O.wrok[2:4)", "line 16: expected an operand"),
+        ("merge O.work[2:4).h2", "merge P.work[2:4)", "line 16: unknown tensor 'P'"),
+        ("merge O.work[2:4).h2", "merge O.work[4:4)", "line 16: operand .* has no rows"),
+        ("merge O.work[2:4).h2", "merge O.work[2:4)~9", "line 16: operand .* is not at 9"),
+        (".h2 first", ".h2 second", "line 16: merge: unexpected 'second'"),
+        ("[-3, 0]", "diagonal", "line 15: expected 'causal', 'full'"),
+        ("[-3, 0]", "", "line 15: expected 'causal', 'full'"),
+        ("send KV.home[0:8) to 1", "send KV.home[0:8) from 1", "line 13: write 'send"),
+        ("send KV.home[0:8) to 1", "give KV.home[0:8) to 1", "line 13: expected 'send"),
+        (
+            "send KV.home[0:8) to 1",
+            "send KV.home[0:8) to 7",
+            "rank 0, default forward, transfers row 0: peer",
+        ),
+        ("launch 0 channel 1", "launch 0 chanel 1", "line 13: expected 'launch round"),
+        ("row=0 token=0", "row=0 tokens=0", "line 11: expected row="),
+        (
+            "layout attention: row=0 token=0 length=8",
+            "layout attention: row=0 token=9 length=8",
+            "rank 0, layout",
+        ),
+        (
+            "program default forward\n  launch 0 channel 1 all_to_all: send",
+            "launch 0: send",
+            "before the rank's first",
+        ),
+        ("program default forward", "program default sideways", "line 12: unknown phase"),
+        ("rank 1", "rank 0", "line 20: a second section of rank 0"),
+        ("rank 1", "rank 2", "rank 2: the plan has 2 ranks"),
+        ("rank 1", "rank -1", "line 20: expected a rank"),
+        ("rank 0\nlayout", "layout", "line 10: stands before"),
+        ("  finish", "  arenas Q 3\n  finish", "line 18: expected 'tensor rows x heads'"),
+        ("  finish", "  arenas none 3x3\n  finish", "line 18: unknown tensor"),
+        ("  finish", "  operands none\n  finish", "line 18: operands must stand before"),
+        ("  finish", "program default forward\n  finish", "line 18: a second program"),
+        ('"head_sets": [[0], [1]]', '"head_sets": [[0], [1]', "line 3: header: "),
+        ('"head_sets": [[0], [1]]', '"head_sets": [[0], "x"]', "header: Expected"),
+        ('"head_sets": [[0], [1]]', '"head_sets": [[0], [7]]', "distinct heads below 2"),
+        ('"head_sets": [[0], [1]]', '"ranks": 3', "header: ranks = 3"),
+        ('"head_sets": [[0], [1]]', '"rnks": 3', "unknown field 'rnks'"),
+        ('"head_sets": [[0], [1]]', '"version": [1, 0]', "without a version"),
+        ('"head_sets": [[0], [1]]', '"seed": 1, "seed": 2', "a key appears twice"),
+        ('"head_sets": [[0], [1]]', '"seed": NaN', "not a finite number"),
+        ('"head_sets": [[0], [1]]', '"seed": ' + "9" * 5000, "header: "),
+        ('"head_sets": [[0], [1]]', '"kinds": ["default", "other"]', "kind other has no program"),
+        ('"head_sets": [[0], [1]]', '"kinds": ["other"]', "the header names no such kind"),
+        ("# the rest follows", "{}", "line 3: header: more text"),
+        ('"nodes": 1', '"nodes": 0', "request: cluster.nodes"),
+        ('"cluster"', '"clusters"', "unknown field 'clusters'"),
+        ("request", "requests", "unknown word 'requests'"),
+        ("rank 0", 'report {"x": 1e999}\nrank 0', "not a finite"),
+        ("rank 0", "report [1]\nrank 0", "report: expected an object"),
+        ("rank 0", 'report {"x": ' + "[" * 10**5 + "\nrank 0", "report"),
+        ("rank 0", 'report {"x": 99999999999999999999999}\nrank 0', "plan: "),
+        ("rank 0", 'moves [["attention", "x"]]\nrank 0', "unknown layout"),
+        ("rank 0", "moves 3\nrank 0", "moves: Expected"),
+        ("rank 0", "id 12\nrank 0", "64 hexadecimal"),
+        ("rank 0", f"{REQUEST}\nrank 0", "line 9: a second request"),
+    ],
+)
+def test_errors_name_the_line(old: str, new: str, match: str) -> None:
+    assert old in BY_HAND
+    with pytest.raises(DecodeError, match=match):
+        parse(BY_HAND.replace(old, new, 1))
+
+
+def test_moves_by_hand() -> None:
+    text = BY_HAND.replace(
+        "program default forward",
+        "move attention -> attention: send 1 row=0 rows=1\nprogram default forward",
+        1,
+    )
+    assert [(m.source, m.target, len(m.table)) for m in parse(text).moves] == [("attention", "attention", 1)]
+    with pytest.raises(DecodeError, match="does not name every move"):
+        parse(text.replace("rank 0", "moves []\nrank 0", 1))
+    with pytest.raises(DecodeError, match="expected 'send"):
+        parse(text.replace("send 1 row", "send row"))
+
+
+def test_versions_and_nothing() -> None:
+    with pytest.raises(VersionError, match=r"2\.0"):
+        parse("apportion.plan 2.0\n")
+    with pytest.raises(DecodeError, match="found nothing"):
+        parse("# only a comment\n")
+    with pytest.raises(DecodeError, match="request: the text has none"):
+        parse("apportion.plan 1.0\n")
+
+
+def test_every_prefix_of_a_text_is_refused_or_a_plan() -> None:
+    text = (GOLDEN / "tiny.txt").read_text()
+    for end in range(0, len(text) - 60, 11):
+        with pytest.raises(DecodeError):
+            parse(text[:end])
+
+
+def test_narrow_columns_print_alike() -> None:
+    plan = parse(BY_HAND)
+    narrow = {
+        name: replace(table, columns={n: c.astype(np.int16) for n, c in table.columns.items()})
+        for name, table in plan.programs["default", "forward"].tables.items()
+    }
+    programs = {("default", "forward"): replace(plan.programs["default", "forward"], tables=narrow)}
+    assert format_plan(codec.seal(replace(plan, programs=programs))) == format_plan(plan)

@@ -1,0 +1,205 @@
+"""Plans, problems and answers for multi-rank tests."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import NamedTuple
+
+import jobs
+import numpy as np
+import oracle
+import torch
+
+from apportion.ir import bands, masks
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.model import Model
+from apportion.planner import api
+
+# name -> sequences of every family of masks, about 60 tokens, with queries that see no key in the last two
+BATCHES = {
+    "causal": [(33, masks.causal()), (1, masks.causal()), (20, masks.causal())],
+    "full": [(24, masks.full()), (17, masks.full())],
+    "window": [(50, masks.sliding_window(9)), (13, masks.sliding_window(4, 3))],
+    "sink": [(45, masks.sink_window(3, 8))],
+    "blockwise": [(47, masks.causal_blockwise(6, 2))],
+    "shared": [(40, masks.shared_question(14, [9, 5, 12]))],
+    "prefix": [(30, masks.prefix_lm(11)), (20, masks.prefix_lm(20))],
+    "chunks": [(41, masks.block_causal(7, 2)), (23, masks.chunked(8))],
+    "image": [(39, masks.image_spans([[4, 13], [20, 31]]))],
+    "tree": [(36, masks.tree([[-1, 12], [0, 9], [0, 5], [1, 10]]))],
+    "documents": [(44, masks.documents([15, 9, 20]))],
+    "bands": [(30, masks.bands([[5, 20, 2, 18, -3, 9]])), (12, masks.causal())],
+    "slices": [(32, masks.slices([[4, 16, 0, 12, 2], [20, 30, 4, 30, 3]]))],
+}
+
+
+class Case(NamedTuple):
+    """One cell of the matrix."""
+
+    mask: str
+    ratio: int  # query heads per KV head
+    ranks: int
+    dtype: str
+    widths: tuple[int, int]
+    reshuffle: bool
+    extra: str  # "", "sinks" or "softcap"
+
+
+AXES = Case(
+    mask=tuple(BATCHES),
+    ratio=(1, 4, 8),
+    ranks=(1, 2, 3, 4, 5, 6, 7, 8),
+    dtype=("fp64", "fp32", "bf16"),
+    widths=((8, 8), (16, 8), (8, 12)),
+    reshuffle=(False, True),
+    extra=("", "sinks", "softcap"),
+)
+
+
+def pairwise():
+    """Cases that together hold every pair of values of every two axes; greedy and deterministic."""
+    missing = {
+        (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])
+    }
+    rng, cases = np.random.default_rng(0), []
+    while missing:
+        tries = [_completed(rng, min(missing, key=repr)) for _ in range(40)]
+        best = max(tries, key=lambda case: len(missing & _pairs(case)))
+        missing -= _pairs(best)
+        cases.append(best)
+    return cases
+
+
+def _completed(rng, pair):
+    i, a, j, b = pair
+    values = [axis[int(rng.integers(len(axis)))] for axis in AXES]
+    values[i], values[j] = a, b
+    return Case(*values)
+
+
+def _pairs(case):
+    return {(i, case[i], j, case[j]) for i, j in combinations(range(len(case)), 2)}
+
+
+def recipe(block=8, reshuffle=False, buffers=3):
+    return {
+        "name": "fcp",
+        "steps": {
+            "shard": {"blocks": {"block": block, "zigzag": True}},
+            "place": {"lpt": {}},
+            "schedule": {"matchings": {"coalesce": 2, "buffers": buffers}},
+            "reshuffle": reshuffle,
+        },
+    }
+
+
+def model(ratio=2, dtype="fp64", widths=(8, 8), kv_heads=1, kinds=None):
+    layers = 1 if kinds is None else dict.fromkeys(kinds, 1)
+    return Model(
+        ratio * kv_heads, kv_heads, widths[0], widths[1], dtype=dtype, hidden=16, ffn=16, layers=layers
+    )
+
+
+def make_plan(batch, cluster, model, recipe):
+    return api.plan(batch, cluster, model, recipe, verify=False)
+
+
+def batch_of(name):
+    return Batch.from_sequences([Sequence(length, mask) for length, mask in BATCHES[name]])
+
+
+def problem_of(plan, seed=0, sinks=False, softcap=None):
+    m = plan.request.model
+    return oracle.Problem.random(
+        seed, plan.request.batch.tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim, sinks, softcap
+    )
+
+
+def shards(plan, problem):
+    """Every rank's rows of the problem, in the plan's home layout."""
+    home = plan.layout(plan.header.home_layout)
+    rows = [home.tokens(rank) for rank in range(plan.header.ranks)]
+    arrays = (problem.q, problem.k, problem.v, problem.do)
+    return [
+        jobs.Shard(plan.for_rank(rank).encode(), *(x[tokens] for x in arrays))
+        for rank, tokens in enumerate(rows)
+    ]
+
+
+def in_token_order(plan, parts):
+    home = plan.layout(plan.header.home_layout)
+    tokens = np.concatenate([home.tokens(rank) for rank in range(plan.header.ranks)])
+    out = np.empty_like(np.concatenate(parts))
+    out[tokens] = np.concatenate(parts)
+    return out
+
+
+def gathered(plan, results):
+    """(o, dq, dk, dv, dsinks) in token order from the ranks' results; dsinks summed as data parallelism would."""
+    columns = list(zip(*results, strict=True))
+    dsinks = None if columns[4][0] is None else np.sum(columns[4], axis=0)
+    return *(in_token_order(plan, parts) for parts in columns[:4]), dsinks
+
+
+def run(pool, plan, problem, kind=None):
+    options = {"scale": problem.scale, "softcap": problem.softcap}
+    results = pool.run(
+        jobs.attention, plan.header.ranks, kind, problem.sinks, options, each=shards(plan, problem)
+    )
+    return gathered(plan, results)
+
+
+def allowed(batch, kind="default"):
+    return bands.dense(batch.bands(kind), batch.tokens, batch.tokens)
+
+
+def answer(problem, mask):
+    """The float64 oracle's (o, dq, dk, dv, dsinks)."""
+    want = oracle.dense(problem, mask)
+    return want.o, want.dq, want.dk, want.dv, want.dsinks
+
+
+def plain(problem, mask, dtype):
+    """Plain torch attention in a dtype, rows without keys left out: (o, dq, dk, dv, dsinks) in float64."""
+    leaves = [
+        None if x is None else torch.from_numpy(x).to(dtype).requires_grad_()
+        for x in (problem.q, problem.k, problem.v, problem.sinks)
+    ]
+    q, k, v, sinks = leaves
+    alive = torch.from_numpy(mask.any(1))
+    out = torch.zeros(*problem.do.shape, dtype=dtype)
+    kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
+    scores = torch.einsum("thd,shd->hts", q[alive], k[:, kv_of]) * q.shape[-1] ** -0.5
+    if problem.softcap is not None:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    scores = scores.masked_fill(~torch.from_numpy(mask)[alive], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+    weights = torch.softmax(scores, -1)[..., : len(problem.k)]
+    out = out.index_put((alive.nonzero()[:, 0],), torch.einsum("hts,shd->thd", weights, v[:, kv_of]))
+    out.backward(torch.from_numpy(problem.do).to(dtype))
+    grads = [None if x is None else x.grad for x in leaves]
+    return tuple(None if x is None else x.detach().double().numpy() for x in (out, *grads))
+
+
+def assert_good(got, problem, mask, dtype="fp64"):
+    """Within 1e-10 of the oracle in float64, else within twice the error of plain attention; no NaN anywhere."""
+    if dtype == "fp64":
+        limits = [1e-10] * 5
+    else:
+        kind = jobs.DTYPES[dtype]
+        problem = rounded(problem, kind)
+        want = answer(problem, mask)
+        errors = zip(plain(problem, mask, kind), want, strict=True)
+        limits = [0 if a is None else 2 * np.abs(a - b).max(initial=0) for a, b in errors]
+    for name, a, b, limit in zip(("o", "dq", "dk", "dv", "dsinks"), got, answer(problem, mask), limits, strict=True):
+        if b is not None:
+            error = np.abs(a - b).max(initial=0)
+            assert error <= limit, f"{name}: {error:.2e} > {limit:.2e}"
+
+
+def rounded(problem, dtype):
+    arrays = (problem.q, problem.k, problem.v, problem.do, problem.sinks)
+    kept = [None if x is None else torch.from_numpy(x).to(dtype).double().numpy() for x in arrays]
+    return oracle.Problem(*kept, problem.scale, problem.softcap)
+

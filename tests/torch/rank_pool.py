@@ -1,0 +1,110 @@
+"""Eight worker processes for multi-rank tests, started once per session.
+
+A forkserver with torch preloaded starts them in about a second; a job then costs milliseconds. Jobs are module
+functions `job(comm, *args)` named by module and function; arguments and results are plain data and numpy arrays.
+All ranks are waited for at once: the first traceback wins, and the pool is rebuilt after a failure, since the other
+ranks may hang in a collective.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import multiprocessing
+import tempfile
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+
+RANKS = 8
+TIMEOUT_S = 30
+
+
+class RankError(AssertionError):
+    """A job failed on a rank; the message is its traceback."""
+
+
+class Pool:
+    def __init__(self):
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        self._workers = []
+
+    def run(self, job, ranks, *args, each=None):
+        """`job(comm, *args)` on ranks 0..ranks-1 (`each`: one more argument per rank); their results in order."""
+        if not self._workers:
+            self._start()
+        name = (job.__module__, job.__qualname__)
+        pipes = [pipe for _, pipe in self._workers[:ranks]]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((name, ranks, (*args, *([each[rank]] if each is not None else []))))
+        return self._collect(pipes)
+
+    def _collect(self, pipes):
+        results, waiting = {}, list(pipes)
+        while waiting:
+            ready = wait(waiting, TIMEOUT_S)
+            if not ready:
+                self._fail(f"no answer in {TIMEOUT_S} s from ranks {[pipes.index(pipe) for pipe in waiting]}")
+            for pipe in ready:
+                results[pipe] = self._answer(pipe, pipes.index(pipe))
+                waiting.remove(pipe)
+        return [results[pipe] for pipe in pipes]
+
+    def _answer(self, pipe, rank):
+        try:
+            ok, value = pipe.recv()
+        except EOFError:
+            self._fail(f"rank {rank} died")
+        if not ok:
+            self._fail(f"rank {rank}:\n{value}")
+        return value
+
+    def _fail(self, message):
+        self.close()
+        raise RankError(message)
+
+    def _start(self):
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(RANKS):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(theirs, rank, self._folder.name), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self):
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        if self._workers:
+            self._folder.cleanup()
+        self._workers = []
+
+
+def _work(pipe, rank, folder):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S / 2)
+    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
+    groups = [dist.new_group(list(range(size))) for size in range(1, RANKS + 1)]
+    while True:
+        try:
+            (module, function), ranks, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_attempt(module, function, groups[ranks - 1], args))
+
+
+def _attempt(module, function, group, args):
+    from apportion.backends.torch.transport import Communicator
+
+    try:
+        job = getattr(importlib.import_module(module), function)
+        return True, job(Communicator(group), *args)
+    except BaseException:
+        return False, traceback.format_exc()

@@ -1,0 +1,157 @@
+"""Kernels of one task against dense float64 attention, over random band grids."""
+
+import numpy as np
+import pytest
+import torch
+
+from apportion.backends.torch import kernels
+from apportion.backends.torch.columns import columns_of, head_groups
+from apportion.backends.torch.kernels import Band, Score, accumulator_dtype, attend, attend_grad, merge
+
+INF = 2**62
+
+
+def dense(q, k, v, allowed, kv_of, score):
+    """o, lse of float64 tensors [T, H, D]; rows without keys give 0 and -inf. Differentiable."""
+    s = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * score.scale
+    if score.softcap is not None:
+        s = score.softcap * torch.tanh(s / score.softcap)
+    s = s.masked_fill(~allowed, float("-inf"))
+    p = torch.nan_to_num(torch.softmax(s, -1))
+    return torch.einsum("hts,shd->thd", p, v[:, kv_of]), s.logsumexp(-1).T
+
+
+def inputs(rows, keys, heads, kv_heads, widths, dtype, seed):
+    gen = torch.Generator().manual_seed(seed)
+    shapes = [(rows, heads, widths[0]), (keys, kv_heads, widths[0]), (keys, kv_heads, widths[1])]
+    shapes.append((rows, heads, widths[1]))
+    return [torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def run_task(q, k, v, do, bands, kv_of, score):
+    """Forward over the bands into one accumulator, then backward of each with the merged statistics."""
+    wide = accumulator_dtype(q.dtype)
+    o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=wide)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=wide)
+    for dmin, dmax in bands:
+        attend(q, k, v, o, lse, Band(dmin, dmax, kv_of), score)
+    delta = (do.to(wide) * o).sum(-1)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=wide) for t in (q, k, v))
+    for dmin, dmax in bands:
+        attend_grad(q, k, v, do, lse, delta, dq, dk, dv, Band(dmin, dmax, kv_of), score)
+    return o, lse, dq, dk, dv
+
+
+def oracle(q, k, v, do, bands, kv_of, score):
+    i, j = np.indices((q.shape[0], k.shape[0]))
+    allowed = torch.from_numpy(np.any([(i - j >= low) & (i - j <= high) for low, high in bands], axis=0))
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    o, lse = dense(*leaves, allowed, list(kv_of), score)
+    # rows without keys would turn 0 * nan in the oracle's own softmax gradient
+    alive = allowed.any(1)
+    grads = torch.autograd.grad(dense_alive(leaves, allowed, alive, kv_of, score), leaves, do.double()[alive])
+    return o.detach(), lse.detach(), *grads
+
+
+def dense_alive(leaves, allowed, alive, kv_of, score):
+    q, k, v = leaves
+    return dense(q[alive], k, v, allowed[alive], list(kv_of), score)[0]
+
+
+def split_band(rng, rows, keys):
+    """One band, cut in two at a diagonal, so that rows merge several partial results."""
+    low, high = sorted(rng.integers(-keys + 1, rows, 2).tolist())
+    low, high = (-INF if rng.random() < 0.3 else low), (INF if rng.random() < 0.3 else high)
+    middle = int(rng.integers(max(low, -keys), min(high, rows) + 1))
+    return [(low, middle - 1), (middle, high)]
+
+
+def close(got, want, tolerance):
+    for a, b in zip(got, want, strict=True):
+        assert not torch.isnan(a).any()
+        torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["flash", "softcap"])
+def test_random_bands_match_dense_float64(softcap):
+    rng = np.random.default_rng(7)
+    for seed in range(25):
+        rows, keys = rng.integers(1, 90, 2).tolist()
+        kv_heads, group = [(1, 1), (2, 2), (1, 4)][seed % 3]
+        kv_of = tuple(i // group for i in range(kv_heads * group))
+        args = inputs(rows, keys, kv_heads * group, kv_heads, (8, [8, 5, 16][seed % 3]), torch.float64, seed)
+        bands = split_band(rng, rows, keys)
+        score = Score(0.3, softcap)
+        close(run_task(*args, bands, kv_of, score), oracle(*args, bands, kv_of, score), 1e-11)
+
+
+def test_strips_and_squares_longer_than_one_call():
+    for bands in ([(0, INF)], [(0, 299)], [(-INF, 40)], [(5, INF), (-30, 4)]):
+        args = inputs(600, 700, 2, 1, (8, 8), torch.float64, 3)
+        score = Score(0.3)
+        close(run_task(*args, bands, (0, 0), score), oracle(*args, bands, (0, 0), score), 1e-11)
+
+
+def test_plain_strips_are_the_fallback_of_every_dtype(monkeypatch):
+    monkeypatch.setattr(kernels, "FLASH_CPU", kernels.PLAIN)
+    args = inputs(300, 280, 2, 2, (8, 4), torch.float64, 4)
+    close(
+        run_task(*args, [(-9, 270)], (0, 1), Score(1.0)),
+        oracle(*args, [(-9, 270)], (0, 1), Score(1.0)),
+        1e-11,
+    )
+
+
+@pytest.mark.parametrize("kv_of", [(1, 0), (0, 1, 0, 1), (0, 0, 2), (2, 0, 0, 2, 1), (0, 0, 0)])
+def test_heads_in_any_order_and_number(kv_of):
+    args = inputs(20, 24, len(kv_of), 3, (4, 4), torch.float64, 5)
+    close(run_task(*args, [(0, INF)], kv_of, Score(0.5)), oracle(*args, [(0, INF)], kv_of, Score(0.5)), 1e-11)
+
+
+def test_head_groups_are_slices_where_heads_are_regular():
+    assert head_groups((0, 0, 1, 1)) == (head_groups((0, 0, 1, 1))[0],)
+    group = head_groups((0, 0, 1, 1))[0]
+    assert (group.q, group.kv, group.kv_heads) == (slice(0, 4, 1), slice(0, 2, 1), 2)
+    assert columns_of((1, 3, 5)) == slice(1, 6, 2)
+    assert columns_of((3, 1)) == (3, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_is_within_twice_the_error_of_plain_attention(dtype):
+    args = inputs(200, 200, 4, 2, (16, 16), dtype, 6)
+    bands, kv_of, score = [(0, 60), (61, INF)], (0, 0, 1, 1), Score(0.25)
+    got = run_task(*args, bands, kv_of, score)
+    want = oracle(*args, bands, kv_of, score)
+    plain = plain_attention(*args, kv_of, score)
+    for name, a, b, c in zip(
+        ("o", "dq", "dk", "dv"), (got[0], *got[2:]), plain, (want[0], *want[2:]), strict=True
+    ):
+        assert (a.to(dtype) - c).abs().max() <= 2 * (b - c).abs().max(), name
+
+
+def plain_attention(q, k, v, do, kv_of, score):
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    rows, keys, values = (t.transpose(0, 1) for t in (leaves[0], leaves[1][:, kv_of], leaves[2][:, kv_of]))
+    o = torch.nn.functional.scaled_dot_product_attention(
+        rows, keys, values, is_causal=True, scale=score.scale
+    )
+    return o.transpose(0, 1), *torch.autograd.grad(o, leaves, do.transpose(0, 1))
+
+
+def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients():
+    gen = torch.Generator().manual_seed(8)
+    do = torch.randn(5, 16, generator=gen, dtype=torch.float64)
+    out = torch.randn(5, 16, generator=gen, dtype=torch.float64)
+    do[1] = 0
+    do[2] *= 1e-200
+    delta = (do * out).sum(-1)
+    stand_in = kernels.out_with_delta(do, delta)
+    torch.testing.assert_close((do * stand_in).sum(-1), delta, rtol=1e-14, atol=0)
+    assert (stand_in.norm(dim=-1) <= out.norm(dim=-1) * (1 + 1e-14)).all()
+
+
+def test_merge_of_nothing_is_the_identity():
+    o, lse = torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf"))
+    merge(o, lse, torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf")))
+    assert o.eq(0).all()
+    assert lse.eq(float("-inf")).all()
