@@ -49,7 +49,7 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/planning.py
 
 fuzz: $(READY)
-	@$(BIN)/python benchmarks/fuzz.py
+	@$(BIN)/python benchmarks/fuzz_plans.py --count 100000
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \

@@ -101,7 +101,7 @@ def forward(q: Floats, k: Floats, v: Floats, band: Band, scores: Scores) -> Part
         logits = _logits(q, k, rows, keys, band, scores)
         lse = _log_sum_exp(logits)
         weights = np.exp(logits - _finite(lse)[..., None])
-        out.o[rows] = np.moveaxis(weights @ np.moveaxis(v[keys], 1, 0), 0, 1)
+        out.o[rows] = (weights @ v[keys].swapaxes(0, 1)).swapaxes(0, 1)
         out.lse[rows] = lse.T
     return out
 
@@ -118,13 +118,13 @@ def backward(
         logits = _logits(q, k, rows, keys, band, scores)
         weights = np.exp(logits - _finite(lse[rows].T)[..., None])
         weights[~np.isfinite(logits)] = 0
-        do_hnw = np.moveaxis(do[rows], 1, 0)
-        d_weights = do_hnw @ np.moveaxis(v[keys], 1, 0).swapaxes(1, 2)
+        do_hnw = do[rows].swapaxes(0, 1)
+        d_weights = do_hnw @ v[keys].transpose(1, 2, 0)
         slope = scores.slope(np.where(np.isfinite(logits), logits, 0))
         d_products = weights * (d_weights - delta[rows].T[..., None]) * slope
-        grads.dq[rows] += np.moveaxis(d_products @ np.moveaxis(k[keys], 1, 0), 0, 1)
-        grads.dk[keys] += np.moveaxis(d_products.swapaxes(1, 2) @ np.moveaxis(q[rows], 1, 0), 0, 1)
-        grads.dv[keys] += np.moveaxis(weights.swapaxes(1, 2) @ do_hnw, 0, 1)
+        grads.dq[rows] += (d_products @ k[keys].swapaxes(0, 1)).swapaxes(0, 1)
+        grads.dk[keys] += (d_products.swapaxes(1, 2) @ q[rows].swapaxes(0, 1)).swapaxes(0, 1)
+        grads.dv[keys] += (weights.swapaxes(1, 2) @ do_hnw).swapaxes(0, 1)
     return grads
 
 
@@ -137,7 +137,7 @@ def sum_heads(per_query_head: Floats, kv_of: tuple[int, ...], kv_heads: int) -> 
 
 
 def _logits(q: Floats, k: Floats, rows: slice, keys: slice, band: Band, scores: Scores) -> Floats:
-    products = np.moveaxis(q[rows], 1, 0) @ np.moveaxis(k[keys], 1, 0).swapaxes(1, 2)
+    products = q[rows].swapaxes(0, 1) @ k[keys].transpose(1, 2, 0)
     return np.where(band.allowed(rows, keys), scores.logits(products), -np.inf).astype(q.dtype, copy=False)
 
 

@@ -26,8 +26,23 @@ from apportion.backends.local_ranks import (
 )
 from apportion.backends.numpy_kernels import Floats, Scores
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.isa import HEADLESS, KV_SIDE, Tensor
+from apportion.ir.isa import HEADLESS, KV_SIDE, TENSOR_NAMES, Tensor
 from apportion.ir.plan import Layout, Plan
+
+__all__ = [
+    "Kernels",
+    "Projection",
+    "Result",
+    "Saved",
+    "gather",
+    "remap",
+    "run",
+    "run_backward",
+    "run_block_backward",
+    "run_block_forward",
+    "run_forward",
+    "scatter",
+]
 
 
 @dataclass(frozen=True)
@@ -146,7 +161,7 @@ def remap(plan: Plan, index: int, parts: Sequence[Array], inverse: bool = False)
     for rank, part in enumerate(parts):
         if len(part) != source.rows_per_rank[rank]:
             raise ExecutionError(
-                f"rank {rank} holds {source.rows_per_rank[rank]} rows of {names[0]}, got {len(part)}"
+                f"rank {rank} holds {source.rows_per_rank[rank]} rows of layout {names[0]}, got {len(part)}"
             )
         for _, peer, row, count in (r for r in rows[rank] if r[0]):
             mail[rank, peer].append(part[row : row + count])
@@ -186,7 +201,9 @@ def _home(plan: Plan) -> Layout:
 def _gather_tensor(plan: Plan, homes: Sequence[dict[Tensor, Arrays]], tensor: Tensor) -> Arrays:
     for rank, home in enumerate(homes):
         if any(np.isnan(array).any() for array in home[tensor]):
-            raise ExecutionError(f"rank {rank}: home rows of {tensor.name} were never written, or used up")
+            raise ExecutionError(
+                f"rank {rank}: home rows of {TENSOR_NAMES[tensor]} were never written, or used up"
+            )
     parts = zip(*(home[tensor] for home in homes), strict=True)
     return tuple(gather(_home(plan), part) for part in parts)
 

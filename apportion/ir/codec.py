@@ -179,7 +179,7 @@ def _decode_sections(sections: Sections, version: tuple[int, int]) -> Plan:
 
 
 # Parts are read so many at a time: their blobs stay in cache until they are joined (2x at 1,024 ranks).
-_CHUNK = 32
+_CHUNK = 128
 
 
 def _read_tables(

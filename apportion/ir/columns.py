@@ -100,10 +100,10 @@ class Gather:
 
     def _count(self, columns: list[tuple[bytes, ...]], ranks: int) -> Ints:
         """[ranks] rows, the same by every column."""
-        sizes = [np.fromiter(map(len, column), np.int64, ranks) for column in columns]
         widths = [DTYPES[code].itemsize for code in self.codes]
-        rows: Ints = sizes[0] // widths[0]
-        if not rows.all() or any((size != rows * w).any() for size, w in zip(sizes, widths, strict=True)):
+        rows: Ints = np.fromiter(map(len, columns[0]), np.int64, ranks) // widths[0]
+        sizes = {width: (rows * width).tolist() for width in set(widths)}
+        if not rows.all() or any(list(map(len, c)) != sizes[w] for c, w in zip(columns, widths, strict=True)):
             raise DecodeError(f"{self.where}: columns of a rank differ in length or hold no rows")
         return rows
 

@@ -28,7 +28,7 @@ def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise ConfigError(field, value, "must be an integer", f"write a whole number of at least {low}")
     if not low <= value <= high:
-        rule = f"must be at least {low}" if high == MAX_INT else f"must be in [{low}, {high}]"
+        rule = f"must be at least {low}" if high == MAX_INT and value < low else f"must be in [{low}, {high}]"
         raise ConfigError(field, value, rule, "write a number in that range")
     return int(value)
 

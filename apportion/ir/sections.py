@@ -56,7 +56,7 @@ def model_facts(model: Model) -> dict[str, Any]:
 
 def read_header(data: bytes, version: tuple[int, int]) -> Header:
     """The header section. Raises DecodeError."""
-    header: Header = wire.read_section(_decode_header, data, "header", version)
+    header: Header = wire.read_section(_decode_header, data, "header", version, header_data)
     if header.version != tuple(version):
         raise DecodeError(f"header: version {header.version} differs from {tuple(version)} outside it")
     structure.check_header(header)

@@ -139,7 +139,8 @@ class _Place:
             return
         for name, column in self.table.columns.items():
             low, high = more.get(name) or _RANGES.get((self.name, name), (0, LIMIT))
-            if column.min() < low or column.max() > high:
+            kind = np.iinfo(column.dtype)
+            if (kind.min < low and column.min() < low) or (kind.max > high and column.max() > high):
                 self.refuse((column < low) | (column > high), f"{name} is outside [{low}, {high}]")
 
     def check_spans(self, tokens: int) -> None:

@@ -7,7 +7,7 @@ them, and the typed decoders stop at the first value of a wrong type. `schemas/F
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from apportion.ir.isa import VERSION
 MAX_BYTES: Mapping[str, int] = MappingProxyType(
     {
         "header": 4 << 20,
-        "request": 256 << 20,
+        "request": 64 << 20,
         "layouts": 1 << 20,
         "moves": 1 << 20,
         "report": 4 << 20,
@@ -94,7 +94,6 @@ _decode_version = msgspec.msgpack.Decoder(Version).decode
 decode_plan = msgspec.msgpack.Decoder(PlanWire).decode
 decode_slice = msgspec.msgpack.Decoder(SliceWire).decode
 _decode_part = msgspec.msgpack.Decoder(Part).decode
-_decode_any = msgspec.msgpack.Decoder().decode
 
 
 def newer(version: tuple[int, int]) -> bool:
@@ -126,17 +125,24 @@ def read_envelope(data: bytes, decoder: Any, name: str, magic: str) -> Any:
     return unpack(decoder, data, name)
 
 
-def read_section(decoder: Any, data: bytes, what: str, version: tuple[int, int]) -> Any:
-    """A section of plain data. Raises DecodeError, also where two byte strings could mean the same plan."""
+def read_section(
+    decoder: Any,
+    data: bytes,
+    what: str,
+    version: tuple[int, int],
+    plain: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """A section of plain data. Raises DecodeError, also where other bytes would mean the same plan.
+
+    plain: makes plain data of what `decoder` gives.
+    """
     _check_size(data, what)
     value = unpack(decoder, data, what)
-    if not newer(version) and unpack(_encode_again, data, what) != data:
-        raise DecodeError(f"{what}: repeated or unsorted keys, or values not in their shortest form")
+    if not newer(version) and unpack(lambda _: encode_section(plain(value)), data, what) != data:
+        raise DecodeError(
+            f"{what}: unknown, missing, repeated or unsorted keys, or values not in their shortest form"
+        )
     return value
-
-
-def _encode_again(data: bytes) -> bytes:
-    return encode_section(_decode_any(data))
 
 
 def read_part(data: bytes, rank: int, version: tuple[int, int]) -> Part:

@@ -111,9 +111,10 @@ def _schedule(problem: Problem, passes: Pipeline, placement: Placement) -> dict[
     heads = _head_columns(problem.model)
     lowered = {}
     for kind, bands in problem.bands.items():
-        tasks, edges = find_tasks(bands, placement.starts, placement.home, problem.ranks)
-        slots = passes.schedule(edges.src, edges.dst, problem.ranks)
-        lowered[kind] = Lowering(rows, program_order(tasks, rows, slots), edges, slots, shuffle, heads)
+        tasks, members, edges = find_tasks(bands, rows)
+        slots = passes.schedule(edges.src, edges.dst, edges.rows, problem.ranks)
+        tasks, members = program_order(tasks, members, slots, problem.ranks)
+        lowered[kind] = Lowering(rows, tasks, members, edges, slots, shuffle, heads)
     return lowered
 
 

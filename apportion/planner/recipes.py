@@ -28,7 +28,7 @@ FCP = Recipe(
     {
         "shard": {"blocks": {"block": "auto", "zigzag": True}},
         "place": {"lpt": {}},
-        "schedule": {"matchings": {"coalesce": 4, "buffers": 3}},
+        "schedule": {"matchings": {"coalesce": "auto", "buffers": 3}},
         "reshuffle": False,
     },
 )

@@ -1,7 +1,7 @@
 """The attention op of a layer, under a plan.
 
-    out = planned_attention(q, k, v, handle, kind="global")                     q, k, v of this rank's rows
-    out = planned_attention_block(hidden, position_ids, handle, project, params)  the plan projects the heads
+out = planned_attention(q, k, v, handle, kind="global")                     q, k, v of this rank's rows
+out = planned_attention_block(hidden, position_ids, handle, project, params)  the plan projects the heads
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def planned_attention(
     """
     _refuse(refused)
     if q.dim() == 4:
-        rows = (_without_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
-        return planned_attention(*rows, handle, kind, scale, softcap, sinks).unsqueeze(0)
+        q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
+        return planned_attention(q, k, v, handle, kind, scale, softcap, sinks).unsqueeze(0)
     if k.shape[0] != q.shape[0]:
         raise ExecutionError(f"q has {q.shape[0]} rows and k {k.shape[0]}: cross-attention is not planned")
     return attend(handle, handle.kind(kind), q, k, v, sinks, _score(q.shape[-1], scale, softcap))
@@ -94,7 +94,8 @@ def planned_attention_block(
         q, k, v = project(hidden, position_ids, *heads)
         return planned_attention(q, k, v, handle, name, scale, softcap, sinks)
     score = _score(header.head_dim, scale, softcap)
-    return attend_block(handle, name, hidden, position_ids, project, tuple(params), sinks, score)
+    out: Tensor = attend_block(handle, name, hidden, position_ids, project, tuple(params), sinks, score)
+    return out
 
 
 def _score(width: int, scale: float | None, softcap: float | None) -> Score:

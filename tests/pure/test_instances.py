@@ -30,7 +30,7 @@ DATA = Path(__file__).parent.parent / "data" / "mask_instances.jsonl.gz"
 MODEL = Model(q_heads=1, kv_heads=1, head_dim=4, v_head_dim=4, dtype="fp64", layers=1)
 CLUSTER = Cluster(nodes=2, ranks_per_node=4)
 WHOLE = 16_384  # tokens up to which all rows are compared
-CELLS = 2**25  # (query, key) cells of one window at most
+CELLS = 2**24  # (query, key) cells of one window at most
 WORK = 2**42  # cells × tokens of a window at most
 EXACT = 1e-10
 

@@ -184,6 +184,16 @@ def test_remap_moves_rows_between_layouts_and_back() -> None:
     np.testing.assert_array_equal(reference.gather(source, back), x)
 
 
+def test_remap_refuses_rows_of_another_layout_and_moves_that_do_not_meet() -> None:
+    plan = load("reshuffle")
+    parts = reference.scatter(plan.layout("attention"), np.zeros((16, 1)))
+    with pytest.raises(ExecutionError, match="rank 0 holds 8 rows of layout attention, got 7"):
+        reference.remap(plan, 0, [parts[0][:7], parts[1]])
+    crossed = broken("reshuffle", "send 1 row=4 rows=4; receive 1", "send 1 row=4 rows=3; receive 1")
+    with pytest.raises(ExecutionError, match="rank 1 receives 4 rows from rank 0"):
+        reference.remap(crossed, 0, parts)
+
+
 # --- plans that cannot run: the error says who, where and why
 
 
@@ -227,9 +237,25 @@ def test_overwriting_rows_in_flight_is_an_error() -> None:
 
 def test_a_send_that_nobody_receives_is_an_error() -> None:
     plan = broken(
-        "q_moves", "receive Q.work[0:8) from 1, receive Q.work[8:16) from 2", "receive Q.work[8:16) from 2"
+        "q_moves", "send Q.home[0:8) to 0, receive", "send Q.home[0:8) to 0, send KV.home[0:8) to 0, receive"
     )
-    fails(plan, r"reads Q.work|does not receive")
+    fails(plan, r"round 0: rank 0 does not receive KV.home\[0:8\).* of rank 1")
+
+
+def test_a_receive_that_nobody_sends_is_an_error() -> None:
+    plan = broken(
+        "q_moves",
+        "launch 1: receive O.work[8:16) from 0, send",
+        "launch 1: receive O.work[8:16) from 2, send",
+    )
+    fails(
+        plan, r"rank 1, instruction 5 .*receives O.work\[8:16\).* from rank 2, which sends no more in round 1"
+    )
+
+
+def test_results_that_nobody_wrote_are_an_error() -> None:
+    plan = broken("clear", "clear dQ.home[4:8), dKV.home[0:8)", "clear dKV.home[0:8)")
+    fails(plan, "rank 0: home rows of dQ were never written")
 
 
 def test_a_receive_of_other_rows_is_an_error() -> None:
@@ -303,3 +329,12 @@ def test_null_backend_checks_shapes_and_kinds() -> None:
         backend.forward("default", p.q, p.k, p.v)
     with pytest.raises(UnknownNameError):
         backend.forward("local", p.q[24:], p.k[24:], p.v[24:])
+
+
+def test_null_backend_takes_hidden_states_where_the_plan_projects() -> None:
+    backend = null.NullBackend(load("heads").for_rank(1))
+    o, _ = backend.forward_block("default", np.zeros((8, 6)))
+    assert o.shape == (8, 4, 4)
+    assert backend.calls[0].operands == ("X.home[0:8)", "Q.work[8:16) heads 0,2", "KV.work[8:16) heads 0,1")
+    with pytest.raises(ExecutionError, match="hidden has shape"):
+        backend.forward_block("default", np.zeros((7, 6)))

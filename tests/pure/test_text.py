@@ -160,11 +160,12 @@ def test_what_ops_have_no_place_for_is_kept() -> None:
 
 
 def test_names_may_hold_anything() -> None:
-    text = BY_HAND.replace("layout attention", 'layout "my: layout -> x; \\"y\\""').replace(
-        '{"head_sets"', '{"home_layout": "my: layout -> x; \\"y\\"", "head_sets"'
-    )
-    plan = parse(text)
-    assert plan.header.layouts == ('my: layout -> x; "y"',)
+    name = 'my: layout -> x; "y" # \n'
+    quoted = json.dumps(name).replace("#", "\\u0023")
+    text = BY_HAND.replace("layout attention", f"layout {quoted}")
+    plan = parse(text.replace('{"head_sets"', f'{{"home_layout": {json.dumps(name)}, "head_sets"'))
+    assert plan.header.layouts == (name,)
+    assert f"layout {quoted}: row=0" in plan.text()
     assert parse(plan.text()) == plan
 
 
@@ -234,7 +235,7 @@ def test_names_may_hold_anything() -> None:
         ("rank 0", 'moves [["attention", "x"]]\nrank 0', "unknown layout"),
         ("rank 0", "moves 3\nrank 0", "moves: Expected"),
         ("rank 0", "id 12\nrank 0", "64 hexadecimal"),
-        ("rank 0", f"{REQUEST}\nrank 0", "line 9: a second request"),
+        ("rank 0", f"{REQUEST}\nrank 0", "line 10: a second request"),
     ],
 )
 def test_errors_name_the_line(old: str, new: str, match: str) -> None:

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 
 from apportion.ir.codec import Slice
-from apportion.trainer.attention import PlanHandle, planned_attention
+from apportion.ir.errors import ApportionError
+from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,3 +42,100 @@ def attention(comm, kind, sinks, options, shard):
     out.backward(torch.from_numpy(shard.do).to(handle.dtype))
     grads = [t if t is None else t.grad for t in (q, k, v, logits)]
     return [None if t is None else t.detach().double().numpy() for t in (out, *grads)]
+
+
+def twice(comm, shard):
+    """The same plan on the same numbers, two handles: bytes of everything."""
+    results = [attention(comm, None, None, {}, shard) for _ in range(2)]
+    return [[x.tobytes() for x in result if x is not None] for result in results]
+
+
+def microbatches_one_by_one(comm, shards):
+    return microbatches(comm, "F0B0F1B1", shards)
+
+
+def microbatches(comm, order, shards):
+    """Two microbatches, forward and backward in the given order ("F0F1B1B0"): gradients of both."""
+    losses, leaves = {}, {}
+    for step, index in zip(order[::2], map(int, order[1::2]), strict=True):
+        shard = shards[index]
+        if step == "F":
+            handle = handle_of(comm, shard.piece)
+            leaves[index] = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+            out = planned_attention(*leaves[index], handle)
+            losses[index] = (out * torch.from_numpy(shard.do)).sum()
+        else:
+            losses[index].backward()
+    return [[x.grad.numpy() for x in leaves[index]] for index in (0, 1)]
+
+
+def checkpointed(comm, reentrant, shard):
+    """out and gradients of two layers, the second on the output of the first, recomputed in backward."""
+    handle = handle_of(comm, shard.piece)
+    inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+
+    def layers(q, k, v):
+        return planned_attention(planned_attention(q, k, v, handle), k, v, handle)
+
+    if reentrant is None:
+        out = layers(*inputs)
+    else:
+        out = torch.utils.checkpoint.checkpoint(layers, *inputs, use_reentrant=reentrant)
+    out.backward(torch.from_numpy(shard.do))
+    return [out.detach().numpy(), *(x.grad.numpy() for x in inputs)]
+
+
+def compiled(comm, shards):
+    """A compiled layer over several plans: (graphs compiled, graph breaks, largest difference from eager)."""
+    import torch._dynamo
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def layer(q, k, v, handle):
+        return planned_attention(q * 2, k, v, handle).sin()
+
+    fast = torch.compile(layer, backend=counter, fullgraph=True)
+    worst = 0.0
+    for shard in shards:
+        handle = handle_of(comm, shard.piece)
+        results = []
+        for function in (layer, fast):
+            inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+            out = function(*inputs, handle)
+            out.backward(torch.from_numpy(shard.do))
+            results.append([out.detach(), *(x.grad for x in inputs)])
+        worst = max([worst, *(float((a - b).abs().max()) for a, b in zip(*results, strict=True) if len(a))])
+    return counter.frame_count, worst
+
+
+class Weights:
+    """A layer's projection, with positions inside: (x @ w) * (1 + position / 8) per head."""
+
+    def __init__(self, w_q, w_k, w_v):
+        self.params = tuple(leaf(w, torch.float64) for w in (w_q, w_k, w_v))
+
+    def __call__(self, hidden, position_ids, q_heads, kv_heads):
+        turned = hidden * (1 + position_ids[:, None] / 8)
+        heads = zip(self.params, (q_heads, kv_heads, kv_heads), strict=True)
+        return tuple(torch.einsum("te,hed->thd", turned, w[list(chosen)]) for w, chosen in heads)
+
+
+def block(comm, weights, shard):
+    """out, dX and the weights' gradients of planned_attention_block."""
+    piece, hidden, position_ids, do = shard
+    handle, project = handle_of(comm, piece), Weights(*weights)
+    x = leaf(hidden, torch.float64)
+    out = planned_attention_block(x, torch.from_numpy(position_ids), handle, project, project.params)
+    out.backward(torch.from_numpy(do))
+    return [out.detach().numpy(), x.grad.numpy(), *(w.grad.numpy() for w in project.params)]
+
+
+def error_of(comm, shard):
+    """The error that an attention call raises on this rank."""
+    try:
+        attention(comm, None, None, {}, shard)
+    except ApportionError as error:
+        return type(error).__name__, str(error)
+    return "none", ""

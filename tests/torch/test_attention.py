@@ -1,12 +1,21 @@
 """Planned attention on real ranks over gloo, against dense float64 attention."""
 
+from itertools import chain
+from pathlib import Path
+
 import cases
+import jobs
+import numpy as np
 import pytest
+import torch
 from cases import batch_of, make_plan
 
+from apportion.ir import masks, text
+from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 
 COVER = cases.pairwise()
+BY_HAND = {path.stem: path for path in sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))}
 
 
 @pytest.mark.parametrize("case", COVER, ids=["-".join(map(str, case)) for case in COVER])
@@ -21,3 +30,161 @@ def test_pairwise_cover(pool, case):
     problem = cases.problem_of(plan, 1, case.extra == "sinks", 2.0 if case.extra == "softcap" else None)
     got = cases.run(pool, plan, problem)
     cases.assert_good(got, problem, cases.allowed(batch), case.dtype)
+
+
+@pytest.mark.parametrize("extra", ["", "sinks"])
+@pytest.mark.parametrize("name", [name for name in BY_HAND if name != "heads"])
+def test_plans_written_by_hand(pool, name, extra):
+    plan = text.parse(BY_HAND[name].read_text())
+    problem = cases.problem_of(plan, 2, sinks=extra == "sinks")
+    for kind in plan.header.kinds:
+        got = cases.run(pool, plan, problem, kind)
+        cases.assert_good(got, problem, cases.allowed(plan.request.batch, kind))
+
+
+def projected(plan, seed=3):
+    """Weights, hidden states [T, E], position ids and dO of a plan's model."""
+    rng, m = np.random.default_rng(seed), plan.request.model
+    shapes = [(m.q_heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_dim)]
+    weights = [rng.standard_normal((heads, m.hidden, width)) for heads, width in shapes]
+    tokens = plan.request.batch.tokens
+    hidden = rng.standard_normal((tokens, m.hidden))
+    return (
+        weights,
+        hidden,
+        plan.request.batch.positions(),
+        rng.standard_normal((tokens, m.q_heads, m.value_dim)),
+    )
+
+
+def plain_block(weights, hidden, positions, do, mask):
+    project, x = jobs.Weights(*weights), jobs.leaf(hidden, torch.float64)
+    heads = tuple(range(weights[0].shape[0])), tuple(range(weights[1].shape[0]))
+    q, k, v = project(x, torch.from_numpy(positions), *heads)
+    out = cases.sdpa(q, k, v, None, torch.from_numpy(mask))
+    out.backward(torch.from_numpy(do))
+    return [out.detach().numpy(), x.grad.numpy(), *(w.grad.numpy() for w in project.params)]
+
+
+def run_block(pool, plan, weights, hidden, positions, do):
+    home = plan.layout(plan.header.home_layout)
+    each = [
+        (plan.for_rank(rank).encode(), *(x[home.tokens(rank)] for x in (hidden, positions, do)))
+        for rank in range(plan.header.ranks)
+    ]
+    columns = list(zip(*pool.run(jobs.block, plan.header.ranks, weights, each=each), strict=True))
+    rows = [cases.in_token_order(plan, parts) for parts in columns[:2]]
+    return [*rows, *(np.sum(parts, axis=0) for parts in columns[2:])]
+
+
+def test_block_projects_head_groups_where_the_plan_says_so(pool):
+    plan = text.parse(BY_HAND["heads"].read_text())
+    given = projected(plan)
+    want = plain_block(*given, cases.allowed(plan.request.batch))
+    for a, b in zip(run_block(pool, plan, *given), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_block_projects_all_heads_where_the_plan_does_not(pool):
+    batch = batch_of("shared")
+    plan = make_plan(batch, Cluster(1, 3), cases.model(2), cases.recipe())
+    given = projected(plan)
+    want = plain_block(*given, cases.allowed(batch))
+    for a, b in zip(run_block(pool, plan, *given), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_two_kinds_share_one_plan(pool):
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(7)}
+    batch = Batch.from_lengths([70, 30, 1], kinds)
+    plan = make_plan(batch, Cluster(1, 4), cases.model(kinds=kinds), cases.recipe())
+    problem = cases.problem_of(plan, 5)
+    for kind in kinds:
+        cases.assert_good(cases.run(pool, plan, problem, kind), problem, cases.allowed(batch, kind))
+
+
+@pytest.mark.parametrize("lengths", [[3], [1], [2, 1]])
+def test_ranks_without_tokens(pool, lengths):
+    batch = Batch.from_lengths(lengths)
+    plan = make_plan(batch, Cluster(1, 8), cases.model(4), cases.recipe(block=1))
+    assert (plan.layout("attention").rows_per_rank == 0).any()
+    problem = cases.problem_of(plan, 3, sinks=True)
+    cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch))
+
+
+def test_strips_longer_than_one_call(pool):
+    batch = Batch.from_lengths([1500, 200], masks.sliding_window(700))
+    plan = make_plan(batch, Cluster(1, 2), cases.model(2), cases.recipe(block=512))
+    problem = cases.problem_of(plan, 4)
+    cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch))
+
+
+def small_plans(ranks=4):
+    return [
+        make_plan(
+            Batch.from_lengths(lengths), Cluster(1, ranks), cases.model(2), cases.recipe(reshuffle=shuffle)
+        )
+        for lengths, shuffle in (([50, 9, 1], False), ([33, 40], True))
+    ]
+
+
+def test_the_same_plan_gives_the_same_bits(pool):
+    for plan in small_plans():
+        for first, second in pool.run(jobs.twice, 4, each=cases.shards(plan, cases.problem_of(plan))):
+            assert first == second
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute(pool, reentrant):
+    for plan in [
+        *small_plans(),
+        make_plan(Batch.from_lengths([2]), Cluster(1, 4), cases.model(2), cases.recipe(1)),
+    ]:
+        shards = cases.shards(plan, cases.problem_of(plan))
+        plain = pool.run(jobs.checkpointed, 4, None, each=shards)
+        for got, want in zip(pool.run(jobs.checkpointed, 4, reentrant, each=shards), plain, strict=True):
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("order", ["F0F1B0B1", "F0F1B1B0"])
+@pytest.mark.parametrize("second", [[33, 40], [2]], ids=["tokens", "ranks_without_tokens"])
+def test_two_microbatches_in_flight(pool, order, second):
+    plans = [
+        make_plan(Batch.from_lengths(lengths), Cluster(1, 4), cases.model(2), cases.recipe())
+        for lengths in ([50, 9, 1], second)
+    ]
+    problems = [cases.problem_of(plan, seed) for seed, plan in enumerate(plans)]
+    shards = [cases.shards(plan, problem) for plan, problem in zip(plans, problems, strict=True)]
+    alone = pool.run(jobs.microbatches_one_by_one, 4, each=list(zip(*shards, strict=True)))
+    both = pool.run(jobs.microbatches, 4, order, each=list(zip(*shards, strict=True)))
+    for got, want in zip(both, alone, strict=True):
+        for a, b in zip(chain(*got), chain(*want), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_compiled_layers_take_new_plans_without_new_graphs(pool):
+    lengths = ([50, 9, 4], [33, 40], [21], [64, 3], [90], [17, 18, 19], [70, 41])
+    plans = [make_plan(Batch.from_lengths(n), Cluster(1, 2), cases.model(2), cases.recipe()) for n in lengths]
+    by_plan = [cases.shards(plan, cases.problem_of(plan)) for plan in plans]
+    for graphs, worst in pool.run(jobs.compiled, 2, each=list(zip(*by_plan, strict=True))):
+        assert graphs <= 2
+        assert worst == 0
+
+
+def test_different_plans_are_an_error_on_every_rank(pool):
+    one, other = (cases.shards(plan, cases.problem_of(plan)) for plan in small_plans())
+    results = pool.run(jobs.error_of, 4, each=[one[0], one[1], other[2], one[3]])
+    for name, message in results:
+        assert name == "ExecutionError"
+        assert "ranks hold different plans" in message
+        assert "on ranks 0, 1, 3" in message
+
+
+def test_a_failure_on_one_rank_is_shown_and_the_pool_recovers(pool):
+    plan = small_plans()[0]
+    shards = cases.shards(plan, cases.problem_of(plan))
+    wrong = shards[1]._replace(q=shards[1].q[:, :1])
+    with pytest.raises(AssertionError, match=r"(?s)rank 1:.*q has shape"):
+        pool.run(jobs.attention, 4, None, None, {}, each=[shards[0], wrong, *shards[2:]])
+    assert len(pool.run(jobs.attention, 4, None, None, {}, each=shards)) == 4

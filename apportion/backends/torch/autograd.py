@@ -78,7 +78,7 @@ def _check_dtype(name: str, tensor: Tensor, handle: PlanHandle) -> None:
 def _attend(
     handle: PlanHandle, kind: str, q: Tensor, k: Tensor, v: Tensor, layer: Layer
 ) -> tuple[Tensor, Tensor]:
-    """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq]."""
+    """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64."""
     check_qkv(handle, q, k, v)
     memory = run_forward(handle, kind, {Name.Q: (q,), Name.KV: (k, v)}, layer)
     o, lse = memory.home_rows(Name.O)
@@ -90,7 +90,12 @@ def _attend_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv in the dtypes of q, k, v, and dsinks where the layer has sinks."""
     q, k, v, out, lse = saved
-    home = {Name.Q: (q,), Name.KV: (k, v), Name.O: (out.to(lse.dtype), lse), Name.DO: (do,)}
+    home = {
+        Name.Q: (q,),
+        Name.KV: (k, v),
+        Name.O: (out.to(accumulator_dtype(out.dtype)), lse),
+        Name.DO: (do,),
+    }
     memory, gradients = run_backward(handle, kind, home, layer)
     (dq,), (dk, dv) = memory.home_rows(Name.DQ), memory.home_rows(Name.DKV)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), _sink_gradient(layer, gradients)
@@ -122,7 +127,7 @@ class PlannedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         layer = Layer(ctx.score, sinks)
@@ -156,14 +161,18 @@ class PlannedBlock(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         hidden, position_ids, sinks, out, lse, *rows = ctx.saved_tensors
         wanted = tuple(param for param in ctx.params if param.requires_grad)
         layer = replace(ctx.layer, sinks=sinks, params=wanted)
         rest = iter(rows)
         home: dict[Name, Parts] = {name: tuple(next(rest) for _ in range(n)) for name, n in ctx.kept}
-        home |= {Name.X: (hidden, position_ids), Name.O: (out.to(lse.dtype), lse), Name.DO: (do,)}
+        home |= {
+            Name.X: (hidden, position_ids),
+            Name.O: (out.to(accumulator_dtype(out.dtype)), lse),
+            Name.DO: (do,),
+        }
         memory, gradients = run_backward(ctx.handle, ctx.kind, home, layer)
         (dx,) = memory.home_rows(Name.DX)
         found = iter(gradients.params)
@@ -174,7 +183,7 @@ class PlannedBlock(torch.autograd.Function):
 # --- torch.compile
 
 
-@torch.library.custom_op("apportion::attend", mutates_args=())  # type: ignore[untyped-decorator]
+@torch.library.custom_op("apportion::attend", mutates_args=())
 def attend_op(
     q: Tensor,
     k: Tensor,
@@ -190,7 +199,7 @@ def attend_op(
     return out, lse
 
 
-@attend_op.register_fake  # type: ignore[untyped-decorator]
+@attend_op.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -201,10 +210,10 @@ def _(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=accumulator_dtype(q.dtype))
+    return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float64)
 
 
-@torch.library.custom_op("apportion::attend_grad", mutates_args=())  # type: ignore[untyped-decorator]
+@torch.library.custom_op("apportion::attend_grad", mutates_args=())
 def attend_grad_op(
     do: Tensor,
     q: Tensor,
@@ -225,7 +234,7 @@ def attend_grad_op(
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-@attend_grad_op.register_fake  # type: ignore[untyped-decorator]
+@attend_grad_op.register_fake
 def _(
     do: Tensor,
     q: Tensor,
@@ -264,7 +273,7 @@ def attend(
     if torch.compiler.is_compiling():
         out: Tensor = attend_op(q, k, v, sinks, handle.number, kind, score.scale, score.softcap)[0]
     else:
-        out = PlannedAttention.apply(q, k, v, sinks, handle, kind, score)
+        out = PlannedAttention.apply(q, k, v, sinks, handle, kind, score)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -284,5 +293,6 @@ def attend_block(
     _check_dtype("hidden", hidden, handle)
     check_shape("position_ids", position_ids, (handle.rows,))
     layer = Layer(score, project=project)
-    result: Tensor = PlannedBlock.apply(hidden, position_ids, sinks, handle, kind, layer, *params)
+    inputs = (hidden, position_ids, sinks, handle, kind, layer, *params)
+    result: Tensor = PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call]
     return result

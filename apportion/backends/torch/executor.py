@@ -75,7 +75,8 @@ class TorchMachine(Machine[View]):
     # --- rounds
 
     def launch(self, step: Step) -> None:
-        tiles = [Tile(t.send, t.peer, self.views[t.operand].read()) for t in step.transfers]
+        views = [self.views[t.operand] for t in step.transfers]
+        tiles = [Tile(t.send, t.peer, v.read(), v.wire) for t, v in zip(step.transfers, views, strict=True)]
         self._flights[step.round] = self._comm.launch(step.channel, step.mode, tiles, self.memory.device)
 
     def wait(self, step: Step) -> None:
@@ -94,12 +95,12 @@ class TorchMachine(Machine[View]):
     def attend_grad(self, step: Step) -> None:
         for task in step.grads:
             (q,), (k, v), (do,), (lse, delta) = self._read(task.q, task.kv, task.do, task.delta)
-            dq, dkv = self._read(task.dq, task.dkv)
-            _clear((dq if task.first_dq else ()) + (dkv if task.first_dkv else ()))
+            (dq,), (dk, dv) = self._read(task.dq, task.dkv)
+            _clear(((dq,) if task.first_dq else ()) + ((dk, dv) if task.first_dkv else ()))
             band = Band(task.dmin, task.dmax, task.kv_of)
-            attend_grad(q, k, v, do, lse, delta, *dq, *dkv, band, self._layer.score)
-            self.views[task.dq].write(dq)
-            self.views[task.dkv].write(dkv)
+            attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, self._layer.score)
+            self.views[task.dq].write((dq,))
+            self.views[task.dkv].write((dk, dv))
 
     # --- rows
 

@@ -124,26 +124,28 @@ def attend_grad(
     calls = band.calls(kernel, q_THD, k_SKD)
     for group in head_groups(band.kv_of):
         q, k, v = _grouped(q_THD, k_SKD, v_SKE, group)
-        do, lse, delta = (_by_kv(pick(t, group.q), group) for t in (do_THE, lse_TH, delta_TH))
+        do, lse, delta = (_split_heads(pick(t, group.q), group.kv_heads) for t in (do_THE, lse_TH, delta_TH))
         dq, dk, dv = pick(dq_THD, group.q), pick(dk_SKD, group.kv), pick(dv_SKE, group.kv)
         for call in calls:
-            rows = (_rows(t, call) for t in (do, lse, delta))
-            parts = kernel.backward(call, _rows(q, call), _keys(k, call), _keys(v, call), *rows, score)
-            dq[call.q0 : call.q1] += _ungrouped(parts[0])
-            dk[call.k0 : call.k1] += _summed(parts[1])
-            dv[call.k0 : call.k1] += _summed(parts[2])
+            inputs = (_rows(q, call), _keys(k, call), _keys(v, call))
+            above = (_rows(do, call), _rows(lse, call), _rows(delta, call))
+            part_q, part_k, part_v = kernel.backward(call, *inputs, *above, score)
+            dq[call.q0 : call.q1].add_(_ungrouped(part_q))
+            dk[call.k0 : call.k1].add_(_summed(part_k))
+            dv[call.k0 : call.k1].add_(_summed(part_v))
         put(dq_THD, group.q, dq)
         put(dk_SKD, group.kv, dk)
         put(dv_SKE, group.kv, dv)
 
 
 def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Log-sum-exp merge of a partial result into o [T, H, E] and lse [T, H], in place. LSE -inf: no keys so
-    far."""
-    top = torch.logaddexp(lse, part_lse)
-    pivot = top.masked_fill(top == NEG_INF, 0.0)
-    o.mul_((lse - pivot).exp_().unsqueeze(-1)).add_(part * (part_lse - pivot).exp_().unsqueeze(-1))
-    lse.copy_(top)
+    """Log-sum-exp merge of a partial result into o [T, H, E] and lse [T, H], in place. LSE -inf: no keys so far.
+
+    The two weights add up to exactly one, so that rounding of the merged LSE does not reach o."""
+    part_lse = part_lse.to(lse.dtype)
+    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == NEG_INF, 0.0)
+    o.lerp_(part, weight.to(o.dtype).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 def _computed_in(kernel: Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -153,7 +155,7 @@ def _computed_in(kernel: Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, group: HeadGroup) -> tuple[Tensor, Tensor, Tensor]:
-    q_KGTD = _by_kv(pick(q, group.q), group)
+    q_KGTD = _split_heads(pick(q, group.q), group.kv_heads)
     ratio = q_KGTD.shape[1]
     k_KGSD, v_KGSE = (
         pick(t, group.kv).transpose(0, 1).unsqueeze(1).expand(-1, ratio, -1, -1) for t in (k, v)
@@ -161,9 +163,10 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, group: HeadGroup) -> tuple[Tensor,
     return q_KGTD, k_KGSD, v_KGSE
 
 
-def _by_kv(tensor: Tensor, group: HeadGroup) -> Tensor:
+def _split_heads(tensor: Tensor, kv_heads: int) -> Tensor:
     """[T, H, ...] -> [K, G, T, ...]."""
-    return tensor.unflatten(1, (group.kv_heads, -1)).movedim(0, 2)
+    rows, heads, *rest = tensor.shape
+    return tensor.view(rows, kv_heads, heads // kv_heads, *rest).movedim(0, 2)
 
 
 def _ungrouped(tensor: Tensor) -> Tensor:
@@ -277,7 +280,7 @@ def _flash_cuda(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tu
         q, k, v, *_varlen(call, q.device), 0.0, False, False,
         scale=score.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return o[..., :width].unflatten(1, (kv_heads, -1)).movedim(0, 2), lse.unflatten(0, (kv_heads, -1))
+    return _split_heads(o[..., :width], kv_heads), lse.view(kv_heads, -1, lse.shape[-1])
 
 
 def _flash_cuda_backward(
@@ -296,8 +299,11 @@ def _flash_cuda_backward(
         0.0, False, no_dropout, torch.empty(0, device=q.device),
         scale=score.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    dq = dq[..., :qk_width].unflatten(1, (kv_heads, -1)).movedim(0, 2)
-    return dq, _as_one_group(dk[..., :qk_width]), _as_one_group(dv[..., :v_width])
+    return (
+        _split_heads(dq[..., :qk_width], kv_heads),
+        _as_one_group(dk[..., :qk_width]),
+        _as_one_group(dv[..., :v_width]),
+    )
 
 
 def _as_one_group(tensor: Tensor) -> Tensor:

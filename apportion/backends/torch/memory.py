@@ -28,10 +28,10 @@ class View:
     """Rows and head columns of an operand. `read` gives views of the memory where columns are evenly spaced;
     where they are not, copies, and `write` puts them back after changes in place."""
 
-    __slots__ = ("_columns", "_parts", "_rows", "operand")
+    __slots__ = ("_columns", "_parts", "_rows", "operand", "wire")
 
-    def __init__(self, operand: Operand, arrays: Parts) -> None:
-        self.operand = operand
+    def __init__(self, operand: Operand, arrays: Parts, wire: tuple[torch.dtype, ...]) -> None:
+        self.operand, self.wire = operand, wire
         self._rows = tuple(array.narrow(0, operand.row, operand.rows) for array in arrays)
         self._columns: Columns | None = None if operand.tensor in HEADLESS else operand.columns
         scattered = isinstance(self._columns, tuple)
@@ -71,13 +71,18 @@ class Memory:
         self._rows = rows
         self.home: dict[Name, Parts] = dict(given)
         self._work = {arena.tensor: self._arena(arena) for arena in program.arenas}
+        self._wire = {
+            name: tuple(self._wire_dtype(name, part) for part in components(name, self._header))
+            for name in Name
+            if name
+        }
 
     def view(self, operand: Operand) -> View:
         """The operand's rows. Raises ExecutionError where the plan leaves its memory."""
         arrays = self.home_rows(operand.tensor) if operand.is_home else self._work.get(operand.tensor)
         if arrays is None or operand.row + operand.rows > len(arrays[0]):
             raise ExecutionError(f"{operand} leaves this rank's rows: the plan was not verified")
-        return View(operand, arrays)
+        return View(operand, arrays, self._wire[operand.tensor])
 
     def home_rows(self, tensor: Name) -> Parts:
         """[rows, …] of a home tensor."""
@@ -102,6 +107,13 @@ class Memory:
         )
 
     def _dtype(self, tensor: Name, part: Component) -> torch.dtype:
+        # Merging rounds an LSE each time, and backward turns that into a relative error of the whole row: in
+        # float64 the error of 10 merges is that of one. It travels and is handed to kernels in the
+        # accumulator's dtype.
+        is_merged = tensor == Name.O and part.name == "lse"
+        return torch.float64 if is_merged else self._wire_dtype(tensor, part)
+
+    def _wire_dtype(self, tensor: Name, part: Component) -> torch.dtype:
         if part.integer:
             return torch.int64
         return accumulator_dtype(self.dtype) if tensor in ACCUMULATORS else self.dtype

@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     send: bool
     peer: int
     parts: tuple[Tensor, ...]
+    dtypes: tuple[torch.dtype, ...]  # of each part on the wire
 
 
 @dataclass
@@ -93,26 +94,28 @@ class Communicator:
         if self.ranks == 1:
             return Flight()
         group = self._groups[channel % len(self._groups)]
-        return (
-            self._all_to_all(group, tiles, device)
-            if mode == ALL_TO_ALL
-            else self._point_to_point(group, tiles)
-        )
+        if mode == ALL_TO_ALL:
+            return self._all_to_all(group, tiles, device)
+        return self._point_to_point(group, tiles)
 
     def _point_to_point(self, group: Any, tiles: Sequence[Tile]) -> Flight:
         flight = Flight()
-        ops = [self._op(group, tile, part, flight) for tile in tiles for part in tile.parts]
+        ops = [
+            self._op(group, tile, part, dtype, flight)
+            for tile in tiles
+            for part, dtype in zip(tile.parts, tile.dtypes, strict=True)
+        ]
         flight.works = dist.batch_isend_irecv(ops) if ops else []
         return flight
 
-    def _op(self, group: Any, tile: Tile, part: Tensor, flight: Flight) -> Any:
+    def _op(self, group: Any, tile: Tile, part: Tensor, dtype: torch.dtype, flight: Flight) -> Any:
         peer = self._global[tile.peer]
         if tile.send:
-            flight.kept.append(part.contiguous())
+            flight.kept.append(part.to(dtype).contiguous())
             return dist.P2POp(dist.isend, flight.kept[-1], peer, group)
-        if part.is_contiguous():
+        if part.is_contiguous() and part.dtype == dtype:
             return dist.P2POp(dist.irecv, part, peer, group)
-        buffer = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        buffer = torch.empty(part.shape, dtype=dtype, device=part.device)
         flight.arrivals.append((part, buffer))
         return dist.P2POp(dist.irecv, buffer, peer, group)
 
@@ -143,22 +146,23 @@ def _sorted_by_peer(tiles: Sequence[Tile], send: bool) -> list[Tile]:
     return sorted((tile for tile in tiles if tile.send == send), key=lambda tile: tile.peer)
 
 
-def _aligned_bytes(part: Tensor) -> int:
-    return -(-part.numel() * part.element_size() // ALIGNMENT) * ALIGNMENT
+def _aligned_bytes(part: Tensor, dtype: torch.dtype) -> int:
+    return -(-part.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes_of_peers(tiles: list[Tile], ranks: int) -> list[int]:
     sizes = [0] * ranks
     for tile in tiles:
-        sizes[tile.peer] += sum(map(_aligned_bytes, tile.parts))
+        sizes[tile.peer] += sum(map(_aligned_bytes, tile.parts, tile.dtypes))
     return sizes
 
 
 def _places(tiles: list[Tile], buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Each part with its place in a byte buffer, viewed with the part's dtype and shape."""
+    """Each part with its place in a byte buffer, viewed with its dtype on the wire and its shape."""
     pairs, start = [], 0
-    for part in (part for tile in tiles for part in tile.parts):
-        size = part.numel() * part.element_size()
-        pairs.append((part, buffer[start : start + size].view(part.dtype).view(part.shape)))
-        start += _aligned_bytes(part)
+    for tile in tiles:
+        for part, dtype in zip(tile.parts, tile.dtypes, strict=True):
+            place = buffer[start : start + part.numel() * dtype.itemsize]
+            pairs.append((part, place.view(dtype).view(part.shape)))
+            start += _aligned_bytes(part, dtype)
     return pairs

@@ -20,23 +20,30 @@ import numpy as np
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import HEADLESS, KV_SIDE, Tensor
 from apportion.ir.plan import Ints, Layout
+from apportion.ir.verify.machine import (
+    BEGIN,
+    CELL,
+    COUNTERS,
+    EMPTY,
+    END,
+    FIRST_CELL,
+    HOME_OFFSET,
+    LANES,
+    NEW_CELL,
+    NEXT,
+    NOWHERE,
+    OFFSET,
+    PART_LINE,
+    PIECE,
+    ROW,
+    RUN_LINE,
+    STATE,
+    STOP,
+    TENSOR,
+    UNIT,
+    VALUE,
+)
 from apportion.ir.verify.view import HOME, HeadSets, Program
-
-# columns of `Cells.cells`; eight of them are one line of a processor's cache
-ROW, NEXT, OFFSET, UNIT, STATE, BUSY, HOME_OFFSET, LANE = range(8)
-
-# states
-EMPTY = 0  # never written
-SPENT = 1  # held a partial that was merged, added or sent
-VALUE = 2  # holds the tensor's value for the tokens row + offset
-LIVE = 3  # accumulator with at least one contribution
-CLEARED = 4  # accumulator that holds the identity
-UNKNOWN = 5  # written by something that broke a rule, which was reported
-
-NOWHERE = -(2**62)  # offset of a cell without tokens
-
-# BUSY: bit 0 a receive into the cell is in flight, bit 1 nobody has read it yet; above, sends in flight
-IN_FLIGHT, UNREAD, ONE_SEND = 1, 2, 4
 
 _SPACES = 2
 _PLACES = _SPACES * (max(Tensor) + 1)
@@ -46,15 +53,28 @@ _SPARE = 4096
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """cells: int64 [capacity, 8], the first `count` in use. pieces: int64 [2, pieces] (cell, unit), those of operand
-    x from `ptr[x]` to `ptr[x + 1]`. columns: lanes of one place; a lane's number is
-    (rank * _PLACES + tensor * 2 + space) * columns + column."""
+    """lines: int32 [lines, 8], all that the interpreter reads and writes of memory:
 
-    cells: Ints
-    count: int
-    pieces: Ints
-    ptr: Ints
+        counters │ faults │ suspects │ full │ cells │ slots │ pieces, four a line │ runs ─►  ◄─ parts │ ◄─ new cells
+        0        1                            65      slots                                  part_line          end
+
+    A slot is an operand: where it begins in its first lane; a piece, the same in its other lanes (a cell's line and
+    a unit). The last cell of a lane only marks its end (NEXT is -1). A new cell has a second line: the cell it was
+    cut from. lanes: int64 [count], the lane of each cell at the start. columns: lanes of one place; a lane's number
+    is (rank * _PLACES + tensor * 2 + space) * columns + column.
+    """
+
+    lines: Ints
+    lanes: Ints
+    slots: int
     columns: int
+
+    def now(self) -> tuple[Ints, Ints]:
+        """(cells [n, 8], the lane of each) with those that were cut off."""
+        new = np.arange(self.lines[COUNTERS, NEW_CELL] + 2, len(self.lines), 2)
+        old = np.arange(FIRST_CELL, FIRST_CELL + len(self.lanes))
+        parents = self.lines[new + 1, 0] - FIRST_CELL
+        return self.lines[np.append(old, new)], np.append(self.lanes, self.lanes[parents])
 
     def place(self, lane: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """(rank, tensor, space, column) of each lane."""
@@ -63,9 +83,10 @@ class Cells:
 
     def all_at_home(self, tensor: Tensor) -> bool:
         """Whether every home row of the tensor that a program touches holds a value; False where it touches none."""
-        _, tensors, space, _ = self.place(self.cells[:, LANE])
-        here = (tensors == tensor) & (space == HOME) & (self.cells[:, NEXT] >= 0)
-        return bool(here.any() and (self.cells[here, STATE] == VALUE).all())
+        cells, lanes = self.now()
+        _, tensors, space, _ = self.place(lanes)
+        here = (tensors == tensor) & (space == HOME) & (cells[:, NEXT] >= 0)
+        return bool(here.any() and (cells[here, STATE] == VALUE).all())
 
 
 def home_runs(layout: Layout) -> tuple[Ints, Ints, Ints, Ints]:
@@ -91,7 +112,7 @@ def build(program: Program, layout: Layout, given: frozenset[Tensor], owed: froz
     pieces = _pieces(program, units)
     bits = max(int(max(program.home_rows.max(), program.arena_rows.max())).bit_length(), 1)
     lanes = program.ranks * _PLACES * pieces.columns
-    if lanes.bit_length() + bits > 62:
+    if lanes.bit_length() + bits > 62 or bits > 30:
         raise CapacityError(f"{lanes} lanes of up to 2**{bits} rows are too many to verify")
     home = _home_edges(program, layout, given | owed, pieces.columns, units)
     edges = (pieces.lane << bits) + pieces.start
@@ -99,13 +120,23 @@ def build(program: Program, layout: Layout, given: frozenset[Tensor], owed: froz
     keys = np.concatenate([edges, home_edges, edges + pieces.rows, home_edges + home.rows])
     keys.sort(kind="stable")  # runs that are sorted already cost little
     keys = keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
-    cells = _cells(keys, bits)
-    ptr = np.append(0, np.cumsum(np.bincount(pieces.operand, minlength=len(program["operands"]))))
-    memory = Cells(
-        cells, len(keys), np.stack([np.searchsorted(keys, edges), pieces.unit]), ptr, pieces.columns
-    )
+    lanes = keys >> bits
+    memory = _allocate(program, pieces, lanes)
+    _fill_cells(memory, keys & ((1 << bits) - 1))
+    _fill_slots(program, memory, pieces, np.searchsorted(keys, edges) + FIRST_CELL)
     _fill_home(memory, np.searchsorted(keys, home_edges), home.token - home.start, given)
     return memory
+
+
+def _allocate(program: Program, pieces: _Pieces, lanes: Ints) -> Cells:
+    """Lines, most of which are never touched and so cost nothing."""
+    slots = FIRST_CELL + len(lanes)
+    runs = slots + len(program["operands"]) + len(pieces.operand) // 4 + 1
+    items = sum(len(program[name]) for name in ("transfers", "tasks", "grads"))
+    parts = runs + 2 * items + _SPARE
+    lines = np.zeros((parts + 2 * len(lanes) + _SPARE, 8), np.int32)
+    lines[COUNTERS, [RUN_LINE, PART_LINE, NEW_CELL]] = runs, parts, len(lines) - 2
+    return Cells(lines, lanes, slots, pieces.columns)
 
 
 @dataclass(frozen=True)
@@ -221,15 +252,29 @@ def _home_lanes(program: Program, tensor: Tensor, units: _Units) -> int:
     return program.kv_sets.heads // units.kv if tensor in KV_SIDE else program.q_sets.heads // units.q
 
 
-def _cells(keys: Ints, bits: int) -> Ints:
-    count = len(keys)
-    cells = np.zeros((count + count // 2 + _SPARE, 8), np.int64)
-    lane = keys >> bits
-    cells[:count, ROW] = keys & ((1 << bits) - 1)
-    ends = np.append(lane[1:] != lane[:-1], True)[:count]
-    cells[:count, NEXT] = np.where(ends, -1, np.arange(1, count + 1))
-    cells[:count, LANE] = lane
-    return cells
+def _fill_cells(memory: Cells, row: Ints) -> None:
+    count, lanes = len(row), memory.lanes
+    cells = memory.lines[FIRST_CELL : FIRST_CELL + count]
+    last = np.append(lanes[1:] != lanes[:-1], True)[:count]
+    cells[:, ROW] = row
+    cells[:, STOP] = np.where(last, row, np.append(row[1:], 0)[:count])
+    cells[:, NEXT] = np.where(last, -1, np.arange(FIRST_CELL + 1, FIRST_CELL + 1 + count))
+
+
+def _fill_slots(program: Program, memory: Cells, pieces: _Pieces, cell: Ints) -> None:
+    """cell: int64 [pieces], the line of the cell where each piece begins."""
+    table = program["operands"]
+    slots = memory.lines[memory.slots : memory.slots + len(table)]
+    lanes = np.bincount(pieces.operand, minlength=len(table))
+    first = np.cumsum(lanes) - lanes
+    filled = np.flatnonzero(lanes)
+    slots[filled, CELL], slots[filled, UNIT] = cell[first[filled]], pieces.unit[first[filled]]
+    slots[:, PIECE] = first + 4 * (memory.slots + len(table))  # in quarters of a line
+    slots[:, LANES], slots[:, TENSOR] = lanes, table["tensor"]
+    slots[:, BEGIN], slots[:, END] = table["row"], table["row"] + table["rows"]
+    if memory.columns > 1:
+        flat = memory.lines.reshape(-1, 2)[4 * (memory.slots + len(table)) :]
+        flat[: len(cell), 0], flat[: len(cell), 1] = cell, pieces.unit
 
 
 def _fill_home(memory: Cells, first: Ints, offset: Ints, given: frozenset[Tensor]) -> None:
@@ -237,13 +282,12 @@ def _fill_home(memory: Cells, first: Ints, offset: Ints, given: frozenset[Tensor
 
     first: the cell where each home run begins; home lanes are covered by runs, work lanes hold none.
     """
-    cells = memory.cells[: memory.count]
-    run_offset = np.zeros(memory.count, np.int64)
-    run_offset[first] = offset
-    marks = np.zeros(memory.count, np.int64)
-    marks[first] = first
+    count = len(memory.lanes)
+    cells = memory.lines[FIRST_CELL : FIRST_CELL + count]
+    run_offset, marks = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    run_offset[first], marks[first] = offset, first
     begin = np.maximum.accumulate(marks)
-    _, tensor, space, column = memory.place(cells[:, LANE])
+    _, tensor, space, column = memory.place(memory.lanes)
     home = space == HOME
     full = home & np.isin(tensor, sorted(given))
     cells[:, HOME_OFFSET] = np.where(home, run_offset[begin], NOWHERE)

@@ -18,7 +18,8 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.isa import TABLES
 from apportion.ir.jit import jit
 from apportion.ir.plan import Ints
-from apportion.ir.verify.flow import NO_TOKEN, Flow
+from apportion.ir.verify.flow import Flow
+from apportion.ir.verify.machine import NO_TOKEN
 from apportion.ir.verify.report import Violation, at_instruction
 from apportion.ir.verify.sorting import stable_order
 from apportion.ir.verify.view import Program
@@ -58,7 +59,7 @@ def tasks_of(program: Program, flow: Flow) -> Tasks:
     if (q >= 0).all():
         return Tasks(bands, np.arange(len(table)), True)
     whole = np.flatnonzero(q >= 0)
-    parts, of_task = _cut_runs(table.data[band : band + 2], flow.runs)
+    parts, of_task = _cut_runs(table.data[band : band + 2], flow.parts)
     return Tasks(
         np.ascontiguousarray(np.concatenate([bands[:, whole], parts], axis=1)),
         np.concatenate([whole, of_task]),

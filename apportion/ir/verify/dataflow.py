@@ -14,21 +14,21 @@ import numpy as np
 
 from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Space, Tensor
 from apportion.ir.plan import Ints
-from apportion.ir.verify import flow as f
-from apportion.ir.verify.cells import (
+from apportion.ir.verify import machine as f
+from apportion.ir.verify.cells import Cells
+from apportion.ir.verify.machine import (
     CLEARED,
     HOME_OFFSET,
-    LANE,
     LIVE,
     NEXT,
     NOWHERE,
     OFFSET,
     ROW,
     STATE,
+    STOP,
     UNKNOWN,
-    Cells,
 )
-from apportion.ir.verify.cells import VALUE as HOLDS_VALUE
+from apportion.ir.verify.machine import VALUE as HOLDS_VALUE
 from apportion.ir.verify.report import Violation, at_instruction, span
 from apportion.ir.verify.structure import ACCUMULATORS
 from apportion.ir.verify.subject import Subject
@@ -66,7 +66,7 @@ def check_dataflow(subject: Subject) -> Iterator[Violation]:
     for program in subject.runnable:
         if subject.coverage(program) and not len(subject.flow(program).faults):
             for fault in subject.flow(program).suspects:
-                yield _violation(program, fault)
+                yield _violation(program, fault, subject.flow(program).memory.slots)
 
 
 def check_delivery(subject: Subject) -> Iterator[Violation]:
@@ -80,11 +80,13 @@ def _faults(subject: Subject, rule: str) -> Iterator[Violation]:
     for program in subject.runnable:
         for order, fault in enumerate(subject.flow(program).faults):
             if _MESSAGES[int(fault[f.CODE])][0] == rule:
-                yield replace(_violation(program, fault), order=order)
+                yield replace(_violation(program, fault, subject.flow(program).memory.slots), order=order)
 
 
-def _violation(program: Program, fault: Ints) -> Violation:
+def _violation(program: Program, fault: Ints, slots: int) -> Violation:
+    """slots: the line of operand 0, by which the interpreter numbers operands."""
     code, instruction, item, x, low, high, holds, wanted = (int(value) for value in fault)
+    x -= slots
     tensor = Tensor(int(program["operands"]["tensor"][x]))
     rule, message = _MESSAGES[code]
     if code == f.WRONG_HOME and tensor not in ACCUMULATORS:
@@ -123,8 +125,8 @@ def _item(program: Program, instruction: int, item: int) -> str:
 
 def _undelivered(program: Program, memory: Cells) -> Iterator[Violation]:
     """At the end no partial is left in work rows, and every home row that is owed was produced."""
-    cells = memory.cells
-    rank, tensor, space, _ = memory.place(cells[:, LANE])
+    cells, lanes = memory.now()
+    rank, tensor, space, _ = memory.place(lanes)
     state, real = cells[:, STATE], cells[:, NEXT] >= 0
     due = program.owed
     summed = np.isin(tensor, [t for t in ACCUMULATORS if t in due])
@@ -143,7 +145,7 @@ def _in_order(cells: Ints, rank: Ints) -> Ints:
 
 
 def _left(program: Program, cells: Ints, cell: int, rank: int, tensor: int, space: int) -> Violation:
-    low, high = int(cells[cell, ROW]), int(cells[cells[cell, NEXT], ROW])
+    low, high = int(cells[cell, ROW]), int(cells[cell, STOP])
     name = f"{TENSOR_NAMES[Tensor(tensor)]} {Space(space).name.lower()} rows {span(low, high - low)}"
     held = _tokens(int(cells[cell, OFFSET]), low, high)
     message = f"ends with a partial of {held} in {name}, which never reaches its home"
@@ -151,7 +153,7 @@ def _left(program: Program, cells: Ints, cell: int, rank: int, tensor: int, spac
 
 
 def _unproduced(program: Program, cells: Ints, cell: int, rank: int, tensor: int) -> Violation:
-    low, high = int(cells[cell, ROW]), int(cells[cells[cell, NEXT], ROW])
+    low, high = int(cells[cell, ROW]), int(cells[cell, STOP])
     held = _tokens(int(cells[cell, HOME_OFFSET]), low, high)
     rows = f"{TENSOR_NAMES[Tensor(tensor)]} home rows {span(low, high - low)} of {held}"
     state = "a partial that was not finished" if cells[cell, STATE] == LIVE else "no result"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apportion.ir.plan import Ints
 from apportion.ir.verify.coverage import Tasks
@@ -15,56 +16,61 @@ from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program
 
+Bools = NDArray[np.bool_]
+
 RULE = "samples"
-_COMPARISONS = 1_500_000  # a few milliseconds a program
-_QUERIES = (4, 64)
+_COMPARISONS = 1_000_000  # about a millisecond a program
+_QUERIES = (4, 12)
+_BANDS = 3  # of the mask, tried for each query
 
 
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `samples`. The points follow from the plan's id."""
+    seed = int.from_bytes(subject.plan.id[:8], "little")
     for program in subject.runnable:
         tasks = subject.tasks(program)
-        if tasks.complete:
-            seed = int.from_bytes(subject.plan.id[:8], "little")
-            yield from _sample(
-                program, subject.mask(program.kind), tasks, np.random.Generator(np.random.PCG64(seed))
-            )
+        if tasks.complete and not subject.coverage(program):
+            draw = np.random.Generator(np.random.PCG64(seed))
+            yield from _sample(program, subject.mask(program.kind), tasks, draw)
 
 
 def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generator) -> Iterator[Violation]:
-    bands = tasks.bands
-    total = max(bands.shape[1] + len(mask), 1)
     tokens = int(program.home_rows.sum())
-    for query in draw.integers(0, tokens, int(np.clip(_COMPARISONS // total, *_QUERIES))).tolist():
-        head = int(draw.integers(program.q_sets.heads))
-        allowed = mask[(mask[:, 0] <= query) & (query < mask[:, 1])].T
-        near = np.flatnonzero((bands[0] <= query) & (query < bands[1]))
-        computed = bands[:, near[_has_head(program, tasks.task[near], head)]]
-        for key in _keys(query, allowed, tokens, draw):
-            wanted, found = _count(allowed, query, key), _count(computed, query, key)
-            if wanted != found:
-                message = (
-                    f"query {query}, key {key}, head {head}: allowed {wanted} times, computed {found} times"
-                )
-                yield Violation(RULE, None, program.kind, program.phase, None, message)
+    count = int(np.clip(_COMPARISONS // (len(tasks.task) + len(mask) + 1), *_QUERIES))
+    queries, heads = draw.integers(0, tokens, count), draw.integers(0, program.q_sets.heads, count)
+    between = draw.random((count, _BANDS + 1))
+    for query, head, chance in zip(queries.tolist(), heads.tolist(), between.tolist(), strict=True):
+        allowed = mask[(mask[:, 0] <= query) & (query < mask[:, 1])]
+        near = np.flatnonzero((tasks.bands[0] <= query) & (query < tasks.bands[1]))
+        computed = tasks.bands[:, near[_has_head(program, tasks.task[near], head)]].T
+        keys = _keys(query, allowed[:_BANDS], tokens, chance)
+        wanted, found = _times(allowed, query, keys), _times(computed, query, keys)
+        for i in np.flatnonzero(wanted != found).tolist():
+            message = f"query {query}, key {keys[i]}, head {head}: allowed {wanted[i]} times, computed {found[i]} times"
+            yield Violation(RULE, None, program.kind, program.phase, None, message)
 
 
-def _has_head(program: Program, task: Ints, head: int) -> Ints:
-    sets = program["operands"]["heads"][program.task_operand("q")[task]]
-    member = np.array([head in set(members.tolist()) for members in program.q_sets.members])
-    return member[sets]
+def _has_head(program: Program, task: Ints, head: int) -> Bools:
+    """bool [tasks]: whether each task computes the head."""
+    operand = program.task_operand("q", task)
+    heads = program["operands"]["heads"][operand]
+    used = np.flatnonzero(np.bincount(heads)).tolist()
+    having = [number for number in used if head in program.q_sets.members[number]]
+    return np.isin(heads, having)
 
 
-def _keys(query: int, bands: Ints, tokens: int, draw: np.random.Generator) -> list[int]:
-    """The first and last key that each of a few bands allows, their neighbours outside, and keys between."""
-    keys = {int(draw.integers(tokens))}
-    for _, _, k0, k1, dmin, dmax in bands[:, :4].T.tolist():
+def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> Ints:
+    """Any key, and of a few bands the first and last key that the query sees, their neighbours, one between."""
+    keys = {int(chance[0] * tokens)}
+    for (_, _, k0, k1, dmin, dmax), part in zip(bands.tolist(), chance[1:], strict=False):
         low, high = max(k0, query - dmax), min(k1 - 1, query - dmin)
         if low <= high:
-            keys.update((low - 1, low, int(draw.integers(low, high + 1)), high, high + 1))
-    return sorted(key for key in keys if 0 <= key < tokens)
+            keys |= {low - 1, low, low + int(part * (high - low)), high, high + 1}
+    return np.array(sorted(key for key in keys if 0 <= key < tokens), np.int64)
 
 
-def _count(bands: Ints, query: int, key: int) -> int:
-    _, _, k0, k1, dmin, dmax = bands
-    return int(((k0 <= key) & (key < k1) & (dmin <= query - key) & (query - key <= dmax)).sum())
+def _times(bands: Ints, query: int, keys: Ints) -> Ints:
+    """int64 [keys]: how many bands that hold the query have the pair (query, key), by the definition of a band."""
+    _, _, k0, k1, dmin, dmax = bands.T[:, :, None]
+    inside = (k0 <= keys) & (keys < k1) & (dmin <= query - keys) & (query - keys <= dmax)
+    return inside.sum(axis=0)

@@ -152,9 +152,11 @@ class Program:
         """The list of this phase's attention tasks."""
         return TASK_LIST[self.phase]
 
-    def task_operand(self, column: str) -> Ints:
-        """int64 [tasks]: the number, over all ranks, of an operand of each task."""
+    def task_operand(self, column: str, task: Ints | None = None) -> Ints:
+        """int64 [tasks]: the number, over all ranks, of an operand of each task, or of those given."""
         tasks = self[self.task_list]
+        if task is not None:
+            return tasks[column][task] + self["operands"].ptr[tasks.rank[task]]
         return tasks[column] + self["operands"].ptr[tasks.rank]
 
     def uses(self, op: Op) -> bool:

@@ -6,6 +6,7 @@ of the template, rounds are launched in the same order everywhere, which is what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.isa import TABLES, Op, Space, Tensor
 from apportion.ir.jit import HAS_NUMBA, jit
 from apportion.ir.plan import ProgramSet, Table, empty_table
-from apportion.planner.passes.tasks import sort_order
+from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 Column = Ints | int
@@ -108,22 +109,28 @@ class Operands:
         self.ranks = ranks
         self._count = np.ones(ranks, np.int64)
         self._reach: dict[Tensor, Ints] = {}
-        none = np.zeros(ranks, np.int64)
-        self._groups: list[tuple[Ints, Ints, Ints, Ints, Ints]] = [
-            (np.arange(ranks), none + Tensor.NONE, none, none, none)
+        none = np.zeros(ranks, np.int32)
+        self._groups: list[tuple[Ints, int, int, Ints, Ints]] = [
+            (np.arange(ranks, dtype=np.int32), Tensor.NONE, Space.HOME, none, none)
         ]
 
-    def add(self, tensor: Tensor, space: Space, ranges: Ranges) -> Ints:
-        """int32 [n]: the operand number, on its rank, of each range. No range may have been added before."""
-        per_rank = np.bincount(ranges.rank, minlength=self.ranks)
+    def number(self, tensors: Sequence[Tensor], space: Space, ranges: RangeSet) -> list[Numbers]:
+        """Operand numbers, for each tensor, of all ranges that `ranges` was asked for. A range of a tensor may be
+        added once."""
+        found = ranges.ranges
+        per_rank = np.bincount(found.rank, minlength=self.ranks)
         first = np.cumsum(per_rank) - per_rank
-        number = ((self._count - first)[ranges.rank] + np.arange(len(ranges))).astype(np.int32)
-        self._count += per_rank
-        constant = np.zeros(len(ranges), np.int64)
-        self._groups.append((ranges.rank, constant + tensor, constant + space, ranges.row, ranges.rows))
-        if space == Space.WORK and len(ranges):
-            self._extend(tensor, ranges, first[per_rank > 0], np.flatnonzero(per_rank))
-        return number
+        number = ((self._count - first)[found.rank] + np.arange(len(found))).astype(np.int32)
+        step = per_rank[found.rank].astype(np.int32)
+        self._count += len(tensors) * per_rank
+        numbers = []
+        for tensor in tensors:
+            self._groups.append((found.rank, tensor, space, found.row, found.rows))
+            if space == Space.WORK and len(found):
+                self._extend(tensor, found, first[per_rank > 0], np.flatnonzero(per_rank))
+            numbers.append(Numbers(number, ranges.index))
+            number = number + step
+        return numbers
 
     def _extend(self, tensor: Tensor, ranges: Ranges, first: Ints, ranks: Ints) -> None:
         reach = self._reach.setdefault(tensor, np.zeros(self.ranks, np.int64))
@@ -141,19 +148,20 @@ class Operands:
         ptr = np.concatenate([[0], np.cumsum(np.count_nonzero(reach, axis=1))])
         return Table(ptr, dict(zip(TABLES["arenas"], columns, strict=True)))
 
-    def number(self, tensor: Tensor, space: Space, ranges: RangeSet) -> Numbers:
-        """Operand numbers of all ranges that `ranges` was asked for."""
-        return Numbers(self.add(tensor, space, ranges.ranges), ranges.index)
-
     def table(self) -> Table:
-        rank, tensor, space, row, rows = (
-            np.concatenate(column) for column in zip(*self._groups, strict=True)
+        ranks, tensors, spaces, rows, sizes = zip(*self._groups, strict=True)
+        lengths = [len(rank) for rank in ranks]
+        order = sort_order(np.concatenate(ranks), self.ranks)
+        columns = (
+            np.repeat(tensors, lengths),
+            np.repeat(spaces, lengths),
+            np.concatenate(rows),
+            np.concatenate(sizes),
         )
-        order = sort_order(rank, self.ranks)
+        zero = np.zeros(len(order), np.int32)
+        taken = [np.take(column, order) for column in columns]
         ptr = np.concatenate([[0], np.cumsum(self._count)])
-        zero = np.zeros(len(order), np.int64)
-        columns = (tensor[order], space[order], row[order], rows[order], zero, zero)
-        return Table(ptr, dict(zip(TABLES["operands"], columns, strict=True)))
+        return Table(ptr, dict(zip(TABLES["operands"], (*taken, zero, zero), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -200,6 +208,10 @@ class Assembler:
 
     def build(self, operands: Operands, heads: dict[int, int]) -> ProgramSet:
         """The tables of all ranks; `heads`: head columns of each tensor's work arena."""
+        if self.ranks * len(self.steps) >= 2**31:
+            raise CapacityError(
+                f"{self.ranks} ranks x {len(self.steps)} steps: use larger blocks or a larger coalesce"
+            )
         count = np.zeros(self.ranks * len(self.steps), np.int64)
         tables = {"arenas": operands.arenas(heads), "operands": operands.table()}
         for name in ("transfers", "tasks", "grads", "rowops"):
@@ -212,7 +224,7 @@ class Assembler:
         if not parts:
             return empty_table(TABLES[name], self.ranks)
         key = np.concatenate(
-            [rank.astype(np.int64) * len(self.steps) + position for rank, position, _ in parts]
+            [rank * np.int32(len(self.steps)) + position for rank, position, _ in parts], dtype=np.int32
         )
         per_step = np.bincount(key, minlength=len(count))
         count += per_step

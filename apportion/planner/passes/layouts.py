@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from apportion.ir.batch import Batch
 from apportion.ir.isa import SPAN_COLUMNS
 from apportion.ir.plan import Layout, Table
-from apportion.planner.passes.tasks import sort_order
+from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Space, Tensor
 from apportion.ir.plan import ProgramSet
-from apportion.planner.passes.assemble import Assembler, Numbers, Operands
+from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet
 from apportion.planner.passes.lowering import (
-    ENTRY,
     KEY_BLOCK,
     KEY_SHUFFLE,
+    QUERIES,
     QUERY_BLOCK,
     QUERY_SHUFFLE,
     QUERY_WHOLE,
@@ -36,15 +36,18 @@ FETCH_CHANNEL, RETURN_CHANNEL = 0, 1
 # Gradients of one round travel while those of the next are computed.
 RETURN_DEPTH = 2
 
+# What the backward holds for each query row and for each key row.
+OF_QUERY = (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ)
+OF_KEY = (Tensor.KV, Tensor.DKV)
+
 
 def lower_forward(low: Lowering) -> ProgramSet:
     """The forward programs of all ranks."""
     asm, ops = Assembler(low.ranks), Operands(low.ranks)
-    q = ops.number(Tensor.Q, low.space, low.query_ranges)
-    o = ops.number(Tensor.O, low.space, low.query_ranges)
-    kv = ops.number(Tensor.KV, low.space, low.key_ranges)
-    tiles = ops.number(Tensor.KV, Space.WORK, low.fetched_ranges) if len(low.edges) else _NONE
-    home = _homes(ops, low, [Tensor.Q, Tensor.KV, Tensor.O])
+    q, o = ops.number((Tensor.Q, Tensor.O), low.space, low.query_ranges)
+    (kv,) = ops.number((Tensor.KV,), low.space, low.key_ranges)
+    (tiles,) = ops.number((Tensor.KV,), Space.WORK, low.fetched_ranges) if len(low.edges) else (_NONE,)
+    home = _homes(ops, low, (Tensor.Q, Tensor.KV, Tensor.O))
     _bring_in(asm, low, [(home.get(Tensor.Q), q[QUERY_SHUFFLE]), (home.get(Tensor.KV), kv[KEY_SHUFFLE])])
     _clear(asm, asm.step(Op.CLEAR), low.rows.home, o[QUERY_BLOCK], low.query_openers.cleared)
 
@@ -60,11 +63,11 @@ def lower_forward(low: Lowering) -> ProgramSet:
     tasks = low.tasks
     asm.rows(
         "tasks",
-        low.exec,
+        tasks.exec,
         np.array(stages)[low.stage],
-        q[ENTRY][tasks.entry],
+        q[QUERIES],
         low.keys(kv, tiles),
-        o[ENTRY][tasks.entry],
+        o[QUERIES],
         tasks.dmin,
         tasks.dmax,
         low.query_openers.flags(len(tasks)),
@@ -78,11 +81,9 @@ def lower_forward(low: Lowering) -> ProgramSet:
 def lower_backward(low: Lowering) -> ProgramSet:
     """The backward programs of all ranks."""
     asm, ops = Assembler(low.ranks), Operands(low.ranks)
-    of_query = {
-        t: ops.number(t, low.space, low.query_ranges) for t in (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ)
-    }
-    of_key = {t: ops.number(t, low.space, low.key_ranges) for t in (Tensor.KV, Tensor.DKV)}
-    home = _homes(ops, low, [Tensor.Q, Tensor.KV, Tensor.DO, Tensor.O, Tensor.DELTA, Tensor.DQ, Tensor.DKV])
+    of_query = _numbers(ops, OF_QUERY, low.space, low.query_ranges)
+    of_key = _numbers(ops, OF_KEY, low.space, low.key_ranges)
+    home = _homes(ops, low, (*OF_QUERY, *OF_KEY, Tensor.O))
     _delta(asm, ops, low, of_query, home)
     _bring_in(
         asm,
@@ -132,7 +133,7 @@ def _grads(
 
     tiles = outgoing = _NONE
     if rounds:
-        tiles = ops.number(Tensor.KV, Space.WORK, low.fetched_ranges)
+        (tiles,) = ops.number((Tensor.KV,), Space.WORK, low.fetched_ranges)
         outgoing = _return_tiles(asm, ops, low, of_key[Tensor.DKV], np.array(returns), np.array(adds))
         at = np.array(clears)[low.slots.round]
         _clear(asm, at, low.edges.dst, outgoing[TILE], low.tile_openers.cleared)
@@ -141,13 +142,13 @@ def _grads(
     opened_keys = low.key_openers.flags(len(tasks)) | low.tile_openers.flags(len(tasks))
     asm.rows(
         "grads",
-        low.exec,
+        tasks.exec,
         np.array(stages)[low.stage],
-        of_query[Tensor.Q][ENTRY][tasks.entry],
+        of_query[Tensor.Q][QUERIES],
         low.keys(of_key[Tensor.KV], tiles),
-        of_query[Tensor.DO][ENTRY][tasks.entry],
-        of_query[Tensor.DELTA][ENTRY][tasks.entry],
-        of_query[Tensor.DQ][ENTRY][tasks.entry],
+        of_query[Tensor.DO][QUERIES],
+        of_query[Tensor.DELTA][QUERIES],
+        of_query[Tensor.DQ][QUERIES],
         low.keys(of_key[Tensor.DKV], outgoing),
         tasks.dmin,
         tasks.dmax,
@@ -160,8 +161,8 @@ def _return_tiles(
 ) -> Numbers:
     """Send each tile's gradient back to where the tile came from and add it there."""
     edges, turn = low.edges, low.slots.round
-    outgoing = ops.number(Tensor.DKV, Space.WORK, low.tile_ranges(RETURN_DEPTH))
-    incoming = ops.number(Tensor.DKV, Space.WORK, low.returned_ranges(RETURN_DEPTH))
+    (outgoing,) = ops.number((Tensor.DKV,), Space.WORK, low.tile_ranges(RETURN_DEPTH))
+    (incoming,) = ops.number((Tensor.DKV,), Space.WORK, low.returned_ranges(RETURN_DEPTH))
     asm.rows("transfers", edges.dst, returns[turn], 1, edges.src, outgoing[TILE])
     asm.rows("transfers", edges.src, returns[turn], 0, edges.dst, incoming[0])
     asm.rows("rowops", edges.src, adds[turn], incoming[0], 0, home[SENT_KEYS], 0, 0)
@@ -187,7 +188,7 @@ def _delta(
 ) -> None:
     """Row statistics of all home rows; O is needed for nothing else and never travels."""
     if low.reshuffle is None:
-        home = {**home, Tensor.O: ops.number(Tensor.O, Space.HOME, low.query_ranges)}
+        home = _numbers(ops, (Tensor.O,), Space.HOME, low.query_ranges)
     rank, do = _whole(low, of_query[Tensor.DO], home.get(Tensor.DO))
     _, o = _whole(low, home[Tensor.O] if low.reshuffle is None else _NONE, home.get(Tensor.O))
     _, delta = _whole(low, of_query[Tensor.DELTA], home.get(Tensor.DELTA))
@@ -198,11 +199,17 @@ _NO_ROWS = np.zeros(0, np.int64)
 _NONE = Numbers(_NO_ROWS, (_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS))
 
 
-def _homes(ops: Operands, low: Lowering, tensors: list[Tensor]) -> dict[Tensor, Numbers]:
+def _numbers(
+    ops: Operands, tensors: tuple[Tensor, ...], space: Space, ranges: RangeSet
+) -> dict[Tensor, Numbers]:
+    return dict(zip(tensors, ops.number(tensors, space, ranges), strict=True))
+
+
+def _homes(ops: Operands, low: Lowering, tensors: tuple[Tensor, ...]) -> dict[Tensor, Numbers]:
     """Operands of the loader's rows, where the program reshuffles."""
     if low.reshuffle is None:
         return {}
-    return {tensor: ops.number(tensor, Space.HOME, low.reshuffle.loader_ranges) for tensor in tensors}
+    return _numbers(ops, tensors, Space.HOME, low.reshuffle.loader_ranges)
 
 
 def _bring_in(asm: Assembler, low: Lowering, tensors: list[tuple[Numbers | None, Ints]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,16 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.isa import Space
+from apportion.ir.jit import jit
 from apportion.planner.passes.assemble import Numbers, RangeSet, range_set
 from apportion.planner.passes.layouts import Rows, whole_ranges
 from apportion.planner.passes.reshuffle import Reshuffle
 from apportion.planner.passes.schedule import Slots
-from apportion.planner.passes.tasks import Edges, Tasks, sort_order
+from apportion.planner.passes.sorting import sort_order
+from apportion.planner.passes.tasks import Edges, Members, Tasks
 
 Ints = NDArray[np.integer[Any]]
 
 # Requests of the range sets, in the order in which they are made.
-ENTRY, QUERY_BLOCK, QUERY_WHOLE, QUERY_SHUFFLE = range(4)
+QUERIES, QUERY_BLOCK, QUERY_WHOLE, QUERY_SHUFFLE = range(4)
 LOCAL_KEYS, SENT_KEYS, KEY_BLOCK, KEY_SHUFFLE = range(4)
 TILE_KEYS, TILE = range(2)
 
@@ -45,6 +47,7 @@ class Lowering:
 
     rows: Rows
     tasks: Tasks
+    members: Members
     edges: Edges
     slots: Slots
     reshuffle: Reshuffle | None
@@ -58,11 +61,6 @@ class Lowering:
     def space(self) -> Space:
         """Where rows in attention order are: work rows where the program reshuffles, else home rows."""
         return Space.HOME if self.reshuffle is None else Space.WORK
-
-    @cached_property
-    def exec(self) -> Ints:
-        """int64 [tasks]: the rank that computes each task."""
-        return self.rows.home[self.tasks.q]
 
     @cached_property
     def local(self) -> Ints:
@@ -82,10 +80,8 @@ class Lowering:
     @cached_property
     def query_ranges(self) -> RangeSet:
         rows, tasks = self.rows, self.tasks
-        block = tasks.entry_block
-        entry = rows.row[block] + tasks.entry_q0 - rows.starts[block]
         return range_set(
-            (rows.home[block], entry, tasks.entry_q1 - tasks.entry_q0),
+            (tasks.exec, tasks.row, tasks.rows),
             (rows.home, rows.row, rows.lengths),
             whole_ranges(rows),
             self._shuffled,
@@ -95,7 +91,7 @@ class Lowering:
     def key_ranges(self) -> RangeSet:
         rows, tasks, edges, local = self.rows, self.tasks, self.edges, self.local
         return range_set(
-            (self.exec[local], self._key_row(tasks.k[local], tasks.k0[local]), (tasks.k1 - tasks.k0)[local]),
+            (tasks.exec[local], self._key_row(tasks.k[local], tasks.k0[local]), (tasks.k1 - tasks.k0)[local]),
             (edges.src, self._key_row(edges.block, edges.k0), edges.rows),
             (rows.home, rows.row, rows.lengths),
             self._shuffled,
@@ -147,10 +143,12 @@ class Lowering:
 
     @cached_property
     def query_openers(self) -> Openers:
-        """By query block."""
-        tasks = self.tasks
-        rows = (tasks.entry_q1 - tasks.entry_q0)[tasks.entry]
-        return _openers(np.arange(len(tasks)), tasks.q, rows, self.rows.lengths)
+        """By query block; a task of several blocks opens all of them or none."""
+        members = self.members
+        opens, cleared = _openers_of_many(
+            members.task, members.block, members.whole, len(self.tasks), len(self.rows.home)
+        )
+        return Openers(np.flatnonzero(opens), np.flatnonzero(cleared))
 
     @cached_property
     def key_openers(self) -> Openers:
@@ -169,10 +167,15 @@ def stages(tasks: Tasks, slots: Slots) -> Ints:
     return rounds[tasks.edge]
 
 
-def program_order(tasks: Tasks, rows: Rows, slots: Slots) -> Tasks:
-    """The tasks by rank and stage; within a stage as they were found."""
-    count = slots.rounds + 1
-    return tasks.take(sort_order(rows.home[tasks.q] * count + stages(tasks, slots), rows.ranks * count))
+def program_order(tasks: Tasks, members: Members, slots: Slots, ranks: int) -> tuple[Tasks, Members]:
+    """The tasks by rank and stage. Within a stage those with a band that is not full come first: they have one block
+    each, so that they can open it, and the rest keep the order in which they were found."""
+    count = 2 * (slots.rounds + 1)
+    key = tasks.exec.astype(np.int64) * count + 2 * stages(tasks, slots) + tasks.full
+    order = sort_order(key, ranks * count)
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+    return tasks.take(order), replace(members, task=place[members.task])
 
 
 def _openers(members: Ints, group: Ints, rows: Ints, lengths: Ints) -> Openers:
@@ -184,3 +187,19 @@ def _openers(members: Ints, group: Ints, rows: Ints, lengths: Ints) -> Openers:
     opener[group[members[::-1]]] = members[::-1]  # the last assignment wins: the earliest task
     whole = (opener >= 0) & (rows[opener] == lengths) if len(rows) else np.zeros(len(lengths), bool)
     return Openers(opener[whole], np.flatnonzero(~whole))
+
+
+@jit
+def _openers_of_many(task: Ints, block: Ints, whole: Ints, tasks: int, blocks: int) -> tuple[Ints, Ints]:
+    """Which tasks are the first on all rows of all their blocks (1 or 0), and which blocks no such task opens."""
+    first = np.full(blocks, tasks, np.int32)
+    for member in range(len(task)):
+        first[block[member]] = min(first[block[member]], task[member])
+    opens, cleared = np.ones(tasks, np.int8), np.ones(blocks, np.int8)
+    for member in range(len(task)):
+        if first[block[member]] != task[member] or whole[member] == 0:
+            opens[task[member]] = 0
+    for index in range(blocks):
+        if first[index] < tasks:
+            cleared[index] = 1 - opens[first[index]]
+    return opens, cleared

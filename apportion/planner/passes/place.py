@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from apportion.ir.errors import CapacityError
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Placement, Problem, Shards
-from apportion.planner.solvers.lpt import LptResult, lpt
+from apportion.planner.solvers.lpt import LptResult, lpt, makespan_bound
 
 Ints = NDArray[np.integer[Any]]
 
@@ -29,7 +29,11 @@ class Lpt:
         if (home >= 0).all():
             return Placement(shards.starts, home, shards.weight, result.bound)
         starts, home = _fill(problem, shards, home, result, allowed)
-        return Placement(starts, home, row_weights(problem, starts), result.bound)
+        weight = row_weights(problem, starts)
+        # what was cut is no longer indivisible: it counts by its parts
+        cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
+        items = np.concatenate([weights[result.bin >= 0], weight[cut]])
+        return Placement(starts, home, weight, makespan_bound(items, problem.speeds))
 
 
 def _allowed(problem: Problem, shards: Shards) -> list[tuple[int, ...] | None] | None:

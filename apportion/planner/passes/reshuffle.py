@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import Op, Space, Tensor
-from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
+from apportion.ir.isa import Op
+from apportion.planner.passes.assemble import Assembler, RangeSet, range_set
 from apportion.planner.passes.layouts import Rows, whole_ranges
 from apportion.planner.passes.schedule import Matchings, Slots
 
@@ -62,10 +62,6 @@ class Reshuffle:
         """Home rows of the pieces, and all home rows of each rank."""
         return range_set((self.src, self.loader.row_of(self.token), self.rows), whole_ranges(self.loader))
 
-    def home(self, ops: Operands, tensor: Tensor) -> Numbers:
-        """Operand numbers of the home rows of `tensor`."""
-        return ops.number(tensor, Space.HOME, self.loader_ranges)
-
     def bring_in(self, asm: Assembler, tensors: list[tuple[Ints, Ints]]) -> None:
         """Steps that fill the attention rows; tensors: (home, attention) operand numbers of the pieces."""
         self._exchange(asm, self.src, self.dst, tensors)
@@ -96,9 +92,10 @@ def plan_reshuffle(tokens: int, attention: Rows, matchings: Matchings) -> Reshuf
     fresh[1:] = (src[1:] != src[:-1]) | (dst[1:] != dst[:-1])
     token = cuts[fresh]
     src, dst = src[fresh], dst[fresh]
+    rows = np.diff(np.append(token, tokens))
     away = src != dst
-    slots = matchings(src[away], dst[away], attention.ranks)
-    return Reshuffle(loader, attention, token, np.diff(np.append(token, tokens)), slots)
+    slots = matchings(src[away], dst[away], rows[away], attention.ranks)
+    return Reshuffle(loader, attention, token, rows, slots)
 
 
 def contiguous_rows(tokens: int, ranks: int) -> Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,13 @@ class Slots:
         return min(depth, self.rounds) * self.width
 
 
+# `auto` makes rounds of about this many tokens a rank: enough work behind each to hide it (FCP, section 4.2, coalesces
+# four blocks of 2K), but
+AUTO_ROUND_TOKENS = 8192
+# keeps this many rounds where there are as many slots, so that some overlap others.
+AUTO_ROUNDS = 8
+
+
 @dataclass(frozen=True)
 class Matchings:
     """Every slot is a matching; there are exactly as many as the busiest rank has tiles to send or receive.
@@ -54,18 +61,28 @@ class Matchings:
     coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
     """
 
-    coalesce: int = 4
+    coalesce: int | Literal["auto"] = "auto"
     buffers: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("coalesce", "buffers"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(
-                    f"recipe.schedule.matchings.{name}", value, "must be a positive integer", "use 3"
-                )
+        if self.coalesce != "auto":
+            _positive("coalesce", self.coalesce)
+        _positive("buffers", self.buffers)
 
-    def __call__(self, src: Ints, dst: Ints, ranks: int) -> Slots:
+    def __call__(self, src: Ints, dst: Ints, rows: Ints, ranks: int) -> Slots:
+        """Slots of the tiles src -> dst of so many rows each, integers [edges]."""
         slot = matchings(src, dst, ranks)
         slots = int(slot.max()) + 1 if len(slot) else 0
-        return Slots(slot, slots, max_degree(src, dst, ranks), self.coalesce, self.buffers)
+        return Slots(slot, slots, max_degree(src, dst, ranks), self._coalesce(slots, rows), self.buffers)
+
+    def _coalesce(self, slots: int, rows: Ints) -> int:
+        if self.coalesce != "auto":
+            return self.coalesce
+        longest = int(rows.max()) if len(rows) else 1
+        return max(1, min(AUTO_ROUND_TOKENS // longest, -(-slots // AUTO_ROUNDS)))
+
+
+def _positive(name: str, value: int | str) -> None:
+    if type(value) is not int or value < 1:
+        rule = "must be a positive integer"
+        raise ConfigError(f"recipe.schedule.matchings.{name}", value, rule, "use 4, or leave it out")

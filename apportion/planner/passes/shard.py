@@ -18,6 +18,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.errors import ConfigError
 from apportion.ir.jit import jit
 from apportion.planner.problem import Problem, Shards, exact_sums
+from apportion.planner.solvers.lpt import lpt
 
 Ints = NDArray[np.integer[Any]]
 
@@ -27,13 +28,17 @@ LARGEST_AUTO_BLOCK = 2048
 AUTO_STEP = 128
 # `auto` wants the heaviest piece to weigh at most this share of the mean load,
 AUTO_SHARE = 0.5
+# and LPT's busiest rank to have at most this much more than the mean, else the block shrinks by this factor (not below
+# a step: what then is uneven is not for want of small blocks),
+AUTO_IMBALANCE, AUTO_SHRINK = 0.01, 0.75
 # as long as the plan has no more tasks than this, in all or a rank: half the block is four times the tasks.
 AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Fixed blocks of `block` tokens, or as large as no piece is heavier than half the mean load (`auto`).
+    """Fixed blocks of `block` tokens, or (`auto`) as large as no piece is heavier than half the mean load and LPT's
+    busiest rank is within 1 % of it.
 
     zigzag: tie block i and block m-1-i of a sequence whose last rows see at least twice the keys of its first.
     """
@@ -52,18 +57,25 @@ class Blocks:
             return cut(problem, self.block, self.zigzag)
         block = LARGEST_AUTO_BLOCK
         shards = cut(problem, block, self.zigzag)
-        while block > 1 and (share := _heaviest_share(problem, shards)) > AUTO_SHARE:
-            block = _smaller(block, AUTO_SHARE / share)
+        while (factor := _too_coarse(problem, shards)) < 1 and block > 1:
+            block = _smaller(block, factor)
             if not _affordable(problem, block):
                 break
             shards = cut(problem, block, self.zigzag)
         return shards
 
 
-def _heaviest_share(problem: Problem, shards: Shards) -> float:
-    """Weight of the heaviest piece over the mean load."""
-    mean = float(shards.weight.sum()) / problem.speeds.sum()
-    return float(shards.per_piece(shards.weight).max()) / mean if mean else 0.0
+def _too_coarse(problem: Problem, shards: Shards) -> float:
+    """By what factor the block should shrink; 1 where it need not."""
+    weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
+    mean, heaviest = float(weights.sum() / problem.speeds.sum()), float(weights.max())
+    if heaviest > AUTO_SHARE * mean:
+        return AUTO_SHARE * mean / heaviest
+    if shards.block_tokens <= AUTO_STEP:
+        return 1.0
+    tried = lpt(weights, sizes, problem.ranks, problem.token_cap, problem.speeds)
+    busiest = float((tried.load / problem.speeds).max())
+    return 1.0 if busiest <= (1 + AUTO_IMBALANCE) * mean else AUTO_SHRINK
 
 
 def _smaller(block: int, factor: float) -> int:

@@ -1,36 +1,44 @@
 """What must be computed where: the tasks of one attention kind, and the tiles they need from other ranks.
 
 A task is a band cut by a (query block, key block) rectangle. Queries stay home: a task runs where its query block
-lives, and the KV rows that it sees must reach that rank once (an *edge*: key block -> rank).
+lives, and the KV rows that it sees must reach that rank once (an *edge*: key block -> rank). Query blocks that lie side
+by side on a rank and see all of the same keys make one task: fewer and larger kernel calls (FCP's coalescing, section
+4.2, in the query direction).
+
+              keys of one tile
+    block 4   x x x x  \
+    block 7   x x x x   } one task of three blocks, though their tokens are not consecutive
+    block 8   x x x x  /
+    block 2   x . . .     a task of its own: its band is not full
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit
+from apportion.planner.passes.layouts import Rows
+from apportion.planner.passes.sorting import counting_order
 
 Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Columns int32 [tasks]; tokens are global.
+    """Columns int32 [tasks].
 
-    entry: index into the row pieces; q, k: query and key block; k0, k1: keys; dmin, dmax: the band counted from
-    (q0, k0) and clipped; edge: the edge that brings the keys, -1 where they are at home.
-    Row pieces, int32 [entries]: entry_block and the query rows entry_q0, entry_q1 (a band cut by a query block).
+    exec: the rank that computes; row, rows: its query rows in attention order; k: key block; k0, k1: keys, global
+    tokens; dmin, dmax: the band counted from the first row and key, clipped; edge: the edge that brings the keys, -1
+    where they are at home.
     """
 
-    entry_block: Ints
-    entry_q0: Ints
-    entry_q1: Ints
-    entry: Ints
-    q: Ints
+    exec: Ints
+    row: Ints
+    rows: Ints
     k: Ints
     k0: Ints
     k1: Ints
@@ -39,12 +47,25 @@ class Tasks:
     edge: Ints
 
     def __len__(self) -> int:
-        return len(self.entry)
+        return len(self.exec)
+
+    @property
+    def full(self) -> NDArray[np.bool_]:
+        """bool [tasks]: every row sees every key."""
+        return (self.dmin <= self.k0 - self.k1 + 1) & (self.dmax >= self.rows - 1)
 
     def take(self, order: Ints) -> Tasks:
         """The tasks in another order."""
-        per_task = ("entry", "q", "k", "k0", "k1", "dmin", "dmax", "edge")
-        return replace(self, **{name: np.take(getattr(self, name), order) for name in per_task})
+        return Tasks(*(np.take(getattr(self, column.name), order) for column in fields(self)))
+
+
+@dataclass(frozen=True)
+class Members:
+    """The query blocks of the tasks, int32 [members]: `task` has rows of `block`; whole: all of them (0 or 1)."""
+
+    task: Ints
+    block: Ints
+    whole: Ints
 
 
 @dataclass(frozen=True)
@@ -65,22 +86,16 @@ class Edges:
         return self.k1 - self.k0
 
 
-def find_tasks(bands: Ints, starts: Ints, home: Ints, ranks: int) -> tuple[Tasks, Edges]:
-    """Tasks and edges of one kind.
-
-    bands: int64 [bands, 6], global tokens; starts: int64 [blocks + 1]; home: int64 [blocks].
-    """
+def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Members, Edges]:
+    """Tasks and edges of one kind; bands: int64 [bands, 6], global tokens."""
+    starts = rows.starts
     first = np.maximum(np.searchsorted(starts, bands[:, 0], "right") - 1, 0)
     first_key = np.maximum(np.searchsorted(starts, bands[:, 2], "right") - 1, 0)
     bands = np.ascontiguousarray(bands)
-    entries, tasks = _count(bands, starts, first, first_key)
-    entry, task = _fill(bands, starts, first, first_key, entries, tasks)
-    edge, edges = _edges(task[1], task[2], task[3], task[4], home, ranks)
+    cells = _cut(bands, starts, first, first_key, _count(bands, starts, first, first_key))
+    tasks, members, edges = _gather(cells, starts, rows.home, rows.row, rows.ranks)
     block, dst, k0, k1 = edges
-    entry_block, entry_q0, entry_q1 = entry
-    of_entry, q, q_k, key0, key1, dmin, dmax = task
-    found = Tasks(entry_block, entry_q0, entry_q1, of_entry, q, q_k, key0, key1, dmin, dmax, edge)
-    return found, Edges(block, home[block].astype(np.int32), dst, k0, k1)
+    return Tasks(*tasks), Members(*members), Edges(block, rows.home[block].astype(np.int32), dst, k0, k1)
 
 
 @jit
@@ -91,86 +106,83 @@ def _reach(band: Ints, low: int, high: int) -> tuple[int, int, int, int]:
 
 
 @jit
-def _count(bands: Ints, starts: Ints, first: Ints, first_key: Ints) -> tuple[int, int]:
-    entries, tasks, blocks = 0, 0, len(starts) - 1
+def _count(bands: Ints, starts: Ints, first: Ints, first_key: Ints) -> int:
+    """Cells that `_cut` will find."""
+    cells, blocks = 0, len(starts) - 1
     for i in range(len(bands)):
         block, key = first[i], first_key[i]
         while block < blocks and starts[block] < bands[i, 1]:
             q0, q1, k0, k1 = _reach(bands[i], starts[block], starts[block + 1])
             if q0 < q1 and k0 < k1:
-                entries += 1
                 while starts[key + 1] <= k0:
                     key += 1
                 last = key
                 while last < blocks and starts[last] < k1:
-                    tasks, last = tasks + 1, last + 1
+                    cells, last = cells + 1, last + 1
             block += 1
-    return entries, tasks
+    return cells
 
 
 @jit
-def _fill(
-    bands: Ints, starts: Ints, first: Ints, first_key: Ints, entries: int, tasks: int
-) -> tuple[Ints, Ints]:
-    entry, task = np.empty((3, entries), np.int32), np.empty((7, tasks), np.int32)
-    e, t, blocks = 0, 0, len(starts) - 1
+def _cut(bands: Ints, starts: Ints, first: Ints, first_key: Ints, cells: int) -> Ints:
+    """int32 [8, cells]: each band in each (query block, key block): q, k, q0, q1, k0, k1, dmin, dmax."""
+    cell = np.empty((8, cells), np.int32)
+    c, blocks = 0, len(starts) - 1
     for i in range(len(bands)):
         block, key = first[i], first_key[i]
         while block < blocks and starts[block] < bands[i, 1]:
             q0, q1, k0, k1 = _reach(bands[i], starts[block], starts[block + 1])
             if q0 < q1 and k0 < k1:
-                entry[0, e], entry[1, e], entry[2, e] = block, q0, q1
                 while starts[key + 1] <= k0:
                     key += 1
                 last = key
                 while last < blocks and starts[last] < k1:
                     a, b = max(k0, starts[last]), min(k1, starts[last + 1])
-                    task[0, t], task[1, t], task[2, t], task[3, t], task[4, t] = e, block, last, a, b
-                    task[5, t] = max(bands[i, 4] - (q0 - a), a - b + 1)
-                    task[6, t] = min(bands[i, 5] - (q0 - a), q1 - q0 - 1)
-                    t, last = t + 1, last + 1
-                e += 1
+                    cell[0, c], cell[1, c], cell[2, c], cell[3, c] = block, last, q0, q1
+                    cell[4, c], cell[5, c] = a, b
+                    cell[6, c] = max(bands[i, 4] - (q0 - a), a - b + 1)
+                    cell[7, c] = min(bands[i, 5] - (q0 - a), q1 - q0 - 1)
+                    c, last = c + 1, last + 1
             block += 1
-    return entry, task
+    return cell
 
 
 @jit
-def _edges(q: Ints, k: Ints, k0: Ints, k1: Ints, home: Ints, ranks: int) -> tuple[Ints, Ints]:
-    """Edge of each task (-1: local) and the edges, by (key block, first use): block, dst, and the hull of the keys."""
-    edge = np.full(len(q), -1, np.int32)
-    order = _by_key(k, len(home))
-    seen, at = np.full(ranks, -1, np.int64), np.full(ranks, -1, np.int64)
-    edges, count = np.empty((4, len(q)), np.int32), 0
-    for index in order:
-        block, dst = k[index], home[q[index]]
-        if home[block] == dst:
-            continue
-        if seen[dst] != block:
-            seen[dst], at[dst] = block, count
-            edges[0, count], edges[1, count] = block, dst
-            edges[2, count], edges[3, count] = k0[index], k1[index]
-            count += 1
-        e = at[dst]
-        edge[index] = e
-        edges[2, e], edges[3, e] = min(edges[2, e], k0[index]), max(edges[3, e], k1[index])
-    return edge, edges[:, :count].copy()
-
-
-@jit
-def _by_key(key: Ints, size: int) -> Ints:
-    """Stable counting sort: the order that sorts int64 keys in [0, size)."""
-    place = np.zeros(size + 1, np.int64)
-    for value in key:
-        place[value + 1] += 1
-    for index in range(size):
-        place[index + 1] += place[index]
-    order = np.empty(len(key), np.int32)
-    for index in range(len(key)):
-        order[place[key[index]]] = index
-        place[key[index]] += 1
-    return order
-
-
-def sort_order(key: Ints, size: int) -> Ints:
-    """int32 [n]: the stable order that sorts `key` (values in [0, size))."""
-    return _by_key(key, size)
+def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
+    """Tasks, members and edges (block, dst, and the hull of the keys) by key block, then in the order of the cells."""
+    cells = cell.shape[1]
+    order = counting_order(cell[1], len(home))
+    task, member, edge = (
+        np.empty((9, cells), np.int32),
+        np.empty((3, cells), np.int32),
+        np.empty((4, cells), np.int32),
+    )
+    tasks, edges = 0, 0
+    seen, tile, last = np.full(ranks, -1, np.int64), np.full(ranks, -1, np.int64), np.zeros(ranks, np.int64)
+    for m in range(cells):
+        c = order[m]
+        block, key, q0, q1, k0, k1, dmin, dmax = cell[:, c]
+        dst, rows = home[block], q1 - q0
+        at = row[block] + q0 - starts[block]
+        if seen[dst] != key:
+            seen[dst], tile[dst], last[dst] = key, -1, -1
+            if home[key] != dst:
+                edge[0, edges], edge[1, edges], edge[2, edges], edge[3, edges] = key, dst, k0, k1
+                tile[dst] = edges
+                edges += 1
+        e, t = tile[dst], last[dst]
+        if e >= 0:
+            edge[2, e], edge[3, e] = min(edge[2, e], k0), max(edge[3, e], k1)
+        full = dmin == k0 - k1 + 1 and dmax == rows - 1
+        if full and t >= 0 and task[4, t] == k0 and task[5, t] == k1 and task[1, t] + task[2, t] == at:
+            task[2, t] += rows
+            task[7, t] += rows
+        else:
+            t = tasks
+            task[0, t], task[1, t], task[2, t], task[3, t], task[4, t] = dst, at, rows, key, k0
+            task[5, t], task[6, t], task[7, t], task[8, t] = k1, dmin, dmax, e
+            tasks += 1
+        last[dst] = t if full else -1
+        member[0, m], member[1, m] = t, block
+        member[2, m] = rows == starts[block + 1] - starts[block]
+    return task[:, :tasks].copy(), member, edge[:, :edges].copy()

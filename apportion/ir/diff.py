@@ -1,0 +1,165 @@
+"""What differs between two plans: header and request fields, report numbers, instruction counts, first lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any
+
+from apportion.ir.isa import OP_NAMES, TABLES, Op
+from apportion.ir.plan import Plan, ProgramSet, Table, empty_programs
+from apportion.ir.sections import header_data, request_data
+from apportion.ir.text import instruction_lines
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value of header, request or report; None where a plan does not have it."""
+
+    field: str  # dotted path
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class ProgramChange:
+    """A rank's program that differs: instructions per op in each plan, and the first line that differs."""
+
+    rank: int
+    kind: str
+    phase: str
+    counts: Mapping[str, tuple[int, int]]  # op -> instructions in a and b, where these differ
+    instruction: int | None  # None where the lines agree and only operands or arenas differ
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """All differences; empty for equal plans."""
+
+    ids: tuple[str, str]
+    values: tuple[Change, ...]
+    layouts: tuple[str, ...]  # names of those that differ or that one plan lacks
+    moves: bool
+    programs: tuple[ProgramChange, ...]
+
+    @property
+    def equal(self) -> bool:
+        return self.ids[0] == self.ids[1]
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"equal": self.equal} | asdict(self)
+
+    def lines(self, programs: int = 8) -> list[str]:
+        """The differences as text; of the programs that differ only the first ones in full."""
+        if self.equal:
+            return [f"the plans are equal: {self.ids[0]}"]
+        lines = [f"id {self.ids[0]} | {self.ids[1]}"]
+        lines += [f"{change.field}: {change.a!r} | {change.b!r}" for change in self.values]
+        lines += [f"layout {name} differs" for name in self.layouts]
+        lines += ["moves differ"] if self.moves else []
+        for change in self.programs[:programs]:
+            lines += _program_lines(change)
+        if len(self.programs) > programs:
+            lines.append(f"… and {len(self.programs) - programs} more programs differ")
+        return lines
+
+
+def _program_lines(change: ProgramChange) -> list[str]:
+    lines = [f"rank {change.rank}, {change.kind} {change.phase}:"]
+    if change.counts:
+        lines.append("  " + ", ".join(f"{op} {a} | {b}" for op, (a, b) in change.counts.items()))
+    if change.instruction is None:
+        return [*lines, "  operands or arenas differ, the instructions agree"]
+    return [
+        *lines,
+        f"  instruction {change.instruction}:",
+        f"  - {change.a or '(none)'}",
+        f"  + {change.b or '(none)'}",
+    ]
+
+
+def diff(a: Plan, b: Plan) -> PlanDiff:
+    """What differs between plans `a` and `b`."""
+    names = list(dict.fromkeys([*a.layouts, *b.layouts]))
+    return PlanDiff(
+        ids=(a.id.hex(), b.id.hex()),
+        values=tuple(_changes("", _values(a), _values(b))),
+        layouts=tuple(name for name in names if not _same_layout(a, b, name)),
+        moves=not _same_moves(a, b),
+        programs=tuple(_program_changes(a, b)),
+    )
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    return {
+        "header": header_data(plan.header),
+        "request": request_data(plan.request),
+        "report": dict(plan.report),
+    }
+
+
+def _changes(path: str, a: Any, b: Any) -> Iterator[Change]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys([*a, *b]):
+            yield from _changes(f"{path}.{key}" if path else str(key), a.get(key), b.get(key))
+    elif _plain(a) != _plain(b):
+        yield Change(path, _plain(a), _plain(b))
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, so that a decoded plan compares equal to the one that was encoded."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _same_layout(a: Plan, b: Plan, name: str) -> bool:
+    return name in a.layouts and name in b.layouts and _same(a.layouts[name].spans, b.layouts[name].spans)
+
+
+def _same_moves(a: Plan, b: Plan) -> bool:
+    pairs = zip_longest(a.moves, b.moves)
+    return all(
+        x and y and (x.source, x.target) == (y.source, y.target) and _same(x.table, y.table) for x, y in pairs
+    )
+
+
+def _same(a: Table, b: Table) -> bool:
+    return a.ranks == b.ranks and a.equal(b)
+
+
+def _program_changes(a: Plan, b: Plan) -> Iterator[ProgramChange]:
+    for kind, phase in dict.fromkeys([*a.programs, *b.programs]):
+        for rank in range(max(a.header.ranks, b.header.ranks)):
+            mine, theirs = _program(a, rank, kind, phase), _program(b, rank, kind, phase)
+            if not all(_same(mine[name], theirs[name]) for name in TABLES):
+                yield _program_change(rank, kind, phase, mine, theirs)
+
+
+def _program(plan: Plan, rank: int, kind: str, phase: str) -> ProgramSet:
+    if rank >= plan.header.ranks or (kind, phase) not in plan.programs:
+        return empty_programs(1)
+    return plan.program(rank, kind, phase)
+
+
+def _program_change(rank: int, kind: str, phase: str, a: ProgramSet, b: ProgramSet) -> ProgramChange:
+    lines = zip_longest(instruction_lines(a), instruction_lines(b))
+    at, x, y = next(((i, x, y) for i, (x, y) in enumerate(lines) if x != y), (None, None, None))
+    return ProgramChange(rank, kind, phase, _count_changes(a, b), at, x, y)
+
+
+def _count_changes(a: ProgramSet, b: ProgramSet) -> dict[str, tuple[int, int]]:
+    counts = {
+        OP_NAMES[op]: (
+            int((a["instructions"]["op"] == op).sum()),
+            int((b["instructions"]["op"] == op).sum()),
+        )
+        for op in Op
+    }
+    return {name: pair for name, pair in counts.items() if pair[0] != pair[1]}

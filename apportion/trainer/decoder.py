@@ -1,0 +1,79 @@
+"""A small decoder-only transformer: RMSNorm, RoPE from position ids, grouped-query attention, SwiGLU.
+
+The attention is an argument: the demo runs the same weights with planned and with plain attention.
+Shapes: tokens and position_ids [rows]; hidden [rows, E]; q [rows, Hq, D]; k, v [rows, Hk, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+#: (q, k, v, attention kind) -> out [rows, Hq, D]
+Attention = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """`kinds` names the attention kind of each layer."""
+
+    vocabulary: int = 256
+    hidden: int = 64
+    ffn: int = 192
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    kinds: tuple[str, ...] = ("local", "global")
+
+
+class Decoder(nn.Module):
+    """tokens, position_ids -> logits [rows, vocabulary]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(config.vocabulary, config.hidden)
+        self.layers = nn.ModuleList(Layer(config, kind) for kind in config.kinds)
+        self.norm = nn.RMSNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, position_ids, attention)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DecoderConfig, kind: str) -> None:
+        super().__init__()
+        self.kind, self.heads = kind, (config.q_heads, config.kv_heads, config.kv_heads)
+        self.norms = nn.ModuleList(nn.RMSNorm(config.hidden) for _ in range(2))
+        self.qkv = nn.Linear(config.hidden, sum(self.heads) * config.head_dim, bias=False)
+        self.out = nn.Linear(config.q_heads * config.head_dim, config.hidden, bias=False)
+        self.up = nn.Linear(config.hidden, 2 * config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.hidden, bias=False)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
+        rows, heads = len(hidden), sum(self.heads)
+        # not -1: a rank may hold no rows
+        qkv = self.qkv(self.norms[0](hidden)).view(rows, heads, self.qkv.out_features // heads)
+        q, k, v = qkv.split(self.heads, dim=1)
+        out = attention(rotate(q, position_ids), rotate(k, position_ids), v, self.kind)
+        hidden = hidden + self.out(out.flatten(1))
+        gate, value = self.up(self.norms[1](hidden)).chunk(2, dim=-1)
+        mixed: Tensor = hidden + self.down(nn.functional.silu(gate) * value)
+        return mixed
+
+
+def rotate(x: Tensor, position_ids: Tensor, base: float = 10_000.0) -> Tensor:
+    """RoPE (Su et al., 2021) on x [rows, heads, D], halves paired."""
+    half = x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = position_ids[:, None, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

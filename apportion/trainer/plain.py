@@ -1,0 +1,39 @@
+"""Plain attention in one process, sequence by sequence: what planned attention is compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from apportion.ir import bands as algebra
+from apportion.ir.batch import Batch
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: str) -> Tensor:
+    """q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] in token order -> out [T, Hq, Dv]; rows without keys are 0.
+
+    Builds the dense mask of one sequence at a time: for demonstrations and self-tests."""
+    starts, parts = batch.starts.tolist(), []
+    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+        allowed = torch.from_numpy(_allowed(batch, kind, begin, end)).to(q.device)
+        parts.append(_attend(q[begin:end], k[begin:end], v[begin:end], allowed))
+    return torch.cat(parts)
+
+
+def _allowed(
+    batch: Batch, kind: str, begin: int, end: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    bands = batch.bands(kind)
+    own = bands[(bands[:, 0] >= begin) & (bands[:, 1] <= end)]
+    return algebra.dense(algebra.shift(own, -begin, -begin), end - begin, end - begin)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    alive = allowed.any(-1)
+    # a row without keys would be NaN: it sees all here, and is 0 in the end
+    mask = allowed | ~alive[:, None]
+    heads = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out = scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    return out * alive[:, None, None].to(out.dtype)

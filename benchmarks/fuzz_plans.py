@@ -1,0 +1,315 @@
+"""Feeds mutated plans to the decoder and the verifier: typed errors only.
+
+    python -m benchmarks.fuzz_plans --count 100000 --json
+
+Every iteration starts from a golden plan (or one given) and either damages its bytes or changes what they mean: a
+column element, a value, a type, a key, a whole table. Changed plans get the id of their new bytes, so that the checks
+behind it are reached; those that decode go to the verifier. Exit status 1 if anything but an ApportionError came
+out, or if an iteration took longer than `--limit-ms`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from apportion.ir import codec
+from apportion.ir.columns import DTYPES
+from apportion.ir.errors import ApportionError, DecodeError
+from apportion.ir.plan import Plan
+from apportion.ir.verify import check
+
+GOLDEN = Path(__file__).resolve().parents[1] / "apportion/schemas/golden"
+
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+_encode_part = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    255,
+    256,
+    65535,
+    2**31 - 1,
+    2**31,
+    2**40,
+    2**48 + 1,
+    2**63 - 1,
+    2**64 - 1,
+    -1,
+    -(2**63),
+)
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 300,
+    b"",
+    b"\xff",
+    [],
+    {},
+    [[[]]],
+)
+
+
+@dataclass
+class Result:
+    """What came out: `outcomes` counts class names of errors, `clean` and `violations` plans that decoded."""
+
+    count: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    rules: Counter[str] = field(default_factory=Counter)  # rule that fired first
+    slowest_ms: float = 0.0
+    escaped: Counter[str] = field(default_factory=Counter)  # anything that is no ApportionError, and where
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "count": self.count,
+            "outcomes": dict(sorted(self.outcomes.items())),
+            "first_rules": dict(sorted(self.rules.items())),
+            "slowest_ms": round(self.slowest_ms, 2),
+            "escaped": dict(self.escaped.most_common(20)),
+        }
+
+
+# ---------------------------------------------------------------------------------------------- mutations
+
+
+def flip_bits(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def truncate(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    return data[: rng.randrange(len(data))]
+
+
+def splice(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    return data[: rng.randrange(len(data))] + other[rng.randrange(len(other)) :]
+
+
+def overwrite(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    at = rng.randrange(len(data))
+    noise = rng.randbytes(rng.choice((1, 2, 4, 9)))
+    return data[:at] + noise + data[at + rng.choice((0, len(noise))) :]
+
+
+RAW = (flip_bits, truncate, splice, overwrite)
+
+
+def change_value(rng: random.Random, value: Any) -> Any:
+    """Something else in place of one value."""
+    if isinstance(value, bool) or value is None:
+        return rng.choice((*NUMBERS, *VALUES))
+    if isinstance(value, int):
+        near = value + rng.choice((-2, -1, 1, 2))
+        return rng.choice((near, near, near, rng.choice(NUMBERS), rng.choice(VALUES)))
+    if isinstance(value, bytes) and value and rng.random() < 0.7:
+        return rng.choice(RAW)(rng, value, value)
+    if isinstance(value, str) and rng.random() < 0.5:
+        return rng.choice(("default", "attention", "linear", "forward", "causal", value[:-1], value + "x"))
+    return rng.choice((*NUMBERS, *VALUES))
+
+
+def change_inside(rng: random.Random, value: Any) -> Any:
+    """One change somewhere below `value`: a key or item dropped, added, moved, renamed or changed."""
+    if isinstance(value, dict) and value:
+        return _change_map(rng, dict(value))
+    if isinstance(value, list) and value:
+        return _change_list(rng, list(value))
+    return change_value(rng, value)
+
+
+def _change_map(rng: random.Random, value: dict[Any, Any]) -> Any:
+    key = rng.choice(list(value))
+    what = rng.random()
+    if what < 0.08:
+        del value[key]
+    elif what < 0.16:
+        value[rng.choice(("more", "rank", "backward", "tasks", ""))] = value[key]
+    elif what < 0.2:
+        value[key] = change_value(rng, value[key])
+    else:
+        value[key] = change_inside(rng, value[key])
+    return value
+
+
+def _change_list(rng: random.Random, value: list[Any]) -> Any:
+    at, what = rng.randrange(len(value)), rng.random()
+    if what < 0.08:
+        del value[at]
+    elif what < 0.16:
+        value.insert(rng.randrange(len(value) + 1), value[at])
+    elif what < 0.2:
+        rng.shuffle(value)
+    else:
+        value[at] = change_inside(rng, value[at])
+    return value
+
+
+def change_numbers(rng: random.Random, part: Any) -> Any:
+    """One or a few elements of one column, in the column's dtype: what only deep checks see."""
+    cells = list(_cells(part))
+    for _ in range(rng.choice((1, 1, 1, 2, 4)) if cells else 0):
+        cell = rng.choice(cells)
+        number = rng.randrange(len(cell[0]))
+        column = np.frombuffer(cell[number + 1], DTYPES[cell[0][number]]).copy()
+        at, info = rng.randrange(len(column)), np.iinfo(column.dtype)
+        near = int(column[at]) + rng.choice((-8, -2, -1, 1, 2, 8))
+        value = rng.choice((near, near, int(rng.choice(column.tolist())), rng.randrange(16), int(info.max)))
+        column[at] = min(max(value, int(info.min)), int(info.max))
+        cell[number + 1] = column.tobytes()
+    return part
+
+
+def change_rows(rng: random.Random, part: Any) -> Any:
+    """A row of one table dropped, doubled, or exchanged with another."""
+    cells = list(_cells(part))
+    if cells:
+        cell = rng.choice(cells)
+        rows = len(cell[1]) // DTYPES[cell[0][0]].itemsize
+        order = list(range(rows))
+        a, b = rng.randrange(rows), rng.randrange(rows)
+        rng.choice((lambda: order.pop(a), lambda: order.insert(b, a), lambda: _swap(order, a, b)))()
+        for number, code in enumerate(cell[0]):
+            cell[number + 1] = np.frombuffer(cell[number + 1], DTYPES[code])[order].tobytes()
+    return part
+
+
+def _swap(order: list[int], a: int, b: int) -> None:
+    order[a], order[b] = order[b], order[a]
+
+
+def _cells(part: Any) -> Iterator[list[bytes]]:
+    yield from (cell for cell in part["layouts"].values() if cell)
+    yield from (cell for cell in part["moves"] if cell)
+    for phases in part["programs"].values():
+        for tables in phases.values():
+            yield from (cell for cell in tables.values() if cell)
+
+
+def change_part(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+    rank = rng.randrange(len(sections.parts))
+    change = rng.choice((change_numbers, change_numbers, change_numbers, change_rows, change_inside))
+    parts = list(sections.parts)
+    parts[rank] = _edited(parts[rank], lambda part: _encode_part(change(rng, part)))
+    return replace(sections, parts=parts)
+
+
+def _edited(data: bytes, change: Callable[[Any], bytes]) -> bytes:
+    """`data` changed, or as it is where an earlier mutation broke it or no msgpack can hold the new value."""
+    try:
+        return change(_decode(data))
+    except Exception:
+        return data
+
+
+def change_section(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+    name = rng.choice(("header", "header", "request", "request", "request", "layouts", "moves", "report"))
+    data = getattr(sections, name)
+    if rng.random() < 0.1:
+        changed: Any = rng.choice(RAW)(rng, data, data)
+    else:
+        changed = _edited(data, lambda value: _encode(change_inside(rng, value)))
+    return replace(sections, **{name: changed})
+
+
+def change_parts(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+    parts = _change_list(rng, [*sections.parts])
+    return replace(sections, parts=[part if isinstance(part, bytes) else b"" for part in parts])
+
+
+def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
+    """The bytes of a plan with something wrong, or something else."""
+    plan = rng.choice(plans)
+    if rng.random() < 0.15:
+        return rng.choice(RAW)(rng, plan.encode(), rng.choice(plans).encode())
+    sections: codec.Sections = plan.sections
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        sections = rng.choice((change_part, change_part, change_part, change_section, change_parts))(
+            rng, sections
+        )
+    sections = replace(sections, id=b"")
+    return codec.encode_wire(replace(sections, id=codec.section_id(sections) if sections.parts else b""))
+
+
+# ---------------------------------------------------------------------------------------------- running
+
+
+def try_plan(data: bytes, result: Result, verify: Callable[[Plan], Sequence[Any]] = check) -> None:
+    """Decode and verify, and count what came of it."""
+    result.count += 1
+    begin = time.perf_counter()
+    try:
+        violations = verify(codec.decode(data))
+        result.outcomes["violations" if violations else "clean"] += 1
+        result.rules.update(violation.rule for violation in violations[:1])
+    except ApportionError as error:
+        result.outcomes[type(error).__name__] += 1
+        if not isinstance(error, DecodeError):
+            result.rules[type(error).__name__] += 1
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        result.outcomes["escaped"] += 1
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        result.escaped[
+            f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {error}"[:160]
+        ] += 1
+    result.slowest_ms = max(result.slowest_ms, (time.perf_counter() - begin) * 1e3)
+
+
+def golden_plans() -> list[Plan]:
+    """The plans that ship with the format."""
+    return [Plan.decode(path.read_bytes()) for path in sorted(GOLDEN.glob("*.plan"))]
+
+
+def fuzz(plans: Sequence[Plan], count: int, seed: int, show: bool = False) -> Result:
+    """`count` mutated plans under a seed."""
+    rng, result = random.Random(seed), Result()
+    console = Console(stderr=True)
+    for _ in track(range(count), "mutated plans", console=console, disable=not show):
+        try_plan(mutate(rng, plans), result)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("plans", nargs="*", type=Path, help="plans to mutate (default: the golden ones)")
+    parser.add_argument("--count", type=int, default=100_000, help="mutated plans to try")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-ms", type=float, default=2_000.0, help="longest time that one plan may take")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    options = parser.parse_args(arguments)
+    plans = [Plan.decode(path.read_bytes()) for path in options.plans] or golden_plans()
+    data = fuzz(plans, options.count, options.seed, show=True).to_data()
+    print(json.dumps(data) if options.json else json.dumps(data, indent=2))
+    return int(bool(data["escaped"]) or data["slowest_ms"] > options.limit_ms)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

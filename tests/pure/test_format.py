@@ -1,0 +1,262 @@
+"""The written format: golden plans stay readable, and schema, prose, example and code say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgpack
+import numpy as np
+import pytest
+from random_plans import random_plan
+
+from apportion.ir import codec
+from apportion.ir.codec import Slice
+from apportion.ir.columns import DTYPES
+from apportion.ir.diff import diff
+from apportion.ir.isa import MOVE_COLUMNS, OP_LIST, OP_NAMES, SPAN_COLUMNS, TABLES, TENSOR_NAMES, Op, Tensor
+from apportion.ir.plan import Plan
+from apportion.ir.text import format_plan, parse
+from apportion.ir.wire import MAX_BYTES
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS = ROOT / "apportion/schemas"
+GOLDEN = sorted(path.stem for path in (SCHEMAS / "golden").glob("*.plan"))
+FORMAT = (SCHEMAS / "FORMAT.md").read_text()
+
+
+def golden(name: str) -> tuple[bytes, str]:
+    return (SCHEMAS / f"golden/{name}.plan").read_bytes(), (SCHEMAS / f"golden/{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_plans_are_their_texts(name: str) -> None:
+    data, text = golden(name)
+    assert parse(text).encode() == data
+    assert Plan.decode(data).text() == text
+    assert parse(text).id == Plan.decode(data).id
+
+
+def test_golden_plans_cover_the_format() -> None:
+    plans = [Plan.decode(golden(name)[0]) for name in GOLDEN]
+    assert len(plans) >= 2
+    used = {int(op) for plan in plans for _, program in plan for op in program["instructions"]["op"]}
+    assert used >= {
+        Op.LAUNCH,
+        Op.WAIT,
+        Op.ATTEND,
+        Op.ATTEND_GRAD,
+        Op.DELTA,
+        Op.MERGE,
+        Op.ADD,
+        Op.COPY,
+        Op.CLEAR,
+        Op.FINISH,
+    }
+    assert any(plan.moves for plan in plans)
+    assert any(plan.header.head_sets for plan in plans)
+
+
+def test_the_golden_slice_proves_itself() -> None:
+    data = (SCHEMAS / "golden/tiny.rank1.slice").read_bytes()
+    plan = Plan.decode(golden("tiny")[0])
+    assert Slice.decode(data) == plan.for_rank(1)
+    assert plan.for_rank(1).encode() == data
+
+
+# ---------------------------------------------------------------------------------------------- the example
+
+
+def read_plan(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples/read_plan.py"), *args],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_reader_written_from_the_prose_agrees(name: str) -> None:
+    path = SCHEMAS / f"golden/{name}.plan"
+    plan = Plan.decode(path.read_bytes())
+    rank = plan.header.ranks - 1
+    done = read_plan(str(path), str(rank))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"id {plan.id.hex()} matches"
+    steps = re.findall(r"^ +\d+ (\w+)", done.stdout, re.MULTILINE)
+    ops = [op for _, program in plan for op in program.rank(rank)["instructions"]["op"]]
+    assert steps == [OP_NAMES[Op(op)] for op in ops]
+    shown = set(re.findall(r"[a-z]+=(\w+\.(?:home|work)\[\d+:\d+\))", done.stdout))
+    ours = set(re.findall(r"(\w+\.(?:home|work)\[\d+:\d+\))", re.sub(" *operands.*", "", plan.text(rank))))
+    assert shown == ours
+
+
+def test_the_example_is_short_and_refuses_a_damaged_plan(tmp_path: Path) -> None:
+    source = (ROOT / "examples/read_plan.py").read_text()
+    assert len(source.splitlines()) < 80
+    assert re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE) == [
+        "sys",
+        "hashlib",
+        "msgpack",
+        "numpy",
+    ]
+    data = golden("tiny")[0]
+    (tmp_path / "x.plan").write_bytes(data.replace(b"FEASIBLE", b"OPTIMAL!"))
+    done = read_plan(str(tmp_path / "x.plan"))
+    assert done.returncode != 0
+    assert "is not that of the bytes" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------- schema and prose
+
+
+def decoded(data: bytes) -> dict[str, Any]:
+    """The plan as `plan.schema.json` describes it, by stock msgpack."""
+    plan = msgpack.unpackb(data)
+    for name in ("header", "request", "layouts", "moves", "report"):
+        plan[name] = msgpack.unpackb(plan[name])
+    parts = [msgpack.unpackb(part) for part in plan["parts"]]
+    for part in parts:
+        part["layouts"] = {name: columns(cell) for name, cell in part["layouts"].items()}
+        part["moves"] = [columns(cell) for cell in part["moves"]]
+        for phases in part["programs"].values():
+            for tables in phases.values():
+                tables.update({name: columns(cell) for name, cell in tables.items()})
+    return {**plan, "parts": parts, "id": plan["id"].hex()}
+
+
+def columns(cell: list[bytes]) -> list[Any]:
+    if not cell:
+        return []
+    return [
+        list(cell[0]),
+        *(np.frombuffer(d, DTYPES[c]).tolist() for c, d in zip(cell[0], cell[1:], strict=True)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def schema() -> jsonschema.Draft202012Validator:
+    data = json.loads((SCHEMAS / "plan.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(data)
+    return jsonschema.Draft202012Validator(data)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_plans_fit_the_schema(schema: jsonschema.Draft202012Validator, name: str) -> None:
+    schema.validate(decoded(golden(name)[0]))
+
+
+def test_any_plan_fits_the_schema(schema: jsonschema.Draft202012Validator) -> None:
+    for seed in range(20):
+        schema.validate(decoded(random_plan(seed).encode()))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("id",), "00"),
+        (("version",), [2, 0]),
+        (("header", "ranks"), 0),
+        (("header", "dtype"), "int8"),
+        (("header", "extra"), 1),
+        (("parts",), []),
+        (("parts", 0, "rank"), -1),
+        (("parts", 0, "programs"), {}),
+        (("parts", 0, "programs", "default", "sideways"), {}),
+        (("parts", 0, "programs", "default", "forward", "tasks"), [[1]]),
+        (("parts", 0, "programs", "default", "forward", "tasks", 0), [9] * 6),
+        (("parts", 0, "programs", "default", "forward", "novel"), []),
+        (("layouts", "attention", "tokens"), -1),
+        (("moves", 0), ["attention"]),
+    ],
+)
+def test_the_schema_refuses(
+    schema: jsonschema.Draft202012Validator, path: tuple[Any, ...], value: object
+) -> None:
+    plan = decoded(golden("tiny")[0])
+    inner: Any = plan
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        schema.validate(plan)
+
+
+def test_the_schema_lists_the_columns() -> None:
+    data = json.loads((SCHEMAS / "plan.schema.json").read_text())["$defs"]
+    tables = data["program"]["properties"]
+    assert {name: tuple(table["description"].split(", ")) for name, table in tables.items()} == dict(TABLES)
+    for name, names in TABLES.items():
+        assert data[tables[name]["$ref"].split("/")[-1]]["minItems"] == len(names) + 1
+
+
+def test_the_prose_lists_every_code_and_column() -> None:
+    for name, names in {**TABLES, "`layouts`, each": SPAN_COLUMNS, "`moves`, each": MOVE_COLUMNS}.items():
+        shown = name if name.startswith("`") else f"`{name}`"
+        assert f"| {shown} | {', '.join(f'`{column}`' for column in names)} |" in FORMAT
+    for op in Op:
+        assert f"| {int(op)} | {OP_NAMES[op]} | {OP_LIST[op] or '-'} |" in FORMAT
+    numbers = "|".join(f" {int(t)} " for t in Tensor if t)
+    assert f"| tensor |{numbers}|" in FORMAT
+    assert "| " + " | ".join(TENSOR_NAMES[t] for t in Tensor if t) + " |" in FORMAT
+    kinds = {"u": "u", "i": "i"}
+    assert " | ".join(f"{kinds[d.kind]}{d.itemsize * 8}" for d in DTYPES.values()) in FORMAT
+    for field in random_plan(0).header.__dataclass_fields__:
+        assert f"`{field}`" in FORMAT
+    for size in MAX_BYTES.values():
+        assert f"{size >> 20} MiB" in FORMAT
+
+
+# ---------------------------------------------------------------------------------------------- diff
+
+
+def test_equal_plans_do_not_differ() -> None:
+    for name in GOLDEN:
+        data, text = golden(name)
+        found = diff(Plan.decode(data), parse(text))
+        assert found.equal
+        assert (found.values, found.layouts, found.programs, found.moves) == ((), (), (), False)
+        assert found.lines() == [f"the plans are equal: {Plan.decode(data).id.hex()}"]
+
+
+def changed(old: str, new: str) -> Plan:
+    text = re.sub("^id .*\n", "", golden("tiny")[1], flags=re.MULTILINE)
+    assert old in text
+    return parse(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('"slots": 2', '"slots": 3', "report.slots: 2 | 3"),
+        ('"seed": 0, "v_head', '"seed": 1, "v_head', "header.seed: 0 | 1"),
+        ('"window": 6', '"window": 7', "request.batch.mask.sliding_window.window: 6 | 7"),
+        ("length=4 sequence=0 position=0", "length=3 sequence=0 position=0", "layout linear differs"),
+        ("send 1 row=4 rows=1", "send 1 row=3 rows=1", "moves differ"),
+        ("  clear O.home[0:3)\n", "", "  clear 1 | 0"),
+        ("  clear O.home[0:3)\n", "", "  - clear O.home[0:3)"),
+        ("[-4,0] first", "[-4,1] first", "  + attend Q.work[0:3) KV.home[0:5) -> O.work[0:3) [-4,1] first"),
+        ("arenas Q 3x2, O 3x2", "arenas Q 3x2, O 4x2", "  operands or arenas differ, the instructions agree"),
+    ],
+)
+def test_differences_are_named(old: str, new: str, line: str) -> None:
+    found = diff(changed("rank 0", "rank 0"), changed(old, new))
+    assert line in found.lines()
+    data = json.loads(json.dumps(found.to_data()))
+    assert not data["equal"]
+    assert data["ids"][0] != data["ids"][1]
+
+
+def test_plans_of_other_sizes_differ() -> None:
+    tiny, other = Plan.decode(golden("tiny")[0]), codec.seal(random_plan(3, ranks=5))
+    lines = diff(tiny, other).lines(programs=2)
+    assert "header.ranks: 2 | 5" in lines
+    assert lines[-1].endswith("more programs differ")
+    assert diff(other, tiny).lines()
+    assert format_plan(other) == other.text()
