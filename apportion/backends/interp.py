@@ -311,9 +311,10 @@ class Machine(ABC, Generic[View]):
         """Resolves all operands; called once the backend's memory is there."""
         self.views = [cast("View", None), *map(self.view, self.program.operands[1:])]
 
-    @cached_property
+    @property
     def handlers(self) -> Mapping[Op, Callable[[Step], None]]:
         """The dispatch table: op -> the method that executes a step of it."""
+        # not kept: bound methods in the machine would be a cycle, and its arenas would wait for the collector
         return MappingProxyType({op: getattr(self, OP_NAMES[op]) for op in Op})
 
     def run(self) -> None:

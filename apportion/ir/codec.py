@@ -10,14 +10,14 @@ in other languages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
 
 from apportion.ir import sections as plain
 from apportion.ir import structure, wire
-from apportion.ir.columns import Cell, Gather, cells, widening
+from apportion.ir.columns import Cell, Gather, cells
 from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
 from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id, tree
 from apportion.ir.isa import FORMAT, MAX_RANKS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION
@@ -67,28 +67,27 @@ def encode_parts(
     moves: Sequence[Move],
     ranks: int,
 ) -> list[bytes]:
-    """The part of every rank. A column has one dtype in all parts: the narrowest that fits the whole plan."""
-    spans = _by_rank([cells(layout.spans, SPAN_COLUMNS) for layout in layouts.values()], ranks)
-    remaps = _by_rank([cells(move.table, MOVE_COLUMNS) for move in moves], ranks)
+    """The part of every rank. A column is encoded alike in all parts, as suits the whole plan."""
+    spans = _by_rank({name: cells(layout.spans, SPAN_COLUMNS) for name, layout in layouts.items()}, ranks)
+    remaps = zip(*(cells(move.table, MOVE_COLUMNS) for move in moves), strict=True) if moves else repeat(())
     tables = {
-        key: _by_rank([cells(program[name], columns) for name, columns in TABLES.items()], ranks)
+        key: _by_rank({n: cells(program[n], cols) for n, cols in TABLES.items() if len(program[n])}, ranks)
         for key, program in programs.items()
     }
     parts = []
     for rank in range(ranks):
-        part = wire.Part(rank, _filled(layouts, next(spans)), {}, list(next(remaps)))
+        part = wire.Part(rank, next(spans), {}, list(next(remaps)))
         for (kind, phase), found in tables.items():
-            part.programs.setdefault(kind, {})[phase] = _filled(TABLES, next(found))
+            part.programs.setdefault(kind, {})[phase] = next(found)
         parts.append(wire.encode_struct(part))
     return parts
 
 
-def _by_rank(tables: list[Iterator[Cell]], ranks: int) -> Iterator[tuple[Cell, ...]]:
-    return zip(*tables, strict=True) if tables else repeat((), ranks)
-
-
-def _filled(names: Iterable[str], found: Iterable[Cell]) -> dict[str, Cell]:
-    return {name: cell for name, cell in zip(names, found, strict=True) if cell}
+def _by_rank(tables: Mapping[str, Iterator[Cell]], ranks: int) -> Iterator[dict[str, Cell]]:
+    """Per rank the cells of the tables in which it has rows."""
+    for found in zip(*tables.values(), strict=True) if tables else repeat((), ranks):
+        named = zip(tables, found, strict=True)
+        yield dict(named) if all(found) else {name: cell for name, cell in named if cell}
 
 
 def encode_sections(
@@ -97,8 +96,9 @@ def encode_sections(
     """The plan's sections and their id.
 
     parts: the result of `encode_parts`, where the caller has it; request: the request as it was written, where
-    that is to be kept.
+    that is to be kept. Raises ConfigError for a report that no plan can hold.
     """
+    report = _encode_report(plan)
     tokens = plan.request.batch.tokens
     if parts is None:
         parts = encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
@@ -107,14 +107,24 @@ def encode_sections(
         request=wire.encode_section(plain.request_data(plan.request) if request is None else request),
         layouts=wire.encode_section({name: {"tokens": tokens} for name in plan.layouts}),
         moves=wire.encode_section([[move.source, move.target] for move in plan.moves]),
-        report=wire.encode_section(plan.report),
+        report=report,
         parts=parts,
     )
     return sections.with_id(section_id(sections))
 
 
+def _encode_report(plan: Plan) -> bytes:
+    try:
+        report: bytes = wire.encode_section(plan.report)
+        plain.read_report(report, VERSION)
+    except (DecodeError, TypeError, OverflowError) as error:
+        rule, remedy = str(error), "report numbers that are finite, texts, lists and maps with texts as keys"
+        raise ConfigError("report", plan.report, rule, remedy) from None
+    return report
+
+
 def seal(plan: Plan, parts: list[bytes] | None = None) -> Plan:
-    """The plan with fresh sections and the id of what it holds now. `parts`: as in `encode_sections`."""
+    """The plan with fresh sections and the id of what it holds now. `parts` and errors: as in `encode_sections`."""
     return replace(plan, sections=encode_sections(plan, parts))
 
 
@@ -137,7 +147,7 @@ def encode_wire(sections: Sections, version: Sequence[int] = VERSION) -> bytes:
 
 
 def decode(data: bytes, check_id: bool = True) -> Plan:
-    """The plan in `data`, its columns int64 when used. Structure and id are checked, meaning is for `verify`.
+    """The plan in `data`, its columns int64 once used. Structure and id are checked, meaning is for `verify`.
 
     check_id: refuse a plan whose stored id is not that of its bytes; False keeps the stored id in
     `plan.sections.id` for the verifier to report.
@@ -242,12 +252,9 @@ class _Tables:
         remaps = {pair: gather.table() for pair, gather in self.moves.items()}
         structure.check(header, tokens, spans, programs, remaps, first)
         return (
-            {name: Layout(name, widening(table)) for name, table in spans.items()},
-            {
-                key: ProgramSet({n: widening(t) for n, t in tables.items()})
-                for key, tables in programs.items()
-            },
-            tuple(Move(*pair, widening(table)) for pair, table in remaps.items()),
+            {name: Layout(name, table) for name, table in spans.items()},
+            {key: ProgramSet(tables) for key, tables in programs.items()},
+            tuple(Move(*pair, table) for pair, table in remaps.items()),
         )
 
 

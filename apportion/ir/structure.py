@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import MAX_RANKS, OP_LIST, OP_NAMES, TABLES, Op, Space, Tensor
+from apportion.ir.packed import encoded
 from apportion.ir.plan import Header, Ints, Table
 
 #: no row, token, count or bound beyond this: sums of 2**14 of them still fit an int64
@@ -103,8 +104,8 @@ def check(
     moves: Mapping[tuple[str, str], Table],
     first_rank: int = 0,
 ) -> None:
-    """Refuse tables that cannot be walked. Columns may have any integer dtype; `first_rank` is that of
-    the tables' first rank.
+    """Refuse tables that cannot be walked. Columns may have any integer dtype and may be encoded still;
+    `first_rank` is that of the tables' first rank.
 
     Raises DecodeError naming rank, table and row.
     """
@@ -122,6 +123,10 @@ class _Place:
 
     def __init__(self, where: str, name: str, table: Table, first_rank: int) -> None:
         self.where, self.name, self.table, self.first_rank = where, name, table, first_rank
+        self.columns = encoded(table)
+
+    def __getitem__(self, name: str) -> Ints:
+        return self.columns[name].narrow()
 
     def refuse(self, bad: NDArray[np.bool_], message: str) -> None:
         """Raise for the first row marked in `bad` [rows] bool."""
@@ -129,7 +134,7 @@ class _Place:
         if len(rows):
             row = int(rows[0])
             rank = int(np.searchsorted(self.table.ptr, row, side="right")) - 1
-            values = ", ".join(f"{name} {column[row]}" for name, column in self.table.columns.items())
+            values = ", ".join(f"{name} {self[name][row]}" for name in self.columns)
             own_row = row - int(self.table.ptr[rank])
             where = f"rank {rank + self.first_rank}, {self.where}, {self.name} row {own_row}"
             raise DecodeError(f"{where}: {message} ({values})")
@@ -137,31 +142,35 @@ class _Place:
     def check_ranges(self, more: Mapping[str, tuple[int, int]]) -> None:
         if len(self.table) == 0:
             return
-        for name, column in self.table.columns.items():
+        for name, column in self.columns.items():
             low, high = more.get(name) or _RANGES.get((self.name, name), (0, LIMIT))
-            kind = np.iinfo(column.dtype)
-            if (kind.min < low and column.min() < low) or (kind.max > high and column.max() > high):
-                self.refuse((column < low) | (column > high), f"{name} is outside [{low}, {high}]")
+            if not column.within(low, high):
+                values = column.narrow()
+                self.refuse((values < low) | (values > high), f"{name} is outside [{low}, {high}]")
 
     def check_spans(self, tokens: int) -> None:
         self.check_ranges({})
-        spans = self.table
-        ends = spans["token"].astype(np.int64) + spans["length"]
+        ends = self["token"].astype(np.int64) + self["length"]
         self.refuse(ends > tokens, f"ends after the last of {tokens} tokens")
-        if float(spans["length"].sum(dtype=np.float64)) > LIMIT:
+        if float(self["length"].sum(dtype=np.float64)) > LIMIT:
             raise DecodeError(f"{self.where}: its spans hold more than {LIMIT} rows")
 
     def check_operands(self, counts: Ints) -> None:
         """`counts` [ranks]: operands of each rank; every index is below."""
-        begins = self.table.ptr[:-1][np.diff(self.table.ptr) > 0]
+        rows = np.diff(self.table.ptr)
+        begins, limits = self.begins(), counts[rows > 0]
         if len(begins) == 0:
             return
-        limits = counts[np.diff(self.table.ptr) > 0]
         for name in OPERAND_COLUMNS[self.name]:
-            column = self.table[name]
-            if (np.maximum.reduceat(column, begins) >= limits).any():
-                bound = np.repeat(counts, np.diff(self.table.ptr))
-                self.refuse(column >= bound, f"{name} is not among the rank's operands")
+            column = self.columns[name]
+            if (column.peaks(begins) >= limits).any():
+                self.refuse(
+                    column.narrow() >= np.repeat(counts, rows), f"{name} is not among the rank's operands"
+                )
+
+    def begins(self) -> Ints:
+        """The first row of each rank that has some."""
+        return self.table.ptr[:-1][np.diff(self.table.ptr) > 0]
 
 
 def _check_program(header: Header, where: str, program: Mapping[str, Table], first_rank: int) -> None:
@@ -175,7 +184,7 @@ def _check_program(header: Header, where: str, program: Mapping[str, Table], fir
     for name in OPERAND_COLUMNS:
         places[name].check_operands(counts)
     _check_instructions(places["instructions"])
-    _check_counts(program, where, first_rank)
+    _check_counts(places)
 
 
 def _check_arenas(place: _Place) -> None:
@@ -187,51 +196,49 @@ def _check_arenas(place: _Place) -> None:
         place.refuse(again, "a second arena of one tensor")
 
 
-def _check_operand_table(header: Header, place: _Place) -> None:
+def _check_operand_table(header: Header, operands: _Place) -> None:
     """Operand 0 is none, the others name rows of a tensor; head sets of KV tensors hold KV heads."""
-    operands = place.table
-    none = np.zeros(len(operands), bool)
-    none[operands.ptr[:-1][np.diff(operands.ptr) > 0]] = True
-    filled = np.zeros(len(operands), bool)
-    for column in ("space", "row", "col", "heads"):
-        filled |= operands[column] != 0
+    begins = operands.begins()
     blank = (operands["tensor"] == 0) | (operands["rows"] == 0)
-    place.refuse(
-        none & (filled | (operands["tensor"] != 0) | (operands["rows"] != 0)), "operand 0 must be none"
-    )
-    place.refuse(~none & blank, "only operand 0 may be none or have no rows")
+    filled = np.zeros(len(blank), bool)
+    for column in operands.columns:
+        filled[begins] |= operands[column][begins] != 0
+    operands.refuse(filled, "operand 0 must be none")
+    blank[begins] = False
+    operands.refuse(blank, "only operand 0 may be none or have no rows")
     foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     if foreign.any():
         kv_side = np.isin(operands["tensor"], (Tensor.KV, Tensor.DKV))
-        place.refuse(kv_side & foreign[operands["heads"]], f"its heads go beyond {header.kv_heads} KV heads")
+        operands.refuse(
+            kv_side & foreign[operands["heads"]], f"its heads go beyond {header.kv_heads} KV heads"
+        )
 
 
 def _check_instructions(place: _Place) -> None:
-    table = place.table
-    op = table["op"]
+    op, count = place["op"], place["count"]
     launch, wait = op == Op.LAUNCH, op == Op.WAIT
-    stray = ~launch & ((table["channel"] != 0) | (table["mode"] != 0) | (~wait & (table["round"] != 0)))
+    stray = ~launch & ((place["channel"] != 0) | (place["mode"] != 0) | (~wait & (place["round"] != 0)))
     place.refuse(stray, "round, channel and mode belong to launch (round to wait)")
-    place.refuse(wait & (table["count"] != 0), f"{OP_NAMES[Op.WAIT]} takes no list")
+    place.refuse(wait & (count != 0), f"{OP_NAMES[Op.WAIT]} takes no list")
 
 
-def _check_counts(program: Mapping[str, Table], where: str, first_rank: int) -> None:
+def _check_counts(places: Mapping[str, _Place]) -> None:
     """Per rank and list, the counts of the instructions add up to the rows."""
-    table = program["instructions"]
-    longest = max(len(program[name]) for name in _LISTS)
-    _Place(where, "instructions", table, first_rank).refuse(
-        table["count"] > longest, "count exceeds its list"
-    )
+    place = places["instructions"]
+    ranks, count = place.table.ranks, place["count"]
+    longest = max(len(places[name].table) for name in _LISTS)
+    place.refuse(count > longest, "count exceeds its list")
     width = len(_LISTS) + 1
-    key = table.rank_of_row() * width + _LIST_OF_OP[table["op"]]
+    key = np.repeat(np.arange(0, ranks * width, width), np.diff(place.table.ptr))
+    key += _LIST_OF_OP[place["op"]]
     # float64 sums are exact: counts are at most `longest`, which the input's size bounds
-    sums = np.bincount(key, table["count"], table.ranks * width).reshape(-1, width)
+    sums = np.bincount(key, count, ranks * width).reshape(-1, width)
     for number, name in enumerate(_LISTS):
-        rows = np.diff(program[name].ptr)
+        rows = np.diff(places[name].table.ptr)
         wrong = np.flatnonzero(sums[:, number] != rows)
         if len(wrong):
             rank = int(wrong[0])
             raise DecodeError(
-                f"rank {rank + first_rank}, {where}: its instructions consume {int(sums[rank, number])} rows "
-                f"of {name}, which has {int(rows[rank])}"
+                f"rank {rank + place.first_rank}, {place.where}: its instructions consume "
+                f"{int(sums[rank, number])} rows of {name}, which has {int(rows[rank])}"
             )

@@ -16,10 +16,11 @@ from apportion.backends.torch.autograd import attend, attend_block
 from apportion.backends.torch.executor import Projection
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels import Score
+from apportion.backends.torch.remap import find_move, remapped
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
 
-__all__ = ["Communicator", "PlanHandle", "planned_attention", "planned_attention_block"]
+__all__ = ["Communicator", "PlanHandle", "planned_attention", "planned_attention_block", "planned_remap"]
 
 _DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
 
@@ -96,6 +97,15 @@ def planned_attention_block(
     score = _score(header.head_dim, scale, softcap)
     out: Tensor = attend_block(handle, name, hidden, position_ids, project, tuple(params), sinks, score)
     return out
+
+
+def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Tensor:
+    """Rows of layout `source` moved to layout `target`, for layers that want another layout than attention.
+
+    x [rows of source, ...] -> [rows of target, ...], differentiable; every rank calls it. Raises UnknownNameError
+    where the plan has no move between the two, ExecutionError for another number of rows.
+    """
+    return remapped(x, handle, *find_move(handle, source, target))
 
 
 def _score(width: int, scale: float | None, softcap: float | None) -> Score:

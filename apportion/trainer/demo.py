@@ -225,33 +225,35 @@ def _train_plain(steps: Sequence[Step]) -> Iterator[float]:
 
         optimizer.zero_grad()
         loss = normalised_loss(model(ids, positions, attention), labels, step.valid_tokens)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         yield loss.item()
 
 
 def _train_planned(steps: Sequence[Step]) -> Iterator[float]:
     """The loss of each step, each process holding its rows only."""
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context = multiprocessing.get_context("spawn")
+    pairs = [context.Pipe() for _ in range(RANKS)]
+    pipes = [ours for ours, _ in pairs]
     with tempfile.TemporaryDirectory() as folder:
-        workers = []
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            shares = [step.share(rank) for step in steps]
-            process = context.Process(target=_work, args=(theirs, rank, folder), daemon=True)
-            process.start()
+        workers = [
+            context.Process(target=_work, args=(theirs, rank, folder), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for worker in workers:
+            worker.start()
+        for _, theirs in pairs:
             theirs.close()
-            ours.send(shares)
-            workers.append((process, ours))
         try:
+            # all are running: a process reads its shares only once it has met the others
+            for rank, pipe in enumerate(pipes):
+                pipe.send([step.share(rank) for step in steps])
             for _ in steps:
-                yield _answers([pipe for _, pipe in workers])[0]
+                yield _answers(pipes)[0]
         finally:
-            for process, pipe in workers:
-                pipe.close()
-                process.join(5)
-                process.kill()
+            for worker in workers:
+                worker.join(5)
+                worker.kill()
 
 
 def _answers(pipes: list[Connection]) -> list[float]:
@@ -285,10 +287,11 @@ def _work(pipe: Connection, rank: int, folder: str) -> None:
 
     torch.set_num_threads(1)
     try:
-        store = dist.FileStore(str(Path(folder) / "store"), RANKS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+        place = (Path(folder) / "store").as_uri()
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS)
         for loss in _train_shares(pipe.recv()):
             pipe.send(loss)
+        dist.barrier()  # no process hangs up on another one's last collective
         dist.destroy_process_group()
     except Exception:
         pipe.send(traceback.format_exc())
@@ -306,7 +309,7 @@ def _train_shares(shares: Sequence[Share]) -> Iterator[float]:
 
         optimizer.zero_grad()
         loss = normalised_loss(model(tokens, handle.position_ids, attention), labels, share.valid_tokens)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         _sum_gradients(model)
         optimizer.step()
         total = loss.detach()
@@ -319,7 +322,7 @@ def _sum_gradients(model: Decoder) -> None:
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+    for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
 
 

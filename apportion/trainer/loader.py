@@ -72,7 +72,7 @@ def local_rows(
 
 
 def _checked(sample: ArrayLike | Tensor, length: int, sequence: int) -> Ints:
-    ids = np.asarray(sample)
+    ids = np.asarray(sample, np.int64)
     if ids.shape != (length,):
         raise ExecutionError(
             f"sequence {sequence} has shape {ids.shape}, it was planned with length {length}"
@@ -83,11 +83,11 @@ def _checked(sample: ArrayLike | Tensor, length: int, sequence: int) -> Ints:
 class PlannedLoader:
     """Iterates over a dataset in planned microbatches; every rank makes one with equal arguments.
 
-    dataset: map-style; lengths: tokens of each sample, int64 [n]; samples are read only where a rank holds a
-    part. tokens: at most so many in a microbatch (all ranks together). mask: one spec, or {kind: spec};
-    causal by default. microbatches: per optimizer step. shuffle: in an order drawn from seed and epoch
-    (`set_epoch`). source: who plans. "local": this process, in a thread that is one iteration ahead; planning is deterministic, so
-    all ranks get the same plan, and compare its id before they use it.
+    dataset: map-style; lengths: tokens of each sample, int64 [n]; samples are read only where a rank holds a part.
+    tokens: at most so many in a microbatch, all ranks together. mask: one spec, or {kind: spec}; default causal.
+    microbatches: per optimizer step. shuffle: in an order drawn from seed and epoch (`set_epoch`).
+    source: who plans. "local": this process, in a thread that is one iteration ahead; planning is deterministic,
+    so all ranks get the same plan, and they compare its id before they use it.
 
     Raises ConfigError, and CapacityError for a sample longer than a microbatch.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: str) ->
 
     Builds the dense mask of one sequence at a time: for demonstrations and self-tests."""
     starts, parts = batch.starts.tolist(), []
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in pairwise(starts):
         allowed = torch.from_numpy(_allowed(batch, kind, begin, end)).to(q.device)
         parts.append(_attend(q[begin:end], k[begin:end], v[begin:end], allowed))
     return torch.cat(parts)
@@ -34,6 +36,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     alive = allowed.any(-1)
     # a row without keys would be NaN: it sees all here, and is 0 in the end
     mask = allowed | ~alive[:, None]
-    heads = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    out = scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
     return out * alive[:, None, None].to(out.dtype)

@@ -101,7 +101,7 @@ def model(ratio=2, dtype="fp64", widths=(8, 8), kv_heads=1, kinds=None):
 
 
 def make_plan(batch, cluster, model, recipe):
-    return api.plan(batch, cluster, model, recipe, verify=False)
+    return api.plan(batch, cluster, model, recipe)
 
 
 def batch_of(name):

@@ -8,9 +8,18 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 
+from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ApportionError
-from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
+from apportion.ir.model import Model
+from apportion.trainer.attention import (
+    Communicator,
+    PlanHandle,
+    planned_attention,
+    planned_attention_block,
+    planned_remap,
+)
+from apportion.trainer.loader import PlannedLoader
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -139,3 +148,44 @@ def error_of(comm, shard):
     except ApportionError as error:
         return type(error).__name__, str(error)
     return "none", ""
+
+
+def loaded(comm, lengths):
+    """(tokens, labels, position ids, plan id) of every microbatch of a loader on this rank; token j of sample i is
+    100 i + j."""
+    dataset = [np.arange(length) + 100 * i for i, length in enumerate(lengths)]
+    model = Model(2, 1, 8, dtype="fp32")
+    loader = PlannedLoader(
+        dataset, lengths, Cluster(1, comm.ranks), model, 64, communicator=comm, microbatches=2
+    )
+    return [(b.tokens.numpy(), b.labels.numpy(), b.position_ids.numpy(), b.handle.id) for b in loader]
+
+
+def on_channels(comm, shard):
+    """Bytes of the results on one process group and on two; all ranks of the pool take part."""
+    two = Communicator.with_channels(2)
+    return [[x.tobytes() for x in attention(c, None, None, {}, shard) if x is not None] for c in (comm, two)]
+
+
+def strided(comm, shard):
+    """Whether tensors that are not contiguous, and a gradient of expanded zeros and ones, give the same result."""
+    results = []
+    for copy in (False, True):
+        handle = handle_of(comm, shard.piece)
+        inputs = [
+            leaf(np.ascontiguousarray(x.swapaxes(0, 1)), handle.dtype) for x in (shard.q, shard.k, shard.v)
+        ]
+        views = [x.transpose(0, 1) for x in inputs]
+        out = planned_attention(*([x.contiguous() for x in views] if copy else views), handle)
+        out.sum().backward()
+        results.append([out.detach(), *(x.grad for x in inputs)])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def remap(comm, shard):
+    """Rows moved from the attention layout to the linear one, and the gradient of their squares."""
+    piece, rows = shard
+    handle, x = handle_of(comm, piece), leaf(rows, torch.float64)
+    out = planned_remap(x, handle, "attention", "linear")
+    out.square().sum().backward()
+    return out.detach().numpy(), x.grad.numpy()

@@ -1,5 +1,7 @@
 """Planned attention on real ranks over gloo, against dense float64 attention."""
 
+import gc
+import weakref
 from itertools import chain
 from pathlib import Path
 
@@ -10,9 +12,13 @@ import pytest
 import torch
 from cases import batch_of, make_plan
 
+from apportion.backends.torch import autograd
+from apportion.backends.torch.autograd import attend_op
 from apportion.ir import masks, text
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ExecutionError
+from apportion.trainer.attention import PlanHandle, planned_attention
 
 COVER = cases.pairwise()
 BY_HAND = {path.stem: path for path in sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))}
@@ -92,6 +98,18 @@ def test_block_projects_all_heads_where_the_plan_does_not(pool):
     want = plain_block(*given, cases.allowed(batch))
     for a, b in zip(run_block(pool, plan, *given), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_remap_moves_rows_and_their_gradients_back(pool):
+    plan = text.parse(BY_HAND["reshuffle"].read_text())
+    (move,) = plan.moves
+    assert (move.source, move.target) == ("attention", "linear")
+    x = np.random.default_rng(0).standard_normal((plan.request.batch.tokens, 2, 3))
+    source, target = plan.layout("attention"), plan.layout("linear")
+    each = [(plan.for_rank(rank).encode(), x[source.tokens(rank)]) for rank in range(2)]
+    for rank, (moved, grad) in enumerate(pool.run(jobs.remap, 2, each=each)):
+        np.testing.assert_array_equal(moved, x[target.tokens(rank)])
+        np.testing.assert_array_equal(grad, 2 * x[source.tokens(rank)])
 
 
 def test_two_kinds_share_one_plan(pool):
@@ -188,3 +206,56 @@ def test_a_failure_on_one_rank_is_shown_and_the_pool_recovers(pool):
     with pytest.raises(AssertionError, match=r"(?s)rank 1:.*q has shape"):
         pool.run(jobs.attention, 4, None, None, {}, each=[shards[0], wrong, *shards[2:]])
     assert len(pool.run(jobs.attention, 4, None, None, {}, each=shards)) == 4
+
+
+def test_channels_are_process_groups(pool):
+    plan = small_plans(ranks=8)[0]
+    assert any(program["instructions"]["channel"].any() for _, program in plan)
+    for one, two in pool.run(jobs.on_channels, 8, each=cases.shards(plan, cases.problem_of(plan))):
+        assert one == two
+
+
+def test_tensors_need_not_be_contiguous(pool):
+    plan = small_plans()[0]
+    assert all(pool.run(jobs.strided, 4, each=cases.shards(plan, cases.problem_of(plan))))
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (3.0, True)])
+def test_the_custom_op_is_a_good_citizen(softcap, sinks):
+    plan = make_plan(Batch.from_lengths([9, 4]), Cluster(1, 1), cases.model(2), cases.recipe())
+    problem, handle = cases.problem_of(plan), PlanHandle(plan.for_rank(0))
+    q, k, v = (jobs.leaf(x, torch.float64) for x in (problem.q, problem.k, problem.v))
+    logits = torch.zeros(2, dtype=torch.float64, requires_grad=True) if sinks else None
+    torch.library.opcheck(attend_op, (q, k, v, logits, handle.number, "default", 0.5, softcap))
+
+
+def test_a_plan_that_is_gone_is_an_error_under_compile():
+    handle = PlanHandle(
+        make_plan(Batch.from_lengths([9]), Cluster(1, 1), cases.model(2), cases.recipe()).for_rank(0)
+    )
+    number = handle.number
+    del handle
+    with pytest.raises(ExecutionError, match="keep it until backward has run"):
+        PlanHandle.of_number(number)
+
+
+def test_arenas_are_gone_when_the_call_ends(monkeypatch):
+    seen = []
+
+    class Watched(autograd.Memory):
+        def __init__(self, *args):
+            super().__init__(*args)
+            seen.append(weakref.ref(self))
+
+    monkeypatch.setattr(autograd, "Memory", Watched)
+    plan = make_plan(Batch.from_lengths([9, 4]), Cluster(1, 1), cases.model(2), cases.recipe())
+    problem, handle = cases.problem_of(plan), PlanHandle(plan.for_rank(0))
+    gc.disable()
+    try:
+        out = planned_attention(
+            *(jobs.leaf(x, torch.float64) for x in (problem.q, problem.k, problem.v)), handle
+        )
+        out.sum().backward()
+        assert [ref() for ref in seen] == [None, None]
+    finally:
+        gc.enable()

@@ -1,5 +1,7 @@
 """Kernels of one task against dense float64 attention, over random band grids."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -155,3 +157,62 @@ def test_merge_of_nothing_is_the_identity():
     merge(o, lse, torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf")))
     assert o.eq(0).all()
     assert lse.eq(float("-inf")).all()
+
+
+# --- the CUDA kernel's side of things, with its two ops written out in plain torch
+
+
+def _corner_window(rows, keys, left, right):
+    """FlashAttention's window: aligned at the bottom right, -1 is no bound."""
+    off = torch.arange(rows)[:, None] - rows - (torch.arange(keys) - keys)
+    return ((off <= left) | (left < 0)) & ((-off <= right) | (right < 0))
+
+
+def _flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, **window):
+    assert (cu_q.tolist(), cu_k.tolist()) == ([0, len(q)], [0, len(k)])
+    assert (max_q, max_k, dropout, causal) == (len(q), len(k), 0.0, False)
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    allowed = _corner_window(len(q), len(k), window["window_size_left"], window["window_size_right"])
+    kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
+    o, lse = dense(q, k, v, allowed, kv_of, Score(scale))
+    return o, lse.T.contiguous(), None, None, None
+
+
+def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, **options):
+    assert lse.shape == (q.shape[1], q.shape[0])
+    assert do.is_contiguous()
+    left, right, scale = (options[name] for name in ("window_size_left", "window_size_right", "scale"))
+    kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
+    s = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * scale
+    p = (s.masked_fill(~_corner_window(len(q), len(k), left, right), float("-inf")) - lse[..., None]).exp()
+    delta = (do * out).sum(-1).T
+    ds = p * (torch.einsum("thd,shd->hts", do, v[:, kv_of]) - delta[..., None]) * scale
+    dq = torch.einsum("hts,shd->thd", ds, k[:, kv_of])
+    dk = torch.zeros_like(k).index_add_(1, kv_of, torch.einsum("hts,thd->shd", ds, q))
+    dv = torch.zeros_like(v).index_add_(1, kv_of, torch.einsum("hts,thd->shd", p, do))
+    return dq, dk, dv
+
+
+def test_cuda_calls_windows_widths_and_heads(monkeypatch):
+    monkeypatch.setattr(kernels, "_cuda", _flash_forward)
+    monkeypatch.setattr(kernels, "_cuda_backward", _flash_backward)
+    monkeypatch.setattr(kernels, "choose_kernel", lambda *_: kernels.FLASH_CUDA)
+    rng = np.random.default_rng(9)
+    for seed in range(20):
+        rows, keys = rng.integers(1, 60, 2).tolist()
+        kv_of = [(0,), (0, 0, 1, 1), (1, 0, 1, 0), (0, 0, 2)][seed % 4]
+        widths = [(8, 8), (12, 8), (6, 10)][seed % 3]
+        args = inputs(rows, keys, len(kv_of), 3, widths, torch.float64, seed)
+        bands, score = split_band(rng, rows, keys), Score(0.4)
+        close(run_task(*args, bands, kv_of, score), oracle(*args, bands, kv_of, score), 1e-11)
+
+
+def test_kernels_are_chosen_by_device_dtype_width_and_score():
+    half, wide = (torch.zeros(1, 1, width, dtype=torch.bfloat16, device="meta") for width in (128, 512))
+    assert kernels.choose_kernel(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), Score(1.0)) is kernels.FLASH_CPU
+    assert kernels.choose_kernel(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), Score(1.0, 2.0)) is kernels.PLAIN
+    assert kernels.choose_kernel(half, half, Score(1.0)) is kernels.PLAIN
+    cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=half.shape)
+    assert kernels.choose_kernel(cuda, half, Score(1.0)) is kernels.FLASH_CUDA
+    assert kernels.choose_kernel(cuda, wide, Score(1.0)) is kernels.PLAIN

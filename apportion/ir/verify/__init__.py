@@ -1,8 +1,8 @@
 """The verifier: eight rules over a finished plan, from the plan alone.
 
-    structure ── digests ── layouts ── transfers ── heads ── limits ── dataflow · delivery ── coverage ── samples
-    (no rule 8   rule 8      rule 1     rule 4       rule 7   rule 6    rules 3 and 5         rule 2      rule 2,
-     without it)                                                                                          sampled)
+    structure ─ digests ─ layouts ─ operands ─ transfers ─ heads ─ limits ─ dataflow · delivery ─ coverage ─ samples
+    (no rule,   8         1         (no rule)  4           7       6        3          5          2          2 again
+    all need it)
 
 It shares the codec and the band algebra with the planner and nothing else. Rules run over the columns of all ranks
 at once; where state is sequential, in loops that numba compiles where it is installed. When a plan is broken in one
@@ -48,18 +48,19 @@ class Rule:
     needs: tuple[str, ...] = ("structure",)
 
 
-_RUN = ("structure", "layouts")
+_RUN = ("structure", "layouts", "operands")
 RULES = (
     Rule("structure", None, structure.check, 0, ()),
     Rule("digests", 8, digests.check, 1),
     Rule("layouts", 1, layouts.check, 2),
-    Rule("transfers", 4, transfers.check, 3),
-    Rule("heads", 7, heads.check, 4),
-    Rule("limits", 6, limits.check, 5, _RUN),
-    Rule("dataflow", 3, dataflow.check_dataflow, 6, _RUN),
-    Rule("delivery", 5, dataflow.check_delivery, 6, _RUN),
-    Rule("coverage", 2, coverage.check, 7, _RUN),
-    Rule("samples", 2, samples.check, 8, _RUN),
+    Rule("operands", None, structure.check_operands, 3),
+    Rule("transfers", 4, transfers.check, 4, ("structure", "operands")),
+    Rule("heads", 7, heads.check, 5, ("structure", "operands")),
+    Rule("limits", 6, limits.check, 6, _RUN),
+    Rule("dataflow", 3, dataflow.check_dataflow, 7, _RUN),
+    Rule("delivery", 5, dataflow.check_delivery, 7, _RUN),
+    Rule("coverage", 2, coverage.check, 8, _RUN),
+    Rule("samples", 2, samples.check, 9, _RUN),
 )
 _STAGES = {rule.name: rule.stage for rule in RULES}
 
@@ -83,7 +84,7 @@ def check(plan: Plan) -> tuple[Violation, ...]:
     subject = Subject(plan)
     found: dict[str, tuple[Violation, ...]] = {}
     for rule in RULES:
-        if not any(found[name] for name in rule.needs):
+        if not any(found.get(name, True) for name in rule.needs):
             found[rule.name] = _apply(rule, subject)
     every = [violation for violations in found.values() for violation in violations]
     return tuple(_with_excerpt(plan, violation) for violation in sorted(every, key=lambda v: _rank(v, found)))

@@ -19,6 +19,7 @@ import numpy as np
 
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import HEADLESS, KV_SIDE, Tensor
+from apportion.ir.jit import jit
 from apportion.ir.plan import Ints, Layout
 from apportion.ir.verify.machine import (
     BEGIN,
@@ -53,7 +54,7 @@ _SPARE = 4096
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """lines: int32 [lines, 8], all that the interpreter reads and writes of memory:
+    """lines: int64 [lines, 8], all that the interpreter reads and writes of memory:
 
         counters │ faults │ suspects │ full │ cells │ slots │ pieces, four a line │ runs ─►  ◄─ parts │ ◄─ new cells
         0        1                            65      slots                                  part_line          end
@@ -122,9 +123,14 @@ def build(program: Program, layout: Layout, given: frozenset[Tensor], owed: froz
     keys = keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
     lanes = keys >> bits
     memory = _allocate(program, pieces, lanes)
-    _fill_cells(memory, keys & ((1 << bits) - 1))
-    _fill_slots(program, memory, pieces, np.searchsorted(keys, edges) + FIRST_CELL)
-    _fill_home(memory, np.searchsorted(keys, home_edges), home.token - home.start, given)
+    token_offset = np.full(len(keys), NOWHERE)
+    token_offset[np.searchsorted(keys, home_edges)] = home.token - home.start
+    bits_given = sum(1 << tensor for tensor in given)
+    _fill_cells(memory.lines, lanes, keys & ((1 << bits) - 1), token_offset, pieces.columns, bits_given)
+    table = program["operands"]
+    lanes_of = np.bincount(pieces.operand, minlength=len(table))
+    located = np.searchsorted(keys, edges) + FIRST_CELL
+    _fill_slots(memory.lines, memory.slots, table.data, lanes_of, located, pieces.unit)
     return memory
 
 
@@ -134,7 +140,7 @@ def _allocate(program: Program, pieces: _Pieces, lanes: Ints) -> Cells:
     runs = slots + len(program["operands"]) + len(pieces.operand) // 4 + 1
     items = sum(len(program[name]) for name in ("transfers", "tasks", "grads"))
     parts = runs + 2 * items + _SPARE
-    lines = np.zeros((parts + 2 * len(lanes) + _SPARE, 8), np.int32)
+    lines = np.zeros((parts + 2 * len(lanes) + _SPARE, 8), np.int64)
     lines[COUNTERS, [RUN_LINE, PART_LINE, NEW_CELL]] = runs, parts, len(lines) - 2
     return Cells(lines, lanes, slots, pieces.columns)
 
@@ -252,45 +258,44 @@ def _home_lanes(program: Program, tensor: Tensor, units: _Units) -> int:
     return program.kv_sets.heads // units.kv if tensor in KV_SIDE else program.q_sets.heads // units.q
 
 
-def _fill_cells(memory: Cells, row: Ints) -> None:
-    count, lanes = len(row), memory.lanes
-    cells = memory.lines[FIRST_CELL : FIRST_CELL + count]
-    last = np.append(lanes[1:] != lanes[:-1], True)[:count]
-    cells[:, ROW] = row
-    cells[:, STOP] = np.where(last, row, np.append(row[1:], 0)[:count])
-    cells[:, NEXT] = np.where(last, -1, np.arange(FIRST_CELL + 1, FIRST_CELL + 1 + count))
+@jit
+def _fill_cells(lines: Ints, lanes: Ints, rows: Ints, token_offset: Ints, columns: int, given: int) -> None:
+    """Home cells know the tokens that their rows stand for, those of given tensors hold their values.
 
-
-def _fill_slots(program: Program, memory: Cells, pieces: _Pieces, cell: Ints) -> None:
-    """cell: int64 [pieces], the line of the cell where each piece begins."""
-    table = program["operands"]
-    slots = memory.lines[memory.slots : memory.slots + len(table)]
-    lanes = np.bincount(pieces.operand, minlength=len(table))
-    first = np.cumsum(lanes) - lanes
-    filled = np.flatnonzero(lanes)
-    slots[filled, CELL], slots[filled, UNIT] = cell[first[filled]], pieces.unit[first[filled]]
-    slots[:, PIECE] = first + 4 * (memory.slots + len(table))  # in quarters of a line
-    slots[:, LANES], slots[:, TENSOR] = lanes, table["tensor"]
-    slots[:, BEGIN], slots[:, END] = table["row"], table["row"] + table["rows"]
-    if memory.columns > 1:
-        flat = memory.lines.reshape(-1, 2)[4 * (memory.slots + len(table)) :]
-        flat[: len(cell), 0], flat[: len(cell), 1] = cell, pieces.unit
-
-
-def _fill_home(memory: Cells, first: Ints, offset: Ints, given: frozenset[Tensor]) -> None:
-    """Every home cell knows the tokens that its rows stand for; given tensors hold their values.
-
-    first: the cell where each home run begins; home lanes are covered by runs, work lanes hold none.
+    token_offset: token - row where a cell begins a run of consecutive tokens at home, else NOWHERE; home lanes are
+    covered by runs.
     """
-    count = len(memory.lanes)
-    cells = memory.lines[FIRST_CELL : FIRST_CELL + count]
-    run_offset, marks = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    run_offset[first], marks[first] = offset, first
-    begin = np.maximum.accumulate(marks)
-    _, tensor, space, column = memory.place(memory.lanes)
-    home = space == HOME
-    full = home & np.isin(tensor, sorted(given))
-    cells[:, HOME_OFFSET] = np.where(home, run_offset[begin], NOWHERE)
-    cells[:, UNIT] = np.where(home, column, 0)
-    cells[:, STATE] = np.where(full, VALUE, EMPTY)
-    cells[:, OFFSET] = np.where(full, run_offset[begin], NOWHERE)
+    lane, offset, home, column, holds = -1, NOWHERE, False, 0, False
+    for i in range(len(lanes)):
+        if lanes[i] != lane:
+            lane = lanes[i]
+            place, column = lane // columns % _PLACES, lane % columns
+            home = place % _SPACES == HOME
+            holds = home and (given >> (place // _SPACES)) & 1 == 1
+        if token_offset[i] != NOWHERE:
+            offset = token_offset[i]
+        line, last = FIRST_CELL + i, i + 1 == len(lanes) or lanes[i + 1] != lane
+        lines[line, ROW] = rows[i]
+        lines[line, STOP] = rows[i] if last else rows[i + 1]
+        lines[line, NEXT] = -1 if last else line + 1
+        lines[line, UNIT] = column if home else 0
+        lines[line, HOME_OFFSET] = offset if home else NOWHERE
+        lines[line, OFFSET] = offset if holds else NOWHERE
+        lines[line, STATE] = VALUE if holds else EMPTY
+
+
+@jit
+def _fill_slots(lines: Ints, slots: int, operands: Ints, lanes: Ints, cell: Ints, unit: Ints) -> None:
+    """cell: the line of the cell where each piece begins; pieces come operand after operand."""
+    first, pieces = 0, 4 * (slots + operands.shape[1])
+    for x in range(operands.shape[1]):
+        line = slots + x
+        if lanes[x]:
+            lines[line, CELL], lines[line, UNIT] = cell[first], unit[first]
+        lines[line, PIECE], lines[line, LANES], lines[line, TENSOR] = first + pieces, lanes[x], operands[0, x]
+        lines[line, BEGIN], lines[line, END] = operands[2, x], operands[2, x] + operands[3, x]
+        if lanes[x] > 1:
+            for i in range(first, first + lanes[x]):
+                piece = pieces + i
+                lines[piece >> 2, (piece & 3) * 2], lines[piece >> 2, (piece & 3) * 2 + 1] = cell[i], unit[i]
+        first += lanes[x]

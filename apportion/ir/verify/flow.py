@@ -5,25 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
+from apportion.ir.isa import Tensor
 from apportion.ir.plan import Ints
 from apportion.ir.verify.cells import Cells
 from apportion.ir.verify.machine import (
+    BEGIN,
+    CLEARED,
     COUNTERS,
+    END,
     FAULT_LINES,
     FAULTS,
+    FIRST_CELL,
     FULL,
     FULL_LINE,
+    LIVE,
     MOST_FAULTS,
     NO_TOKEN,
+    NOT_A_PARTIAL,
+    NOT_YET,
+    NOWHERE,
+    OFFSET,
     PART_LINE,
+    PARTIAL_MIXED,
     PARTS,
+    PENDING,
+    ROW,
+    SCRIPT,
+    SCRIPT_PTR,
+    SEVERAL_RUNS,
+    STATE,
     SUSPECT_LINES,
     SUSPECTS,
+    UNKNOWN,
+    VALUE,
     interpret,
 )
 from apportion.ir.verify.view import Program
+
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,31 +66,92 @@ class Flow:
     memory: Cells
 
 
-def run(program: Program, memory: Cells) -> Flow:
-    """Executes the program. Raises CapacityError where rows fall into too many pieces, which no real plan does."""
-    tasks = len(program["tasks"]) + len(program["grads"])
-    tokens = np.full((2, tasks), NO_TOKEN, np.int64)
-    table, launches = program["instructions"], program.launches
+def run(program: Program, memory: Cells, given: frozenset[Tensor]) -> Flow:
+    """Executes the program; `given` are the tensors whose home rows hold values.
+
+    Raises CapacityError where rows fall into too many pieces, which no real plan does.
+    """
+    lines, transfers = memory.lines, program["transfers"]
+    tokens = np.full((2, len(program["tasks"]) + len(program["grads"])), NO_TOKEN, np.int64)
+    carried, promised = (np.full((len(transfers), 3), start, np.int64) for start in (NOT_YET, NOWHERE))
     interpret(
-        memory.lines,
-        table.data,
-        table.ptr,
+        lines,
+        program["instructions"].data,
+        program["instructions"].ptr,
         program.starts,
         program.meeting.launch_of,
-        np.searchsorted(launches.rounds, table["round"]),
-        np.diff(launches.ptr),
         program["operands"].ptr + memory.slots,
-        program["transfers"].data,
+        transfers.data,
+        transfers.rank,
         np.where(program.meeting.agreed, program.meeting.mate, -1),
-        np.empty((len(program["transfers"]), 3), np.int64),
+        _constant(program, given),
+        carried,
+        promised,
         program["tasks"].data,
         program["grads"].data,
         program["rowops"].data,
+        SCRIPT,
+        SCRIPT_PTR,
         tokens,
+        program["instructions"].ptr[:-1].copy(),
+        np.zeros(program.ranks, np.int64),
+        np.zeros(4, np.int64),
     )
-    counters = memory.lines[COUNTERS]
-    if memory.lines[FULL_LINE, FULL]:
+    if lines[FULL_LINE, FULL]:
         raise CapacityError("the rows of the program fall into too many pieces to verify")
-    faults, suspects = (memory.lines[first : first + MOST_FAULTS] for first in (FAULT_LINES, SUSPECT_LINES))
-    parts = memory.lines[counters[PART_LINE] - counters[PARTS] : counters[PART_LINE], :7]
-    return Flow(tokens, parts, faults[: counters[FAULTS]], suspects[: counters[SUSPECTS]], memory)
+    _settle_rest(memory, carried)
+    counters = lines[COUNTERS]
+    faults, suspects = (lines[first : first + MOST_FAULTS] for first in (FAULT_LINES, SUSPECT_LINES))
+    parts = lines[counters[PART_LINE] - counters[PARTS] : counters[PART_LINE], :7]
+    broken = _broken_promises(lines, carried, promised)
+    return Flow(
+        tokens,
+        parts,
+        np.concatenate([faults[: counters[FAULTS]], broken]),
+        suspects[: counters[SUSPECTS]],
+        memory,
+    )
+
+
+def _constant(program: Program, given: frozenset[Tensor]) -> int:
+    """Tensors, as bits, whose home rows hold values that nothing in the program changes."""
+    return sum(1 << tensor for tensor in given) & ~program.written_at_home
+
+
+def _settle_rest(memory: Cells, carried: Ints) -> None:
+    """Cells that were received and never used get what they were sent; several runs count as their first."""
+    last = FIRST_CELL + len(memory.lanes)
+    at = FIRST_CELL + np.flatnonzero(memory.lines[FIRST_CELL:last, STATE] == PENDING)
+    sent = carried[memory.lines[at, OFFSET]]
+    state, token = sent[:, 0], sent[:, 1]
+    several = np.flatnonzero(state == SEVERAL_RUNS)
+    runs = memory.lines[token[several]]
+    state[several], token[several] = runs[:, 4], runs[:, 3]
+    memory.lines[at, STATE] = np.where(state == NOT_YET, UNKNOWN, state)
+    memory.lines[at, OFFSET] = np.where(token == NOWHERE, NOWHERE, token - memory.lines[at, ROW])
+
+
+def _broken_promises(lines: Ints, carried: Ints, promised: Ints) -> Ints:
+    """[faults, 8] of additions that took a partial for granted and got another."""
+    state, token = carried[:, 0], carried[:, 1]
+    wrong = (promised[:, 0] != NOWHERE) & (state != CLEARED) & (state != UNKNOWN) & (state != NOT_YET)
+    wrong &= (state != LIVE) | (token != promised[:, 0])
+    faults = [
+        fault
+        for send in np.flatnonzero(wrong)[:MOST_FAULTS].tolist()
+        if (fault := _broken_promise(lines, carried[send].tolist(), promised[send].tolist()))
+    ]
+    return np.array(faults, np.int64).reshape(-1, 8)
+
+
+def _broken_promise(lines: Ints, carried: list[int], promised: list[int]) -> tuple[int, ...] | None:
+    (state, token, count), (wanted, instruction, x) = carried, promised
+    if state == SEVERAL_RUNS:
+        runs = lines[token : token + count]
+        bad = runs[(runs[:, 4] == VALUE) | ((runs[:, 4] == LIVE) & (runs[:, 3] != wanted + runs[:, 1]))]
+        if not len(bad):
+            return None
+        state, token = int(bad[0, 4]), int(bad[0, 3] - bad[0, 1])
+    begin, end = int(lines[x, BEGIN]), int(lines[x, END])
+    code = NOT_A_PARTIAL if state == VALUE else PARTIAL_MIXED
+    return code, instruction, 0, x, begin, end, wanted - begin, token - begin

@@ -17,7 +17,7 @@ def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `heads`."""
     for program in subject.programs:
         yield from _pairing(program)
-        if subject.plan.request.batch.area(program.kind):
+        if len(subject.mask(program.kind)):
             yield from _covered(program)
 
 
@@ -47,7 +47,10 @@ def _missing(program: Program, q_set: int, kv_set: int) -> tuple[int, int] | Non
 
 
 def _covered(program: Program) -> Iterator[Violation]:
-    used = np.unique(program["operands"]["heads"][program.task_operand("q")])
+    heads = program["operands"]["heads"]
+    if len(program[program.task_list]) and not heads.any():
+        return
+    used = np.flatnonzero(np.bincount(heads[program.task_operand("q")]))
     covered = np.zeros(program.q_sets.heads, bool)
     for number in used.tolist():
         covered[program.q_sets.members[number]] = True

@@ -1,8 +1,10 @@
 """The dataflow of all ranks, executed on cells: which tokens each row holds, and where each partial result is.
 
-Rounds rise on every rank and `wait r` follows `launch r`, so the ranks can be run one after another, each until it
-waits for a round that somebody has still to launch: the lowest unfinished round is never such a one. What a send
-carries is noted when it is launched and handed over at the receiver's wait.
+Ranks run one after another. What a send carries is noted when it is launched and handed over at the receiver's wait;
+where the sender has not come so far, the rows are PENDING, and the receiver goes on until something needs to know.
+Rounds rise on every rank and `wait r` follows `launch r`, so the lowest unfinished round never has to stop. Most
+plans send home rows that nothing changes, which the receiver can look up itself, and add what returns to rows whose
+tokens are known, which is promised and looked up in the end: then every rank runs through in one go.
 
 The interpreter knows nothing of numbers, only of cells (`cells.py`):
 
@@ -16,8 +18,12 @@ A broken promise becomes a row of `faults`; what it would have written is UNKNOW
 
 from __future__ import annotations
 
-from apportion.ir.isa import Op, Tensor
-from apportion.ir.jit import jit
+from collections.abc import Mapping
+
+import numpy as np
+
+from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Tensor
+from apportion.ir.jit import lean
 from apportion.ir.plan import Ints
 
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
@@ -45,8 +51,9 @@ VALUE = 2  # holds the tensor's value for the tokens row + offset
 LIVE = 3  # accumulator with at least one contribution
 CLEARED = 4  # accumulator that holds the identity
 UNKNOWN = 5  # written by something that broke a rule, which was reported
+PENDING = 6  # received from a send that has not been looked at yet: OFFSET is its number
 
-NOWHERE = -(2**31)  # offset of a cell without tokens
+NOWHERE = -(2**62)  # offset of a cell without tokens
 
 # BUSY: bit 0 a receive into the cell is in flight, bit 1 nobody has read it yet; above, sends in flight
 IN_FLIGHT, UNREAD, ONE_SEND = 1, 2, 4
@@ -88,160 +95,392 @@ _PUT, _ARRIVE, _ADD, _ADD_FIRST = range(4)
 _ACCUMULATOR_BITS = (1 << Tensor.O) | (1 << Tensor.DX) | (1 << Tensor.DQ) | (1 << Tensor.DKV)
 
 _LAUNCH, _WAIT, _ATTEND, _ATTEND_GRAD = int(Op.LAUNCH), int(Op.WAIT), int(Op.ATTEND), int(Op.ATTEND_GRAD)
-_DELTA, _MERGE, _SUM, _COPY = int(Op.DELTA), int(Op.MERGE), int(Op.ADD), int(Op.COPY)
-_CLEAR, _PROJECT, _PROJECT_GRAD = int(Op.CLEAR), int(Op.PROJECT), int(Op.PROJECT_GRAD)
+_MERGE, _SUM = int(Op.MERGE), int(Op.ADD)
 
-# A send that carries several runs of tokens: `carried` is this, the first run and their number instead of the state
-# and the first row's token.
-_SEVERAL_RUNS = -1
+# steps of an op, on the operand in a column of its list
+_LOOK, _SETTLE, _LIKE, _PLACE, _FILL, _SPEND, _ONCE, _FINISH = range(8)
+
+#: op -> its steps: (step, column, the column it is like or filled from, what a look accepts or the flag of `first`);
+#: an operand that is none is passed over. Steps that may have to stop for a PENDING operand come first. Steps on
+#: columns of `_QUERIES` are passed over where a task of the same instruction has just done them.
+_STEPS: Mapping[Op, tuple[tuple[int, int, int, int], ...]] = {
+    Op.ATTEND: (
+        (_LOOK, 0, 0, _VALUES),
+        (_LOOK, 1, 0, _VALUES),
+        (_SETTLE, 2, 0, 0),
+        (_PLACE, 0, 1, 0),
+        (_FILL, 2, 0, 1),
+    ),
+    Op.ATTEND_GRAD: (
+        (_LOOK, 0, 0, _VALUES),
+        (_LOOK, 1, 0, _VALUES),
+        (_LOOK, 2, 0, _VALUES),
+        (_LOOK, 3, 0, _VALUES),
+        (_SETTLE, 4, 0, 0),
+        (_SETTLE, 5, 0, 0),
+        (_PLACE, 0, 1, 0),
+        (_LIKE, 2, 0, 0),
+        (_LIKE, 3, 0, 0),
+        (_FILL, 4, 0, FIRST_DQ),
+        (_FILL, 5, 1, FIRST_DKV),
+    ),
+    Op.DELTA: (
+        (_LOOK, 0, 0, _VALUES),
+        (_LOOK, 1, 0, _VALUES),
+        (_LIKE, 1, 0, 0),
+        (_ONCE, 2, 0, 0),
+        (_FILL, 2, 0, 0),
+    ),
+    Op.MERGE: ((_SETTLE, 2, 0, 0), (_LOOK, 0, 0, _PARTIALS), (_FILL, 2, 0, 1), (_SPEND, 0, 0, 0)),
+    Op.ADD: ((_SETTLE, 2, 0, 0), (_LOOK, 0, 0, _PARTIALS), (_FILL, 2, 0, 1), (_SPEND, 0, 0, 0)),
+    Op.COPY: ((_SETTLE, 2, 0, 0), (_LOOK, 0, 0, _VALUES | _PARTIALS), (_FILL, 2, 0, 0), (_SPEND, 0, 0, 0)),
+    Op.CLEAR: ((_SETTLE, 2, 0, 0), (_FILL, 2, -1, 0)),
+    Op.PROJECT: (
+        (_LOOK, 0, 0, _VALUES),
+        (_SETTLE, 1, 0, 0),
+        (_SETTLE, 2, 0, 0),
+        (_FILL, 1, 0, 0),
+        (_FILL, 2, 0, 0),
+    ),
+    Op.PROJECT_GRAD: (
+        (_LOOK, 0, 0, _VALUES),
+        (_LOOK, 1, 0, _PARTIALS),
+        (_LOOK, 2, 0, _PARTIALS),
+        (_SETTLE, 3, 0, 0),
+        (_LIKE, 1, 0, 0),
+        (_LIKE, 2, 0, 0),
+        (_SPEND, 1, 0, 0),
+        (_SPEND, 2, 0, 0),
+        (_FILL, 3, 0, 1),
+    ),
+    Op.FINISH: ((_LOOK, 2, 0, _VALUES | _PARTIALS), (_FINISH, 2, 0, 0)),
+}
 
 
-@jit
+_QUERIES: Mapping[Op, tuple[int, ...]] = {Op.ATTEND: (0,), Op.ATTEND_GRAD: (0, 2, 3)}
+
+
+def _script() -> tuple[Ints, Ints]:
+    """`_STEPS` as int64 [steps, 5], the last column 1 for steps on `_QUERIES` that write nothing, and [ops + 1]."""
+    steps = [(op, _STEPS.get(Op(op), ())) if op else (op, ()) for op in range(max(Op) + 1)]
+    rows = [
+        (*step, int(step[0] in (_LOOK, _LIKE) and step[1] in _QUERIES.get(Op(op), ())))
+        for op, of_op in steps
+        for step in of_op
+    ]
+    return np.array(rows, np.int64), np.append(0, np.cumsum([len(of_op) for _, of_op in steps]))
+
+
+SCRIPT, SCRIPT_PTR = _script()
+
+# `carried` of a send is (state, token of the first row), or (SEVERAL_RUNS, first run, runs), or NOT_YET
+SEVERAL_RUNS, NOT_YET = -1, -2
+
+
+@lean
 def interpret(
     m: Ints,
     instructions: Ints,
     ptr: Ints,
     starts: Ints,
     partner: Ints,
-    turn: Ints,
-    waiting: Ints,
     bases: Ints,
     transfers: Ints,
+    owner: Ints,
     mate: Ints,
+    constant: int,
     carried: Ints,
+    promised: Ints,
     tasks: Ints,
     grads: Ints,
     rowops: Ints,
+    script: Ints,
+    script_ptr: Ints,
     tokens: Ints,
+    at: Ints,
+    resume: Ints,
+    found: Ints,
 ) -> None:
-    """Runs the ranks by turns, each until it waits for a round that somebody has still to launch.
+    """Runs every rank until its end, or until it must know what a rank still to come has sent; then again.
 
-    m: `Cells.lines`. turn: the index of each instruction's round; waiting: how many ranks have still to launch each
-    round. bases: where each rank's operands begin in `m`. carried: what each send carries, filled here.
+    m: `Cells.lines`. bases: where each rank's operands begin in `m`. owner: the rank of each transfer. constant:
+    tensors, as bits, whose home rows hold values that nothing in the program changes. carried, promised: int64
+    [transfers, 3], what each send carries, and (token, instruction, operand) of the addition that took it for
+    granted. at, resume: the instruction of each rank that comes next, and the row of its list. found: what the last
+    looks found, by column.
+
+    Of the functions that this one calls, the first three do in place what is usual, that is, with an operand that is
+    one cell in a proper state; all else is left to those further down, which do it in general.
     """
-    at = ptr[:-1].copy()
     moved = True
     while moved:
         moved = False
         for rank in range(len(ptr) - 1):
             base, step = bases[rank], at[rank]
             while step < ptr[rank + 1]:
-                op = instructions[0, step]
-                first, end = starts[step], starts[step] + instructions[4, step]
+                op, listed = instructions[0, step], step
                 m[COUNTERS, INSTRUCTION] = step
                 if op == _WAIT:
                     launch = partner[step]
-                    if launch >= 0 and waiting[turn[step]] > 0:
-                        break
-                    if (
-                        0 <= launch < step and partner[launch] == step
-                    ):  # else the rule on transfers reports it
-                        m[COUNTERS, INSTRUCTION] = launch
-                        for item in range(starts[launch], starts[launch] + instructions[4, launch]):
-                            m[COUNTERS, ITEM] = item
-                            if transfers[0, item]:
-                                _end_send(m, base + transfers[2, item])
-                            else:
-                                _end_receive(m, base + transfers[2, item], carried, mate[item])
+                    if launch < 0 or launch > step or partner[launch] != step:
+                        step += 1  # the rule on transfers reports it
+                        continue
+                    listed = launch
+                    m[COUNTERS, INSTRUCTION] = launch
+                first = max(starts[listed], resume[rank])
+                end = starts[listed] + instructions[4, listed]
+                if op == _WAIT:
+                    stuck = _wait(m, transfers, owner, mate, constant, bases, carried, base, first, end)
                 elif op == _LAUNCH:
-                    waiting[turn[step]] -= 1
-                    for item in range(first, end):
-                        m[COUNTERS, ITEM] = item
-                        if transfers[0, item]:
-                            _start_send(m, base + transfers[2, item], carried, item)
-                        else:
-                            _start_receive(m, base + transfers[2, item])
-                elif op == _ATTEND:
-                    for item in range(first, end):
-                        m[COUNTERS, ITEM] = item
-                        q, kv, o = base + tasks[0, item], base + tasks[1, item], base + tasks[2, item]
-                        _attend(m, tokens, q, kv, o, tasks[5, item])
-                elif op == _ATTEND_GRAD:
-                    for item in range(first, end):
-                        m[COUNTERS, ITEM] = item
-                        q, kv, do = base + grads[0, item], base + grads[1, item], base + grads[2, item]
-                        delta, dq, dkv = base + grads[3, item], base + grads[4, item], base + grads[5, item]
-                        _attend_grad(m, tokens, q, kv, do, delta, dq, dkv, grads[8, item])
+                    stuck = _launch(m, transfers, carried, base, first, end)
                 else:
-                    for item in range(first, end):
-                        m[COUNTERS, ITEM] = item
-                        a, b = base + rowops[0, item], base + rowops[1, item]
-                        c, d = base + rowops[2, item], base + rowops[3, item]
-                        _row_op(m, op, a, b, c, d, base, _ADD_FIRST if rowops[4, item] else _ADD)
+                    rows = tasks if op == _ATTEND else grads if op == _ATTEND_GRAD else rowops
+                    stuck = _work(
+                        m, op, rows, base, first, end, script, script_ptr, found, carried, promised, tokens
+                    )
+                if stuck >= 0:
+                    moved = moved or stuck > first
+                    resume[rank] = stuck
+                    break
+                resume[rank] = 0
                 step += 1
             moved = moved or step > at[rank]
             at[rank] = step
 
 
-# ---------------------------------------------------------------------------------------------- ops
+@lean
+def _wait(
+    m: Ints,
+    transfers: Ints,
+    owner: Ints,
+    mate: Ints,
+    constant: int,
+    bases: Ints,
+    carried: Ints,
+    base: int,
+    first: int,
+    end: int,
+) -> int:
+    """Rows are free again, and those received hold what was sent. Returns the transfer that must be waited for, -1
+    for none."""
+    stuck = -1
+    for item in range(first, end):
+        x = base + transfers[2, item]
+        cell, sender = m[x, CELL], mate[item]
+        plain = m[x, LANES] == 1 and m[cell, STOP] == m[x, END]
+        m[COUNTERS, ITEM] = item
+        if transfers[0, item]:
+            if plain:
+                m[cell, BUSY] -= ONE_SEND
+            else:
+                _end_send(m, x)
+            continue
+        if sender >= 0 and carried[sender, 0] == NOT_YET:
+            y = bases[owner[sender]] + transfers[2, sender]
+            source = m[y, CELL]
+            known = (constant >> m[y, TENSOR]) & 1 and m[source, HOME_OFFSET] != NOWHERE and m[y, LANES] == 1
+            if known and m[source, STOP] == m[y, END]:
+                carried[sender, 0], carried[sender, 1] = VALUE, m[source, HOME_OFFSET] + m[y, BEGIN]
+        if sender >= 0 and plain and m[cell, HOME_OFFSET] == NOWHERE and carried[sender, 0] != SEVERAL_RUNS:
+            m[cell, BUSY] = UNREAD
+            m[cell, UNIT] = m[x, UNIT]
+            m[cell, STATE], m[cell, OFFSET] = PENDING, sender
+            if carried[sender, 0] != NOT_YET:
+                m[cell, STATE], m[cell, OFFSET] = carried[sender, 0], NOWHERE
+                if carried[sender, 1] != NOWHERE:
+                    m[cell, OFFSET] = carried[sender, 1] - m[x, BEGIN]
+        elif sender >= 0 and carried[sender, 0] == NOT_YET:
+            stuck = item
+            break
+        else:
+            _end_receive(m, x, carried, sender)
+    return stuck
 
 
-@jit
-def _attend(m: Ints, tokens: Ints, q: int, kv: int, o: int, first: int) -> None:
-    queries, keys = _look(m, q, _VALUES), _look(m, kv, _VALUES)
-    _place_task(m, tokens, q, kv, queries, keys)
-    _pass_on(m, q, queries, o, _ADD_FIRST if first else _ADD)
+@lean
+def _launch(m: Ints, transfers: Ints, carried: Ints, base: int, first: int, end: int) -> int:
+    """Notes what is sent and marks what will be received. Returns where it must stop, -1 for nowhere."""
+    stuck = -1
+    for item in range(first, end):
+        x = base + transfers[2, item]
+        cell = m[x, CELL]
+        plain = m[x, LANES] == 1 and m[cell, STOP] == m[x, END]
+        state, busy = m[cell, STATE], m[cell, BUSY]
+        m[COUNTERS, ITEM] = item
+        if transfers[0, item]:
+            plain = plain and m[cell, UNIT] == m[x, UNIT] and busy & IN_FLIGHT == 0
+            if plain and (state == VALUE or state == LIVE):  # noqa: SIM109  a tuple costs three times as much
+                carried[item, 0], carried[item, 1] = state, m[cell, OFFSET] + m[x, BEGIN]
+                m[cell, BUSY] = (busy & ~UNREAD) + ONE_SEND
+                m[cell, STATE] = VALUE if state == VALUE else SPENT
+            elif _settle(m, x, carried):
+                _start_send(m, x, carried, item)
+            else:
+                stuck = item
+                break
+        elif plain and busy == 0 and state < LIVE and m[cell, HOME_OFFSET] == NOWHERE:
+            m[cell, STATE], m[cell, BUSY] = EMPTY, IN_FLIGHT
+        elif _settle(m, x, carried):
+            _start_receive(m, x)
+        else:
+            stuck = item
+            break
+    return stuck
 
 
-@jit
-def _attend_grad(
-    m: Ints, tokens: Ints, q: int, kv: int, do: int, delta: int, dq: int, dkv: int, first: int
-) -> None:
-    queries, keys = _look(m, q, _VALUES), _look(m, kv, _VALUES)
-    _place_task(m, tokens, q, kv, queries, keys)
-    _look_alike(m, do, q, queries)
-    _look_alike(m, delta, q, queries)
-    _pass_on(m, q, queries, dq, _ADD_FIRST if first & 1 else _ADD)
-    _pass_on(m, kv, keys, dkv, _ADD_FIRST if first & 2 else _ADD)
+@lean
+def _work(
+    m: Ints,
+    op: int,
+    rows: Ints,
+    base: int,
+    first: int,
+    end: int,
+    script: Ints,
+    script_ptr: Ints,
+    found: Ints,
+    carried: Ints,
+    promised: Ints,
+    tokens: Ints,
+) -> int:
+    """The steps of an op for each row of its list. Returns where it must stop, -1 for nowhere."""
+    stuck, flags = -1, len(rows) - 1  # `first` is the last column of tasks, grads and rowops
+    for item in range(first, end):
+        m[COUNTERS, ITEM] = item
+        again = item > first and op in (_ATTEND, _ATTEND_GRAD) and rows[0, item] == rows[0, item - 1]
+        if op == _ATTEND_GRAD:
+            again = again and rows[2, item] == rows[2, item - 1] and rows[3, item] == rows[3, item - 1]
+        for k in range(script_ptr[op], script_ptr[op + 1]):
+            if again and script[k, 4]:
+                continue
+            kind, column, other = script[k, 0], script[k, 1], script[k, 2]
+            x = base + rows[column, item]
+            if x == base:
+                found[column] = _HIDDEN
+                continue
+            cell = m[x, CELL]
+            state, busy = m[cell, STATE], m[cell, BUSY]
+            plain = m[x, LANES] == 1 and m[cell, STOP] == m[x, END]
+            if kind == _SETTLE:
+                if (not plain or state == PENDING) and not _settle(m, x, carried):
+                    stuck = item
+                    break
+                continue
+            plain = plain and m[cell, UNIT] == m[x, UNIT]
+            if kind == _LOOK:
+                if plain and (script[k, 3] >> state) & 1 and busy & IN_FLIGHT == 0:
+                    m[cell, BUSY] = busy & ~UNREAD
+                    found[column] = m[cell, OFFSET]
+                elif _settle(m, x, carried):
+                    found[column] = _look(m, x, script[k, 3])
+                elif (
+                    plain
+                    and op in (_MERGE, _SUM)
+                    and not rows[flags, item]
+                    and _promise(m, x, base + rows[2, item], promised)
+                ):
+                    break
+                else:
+                    stuck = item
+                    break
+                continue
+            y = base + rows[other, item] if other >= 0 else base
+            if kind == _FILL:
+                offset = found[max(other, 0)] + m[y, BEGIN] - m[x, BEGIN]
+                how = _PUT if script[k, 3] == 0 else _ADD_FIRST if rows[flags, item] & script[k, 3] else _ADD
+                plain = plain and other >= 0 and found[other] > _HIDDEN and busy & ~UNREAD == 0
+                home = m[cell, HOME_OFFSET]
+                if plain and how == _ADD and state == LIVE and m[cell, OFFSET] == offset:
+                    continue  # a contribution to a partial of the same tokens
+                if plain and how == _ADD_FIRST and state <= SPENT and (home == NOWHERE or home == offset):  # noqa: SIM109
+                    m[cell, STATE], m[cell, OFFSET] = LIVE, offset
+                elif other < 0:
+                    _fill(m, x, CLEARED, NOWHERE, _PUT)
+                else:
+                    _pass_on(m, y, found[other], x, how)
+            elif kind == _PLACE:
+                if found[0] > _HIDDEN and found[1] > _HIDDEN:
+                    tokens[0, item], tokens[1, item] = found[0] + m[x, BEGIN], found[1] + m[y, BEGIN]
+                else:
+                    _place_task(m, tokens, x, y, found[0], found[1])
+            elif kind == _LIKE:
+                hidden = found[column] <= _HIDDEN or found[other] <= _HIDDEN
+                if hidden or found[column] + m[x, BEGIN] != found[other] + m[y, BEGIN]:
+                    _same_tokens(m, y, x)
+            elif kind == _SPEND:
+                if plain and state == LIVE:
+                    m[cell, STATE] = SPENT
+                else:
+                    _spend(m, x)
+            elif kind == _ONCE:
+                _once(m, x)
+            else:
+                _finish(m, x)
+        if stuck >= 0:
+            break
+    return stuck
 
 
-@jit
-def _look_alike(m: Ints, x: int, q: int, queries: int) -> None:
-    """Reads x, whose rows are the tokens of q."""
-    found = _look(m, x, _VALUES)
-    if found <= _HIDDEN or found + m[x, BEGIN] != queries + m[q, BEGIN]:
-        _same_tokens(m, q, x)
+# What follows is called for what is not usual: operands of several lanes or cells, partials, and faults.
 
 
-@jit
-def _row_op(m: Ints, op: int, a: int, b: int, c: int, d: int, none: int, adding: int) -> None:
-    if op in (_MERGE, _SUM):
-        _pass_on(m, a, _look(m, a, _PARTIALS), c, adding)
-        _spend(m, a)
-    elif op == _COPY:
-        _pass_on(m, a, _look(m, a, _VALUES | _PARTIALS), c, _PUT)
-        _spend(m, a)
-    elif op == _DELTA:
-        found = _look(m, a, _VALUES)
-        _look(m, b, _VALUES)
-        _same_tokens(m, a, b)
-        _once(m, c)
-        _pass_on(m, a, found, c, _PUT)
-    elif op == _PROJECT:
-        found = _look(m, a, _VALUES)
-        for x in (b, c):
-            if x != none:
-                _pass_on(m, a, found, x, _PUT)
-    elif op == _PROJECT_GRAD:
-        found = _look(m, a, _VALUES)
-        for x in (b, c):
-            if x != none:
-                _look(m, x, _PARTIALS)
-                _same_tokens(m, a, x)
-                _spend(m, x)
-        _pass_on(m, a, found, d, adding)
-    elif op == _CLEAR:
-        _fill(m, c, CLEARED, NOWHERE, _PUT)
-    else:
-        _finish(m, c)
+@lean
+def _settle(m: Ints, x: int, carried: Ints) -> bool:
+    """Looks up what pending cells of x received. False where a sender has not come so far."""
+    for lane in range(m[x, LANES]):
+        cell = _first_cell(m, x, lane)
+        while cell >= 0:
+            if m[cell, STATE] == PENDING:
+                sender = m[cell, OFFSET]
+                if carried[sender, 0] == NOT_YET:
+                    return False
+                if carried[sender, 0] == SEVERAL_RUNS:
+                    cell = _settle_runs(m, x, cell, carried[sender, 1], carried[sender, 2])
+                else:
+                    token = carried[sender, 1]
+                    m[cell, STATE] = carried[sender, 0]
+                    m[cell, OFFSET] = NOWHERE if token == NOWHERE else token - m[cell, ROW]
+            cell = _next_cell(m, x, cell)
+    return True
 
 
-@jit
+@lean
+def _settle_runs(m: Ints, x: int, cell: int, start: int, count: int) -> int:
+    """Cuts a pending cell into the runs that were sent; the last of its parts."""
+    row = m[cell, ROW]
+    for run in range(start, start + count):
+        end = row + m[run, 1] + m[run, 2]
+        if m[cell, STOP] > end:
+            _split(m, cell, end)
+        token = m[run, 3]
+        m[cell, STATE] = m[run, 4]
+        m[cell, OFFSET] = NOWHERE if token == NOWHERE else token - m[cell, ROW]
+        if run < start + count - 1:
+            cell = m[cell, NEXT]
+    return cell
+
+
+@lean
+def _promise(m: Ints, x: int, y: int, promised: Ints) -> bool:
+    """Adds the pending partial x to y, a cell with a partial of known tokens, before it is known: the tokens that it
+    must have are written down and compared in the end."""
+    cell, target = m[x, CELL], m[y, CELL]
+    known = m[y, LANES] == 1 and m[target, STOP] == m[y, END] and m[target, UNIT] == m[y, UNIT]
+    if not known or m[target, STATE] != LIVE or m[target, BUSY] & ~UNREAD or m[cell, BUSY] & ~UNREAD:
+        return False
+    sender = m[cell, OFFSET]
+    promised[sender, 0] = m[target, OFFSET] + m[y, BEGIN]
+    promised[sender, 1], promised[sender, 2] = m[COUNTERS, INSTRUCTION], y
+    m[cell, STATE], m[cell, BUSY] = SPENT, 0
+    return True
+
+
+@lean
 def _start_send(m: Ints, x: int, carried: Ints, item: int) -> None:
     """Notes what the rows hold; a partial leaves them."""
     found = _look(m, x, _VALUES | _PARTIALS)
     if found == _MIXED:
-        carried[item, 0], carried[item, 1] = _SEVERAL_RUNS, m[COUNTERS, RUN_LINE]
+        carried[item, 0], carried[item, 1] = SEVERAL_RUNS, m[COUNTERS, RUN_LINE]
         carried[item, 2] = _note_runs(m, x)
         m[COUNTERS, RUN_LINE] += carried[item, 2]
     else:
@@ -256,16 +495,7 @@ def _start_send(m: Ints, x: int, carried: Ints, item: int) -> None:
             cell = _next_cell(m, x, cell)
 
 
-@jit
-def _end_send(m: Ints, x: int) -> None:
-    for lane in range(m[x, LANES]):
-        cell = _first_cell(m, x, lane)
-        while cell >= 0:
-            m[cell, BUSY] -= ONE_SEND
-            cell = _next_cell(m, x, cell)
-
-
-@jit
+@lean
 def _start_receive(m: Ints, x: int) -> None:
     for lane in range(m[x, LANES]):
         cell = _first_cell(m, x, lane)
@@ -277,23 +507,32 @@ def _start_receive(m: Ints, x: int) -> None:
             cell = _next_cell(m, x, cell)
 
 
-@jit
-def _end_receive(m: Ints, x: int, carried: Ints, mate: int) -> None:
-    """The rows get what the sender noted; where there is none, or the two differ, nobody knows."""
+@lean
+def _end_send(m: Ints, x: int) -> None:
+    for lane in range(m[x, LANES]):
+        cell = _first_cell(m, x, lane)
+        while cell >= 0:
+            m[cell, BUSY] -= ONE_SEND
+            cell = _next_cell(m, x, cell)
+
+
+@lean
+def _end_receive(m: Ints, x: int, carried: Ints, sender: int) -> None:
+    """The rows get what the sender noted; where there is none, or the two sides differ, nobody knows."""
     for lane in range(m[x, LANES]):
         cell = _first_cell(m, x, lane)
         while cell >= 0:
             m[cell, BUSY] &= ~IN_FLIGHT
             cell = _next_cell(m, x, cell)
-    if mate < 0:
+    if sender < 0:
         _fill(m, x, UNKNOWN, NOWHERE, _ARRIVE)
-    elif carried[mate, 0] == _SEVERAL_RUNS:
-        _fill_runs(m, x, carried[mate, 1], carried[mate, 2], _ARRIVE)
+    elif carried[sender, 0] == SEVERAL_RUNS:
+        _fill_runs(m, x, carried[sender, 1], carried[sender, 2], _ARRIVE)
     else:
-        _fill(m, x, carried[mate, 0], carried[mate, 1], _ARRIVE)
+        _fill(m, x, carried[sender, 0], carried[sender, 1], _ARRIVE)
 
 
-@jit
+@lean
 def _once(m: Ints, x: int) -> None:
     """Rows that are computed a single time, because a sum (the gradient of the sinks) is taken over them."""
     for lane in range(m[x, LANES]):
@@ -304,7 +543,7 @@ def _once(m: Ints, x: int) -> None:
             cell = _next_cell(m, x, cell)
 
 
-@jit
+@lean
 def _finish(m: Ints, x: int) -> None:
     _look(m, x, _PARTIALS | _VALUES)
     for lane in range(m[x, LANES]):
@@ -321,7 +560,7 @@ def _finish(m: Ints, x: int) -> None:
 # ---------------------------------------------------------------------------------------------- cells
 
 
-@jit
+@lean
 def _first_cell(m: Ints, x: int, lane: int) -> int:
     """The cell where operand x begins in one of its lanes."""
     if lane == 0:
@@ -330,7 +569,7 @@ def _first_cell(m: Ints, x: int, lane: int) -> int:
     return m[piece >> 2, (piece & 3) * 2]  # type: ignore[no-any-return]
 
 
-@jit
+@lean
 def _unit_of(m: Ints, x: int, lane: int) -> int:
     if lane == 0:
         return m[x, UNIT]  # type: ignore[no-any-return]
@@ -338,13 +577,13 @@ def _unit_of(m: Ints, x: int, lane: int) -> int:
     return m[piece >> 2, (piece & 3) * 2 + 1]  # type: ignore[no-any-return]
 
 
-@jit
+@lean
 def _next_cell(m: Ints, x: int, cell: int) -> int:
     """The next cell of the operand in the same lane, -1 after the last."""
     return m[cell, NEXT] if m[cell, STOP] < m[x, END] else -1
 
 
-@jit
+@lean
 def _fault(m: Ints, code: int, x: int, cell: int, holds: int, wanted: int) -> None:
     found = m[COUNTERS, FAULTS]
     if found < MOST_FAULTS:
@@ -352,14 +591,14 @@ def _fault(m: Ints, code: int, x: int, cell: int, holds: int, wanted: int) -> No
         m[COUNTERS, FAULTS] = found + 1
 
 
-@jit
+@lean
 def _note_fault(m: Ints, line: int, code: int, x: int, cell: int, holds: int, wanted: int) -> None:
     m[line, CODE], m[line, OPERAND], m[line, HOLDS], m[line, WANTED] = code, x, holds, wanted
     m[line, AT], m[line, OF_ITEM] = m[COUNTERS, INSTRUCTION], m[COUNTERS, ITEM]
     m[line, LOW], m[line, HIGH] = m[cell, ROW], m[cell, STOP]
 
 
-@jit
+@lean
 def _look(m: Ints, x: int, accepted: int) -> int:
     """Reads operand x, whose states must be among `accepted`. Returns the offset of its rows where they have one and
     one state, NOWHERE where all are cleared, _MIXED where they differ, _HIDDEN where some are unknown."""
@@ -380,7 +619,7 @@ def _look(m: Ints, x: int, accepted: int) -> int:
     return found
 
 
-@jit
+@lean
 def _refuse(m: Ints, x: int, cell: int, unit: int, accepted: int) -> None:
     """Reports why a cell cannot be read, once."""
     state = m[cell, STATE]
@@ -399,7 +638,7 @@ def _refuse(m: Ints, x: int, cell: int, unit: int, accepted: int) -> None:
     m[cell, STATE] = UNKNOWN
 
 
-@jit
+@lean
 def _spend(m: Ints, x: int) -> None:
     """The partials of operand x have gone elsewhere; values stay."""
     for lane in range(m[x, LANES]):
@@ -410,7 +649,7 @@ def _spend(m: Ints, x: int) -> None:
             cell = _next_cell(m, x, cell)
 
 
-@jit
+@lean
 def _pass_on(m: Ints, x: int, found: int, y: int, how: int) -> None:
     """Fills y with what a look at x found."""
     if found == _MIXED:
@@ -422,7 +661,7 @@ def _pass_on(m: Ints, x: int, found: int, y: int, how: int) -> None:
         _fill(m, y, m[m[x, CELL], STATE], token, how)
 
 
-@jit
+@lean
 def _note_runs(m: Ints, x: int) -> int:
     """Writes the runs of operand x, (lane, first row, rows, token, state), behind those in use; their number."""
     start, count = m[COUNTERS, RUN_LINE], 0
@@ -445,7 +684,7 @@ def _note_runs(m: Ints, x: int) -> int:
     return count
 
 
-@jit
+@lean
 def _fill_runs(m: Ints, y: int, start: int, count: int, how: int) -> None:
     """Fills y run by run; runs of one lane (of X, which has no heads) go to every lane of y."""
     lanes = m[y, LANES]
@@ -463,7 +702,7 @@ def _fill_runs(m: Ints, y: int, start: int, count: int, how: int) -> None:
                     cell = _next_cell(m, y, cell)
 
 
-@jit
+@lean
 def _split(m: Ints, cell: int, row: int) -> None:
     """Cuts a cell at `row`; the left part keeps the number. New cells are written from the end of `m` down."""
     new = m[COUNTERS, NEW_CELL]
@@ -471,14 +710,15 @@ def _split(m: Ints, cell: int, row: int) -> None:
         m[FULL_LINE, FULL] = 1
         return
     m[COUNTERS, NEW_CELL] = new - 2
-    m[new] = m[cell]
+    for column in range(8):
+        m[new, column] = m[cell, column]
     m[new + 1, 0] = cell if cell < m[COUNTERS, PART_LINE] else m[cell + 1, 0]
     m[new, ROW] = row
     m[cell, STOP] = row
     m[cell, NEXT] = new
 
 
-@jit
+@lean
 def _fill(m: Ints, y: int, state: int, token: int, how: int) -> None:
     """Fills y with consecutive tokens from `token`."""
     offset = NOWHERE if token == NOWHERE else token - m[y, BEGIN]
@@ -489,7 +729,7 @@ def _fill(m: Ints, y: int, state: int, token: int, how: int) -> None:
             cell = _next_cell(m, y, cell)
 
 
-@jit
+@lean
 def _fill_cell(m: Ints, y: int, cell: int, state: int, offset: int, unit: int, how: int) -> None:
     if how != _ARRIVE:  # a receive was checked when it was launched
         _check_untouched(m, y, cell)
@@ -504,7 +744,7 @@ def _fill_cell(m: Ints, y: int, cell: int, state: int, offset: int, unit: int, h
         m[cell, BUSY] |= UNREAD
 
 
-@jit
+@lean
 def _check_untouched(m: Ints, x: int, cell: int) -> None:
     """A cell that is written is neither being sent nor being received."""
     busy = m[cell, BUSY]
@@ -514,7 +754,7 @@ def _check_untouched(m: Ints, x: int, cell: int) -> None:
         _fault(m, WRITE_IN_FLIGHT, x, cell, NOWHERE, NOWHERE)
 
 
-@jit
+@lean
 def _check_unneeded(m: Ints, x: int, cell: int) -> None:
     """A cell that is overwritten holds nothing that is needed."""
     state, offset = m[cell, STATE], m[cell, OFFSET]
@@ -530,7 +770,7 @@ def _check_unneeded(m: Ints, x: int, cell: int) -> None:
             m[COUNTERS, SUSPECTS] = found + 1
 
 
-@jit
+@lean
 def _add(m: Ints, x: int, cell: int, state: int, offset: int, unit: int) -> None:
     """Adds a contribution of tokens row + offset to a cell: a task's result (VALUE) or a partial."""
     held, result = m[cell, STATE], LIVE if state == VALUE else state
@@ -549,7 +789,7 @@ def _add(m: Ints, x: int, cell: int, state: int, offset: int, unit: int) -> None
         m[cell, STATE] = UNKNOWN
 
 
-@jit
+@lean
 def _write(m: Ints, x: int, cell: int, state: int, offset: int, unit: int) -> None:
     """Home rows hold their own tokens and no others."""
     home = m[cell, HOME_OFFSET]
@@ -561,7 +801,7 @@ def _write(m: Ints, x: int, cell: int, state: int, offset: int, unit: int) -> No
     m[cell, STATE], m[cell, OFFSET], m[cell, UNIT] = state, offset, unit
 
 
-@jit
+@lean
 def _same_tokens(m: Ints, x: int, y: int) -> None:
     """Row i of x and row i of y are one token, in every lane; what is unknown or cleared is let pass."""
     shift = m[x, BEGIN] - m[y, BEGIN]
@@ -581,21 +821,18 @@ def _same_tokens(m: Ints, x: int, y: int) -> None:
                 b = _next_cell(m, y, b)
 
 
-@jit
+@lean
 def _place_task(m: Ints, tokens: Ints, q: int, kv: int, queries: int, keys: int) -> None:
-    """Writes down the tokens of a task, run by run where they are not consecutive."""
+    """Writes down the tokens of a task that has several runs of them, run by run."""
     item = m[COUNTERS, ITEM]
-    if queries > _HIDDEN and keys > _HIDDEN:
-        tokens[0, item] = queries + m[q, BEGIN]
-        tokens[1, item] = keys + m[kv, BEGIN]
-    elif _HIDDEN not in (queries, keys):
+    if _HIDDEN not in (queries, keys):
         tokens[0, item], tokens[1, item] = SEVERAL, SEVERAL
         _check_lanes(m, q)
         _check_lanes(m, kv)
         _place_parts(m, item, q, kv)
 
 
-@jit
+@lean
 def _check_lanes(m: Ints, x: int) -> None:
     """All lanes of an operand hold the same tokens row by row."""
     for lane in range(1, m[x, LANES]):
@@ -611,7 +848,7 @@ def _check_lanes(m: Ints, x: int) -> None:
                 b = _next_cell(m, x, b)
 
 
-@jit
+@lean
 def _place_parts(m: Ints, item: int, q: int, kv: int) -> None:
     a = _first_cell(m, q, 0)
     while a >= 0:
@@ -629,7 +866,7 @@ def _place_parts(m: Ints, item: int, q: int, kv: int) -> None:
         a = _next_cell(m, q, a)
 
 
-@jit
+@lean
 def _note_part(m: Ints, line: int, column: int, x: int, cell: int) -> None:
     m[line, column] = m[cell, ROW] - m[x, BEGIN]
     m[line, column + 1] = m[cell, STOP] - m[cell, ROW]

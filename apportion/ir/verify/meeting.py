@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import Op
+from apportion.ir.isa import Op, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.plan import Ints
 
@@ -53,12 +53,12 @@ def meet(program: Program) -> Meeting:
 
 def _agreed(program: Program, mate: Ints) -> Bools:
     transfers, operands = program["transfers"], program["operands"]
-    x = transfers["operand"] + operands.ptr[transfers.rank]
-    agreed = mate >= 0
-    for column in (operands["tensor"], operands["rows"], program.same_heads):
-        value = column[x]
-        agreed &= value == value[mate]
-    return agreed
+    # one number for tensor, rows and heads; equal numbers of different triples need 2**40 rows
+    kind = (operands["rows"] * (max(Tensor) + 1) + operands["tensor"]) * len(
+        program.q_sets.size
+    ) + program.same_heads
+    mine = kind[transfers["operand"] + operands.ptr[transfers.rank]]
+    return (mate >= 0) & (mine == mine[mate])
 
 
 def _launch_of_wait(program: Program) -> Ints:

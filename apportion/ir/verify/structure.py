@@ -19,6 +19,7 @@ from apportion.ir.verify.report import Violation, at_instruction, describe_opera
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import HOME, LISTS, WORK, Program
 
+RULE, OPERANDS_RULE = "structure", "operands"
 T = Tensor
 ACCUMULATORS = (T.O, T.DX, T.DQ, T.DKV)
 _BACKWARD_ONLY = (T.DX, T.DQ, T.DKV, T.DO, T.DELTA)
@@ -69,9 +70,13 @@ def check(subject: Subject) -> Iterator[Violation]:
             {(move.source, move.target): move.table for move in plan.moves},
         )
     except DecodeError as error:
-        yield Violation("structure", None, None, None, None, str(error))
+        yield Violation(RULE, None, None, None, None, str(error))
         return
     yield from _header(subject)
+
+
+def check_operands(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `operands`."""
     for program in subject.programs:
         yield from _operands(program)
     for program in subject.programs:
@@ -96,13 +101,13 @@ def _header(subject: Subject) -> Iterator[Violation]:
     for name, ours, asked in facts:
         if ours != asked:
             message = f"the plan has {name} = {ours}, the request asks for {asked}"
-            yield Violation("structure", None, None, None, None, message)
+            yield Violation(RULE, None, None, None, None, message)
 
 
 def operand_violation(program: Program, operand: int, message: str) -> Violation:
     table = program["operands"]
     text = f"operand {table.local(operand)} ({describe_operand(table.at(operand))}) {message}"
-    return Violation("structure", int(table.rank[operand]), program.kind, program.phase, None, text)
+    return Violation(OPERANDS_RULE, int(table.rank[operand]), program.kind, program.phase, None, text)
 
 
 def _operands(program: Program) -> Iterator[Violation]:
@@ -137,7 +142,7 @@ def _phase(program: Program) -> Iterator[Violation]:
     for op in FORBIDDEN_OPS[program.phase]:
         for at in np.flatnonzero(instructions["op"] == op)[:_MOST].tolist():
             message = f"{OP_NAMES[op]} does not belong to a {program.phase} program"
-            yield at_instruction("structure", program, at, message)
+            yield at_instruction(OPERANDS_RULE, program, at, message)
     if program.phase == "forward":
         for operand in np.flatnonzero(np.isin(program["operands"]["tensor"], _BACKWARD_ONLY))[
             :_MOST
@@ -152,7 +157,7 @@ def _lists(program: Program) -> Iterator[Violation]:
             instruction = program.instruction_of(name)
             for row, code, slot in faults.tolist():
                 message = _describe(program, name, row, code, slot)
-                yield at_instruction("structure", program, int(instruction[row]), message)
+                yield at_instruction(OPERANDS_RULE, program, int(instruction[row]), message)
 
 
 def scan_list(program: Program, number: int, name: str) -> Ints:
@@ -170,10 +175,10 @@ def scan_list(program: Program, number: int, name: str) -> Ints:
         rows.ptr,
         slots,
         band,
+        program.packed,
         program["operands"].data,
         program["operands"].ptr,
         program.head_count,
-        program.same_heads,
         _RULES,
         faults,
     )
@@ -203,10 +208,10 @@ def _scan(
     ptr: Ints,
     slots: Ints,
     band: int,
+    packed: Ints,
     operands: Ints,
     operand_ptr: Ints,
     head_count: Ints,
-    same_heads: Ints,
     rules: Ints,
     faults: Ints,
 ) -> int:
@@ -223,7 +228,7 @@ def _scan(
             code = 0
             for slot in range(len(slots)):
                 local = rows[slots[slot], row]
-                tensor = operands[0, base + local] if local else 0
+                tensor = packed[base + local, 0] if local else 0
                 if not (rules[op, slot, 0] >> tensor) & 1:
                     code = TENSOR_WRONG
                 elif tensor:
@@ -231,17 +236,17 @@ def _scan(
                     group, own = rules[op, slot, 1], rules[op, slot, 2]
                     if seen[group] < 0:
                         seen[group] = x
-                    elif operands[3, x] != operands[3, seen[group]]:
+                    elif packed[x, 2] != packed[seen[group], 2]:
                         code = ROWS_DIFFER
                     if seen_heads[own] < 0:
                         seen_heads[own] = x
-                    elif same_heads[x] != same_heads[seen_heads[own]]:
+                    elif packed[x, 3] != packed[seen_heads[own], 3]:
                         code = HEADS_DIFFER
-                    if rules[op, slot, 3] & 1 and operands[1, x] != HOME:
+                    if rules[op, slot, 3] & 1 and packed[x, 1] != HOME:
                         code = NOT_HOME
                     if rules[op, slot, 3] & 2 and x != seen[group]:
                         other = seen[group]
-                        if tensor != operands[0, other]:
+                        if tensor != packed[other, 0]:
                             code = TENSOR_WRONG
                         elif _overlap(operands, head_count, x, other):
                             code = OVERLAP
@@ -252,8 +257,8 @@ def _scan(
             if code == 0 and band >= 0:
                 slot = 0
                 dmin, dmax = rows[band, row], rows[band + 1, row]
-                q_rows = operands[3, base + rows[slots[0], row]]
-                kv_rows = operands[3, base + rows[slots[1], row]]
+                q_rows = packed[base + rows[slots[0], row], 2]
+                kv_rows = packed[base + rows[slots[1], row], 2]
                 if dmin < 1 - kv_rows or dmax > q_rows - 1:
                     code = BAND_WIDE
                 elif dmin > dmax:

@@ -56,7 +56,8 @@ class Subject:
         return self._once("flow", program, self._flow)
 
     def _flow(self, program: Program) -> interpreter.Flow:
-        return interpreter.run(program, cells.build(program, self.home, self.given(program), program.owed))
+        given = self.given(program)
+        return interpreter.run(program, cells.build(program, self.home, given, program.owed), given)
 
     def tasks(self, program: Program) -> coverage.Tasks:
         """Its tasks in global tokens. Raises CapacityError."""

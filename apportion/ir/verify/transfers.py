@@ -95,8 +95,8 @@ def _pairs(program: Program) -> Iterator[Violation]:
     transfers, mate = program["transfers"], program.meeting.mate
     receives = np.flatnonzero((transfers["send"] == 0) & (mate >= 0))
     differ = ~program.meeting.agreed[receives]
-    alone = (mate < 0) | (transfers["peer"] == transfers.rank)
-    wrong = np.concatenate([receives[differ], np.flatnonzero(alone)])
+    own = transfers["peer"] == transfers.rank
+    wrong = np.concatenate([np.flatnonzero(own), receives[differ], np.flatnonzero((mate < 0) & ~own)])
     instruction = program.instruction_of("transfers") if len(wrong) else mate
     for t in wrong.tolist():
         yield at_instruction(RULE, program, int(instruction[t]), _mismatch(program, t, instruction))

@@ -43,7 +43,9 @@ def distinct(rank: Ints, row: Ints, rows: Ints) -> tuple[Ranges, Ints]:
     if (int(rank.max()) + 1) * span * span >= 2**63:
         raise CapacityError(f"{span} rows on one rank: at most {int((2**63 / (int(rank.max()) + 1)) ** 0.5)}")
     found, index = _distinct_keys((rank.astype(np.int64) * span + row) * span + rows)
-    return Ranges(found // span // span, found // span % span, found % span), index
+    rest, rows = np.divmod(found, span)
+    rank, row = np.divmod(rest, span)
+    return Ranges(rank.astype(np.int32), row.astype(np.int32), rows.astype(np.int32)), index
 
 
 def _distinct_keys(keys: Ints) -> tuple[Ints, Ints]:

@@ -28,10 +28,10 @@ LARGEST_AUTO_BLOCK = 2048
 AUTO_STEP = 128
 # `auto` wants the heaviest piece to weigh at most this share of the mean load,
 AUTO_SHARE = 0.5
-# and LPT's busiest rank to have at most this much more than the mean, else the block shrinks by this factor (not below
-# a step: what then is uneven is not for want of small blocks),
-AUTO_IMBALANCE, AUTO_SHRINK = 0.01, 0.75
-# as long as the plan has no more tasks than this, in all or a rank: half the block is four times the tasks.
+# and LPT's busiest rank to have at most this much more than the mean, else the block shrinks by this factor; not below
+# a step, or so many blocks a rank: what then is uneven is not for want of small blocks.
+AUTO_IMBALANCE, AUTO_SHRINK, AUTO_BLOCKS = 0.01, 0.75, 32
+# All this as long as the plan has no more tasks than this, in all or a rank: half the block is four times the tasks.
 AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
 
 
@@ -71,11 +71,12 @@ def _too_coarse(problem: Problem, shards: Shards) -> float:
     mean, heaviest = float(weights.sum() / problem.speeds.sum()), float(weights.max())
     if heaviest > AUTO_SHARE * mean:
         return AUTO_SHARE * mean / heaviest
-    if shards.block_tokens <= AUTO_STEP:
+    if shards.block_tokens <= min(AUTO_STEP, problem.batch.tokens // (AUTO_BLOCKS * problem.ranks)):
         return 1.0
     tried = lpt(weights, sizes, problem.ranks, problem.token_cap, problem.speeds)
-    busiest = float((tried.load / problem.speeds).max())
-    return 1.0 if busiest <= (1 + AUTO_IMBALANCE) * mean else AUTO_SHRINK
+    busiest, left_over = float((tried.load / problem.speeds).max()), float(weights[tried.bin < 0].sum())
+    even = busiest <= (1 + AUTO_IMBALANCE) * mean and left_over <= AUTO_IMBALANCE * mean
+    return 1.0 if even else AUTO_SHRINK
 
 
 def _smaller(block: int, factor: float) -> int:

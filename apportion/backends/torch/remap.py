@@ -1,0 +1,77 @@
+"""Rows between two layouts of a plan, for layers that want another one than attention; its gradient is the inverse."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.transport import Tile
+from apportion.ir.errors import ExecutionError, UnknownNameError
+from apportion.ir.isa import P2P
+from apportion.ir.plan import Move
+
+
+class Rows(NamedTuple):
+    """Rows [row, row + rows) sent to or received from a peer."""
+
+    send: bool
+    peer: int
+    row: int
+    rows: int
+
+
+class Remap(torch.autograd.Function):
+    """x [rows of the source, ...] -> [rows of the target, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
+        ctx.handle, ctx.move, ctx.inverse = handle, move, inverse
+        return _moved(x, handle, move, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return remapped(grad, ctx.handle, ctx.move, not ctx.inverse), None, None, None
+
+
+def remapped(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
+    """x moved from the move's source layout to its target (`inverse`: back), differentiable; a collective."""
+    out: Tensor = Remap.apply(x, handle, move, inverse)  # type: ignore[no-untyped-call]
+    return out
+
+
+def find_move(handle: PlanHandle, source: str, target: str) -> tuple[Move, bool]:
+    """The plan's move between two layouts, and whether it must run backwards. Raises UnknownNameError."""
+    for move in handle.slice.moves:
+        if {move.source, move.target} == {source, target}:
+            return move, move.source == target
+    known = ", ".join(f"{move.source} and {move.target}" for move in handle.slice.moves) or "none"
+    raise UnknownNameError("remap", f"{source} -> {target}", f"the plan moves between {known}", "name these")
+
+
+def _moved(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
+    handle.agree()
+    source, target = (move.target, move.source) if inverse else (move.source, move.target)
+    given, wanted = (int(handle.slice.layout(name).rows_per_rank[0]) for name in (source, target))
+    if len(x) != given:
+        raise ExecutionError(f"this rank holds {given} rows of layout {source}, got {len(x)}")
+    x, out = x.contiguous(), x.new_empty(wanted, *x.shape[1:])
+    rows, rank = _rows(move, inverse), handle.communicator.rank
+    tiles = [
+        Tile(r.send, r.peer, ((x if r.send else out)[r.row : r.row + r.rows],), (x.dtype,))
+        for r in rows
+        if r.peer != rank
+    ]
+    flight = handle.communicator.launch(0, P2P, tiles, x.device)
+    own = [[r for r in rows if r.peer == rank and r.send == send] for send in (True, False)]
+    for a, b in zip(*own, strict=True):
+        out[b.row : b.row + b.rows] = x[a.row : a.row + a.rows]
+    flight.wait()
+    return out
+
+
+def _rows(move: Move, inverse: bool) -> list[Rows]:
+    columns = (move.table[name].tolist() for name in ("send", "peer", "row", "rows"))
+    return [Rows(bool(send) ^ inverse, *rest) for send, *rest in zip(*columns, strict=True)]

@@ -1,0 +1,195 @@
+"""The verifier on whole families of plans: planned ones pass, mutated ones are refused or compute the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion.backends import reference
+from apportion.ir import codec, text
+from apportion.ir.bands import intersect_area, overlaps
+from apportion.ir.plan import Plan, ProgramSet, Table
+from apportion.ir.verify import check
+from apportion.ir.verify.coverage import pairs
+from apportion.ir.verify.sorting import stable_order
+
+PLANS = Path(__file__).parent.parent / "plans"
+MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=1)
+MASKS = {
+    "causal": ap.masks.causal(),
+    "full": ap.masks.full(),
+    "window": ap.masks.sliding_window(9, 2),
+    "sink": ap.masks.sink_window(3, 8),
+    "prefix": ap.masks.prefix_lm(11),
+    "blockwise": ap.masks.causal_blockwise(6, 2),
+    "chunks": ap.masks.chunked(13),
+    "questions": ap.masks.shared_question(20, [9, 14, 17]),
+    "tree": ap.masks.tree([[-1, 12], [0, 20], [0, 8], [1, 11], [1, 9]]),
+}
+
+
+def written(name: str) -> Plan:
+    return text.parse((PLANS / f"{name}.txt").read_text())
+
+
+def recipe(block: int | str, reshuffle: bool) -> ap.Recipe:
+    steps = {
+        "shard": {"blocks": {"block": block}},
+        "place": {"lpt": {}},
+        "schedule": {"matchings": {"coalesce": 2, "buffers": 2}},
+        "reshuffle": reshuffle,
+    }
+    return ap.Recipe("fcp", steps)
+
+
+def planned(
+    mask: ap.masks.Mask, lengths: list[int], ranks: int, block: int | str, reshuffle: bool = False
+) -> Plan:
+    batch = ap.Batch.from_lengths(lengths, mask=mask)
+    return ap.plan(batch, ap.Cluster(1, ranks), MODEL, recipe=recipe(block, reshuffle), verify=False)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("ranks", "block", "reshuffle"), [(1, 16, False), (3, 7, True), (5, "auto", False), (8, 4, True)]
+)
+def test_fcp_plans_verify(mask: str, ranks: int, block: int | str, reshuffle: bool) -> None:
+    plan = planned(MASKS[mask], [60, 60, 60], ranks, block, reshuffle)
+    assert check(plan) == ()
+    assert check(codec.decode(plan.encode())) == ()
+
+
+def test_a_batch_shorter_than_the_ranks_and_two_kinds() -> None:
+    assert check(planned(ap.masks.causal(), [1, 1, 2], 7, 4)) == ()
+    kinds = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(5)}
+    batch = ap.Batch.from_lengths([50, 1, 30], mask=kinds)
+    assert check(ap.plan(batch, ap.Cluster(1, 4), MODEL, recipe=recipe(8, False), verify=False)) == ()
+
+
+# ---- a mutated plan is refused, or it computes what the good one does
+
+
+def mutated(plan: Plan, draw: np.random.Generator) -> Plan:
+    """The plan with one number of one table changed."""
+    key = list(plan.programs)[draw.integers(len(plan.programs))]
+    tables = plan.programs[key].tables
+    name = draw.choice([name for name, table in tables.items() if len(table)])
+    column = draw.choice(list(tables[name].columns))
+    values = np.array(tables[name][column], np.int64)
+    row, other = draw.integers(len(values), size=2)
+    old, stranger = values[row], draw.choice([0, 1, 2, 3, 7, -1, 2**31, 2**47, 2**62])
+    values[row] = draw.choice([old - 1, old + 1, values[other], stranger])
+    table = Table(tables[name].ptr, {**tables[name].columns, column: values})
+    programs = {**plan.programs, key: ProgramSet({**tables, name: table})}
+    return replace(plan, programs=programs, sections=None)
+
+
+def computed(plan: Plan) -> list[np.ndarray]:
+    head, tokens, draw = plan.header, plan.request.batch.tokens, np.random.default_rng(0)
+    q, do = (draw.normal(size=(tokens, head.q_heads, width)) for width in (head.head_dim, head.v_head_dim))
+    k, v = (draw.normal(size=(tokens, head.kv_heads, width)) for width in (head.head_dim, head.v_head_dim))
+    sinks = draw.normal(size=head.q_heads)
+    results = [reference.run(plan, kind, q, k, v, do, sinks=sinks) for kind in head.kinds]
+    return [array for result in results for array in result if array is not None]
+
+
+@pytest.mark.parametrize("name", ["q_moves", "relay", "reshuffle", "clear", "fcp"])
+def test_a_mutation_is_refused_or_harmless(name: str) -> None:
+    whole = (
+        planned(ap.masks.causal(), [40, 17], 3, 8)
+        if name == "fcp"
+        else text.parse((PLANS / f"{name}.txt").read_text())
+    )
+    good, draw = computed(whole), np.random.default_rng(len(name))
+    refused = 0
+    for _ in range(150):
+        plan = mutated(whole, draw)
+        if check(plan):
+            refused += 1
+        else:
+            assert all(
+                np.allclose(ours, best, rtol=0, atol=1e-9)
+                for ours, best in zip(computed(plan), good, strict=True)
+            )
+    assert refused > 100
+
+
+def test_bytes_that_decode_never_break_the_verifier() -> None:
+    """Columns of a projecting plan, with several heads a lane, changed many at a time."""
+    whole, draw = written("heads"), np.random.default_rng(3)
+    for _ in range(100):
+        plan = whole
+        for _ in range(draw.integers(1, 6)):
+            plan = mutated(plan, draw)
+        assert isinstance(check(plan), tuple)
+
+
+# ---- parts with their own oracles
+
+
+def test_pairs_of_a_band_by_counting() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(400):
+        q0, k0 = (int(x) for x in draw.integers(0, 5, 2))
+        q1, k1 = q0 + int(draw.integers(0, 8)), k0 + int(draw.integers(0, 8))
+        dmin, dmax = sorted(int(x) for x in draw.integers(-12, 13, 2))
+        counted = sum(dmin <= q - k <= dmax for q in range(q0, q1) for k in range(k0, k1))
+        assert pairs(q0, q1, k0, k1, dmin, dmax) == counted
+
+
+def test_sweep_finds_what_the_band_algebra_finds() -> None:
+    from apportion.ir.verify.coverage import _overlaps
+
+    draw = np.random.default_rng(1)
+    for _ in range(60):
+        corners = draw.integers(0, 30, (6, 2))
+        sizes = draw.integers(1, 8, (6, 2))
+        dmin = corners[:, 0] - corners[:, 1] + draw.integers(-4, 2, 6)
+        columns = [corners[:, 0], corners[:, 0] + sizes[:, 0], corners[:, 1], corners[:, 1] + sizes[:, 1]]
+        bands = np.column_stack([*columns, dmin, dmin + draw.integers(0, 6, 6)]).astype(np.int64)
+        found = _overlaps(np.ascontiguousarray(bands.T))
+        pairs_found = sorted(map(tuple, found[:, :2].tolist()))
+        assert pairs_found == sorted(map(tuple, overlaps(bands).tolist()))
+        for i, j, shared in found.tolist():
+            assert shared == intersect_area(bands[i : i + 1], bands[j : j + 1])[0]
+
+
+def test_stable_order_is_that_of_numpy() -> None:
+    for top in (3, 2**20, 2**60):
+        keys = np.random.default_rng(2).integers(0, top, 10_000)
+        np.testing.assert_array_equal(stable_order(keys), np.argsort(keys, kind="stable"))
+
+
+VERDICTS = """
+import sys
+if sys.argv[1] == "plain":
+    sys.modules["numba"] = None
+from pathlib import Path
+from apportion.ir import text
+from apportion.ir.jit import HAS_NUMBA
+from apportion.ir.verify import check
+print(HAS_NUMBA, file=sys.stderr)
+for path in sys.argv[2:]:
+    good = Path(path).read_text()
+    for old, new in (("", ""), (" full", " full first"), (" first_dkv", ""), ("  wait 0\\n", "")):
+        print(*check(text.parse(good.replace(old, new, 1))))
+"""
+
+
+def test_the_same_verdict_without_numba() -> None:
+    runs = []
+    for mode in ("compiled", "plain"):
+        paths = [str(PLANS / f"{name}.txt") for name in ("q_moves", "relay", "reshuffle")]
+        runs.append(
+            subprocess.run([sys.executable, "-c", VERDICTS, mode, *paths], capture_output=True, text=True)
+        )
+        assert runs[-1].returncode == 0, runs[-1].stderr
+    assert runs[0].stdout == runs[1].stdout
+    assert runs[1].stderr == "False\n"
+    assert "[coverage]" in runs[0].stdout or "[delivery]" in runs[0].stdout
