@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 
 from apportion.ir import codec
-from apportion.ir.columns import DTYPES
+from apportion.ir.columns import BITS, DTYPES, OFFSET
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.ir.plan import Plan
 from apportion.ir.verify import check
@@ -172,12 +172,12 @@ def _change_list(rng: random.Random, value: list[Any]) -> Any:
 
 
 def change_numbers(rng: random.Random, part: Any) -> Any:
-    """One or a few elements of one column, in the column's dtype: what only deep checks see."""
+    """One or a few elements of one column, as it is encoded: what only deep checks see."""
     cells = list(_cells(part))
     for _ in range(rng.choice((1, 1, 1, 2, 4)) if cells else 0):
         cell = rng.choice(cells)
         number = rng.randrange(len(cell[0]))
-        column = np.frombuffer(cell[number + 1], DTYPES[cell[0][number]]).copy()
+        column = np.frombuffer(cell[number + 1], _dtype(cell[0][number], cell[number + 1])).copy()
         at, info = rng.randrange(len(column)), np.iinfo(column.dtype)
         near = int(column[at]) + rng.choice((-8, -2, -1, 1, 2, 8))
         value = rng.choice((near, near, int(rng.choice(column.tolist())), rng.randrange(16), int(info.max)))
@@ -186,18 +186,46 @@ def change_numbers(rng: random.Random, part: Any) -> Any:
     return part
 
 
+def _dtype(code: int, blob: bytes) -> Any:
+    return DTYPES.get(code) or ("u1" if code == BITS else f"<i{len(blob)}")
+
+
+def change_code(rng: random.Random, part: Any) -> Any:
+    """Another code for a column, with bytes that may or may not suit it."""
+    cells = list(_cells(part))
+    if cells:
+        cell = rng.choice(cells)
+        number = rng.randrange(len(cell[0]))
+        cell[0] = cell[0][:number] + bytes([rng.randrange(OFFSET + 2)]) + cell[0][number + 1 :]
+        size = rng.choice((len(cell[number + 1]), 1, 2, 4, 8, (_rows(cell) + 7) // 8, rng.randrange(20)))
+        cell[number + 1] = rng.choice((bytes(size), rng.randbytes(size), cell[number + 1][:size]))
+    return part
+
+
+def _rows(cell: list[bytes]) -> int:
+    plain = (len(b) // DTYPES[c].itemsize for c, b in zip(cell[0], cell[1:], strict=False) if c in DTYPES)
+    return next(plain, 0)
+
+
 def change_rows(rng: random.Random, part: Any) -> Any:
     """A row of one table dropped, doubled, or exchanged with another."""
     cells = list(_cells(part))
     if cells:
         cell = rng.choice(cells)
-        rows = len(cell[1]) // DTYPES[cell[0][0]].itemsize
+        rows = _rows(cell)
         order = list(range(rows))
         a, b = rng.randrange(rows), rng.randrange(rows)
         rng.choice((lambda: order.pop(a), lambda: order.insert(b, a), lambda: _swap(order, a, b)))()
         for number, code in enumerate(cell[0]):
-            cell[number + 1] = np.frombuffer(cell[number + 1], DTYPES[code])[order].tobytes()
+            cell[number + 1] = _reordered(code, cell[number + 1], order)
     return part
+
+
+def _reordered(code: int, blob: bytes, order: list[int]) -> bytes:
+    column = np.frombuffer(blob, _dtype(code, blob))
+    if code == BITS:
+        return np.packbits(np.unpackbits(column, bitorder="little")[order], bitorder="little").tobytes()
+    return column[order].tobytes() if code in DTYPES else blob
 
 
 def _swap(order: list[int], a: int, b: int) -> None:
@@ -214,7 +242,7 @@ def _cells(part: Any) -> Iterator[list[bytes]]:
 
 def change_part(rng: random.Random, sections: codec.Sections) -> codec.Sections:
     rank = rng.randrange(len(sections.parts))
-    change = rng.choice((change_numbers, change_numbers, change_numbers, change_rows, change_inside))
+    change = rng.choice((*[change_numbers] * 6, *[change_rows] * 2, *[change_inside] * 2, change_code))
     parts = list(sections.parts)
     parts[rank] = _edited(parts[rank], lambda part: _encode_part(change(rng, part)))
     return replace(sections, parts=parts)

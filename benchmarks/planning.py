@@ -1,4 +1,4 @@
-"""The planning benchmark: `fcp` with 2K and with automatic blocks, 8 to 1,024 ranks of 32K tokens, three seeds, one core.
+"""The planning benchmark: `fcp` with 2K and with automatic blocks, 8 to 1,024 ranks of 32K tokens, three seeds.
 
 Run: make bench. Prints one line a row and writes all rows to benchmarks/results/planning.json.
 """

@@ -1,7 +1,6 @@
 """Prints a rank's program and checks the plan's id, on msgpack and numpy alone: python read_plan.py P.plan [rank]
 
-Written from apportion/schemas/FORMAT.md; it shares no code with the package.
-"""
+Written from apportion/schemas/FORMAT.md; it shares no code with the package."""
 
 import sys
 from hashlib import blake2b
@@ -9,7 +8,7 @@ from hashlib import blake2b
 import msgpack
 import numpy as np
 
-DTYPES = dict(enumerate(["<u1", "<u2", "<u4", "<u8", "<i1", "<i2", "<i4", "<i8"], 1))
+DTYPES = dict(enumerate(["<u1", "<u2", "<u4", "<u8", "<i1", "<i2", "<i4", "<i8"], 1)) | {10: "<u1"}
 TENSORS = ["none", "X", "Q", "KV", "O", "dX", "dQ", "dKV", "dO", "delta"]
 NAMES = """
 spans row token length sequence position
@@ -33,24 +32,26 @@ def digest(data):
 def plan_id(plan):
     level = [digest(b"\0" + part) for part in plan["parts"]]
     while len(level) > 1:
-        pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
-        level = [digest(b"\1" + b"".join(pair)) if len(pair) == 2 else pair[0] for pair in pairs]
+        pairs = [digest(b"\1" + a + b) for a, b in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + level[2 * len(pairs) :]
     sections = [digest(plan[name]) for name in ("header", "request", "layouts", "moves", "report")]
     return digest(b"apportion.plan\0" + b"".join(sections) + level[0])
 
 
 def read_table(cell, names):
     """Rows as dicts. Columns beyond the known ones are skipped; a missing table has no rows."""
-    codes, *blobs = cell or [b""]
-    columns = [np.frombuffer(data, DTYPES[code]).tolist() for code, data in zip(codes, blobs, strict=True)]
-    return [dict(zip(names, row, strict=False)) for row in zip(*columns, strict=True)]
+    codes, *blobs = cell or [b"\1", b""]
+    columns = [np.frombuffer(b, DTYPES.get(c) or f"<i{len(b)}") for c, b in zip(codes, blobs, strict=True)]
+    rows = next(len(column) for code, column in zip(codes, columns, strict=True) if code <= 8)
+    for i, code in enumerate(codes):  # a constant or an offset is one number, which stretches to all rows
+        values = np.unpackbits(columns[i], bitorder="little") if code == 10 else columns[i].astype(int)
+        columns[i] = np.resize(values + columns[0] if code == 11 else values, rows)
+    return [dict(zip(names, map(int, row), strict=False)) for row in zip(*columns, strict=True)]
 
 
-def show_operand(operand):
-    space, end = ("home", "work")[operand["space"]], operand["row"] + operand["rows"]
-    heads = f" head set {operand['heads']}" if operand["heads"] else ""
-    text = f"{TENSORS[operand['tensor']]}.{space}[{operand['row']}:{end})" + heads
-    return text if operand["tensor"] else "none"
+def show_operand(tensor, space, row, rows, col, heads):
+    where = f"{TENSORS[tensor]}.{('home', 'work')[space]}[{row}:{row + rows})"
+    return (where + f" head set {heads}" if heads else where) if tensor else "none"
 
 
 def show_program(tables):
@@ -60,12 +61,11 @@ def show_program(tables):
         for _ in range(step["count"]):
             row = lists[LISTS.get(step["op"], "rowops")].pop(0)
             for name in row.keys() & WORDS["indexes"]:
-                row[name] = show_operand(lists["operands"][row[name]])
+                row[name] = show_operand(**lists["operands"][row[name]])
             print("         ", *(f"{name}={value}" for name, value in row.items()))
 
 
-with open(sys.argv[1], "rb") as file:
-    plan = msgpack.unpackb(file.read())
+plan = msgpack.unpackb(np.fromfile(sys.argv[1], "<u1").tobytes())
 if plan["format"] != "apportion.plan" or plan["version"][0] != 1:
     sys.exit(f"not a plan of version 1: {plan['format']} {plan['version']}")
 part = msgpack.unpackb(plan["parts"][int(sys.argv[2]) if len(sys.argv) > 2 else 0])

@@ -46,7 +46,7 @@ _MAX_OFFSET = 2**49
 #: value of a column that an older minor version does not have; empty while there is one version
 DEFAULTS: Mapping[str, int] = MappingProxyType({})
 
-Cell = Sequence[bytes]  # one rank's rows of a table: dtype codes, then one blob per column; () without rows
+Cell = Sequence[bytes]  # one rank's rows of a table: codes, then one blob per column; () without rows
 
 
 def cells(table: Table, names: tuple[str, ...]) -> Iterator[Cell]:

@@ -13,12 +13,14 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
+from cells import BITS, CONSTANT, OFFSET, columns_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import random_plan
 
 from apportion.ir import codec, hashing, wire
 from apportion.ir.codec import Sections, Slice
+from apportion.ir.columns import DTYPES, Gather, cells
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
 from apportion.ir.isa import TABLES
 from apportion.ir.plan import Plan, ProgramSet, Table
@@ -107,7 +109,7 @@ def test_columns_take_the_narrowest_type_of_the_whole_plan(plan: Plan) -> None:
             codes, tensor, *_ = tables["operands"]
             assert codes[0] == 1
             rows = plan.programs["default", "forward"]["operands"].rank(part["rank"])
-            assert np.array_equal(np.frombuffer(tensor, np.uint8), rows["tensor"])
+            assert list(tensor) == rows["tensor"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -126,12 +128,132 @@ def test_columns_take_the_narrowest_type_of_the_whole_plan(plan: Plan) -> None:
 @pytest.mark.parametrize("order", ["<i8", ">i8"])
 def test_dtype_codes_and_byte_order(values: list[int], code: int, order: str) -> None:
     spans = Table(np.array([0, len(values)]), {"x": np.array(values, order)})
-    (cell,) = codec.cells(spans, ("x",))
+    (cell,) = cells(spans, ("x",))
     width = {1: 1, 5: 1, 2: 2, 6: 2, 3: 4, 7: 4, 4: 8, 8: 8}[code]
     assert cell == (
         bytes([code]),
         b"".join(v.to_bytes(width, "little", signed=min(values) < 0) for v in values),
     )
+
+
+def table(columns: dict[str, list[list[int]]]) -> Table:
+    """A table from values per column and rank."""
+    ptr = np.cumsum([0, *map(len, next(iter(columns.values())))])
+    return Table(ptr, {name: np.array(sum(ranks, []), np.int64) for name, ranks in columns.items()})
+
+
+def gathered(found: list[object], names: tuple[str, ...], chunk: int = 3) -> Table:
+    gather = Gather(names, "here")
+    for begin in range(0, len(found), chunk):
+        gather.add(found[begin : begin + chunk])  # type: ignore[arg-type]
+    return gather.table()
+
+
+def check_cells(given: Table) -> bytes:
+    """The codes that the table was written with, once it came back the same from both readers."""
+    names = tuple(given.columns)
+    found = list(cells(given, names))
+    assert gathered(found, names).equal(given)
+    assert all(column.dtype == np.int64 for column in gathered(found, names).columns.values())
+    for rank, cell in enumerate(found):
+        rows = given.rank(rank)
+        assert bool(cell) == bool(len(rows))
+        assert not cell or columns_of(cell) == [rows[name].tolist() for name in names]
+    (codes,) = {cell[0] for cell in found if cell}
+    return codes
+
+
+RAMP = [[3, 5, 900, 4], [], [7] * 2, [1, 2, 1, 2, 1, 2, 1, 2, 1], [6]]
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        (lambda rank, row, first: 4, CONSTANT),
+        (lambda rank, row, first: -rank, CONSTANT),
+        (lambda rank, row, first: rank * 2**40, 4),  # 8 bytes for a number of a rank are too many here
+        (lambda rank, row, first: row % 2, BITS),
+        (lambda rank, row, first: int(row == 8), BITS),
+        (lambda rank, row, first: first + 3 * rank, OFFSET),
+        (lambda rank, row, first: first - 128, OFFSET),
+        (lambda rank, row, first: first - 2**31, 8),
+        (lambda rank, row, first: first + int(row == 8), 2),
+        (lambda rank, row, first: 2 * (row % 2), 1),
+        (lambda rank, row, first: row % 2 - 1, 5),
+    ],
+)
+def test_columns_that_need_not_be_written_out(values: object, code: int) -> None:
+    others = [[values(r, i, v) for i, v in enumerate(rows)] for r, rows in enumerate(RAMP)]  # type: ignore[operator]
+    assert check_cells(table({"first": RAMP, "other": others})) == bytes([2, code])
+
+
+def test_one_column_is_always_written_out() -> None:
+    bits, same = [[0, 1, 1, 0]] * 3, [[7, 7, 7, 7], [8] * 4, [9] * 4]
+    assert check_cells(table({"a": bits, "b": same})) == bytes([1, CONSTANT])
+    assert check_cells(table({"a": same, "b": bits})) == bytes([1, BITS])
+    ramp = [[300, 1, 2, 5]] * 3
+    assert check_cells(table({"a": bits, "b": ramp, "c": bits})) == bytes([BITS, 2, BITS])
+
+
+def test_what_is_not_smaller_is_written_out() -> None:
+    assert check_cells(table({"a": [[1], [2]], "b": [[0], [0]]})) == bytes([1, 1])
+    assert check_cells(table({"a": [[1], [2, 3]], "b": [[0], [0, 0]]})) == bytes([1, CONSTANT])
+    assert check_cells(table({"a": [[1], [2, 3]], "b": [[500], [500, 500]]})) == bytes([1, 2])
+
+
+def rows_like(kind: int, first: list[list[int]], draw: st.DrawFn) -> list[list[int]]:
+    number = st.integers(-(2**47), 2**47) if draw(st.booleans()) else st.integers(-3, 300)
+    if kind == CONSTANT:
+        return [[draw(number)] * len(rows) for rows in first]
+    if kind == BITS:
+        return [draw(st.lists(st.integers(0, 1), min_size=len(r), max_size=len(r))) for r in first]
+    if kind == OFFSET:
+        return [[value + shift for value in rows] for rows in first for shift in [draw(number)]]
+    return [draw(st.lists(number, min_size=len(r), max_size=len(r))) for r in first]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    """Tables of few ranks whose columns are of each kind, or almost."""
+    sizes = draw(st.lists(st.sampled_from([0, 0, 1, 2, 7, 8, 9, 17, 40]), min_size=1, max_size=7))
+    sizes[draw(st.integers(0, len(sizes) - 1))] += 1
+    kinds = draw(st.lists(st.sampled_from([0, CONSTANT, BITS, OFFSET]), min_size=1, max_size=4))
+    first: list[list[int]] = [[0] * size for size in sizes]
+    columns: dict[str, list[list[int]]] = {}
+    for number, kind in enumerate(kinds):
+        columns[str(number)] = rows_like(kind, first, draw)
+        first = columns["0"]
+    made = table(columns)
+    if draw(st.booleans()):  # one number that spoils the pattern
+        column = made[str(draw(st.integers(0, len(kinds) - 1)))]
+        column[draw(st.integers(0, len(column) - 1))] += 1
+    return made
+
+
+@settings(max_examples=300)
+@given(tables())
+def test_tables_come_back_from_their_cells(given: Table) -> None:
+    codes = check_cells(given)
+    assert set(codes) & DTYPES.keys()
+    assert OFFSET not in codes or codes[0] in DTYPES
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 5000, 100_000])
+def test_long_columns(rows: int) -> None:
+    """Patterns are looked for piece by piece: a change in any of them counts."""
+    ptr = np.array([0, rows, rows, 2 * rows, 3 * rows])
+    ramp = np.arange(3 * rows) % 251
+    rank = np.repeat([0, 2, 3], rows)
+    columns = {"a": ramp, "b": ramp + 1000 * rank, "c": 70 * rank, "d": ramp % 2}
+    codes = bytes([1, OFFSET, CONSTANT, BITS]) if rows > 2 else bytes([1, 2, 2, 1])
+    for spoiled in (None, 0, rows // 2, rows - 1, 3 * rows - 1) if rows > 2 else (None,):
+        changed = {name: column.copy() for name, column in columns.items()}
+        if spoiled is not None:
+            for name in "bcd":
+                changed[name][spoiled] = 5001
+        found = list(cells(Table(ptr, changed), tuple(changed)))
+        assert found[0][0] == (codes if spoiled is None else bytes([1, 2, 2, 2]))
+        assert gathered(found, tuple(changed)).equal(Table(ptr, changed))
 
 
 def test_bytes_do_not_depend_on_the_process() -> None:
@@ -160,6 +282,27 @@ def test_order_of_report_and_engines_does_not_matter(plan: Plan) -> None:
         codec.seal(replace(plan, report={**plan.report, "more": np.int64(3), "half": np.float64(0.5)}))
         != plan
     )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        float("-inf"),
+        np.float64("nan"),
+        np.float32("inf"),
+        [{"deep": float("inf")}],
+        b"raw",
+        {1: 2},
+        {"set": {1}},
+        2**70,
+    ],
+)
+def test_reports_that_no_plan_can_hold(plan: Plan, value: object) -> None:
+    with pytest.raises(ConfigError, match="report"):
+        codec.seal(replace(plan, report={"value": value}))
+    with pytest.raises(ConfigError, match="report"):
+        assert replace(plan, report={"value": value}, sections=None).id
 
 
 def test_parts_made_before_are_taken_over(plan: Plan) -> None:
@@ -315,7 +458,8 @@ def cell_edit(edit: object) -> object:
 
 
 EDITS = {
-    "dtype code": lambda cell: [b"\x09" + cell[0][1:], *cell[1:]],
+    "unknown code": lambda cell: [b"\x0c" + cell[0][1:], *cell[1:]],
+    "code 0": lambda cell: [b"\0" + cell[0][1:], *cell[1:]],
     "object dtype": lambda cell: [b"O" + cell[0][1:], *cell[1:]],
     "other dtype than other ranks": lambda cell: [b"\x05" + cell[0][1:], *cell[1:]],
     "short column": lambda cell: [*cell[:-1], cell[-1][:-1]],
@@ -337,6 +481,71 @@ EDITS = {
 def test_malformed_tables(plan: Plan, name: str) -> None:
     with pytest.raises(DecodeError):
         Plan.decode(with_part(plan, cell_edit(EDITS[name])))
+
+
+CELL = [bytes([1, CONSTANT, BITS, OFFSET]), b"\x01\x02\x03", b"\x05", b"\x06", b"\xff"]
+NAMES = ("a", "b", "c", "d")
+
+
+def test_a_cell_by_hand() -> None:
+    found = gathered([CELL, (), CELL], NAMES)
+    assert found.ptr.tolist() == [0, 3, 3, 6]
+    assert [found[name][:3].tolist() for name in NAMES] == [[1, 2, 3], [5, 5, 5], [0, 1, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("number", "blob", "match"),
+    [
+        (1, b"\x01\x02", None),  # two rows need one byte of bits, and the third of these is set
+        (1, b"\x01" * 9, "differ in length"),
+        (1, b"", "hold no rows"),
+        (2, b"", "0 bytes, not 1, 2, 4 or 8"),
+        (2, b"\x05" * 3, "3 bytes, not 1, 2, 4 or 8"),
+        (2, b"\x05" * 16, "16 bytes, not 1, 2, 4 or 8"),
+        (3, b"", "differ in length"),
+        (3, b"\x06\x00", "differ in length"),
+        (3, b"\x0e", "bits after"),
+        (3, b"\x86", "bits after"),
+        (4, b"", "0 bytes"),
+        (4, (2**49 + 1).to_bytes(8, "little"), r"offset is beyond 2\*\*49"),
+        (4, (-(2**63)).to_bytes(8, "little", signed=True), r"offset is beyond 2\*\*49"),
+        (0, bytes([CONSTANT, CONSTANT, BITS, CONSTANT]), "no column is written out"),
+        (0, bytes([BITS, 1, BITS, OFFSET]), "first column that is not written out"),
+        (0, bytes([CONSTANT, 1, BITS, OFFSET]), "first column that is not written out"),
+        (0, bytes([1, CONSTANT, BITS, 12]), "code 12"),
+        (0, bytes([1, CONSTANT, BITS]), "'d' is missing"),
+    ],
+)
+def test_malformed_cells(number: int, blob: bytes, match: str | None) -> None:
+    changed = [*CELL]
+    changed[number] = blob
+    with pytest.raises(DecodeError, match=match):
+        gathered([changed], NAMES)
+    with pytest.raises(DecodeError):
+        gathered([CELL, changed], NAMES)
+
+
+def test_ranks_share_codes_and_widths() -> None:
+    for number, blob in ((2, b"\x05\0"), (4, b"\xff\xff"), (0, bytes([1, CONSTANT, BITS, CONSTANT]))):
+        changed = [*CELL]
+        changed[number] = blob
+        for chunk in (1, 2):
+            gathered([changed, changed], NAMES, chunk)
+            with pytest.raises(DecodeError, match="differ"):
+                gathered([CELL, changed], NAMES, chunk)
+
+
+def test_rows_come_from_bytes_that_are_there(plan: Plan) -> None:
+    """No constant says how many rows there are, so small bytes stay small."""
+    cell = [bytes([CONSTANT] * 6), *[b"\x7f" * 8] * 6]
+    refused(with_part(plan, cell_edit(lambda _: cell)), "ranks differ|no column is written out")
+    parts = [msgpack.unpackb(part) for part in plan.sections.parts]
+    for part in parts:
+        if "operands" in forward(part):
+            forward(part)["operands"] = cell
+    data = rebuilt(plan, parts=[msgpack.packb(part) for part in parts])
+    refused(data, "no column is written out")
+    assert peak_of(data) < 100 * len(data)
 
 
 PART_EDITS = {

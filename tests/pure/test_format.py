@@ -11,8 +11,8 @@ from typing import Any
 
 import jsonschema
 import msgpack
-import numpy as np
 import pytest
+from cells import BITS, CONSTANT, OFFSET, columns_of
 from random_plans import random_plan
 
 from apportion.ir import codec
@@ -28,6 +28,9 @@ ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "apportion/schemas"
 GOLDEN = sorted(path.stem for path in (SCHEMAS / "golden").glob("*.plan"))
 FORMAT = (SCHEMAS / "FORMAT.md").read_text()
+
+
+CODES = {CONSTANT: "constant", BITS: "bits", OFFSET: "offset"}
 
 
 def golden(name: str) -> tuple[bytes, str]:
@@ -60,6 +63,20 @@ def test_golden_plans_cover_the_format() -> None:
     }
     assert any(plan.moves for plan in plans)
     assert any(plan.header.head_sets for plan in plans)
+    codes = {code for plan in plans for part in plan.sections.parts for code in codes_of(part)}
+    assert codes >= {1, 2, CONSTANT, BITS, OFFSET}
+
+
+def codes_of(part: bytes) -> set[int]:
+    """The codes of all columns of programs."""
+    programs = msgpack.unpackb(part)["programs"]
+    return {
+        code
+        for phases in programs.values()
+        for p in phases.values()
+        for cell in p.values()
+        for code in cell[0]
+    }
 
 
 def test_the_golden_slice_proves_itself() -> None:
@@ -132,12 +149,7 @@ def decoded(data: bytes) -> dict[str, Any]:
 
 
 def columns(cell: list[bytes]) -> list[Any]:
-    if not cell:
-        return []
-    return [
-        list(cell[0]),
-        *(np.frombuffer(d, DTYPES[c]).tolist() for c, d in zip(cell[0], cell[1:], strict=True)),
-    ]
+    return [list(cell[0]), *columns_of(cell)] if cell else []
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +182,7 @@ def test_any_plan_fits_the_schema(schema: jsonschema.Draft202012Validator) -> No
         (("parts", 0, "programs"), {}),
         (("parts", 0, "programs", "default", "sideways"), {}),
         (("parts", 0, "programs", "default", "forward", "tasks"), [[1]]),
+        (("parts", 0, "programs", "default", "forward", "tasks", 0), [12] * 6),
         (("parts", 0, "programs", "default", "forward", "tasks", 0), [9] * 6),
         (("parts", 0, "programs", "default", "forward", "novel"), []),
         (("layouts", "attention", "tokens"), -1),
@@ -207,6 +220,7 @@ def test_the_prose_lists_every_code_and_column() -> None:
     assert "| " + " | ".join(TENSOR_NAMES[t] for t in Tensor if t) + " |" in FORMAT
     kinds = {"u": "u", "i": "i"}
     assert " | ".join(f"{kinds[d.kind]}{d.itemsize * 8}" for d in DTYPES.values()) in FORMAT
+    assert [f"| {code} | {name} |" in FORMAT for code, name in CODES.items()] == [True] * 3
     for field in random_plan(0).header.__dataclass_fields__:
         assert f"`{field}`" in FORMAT
     for size in MAX_BYTES.values():

@@ -19,7 +19,7 @@ import numpy as np
 
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import HEADLESS, KV_SIDE, Tensor
-from apportion.ir.jit import jit
+from apportion.ir.jit import lean
 from apportion.ir.plan import Ints, Layout
 from apportion.ir.verify.machine import (
     BEGIN,
@@ -47,7 +47,7 @@ from apportion.ir.verify.machine import (
 from apportion.ir.verify.view import HOME, HeadSets, Program
 
 _SPACES = 2
-_PLACES = _SPACES * (max(Tensor) + 1)
+PLACES = _SPACES * (max(Tensor) + 1)
 _MOST_PIECES = 2**26
 _SPARE = 4096
 
@@ -62,7 +62,7 @@ class Cells:
     A slot is an operand: where it begins in its first lane; a piece, the same in its other lanes (a cell's line and
     a unit). The last cell of a lane only marks its end (NEXT is -1). A new cell has a second line: the cell it was
     cut from. lanes: int64 [count], the lane of each cell at the start. columns: lanes of one place; a lane's number
-    is (rank * _PLACES + tensor * 2 + space) * columns + column.
+    is (rank * PLACES + tensor * 2 + space) * columns + column.
     """
 
     lines: Ints
@@ -71,21 +71,22 @@ class Cells:
     columns: int
 
     def now(self) -> tuple[Ints, Ints]:
-        """(cells [n, 8], the lane of each) with those that were cut off."""
-        new = np.arange(self.lines[COUNTERS, NEW_CELL] + 2, len(self.lines), 2)
+        """(the lines of all cells, the lane of each) with those that were cut off."""
         old = np.arange(FIRST_CELL, FIRST_CELL + len(self.lanes))
-        parents = self.lines[new + 1, 0] - FIRST_CELL
-        return self.lines[np.append(old, new)], np.append(self.lanes, self.lanes[parents])
+        new = np.arange(self.lines[COUNTERS, NEW_CELL] + 2, len(self.lines), 2)
+        if not len(new):
+            return old, self.lanes
+        return np.append(old, new), np.append(self.lanes, self.lanes[self.lines[new + 1, 0] - FIRST_CELL])
 
     def place(self, lane: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """(rank, tensor, space, column) of each lane."""
         place, column = lane // self.columns, lane % self.columns
-        return place // _PLACES, place % _PLACES // _SPACES, place % _SPACES, column
+        return place // PLACES, place % PLACES // _SPACES, place % _SPACES, column
 
     def all_at_home(self, tensor: Tensor) -> bool:
         """Whether every home row of the tensor that a program touches holds a value; False where it touches none."""
-        cells, lanes = self.now()
-        _, tensors, space, _ = self.place(lanes)
+        at, lanes = self.now()
+        cells, (_, tensors, space, _) = self.lines[at], self.place(lanes)
         here = (tensors == tensor) & (space == HOME) & (cells[:, NEXT] >= 0)
         return bool(here.any() and (cells[here, STATE] == VALUE).all())
 
@@ -103,8 +104,10 @@ def home_runs(layout: Layout) -> tuple[Ints, Ints, Ints, Ints]:
     return rank[begins], row[begins], rows, token[begins]
 
 
-def build(program: Program, layout: Layout, given: frozenset[Tensor], owed: frozenset[Tensor]) -> Cells:
-    """The memory of a program at its start.
+def build(
+    program: Program, layout: Layout, given: frozenset[Tensor], owed: frozenset[Tensor], room: int
+) -> Cells:
+    """The memory of a program at its start, with room for so many runs of tokens a task or transfer.
 
     given: tensors whose home rows hold values. owed: tensors whose home rows the program must produce.
     Raises CapacityError where lanes, rows and ranks are too many to number, which no real plan reaches.
@@ -112,7 +115,7 @@ def build(program: Program, layout: Layout, given: frozenset[Tensor], owed: froz
     units = _Units(_unit(program, False), _unit(program, True))
     pieces = _pieces(program, units)
     bits = max(int(max(program.home_rows.max(), program.arena_rows.max())).bit_length(), 1)
-    lanes = program.ranks * _PLACES * pieces.columns
+    lanes = program.ranks * PLACES * pieces.columns
     if lanes.bit_length() + bits > 62 or bits > 30:
         raise CapacityError(f"{lanes} lanes of up to 2**{bits} rows are too many to verify")
     home = _home_edges(program, layout, given | owed, pieces.columns, units)
@@ -122,7 +125,7 @@ def build(program: Program, layout: Layout, given: frozenset[Tensor], owed: froz
     keys.sort(kind="stable")  # runs that are sorted already cost little
     keys = keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
     lanes = keys >> bits
-    memory = _allocate(program, pieces, lanes)
+    memory = _allocate(program, pieces, lanes, room)
     token_offset = np.full(len(keys), NOWHERE)
     token_offset[np.searchsorted(keys, home_edges)] = home.token - home.start
     bits_given = sum(1 << tensor for tensor in given)
@@ -134,12 +137,12 @@ def build(program: Program, layout: Layout, given: frozenset[Tensor], owed: froz
     return memory
 
 
-def _allocate(program: Program, pieces: _Pieces, lanes: Ints) -> Cells:
+def _allocate(program: Program, pieces: _Pieces, lanes: Ints, room: int) -> Cells:
     """Lines, most of which are never touched and so cost nothing."""
     slots = FIRST_CELL + len(lanes)
     runs = slots + len(program["operands"]) + len(pieces.operand) // 4 + 1
     items = sum(len(program[name]) for name in ("transfers", "tasks", "grads"))
-    parts = runs + 2 * items + _SPARE
+    parts = runs + min(room * items, _MOST_PIECES) + _SPARE
     lines = np.zeros((parts + 2 * len(lanes) + _SPARE, 8), np.int64)
     lines[COUNTERS, [RUN_LINE, PART_LINE, NEW_CELL]] = runs, parts, len(lines) - 2
     return Cells(lines, lanes, slots, pieces.columns)
@@ -203,7 +206,7 @@ def _pieces(program: Program, units: _Units) -> _Pieces:
         index = np.arange(len(operand)) - np.repeat(np.cumsum(count) - count, count)
         unit = _unit_of(program, operand, index, units)
         column = np.where(table["space"][operand] == HOME, unit, first_column[operand] + index)
-    place = (table.rank * _PLACES + table["tensor"] * _SPACES + table["space"])[operand]
+    place = (table.rank * PLACES + table["tensor"] * _SPACES + table["space"])[operand]
     return _Pieces(
         operand, place * columns + column, table["row"][operand], table["rows"][operand], unit, columns
     )
@@ -248,7 +251,7 @@ def _home_edges(
         raise CapacityError(
             f"home rows have {len(every) * len(rank)} runs and heads, more than {_MOST_PIECES}"
         )
-    lane = (rank * _PLACES * columns)[None, :] + every[:, None]
+    lane = (rank * PLACES * columns)[None, :] + every[:, None]
     return _Edges(lane.ravel(), *(np.tile(item, len(every)) for item in (row, rows, token)))
 
 
@@ -258,7 +261,7 @@ def _home_lanes(program: Program, tensor: Tensor, units: _Units) -> int:
     return program.kv_sets.heads // units.kv if tensor in KV_SIDE else program.q_sets.heads // units.q
 
 
-@jit
+@lean
 def _fill_cells(lines: Ints, lanes: Ints, rows: Ints, token_offset: Ints, columns: int, given: int) -> None:
     """Home cells know the tokens that their rows stand for, those of given tensors hold their values.
 
@@ -269,7 +272,7 @@ def _fill_cells(lines: Ints, lanes: Ints, rows: Ints, token_offset: Ints, column
     for i in range(len(lanes)):
         if lanes[i] != lane:
             lane = lanes[i]
-            place, column = lane // columns % _PLACES, lane % columns
+            place, column = lane // columns % PLACES, lane % columns
             home = place % _SPACES == HOME
             holds = home and (given >> (place // _SPACES)) & 1 == 1
         if token_offset[i] != NOWHERE:
@@ -284,7 +287,7 @@ def _fill_cells(lines: Ints, lanes: Ints, rows: Ints, token_offset: Ints, column
         lines[line, STATE] = VALUE if holds else EMPTY
 
 
-@jit
+@lean
 def _fill_slots(lines: Ints, slots: int, operands: Ints, lanes: Ints, cell: Ints, unit: Ints) -> None:
     """cell: the line of the cell where each piece begins; pieces come operand after operand."""
     first, pieces = 0, 4 * (slots + operands.shape[1])

@@ -16,7 +16,7 @@ import numpy as np
 from apportion.ir import bands as algebra
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import TABLES
-from apportion.ir.jit import jit
+from apportion.ir.jit import jit, lean
 from apportion.ir.plan import Ints
 from apportion.ir.verify.flow import Flow
 from apportion.ir.verify.machine import NO_TOKEN
@@ -224,7 +224,7 @@ def _first_missing(band: Ints, tasks: Ints) -> tuple[int, int]:
     return int(cut[0, 0]), int(cut[2, 0])
 
 
-@jit
+@lean
 def pairs(q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int) -> int:
     """The number of pairs of a band: rows of the triangle below each diagonal, counted from the top right corner."""
     rows, keys = q1 - q0, k1 - k0
@@ -237,7 +237,7 @@ def pairs(q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int) -> int:
     return rows * keys - _corner(rows, keys, upper) - _corner(rows, keys, lower)
 
 
-@jit
+@lean
 def _corner(rows: int, keys: int, diagonals: int) -> int:
     """Pairs on the first `diagonals` diagonals of a corner of a rectangle: a triangle less what sticks out."""
     count = diagonals * (diagonals + 1) // 2
@@ -248,7 +248,7 @@ def _corner(rows: int, keys: int, diagonals: int) -> int:
     return count
 
 
-@jit
+@lean
 def _shared(a: Ints, i: int, b: Ints, j: int) -> int:
     return pairs(
         max(a[0, i], b[0, j]),
@@ -260,7 +260,7 @@ def _shared(a: Ints, i: int, b: Ints, j: int) -> int:
     )
 
 
-@jit
+@lean
 def _measure(bands: Ints, mask: Ints, ends: Ints, areas: Ints, inside: Ints, budget: int) -> int:
     """Fills `areas` and `inside`. ends: the running maximum of the mask's q1. Negative where `budget` ran out."""
     steps = budget

@@ -15,27 +15,16 @@ import numpy as np
 from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Space, Tensor
 from apportion.ir.plan import Ints
 from apportion.ir.verify import machine as f
-from apportion.ir.verify.cells import Cells
-from apportion.ir.verify.machine import (
-    CLEARED,
-    HOME_OFFSET,
-    LIVE,
-    NEXT,
-    NOWHERE,
-    OFFSET,
-    ROW,
-    STATE,
-    STOP,
-    UNKNOWN,
-)
-from apportion.ir.verify.machine import VALUE as HOLDS_VALUE
+from apportion.ir.verify.cells import PLACES, Cells
+from apportion.ir.verify.machine import NOWHERE
 from apportion.ir.verify.report import Violation, at_instruction, span
-from apportion.ir.verify.structure import ACCUMULATORS
+from apportion.ir.verify.scan import ACCUMULATORS
 from apportion.ir.verify.subject import Subject
-from apportion.ir.verify.view import HOME, LISTS, WORK, Program
+from apportion.ir.verify.view import HOME, LISTS, Program
 
 DATAFLOW, DELIVERY = "dataflow", "delivery"
 _END = 2**60  # after every instruction
+_MOST_LEFT = 64
 
 _MESSAGES = {
     f.READ_UNWRITTEN: (DATAFLOW, "reads {rows}, which nothing has written"),
@@ -78,7 +67,9 @@ def check_delivery(subject: Subject) -> Iterator[Violation]:
 
 def _faults(subject: Subject, rule: str) -> Iterator[Violation]:
     for program in subject.runnable:
-        for order, fault in enumerate(subject.flow(program).faults):
+        faults = subject.flow(program).faults
+        for fault in faults:
+            order = int(program.clock[fault[f.AT]])
             if _MESSAGES[int(fault[f.CODE])][0] == rule:
                 yield replace(_violation(program, fault, subject.flow(program).memory.slots), order=order)
 
@@ -125,37 +116,29 @@ def _item(program: Program, instruction: int, item: int) -> str:
 
 def _undelivered(program: Program, memory: Cells) -> Iterator[Violation]:
     """At the end no partial is left in work rows, and every home row that is owed was produced."""
-    cells, lanes = memory.now()
-    rank, tensor, space, _ = memory.place(lanes)
-    state, real = cells[:, STATE], cells[:, NEXT] >= 0
-    due = program.owed
-    summed = np.isin(tensor, [t for t in ACCUMULATORS if t in due])
-    lost = real & (state == LIVE) & ((space == WORK) | ~summed)
-    for cell in _in_order(np.flatnonzero(lost), rank).tolist():
-        yield _left(program, cells, cell, int(rank[cell]), int(tensor[cell]), int(space[cell]))
-    here = real & (space == HOME) & np.isin(tensor, sorted(due)) & (state != UNKNOWN)
-    finished = (tensor == Tensor.O) | (tensor == Tensor.DELTA)
-    done = np.where(finished, state == HOLDS_VALUE, (state == LIVE) | (state == CLEARED))
-    for cell in _in_order(np.flatnonzero(here & ~done), rank).tolist():
-        yield _unproduced(program, cells, cell, int(rank[cell]), int(tensor[cell]))
+    at, lanes = memory.now()
+    found = np.zeros(_MOST_LEFT, np.int64)
+    owed = sum(1 << tensor for tensor in program.owed)
+    count = f.find_undelivered(memory.lines, at, lanes, memory.columns, PLACES, owed, found)
+    rank, tensor, space, _ = memory.place(lanes[found[:count]])
+    for i, cell in enumerate(memory.lines[at[found[:count]]]):
+        lost = int(space[i]) != HOME or Tensor(int(tensor[i])) not in program.owed
+        describe = _left if lost else _unproduced
+        yield describe(program, cell, int(rank[i]), Tensor(int(tensor[i])), Space(int(space[i])))
 
 
-def _in_order(cells: Ints, rank: Ints) -> Ints:
-    return cells[np.argsort(rank[cells], kind="stable")]
-
-
-def _left(program: Program, cells: Ints, cell: int, rank: int, tensor: int, space: int) -> Violation:
-    low, high = int(cells[cell, ROW]), int(cells[cell, STOP])
-    name = f"{TENSOR_NAMES[Tensor(tensor)]} {Space(space).name.lower()} rows {span(low, high - low)}"
-    held = _tokens(int(cells[cell, OFFSET]), low, high)
+def _left(program: Program, cell: Ints, rank: int, tensor: Tensor, space: Space) -> Violation:
+    low, high = int(cell[f.ROW]), int(cell[f.STOP])
+    name = f"{TENSOR_NAMES[tensor]} {space.name.lower()} rows {span(low, high - low)}"
+    held = _tokens(int(cell[f.OFFSET]), low, high)
     message = f"ends with a partial of {held} in {name}, which never reaches its home"
     return Violation(DELIVERY, rank, program.kind, program.phase, None, message, order=_END)
 
 
-def _unproduced(program: Program, cells: Ints, cell: int, rank: int, tensor: int) -> Violation:
-    low, high = int(cells[cell, ROW]), int(cells[cell, STOP])
-    held = _tokens(int(cells[cell, HOME_OFFSET]), low, high)
-    rows = f"{TENSOR_NAMES[Tensor(tensor)]} home rows {span(low, high - low)} of {held}"
-    state = "a partial that was not finished" if cells[cell, STATE] == LIVE else "no result"
+def _unproduced(program: Program, cell: Ints, rank: int, tensor: Tensor, space: Space) -> Violation:
+    low, high = int(cell[f.ROW]), int(cell[f.STOP])
+    held = _tokens(int(cell[f.HOME_OFFSET]), low, high)
+    rows = f"{TENSOR_NAMES[tensor]} {space.name.lower()} rows {span(low, high - low)} of {held}"
+    state = "a partial that was not finished" if cell[f.STATE] == f.LIVE else "no result"
     message = f"ends with {state} in {rows}"
     return Violation(DELIVERY, rank, program.kind, program.phase, None, message, order=_END, cause="coverage")

@@ -32,7 +32,9 @@ from apportion.ir.verify.machine import (
     PARTIAL_MIXED,
     PARTS,
     PENDING,
+    PROMISES,
     ROW,
+    RUNS,
     SCRIPT,
     SCRIPT_PTR,
     SEVERAL_RUNS,
@@ -66,14 +68,15 @@ class Flow:
     memory: Cells
 
 
-def run(program: Program, memory: Cells, given: frozenset[Tensor]) -> Flow:
-    """Executes the program; `given` are the tensors whose home rows hold values.
+def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_home: int) -> Flow:
+    """Executes the program. given: tensors whose home rows hold values; written_at_home: as in `Scan`.
 
     Raises CapacityError where rows fall into too many pieces, which no real plan does.
     """
     lines, transfers = memory.lines, program["transfers"]
     tokens = np.full((2, len(program["tasks"]) + len(program["grads"])), NO_TOKEN, np.int64)
-    carried, promised = (np.full((len(transfers), 3), start, np.int64) for start in (NOT_YET, NOWHERE))
+    carried = np.zeros((len(transfers), 2), np.int64)
+    promised = np.empty((len(program["rowops"]), 4), np.int64)
     interpret(
         lines,
         program["instructions"].data,
@@ -84,7 +87,7 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor]) -> Flow:
         transfers.data,
         transfers.rank,
         np.where(program.meeting.agreed, program.meeting.mate, -1),
-        _constant(program, given),
+        sum(1 << tensor for tensor in given) & ~written_at_home,
         carried,
         promised,
         program["tasks"].data,
@@ -103,7 +106,7 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor]) -> Flow:
     counters = lines[COUNTERS]
     faults, suspects = (lines[first : first + MOST_FAULTS] for first in (FAULT_LINES, SUSPECT_LINES))
     parts = lines[counters[PART_LINE] - counters[PARTS] : counters[PART_LINE], :7]
-    broken = _broken_promises(lines, carried, promised)
+    broken = _broken_promises(lines, carried, promised[: lines[FULL_LINE, PROMISES]])
     return Flow(
         tokens,
         parts,
@@ -111,11 +114,6 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor]) -> Flow:
         suspects[: counters[SUSPECTS]],
         memory,
     )
-
-
-def _constant(program: Program, given: frozenset[Tensor]) -> int:
-    """Tensors, as bits, whose home rows hold values that nothing in the program changes."""
-    return sum(1 << tensor for tensor in given) & ~program.written_at_home
 
 
 def _settle_rest(memory: Cells, carried: Ints) -> None:
@@ -133,21 +131,21 @@ def _settle_rest(memory: Cells, carried: Ints) -> None:
 
 def _broken_promises(lines: Ints, carried: Ints, promised: Ints) -> Ints:
     """[faults, 8] of additions that took a partial for granted and got another."""
-    state, token = carried[:, 0], carried[:, 1]
-    wrong = (promised[:, 0] != NOWHERE) & (state != CLEARED) & (state != UNKNOWN) & (state != NOT_YET)
-    wrong &= (state != LIVE) | (token != promised[:, 0])
+    state, token = carried[promised[:, 0]].T
+    harmless = (state == CLEARED) | (state == UNKNOWN) | (state == NOT_YET)
+    wrong = ~harmless & ((state != LIVE) | (token != promised[:, 1]))
     faults = [
         fault
-        for send in np.flatnonzero(wrong)[:MOST_FAULTS].tolist()
-        if (fault := _broken_promise(lines, carried[send].tolist(), promised[send].tolist()))
+        for at in np.flatnonzero(wrong).tolist()
+        if (fault := _broken_promise(lines, carried[promised[at, 0]].tolist(), promised[at].tolist()))
     ]
-    return np.array(faults, np.int64).reshape(-1, 8)
+    return np.array(faults[:MOST_FAULTS], np.int64).reshape(-1, 8)
 
 
 def _broken_promise(lines: Ints, carried: list[int], promised: list[int]) -> tuple[int, ...] | None:
-    (state, token, count), (wanted, instruction, x) = carried, promised
+    (state, token), (_, wanted, instruction, x) = carried, promised
     if state == SEVERAL_RUNS:
-        runs = lines[token : token + count]
+        runs = lines[token : token + int(lines[token, RUNS])]
         bad = runs[(runs[:, 4] == VALUE) | ((runs[:, 4] == LIVE) & (runs[:, 3] != wanted + runs[:, 1]))]
         if not len(bad):
             return None

@@ -38,7 +38,7 @@ CELL, PIECE, BEGIN, END, _UNIT, LANES, TENSOR = range(7)  # _UNIT is UNIT: the s
 # the line of counters: lines in use of each kind, whether they ran out, and what is being executed
 COUNTERS = 0
 FAULTS, SUSPECTS, RUN_LINE, PART_LINE, PARTS, NEW_CELL, INSTRUCTION, ITEM = range(8)
-FULL = 0  # of line FULL_LINE
+FULL, PROMISES = 0, 1  # of line FULL_LINE
 MOST_FAULTS = 32
 FAULT_LINES, SUSPECT_LINES = 1, 1 + MOST_FAULTS
 FULL_LINE = SUSPECT_LINES + MOST_FAULTS
@@ -173,8 +173,10 @@ def _script() -> tuple[Ints, Ints]:
 
 SCRIPT, SCRIPT_PTR = _script()
 
-# `carried` of a send is (state, token of the first row), or (SEVERAL_RUNS, first run, runs), or NOT_YET
-SEVERAL_RUNS, NOT_YET = -1, -2
+# `carried` of a send is (state, token of the first row), or (SEVERAL_RUNS, first run), or NOT_YET: zeros at the start
+SEVERAL_RUNS, NOT_YET = -1, EMPTY
+# column of a run: on the first of the runs that a send carries, their number
+RUNS = 5
 
 
 @lean
@@ -204,10 +206,10 @@ def interpret(
     """Runs every rank until its end, or until it must know what a rank still to come has sent; then again.
 
     m: `Cells.lines`. bases: where each rank's operands begin in `m`. owner: the rank of each transfer. constant:
-    tensors, as bits, whose home rows hold values that nothing in the program changes. carried, promised: int64
-    [transfers, 3], what each send carries, and (token, instruction, operand) of the addition that took it for
-    granted. at, resume: the instruction of each rank that comes next, and the row of its list. found: what the last
-    looks found, by column.
+    tensors, as bits, whose home rows hold values that nothing in the program changes. carried: int64 [transfers, 2],
+    what each send carries. promised: int64 [rowops, 4], (send, token, instruction, operand) of additions that took
+    it for granted. at, resume: the instruction of each rank that comes next, and the row of its list. found: what
+    the last looks found, by column.
 
     Of the functions that this one calls, the first three do in place what is usual, that is, with an operand that is
     one cell in a proper state; all else is left to those further down, which do it in general.
@@ -435,7 +437,7 @@ def _settle(m: Ints, x: int, carried: Ints) -> bool:
                 if carried[sender, 0] == NOT_YET:
                     return False
                 if carried[sender, 0] == SEVERAL_RUNS:
-                    cell = _settle_runs(m, x, cell, carried[sender, 1], carried[sender, 2])
+                    cell = _settle_runs(m, cell, carried[sender, 1])
                 else:
                     token = carried[sender, 1]
                     m[cell, STATE] = carried[sender, 0]
@@ -445,9 +447,9 @@ def _settle(m: Ints, x: int, carried: Ints) -> bool:
 
 
 @lean
-def _settle_runs(m: Ints, x: int, cell: int, start: int, count: int) -> int:
+def _settle_runs(m: Ints, cell: int, start: int) -> int:
     """Cuts a pending cell into the runs that were sent; the last of its parts."""
-    row = m[cell, ROW]
+    row, count = m[cell, ROW], m[start, RUNS]
     for run in range(start, start + count):
         end = row + m[run, 1] + m[run, 2]
         if m[cell, STOP] > end:
@@ -468,9 +470,10 @@ def _promise(m: Ints, x: int, y: int, promised: Ints) -> bool:
     known = m[y, LANES] == 1 and m[target, STOP] == m[y, END] and m[target, UNIT] == m[y, UNIT]
     if not known or m[target, STATE] != LIVE or m[target, BUSY] & ~UNREAD or m[cell, BUSY] & ~UNREAD:
         return False
-    sender = m[cell, OFFSET]
-    promised[sender, 0] = m[target, OFFSET] + m[y, BEGIN]
-    promised[sender, 1], promised[sender, 2] = m[COUNTERS, INSTRUCTION], y
+    line = m[FULL_LINE, PROMISES]
+    promised[line, 0], promised[line, 1] = m[cell, OFFSET], m[target, OFFSET] + m[y, BEGIN]
+    promised[line, 2], promised[line, 3] = m[COUNTERS, INSTRUCTION], y
+    m[FULL_LINE, PROMISES] = line + 1
     m[cell, STATE], m[cell, BUSY] = SPENT, 0
     return True
 
@@ -481,8 +484,9 @@ def _start_send(m: Ints, x: int, carried: Ints, item: int) -> None:
     found = _look(m, x, _VALUES | _PARTIALS)
     if found == _MIXED:
         carried[item, 0], carried[item, 1] = SEVERAL_RUNS, m[COUNTERS, RUN_LINE]
-        carried[item, 2] = _note_runs(m, x)
-        m[COUNTERS, RUN_LINE] += carried[item, 2]
+        count = _note_runs(m, x)
+        m[m[COUNTERS, RUN_LINE], RUNS] = count
+        m[COUNTERS, RUN_LINE] += count
     else:
         carried[item, 0] = UNKNOWN if found == _HIDDEN else m[m[x, CELL], STATE]
         carried[item, 1] = NOWHERE if found == NOWHERE else found + m[x, BEGIN]
@@ -527,7 +531,7 @@ def _end_receive(m: Ints, x: int, carried: Ints, sender: int) -> None:
     if sender < 0:
         _fill(m, x, UNKNOWN, NOWHERE, _ARRIVE)
     elif carried[sender, 0] == SEVERAL_RUNS:
-        _fill_runs(m, x, carried[sender, 1], carried[sender, 2], _ARRIVE)
+        _fill_runs(m, x, carried[sender, 1], m[carried[sender, 1], RUNS], _ARRIVE)
     else:
         _fill(m, x, carried[sender, 0], carried[sender, 1], _ARRIVE)
 
@@ -871,3 +875,36 @@ def _note_part(m: Ints, line: int, column: int, x: int, cell: int) -> None:
     m[line, column] = m[cell, ROW] - m[x, BEGIN]
     m[line, column + 1] = m[cell, STOP] - m[cell, ROW]
     m[line, column + 2] = m[cell, ROW] + m[cell, OFFSET]
+
+
+@lean
+def find_undelivered(
+    lines: Ints, at: Ints, lanes: Ints, columns: int, places: int, owed: int, found: Ints
+) -> int:
+    """Cells that end in the wrong state: a partial outside the home rows that are owed, or owed rows not produced.
+
+    at: the lines of cells; lanes: the lane of each. owed: tensors, as bits. Fills `found` with indexes into `at`, as
+    far as it reaches; their number.
+    """
+    count = 0
+    finished = owed & ((1 << Tensor.O) | (1 << Tensor.DELTA))
+    lane, tensor, home = -1, 0, False
+    for i in range(len(at)):
+        if lanes[i] != lane:
+            lane = lanes[i]
+            place = lane // columns % places
+            tensor, home = place >> 1, place & 1 == 0
+        cell = at[i]
+        state = lines[cell, STATE]
+        if lines[cell, NEXT] < 0 or state == UNKNOWN:
+            continue
+        if not (owed >> tensor) & 1 or not home:
+            wrong = state == LIVE and (_ACCUMULATOR_BITS >> tensor) & 1 == 1
+        elif (finished >> tensor) & 1:
+            wrong = state != VALUE
+        else:
+            wrong = state != LIVE and state != CLEARED
+        if wrong and count < len(found):
+            found[count] = i
+            count += 1
+    return count

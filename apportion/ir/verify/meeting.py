@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.isa import Op, Tensor
-from apportion.ir.jit import jit
+from apportion.ir.jit import lean
 from apportion.ir.plan import Ints
 
 if TYPE_CHECKING:
@@ -36,18 +36,21 @@ class Meeting:
 
 def meet(program: Program) -> Meeting:
     instructions, launches, transfers = program["instructions"], program.launches, program["transfers"]
-    mate = np.full(len(transfers), UNMATCHED, np.int64)
+    # narrow columns: the rounds visit the ranks' rows in leaps, and half the bytes are half the time
+    mate, after = (np.full(len(transfers), UNMATCHED, np.int32) for _ in range(2))
     _match(
         launches.order,
         launches.ptr,
         program.starts,
         instructions["count"],
         instructions.rank,
-        transfers.data,
-        transfers.rank,
-        program.ranks,
+        (transfers["peer"] * 2 + transfers["send"]).astype(np.int32),
+        transfers.rank.astype(np.int32),
+        np.full((4, program.ranks), UNMATCHED, np.int64),
+        after,
         mate,
     )
+    mate = mate.astype(np.int64)
     return Meeting(mate, _agreed(program, mate), _launch_of_wait(program))
 
 
@@ -79,57 +82,59 @@ def _launch_of_wait(program: Program) -> Ints:
     return partner
 
 
-@jit
+@lean
 def _match(
     order: Ints,
     ptr: Ints,
     starts: Ints,
     counts: Ints,
     rank_of: Ints,
-    transfers: Ints,
+    ends: Ints,
     owner: Ints,
-    ranks: int,
+    queues: Ints,
+    after: Ints,
     mate: Ints,
 ) -> None:
     """Pairs the k-th send i -> j of each round with the k-th receive of j from i. Linear in the transfers.
 
-    Two sets of queues, both linked through `after`: sends by destination, filled for the whole round in the order
-    of source ranks; receives by source, filled for one destination at a time.
+    ends: int32 [transfers], twice the peer, plus 1 for a send. owner, after, mate: int32 [transfers].
+    queues: int64 [4, ranks], first and last of two sets of queues, both linked through `after`: sends by
+    destination, filled for the whole round in the order of source ranks; receives by source, filled for one
+    destination at a time.
     """
-    sent, sent_last = np.full(ranks, -1), np.full(ranks, -1)
-    due, due_last = np.full(ranks, -1), np.full(ranks, -1)
-    after = np.full(transfers.shape[1], -1)
     for turn in range(len(ptr) - 1):
-        for launch in order[ptr[turn] : ptr[turn + 1]]:
+        for i in range(ptr[turn], ptr[turn + 1]):
+            launch = order[i]
             for t in range(starts[launch], starts[launch] + counts[launch]):
-                if transfers[0, t] == 1:
-                    _append(sent, sent_last, after, transfers[1, t], t)
-        for launch in order[ptr[turn] : ptr[turn + 1]]:
-            rank = rank_of[launch]
+                if ends[t] & 1:
+                    _append(queues, 0, after, ends[t] >> 1, t)
+        for i in range(ptr[turn], ptr[turn + 1]):
+            launch = order[i]
             for t in range(starts[launch], starts[launch] + counts[launch]):
-                if transfers[0, t] == 0:
-                    _append(due, due_last, after, transfers[1, t], t)
-            t = sent[rank]
+                if not ends[t] & 1:
+                    _append(queues, 2, after, ends[t] >> 1, t)
+            t = queues[0, rank_of[launch]]
             while t >= 0:
                 source = owner[t]
-                other = due[source]
+                other = queues[2, source]
                 if other >= 0:
                     mate[t], mate[other] = other, t
-                    due[source] = after[other]
-                t = after[t]
-            sent[rank] = -1
+                    queues[2, source] = after[other]
+                t = np.int64(after[t])
+            queues[0, rank_of[launch]] = -1
             for t in range(starts[launch], starts[launch] + counts[launch]):
-                due[transfers[1, t]] = -1
-        for launch in order[ptr[turn] : ptr[turn + 1]]:
+                queues[2, ends[t] >> 1] = -1
+        for i in range(ptr[turn], ptr[turn + 1]):
+            launch = order[i]
             for t in range(starts[launch], starts[launch] + counts[launch]):
-                sent[transfers[1, t]] = -1
+                queues[0, ends[t] >> 1] = -1
 
 
-@jit
-def _append(head: Ints, last: Ints, after: Ints, queue: int, item: int) -> None:
-    if head[queue] < 0:
-        head[queue] = item
+@lean
+def _append(queues: Ints, which: int, after: Ints, queue: int, item: int) -> None:
+    if queues[which, queue] < 0:
+        queues[which, queue] = item
     else:
-        after[last[queue]] = item
-    last[queue] = item
+        after[queues[which + 1, queue]] = item
+    queues[which + 1, queue] = item
     after[item] = -1

@@ -9,14 +9,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Op, Tensor
 from apportion.ir.plan import Ints, Layout, Plan
 from apportion.ir.verify import cells, coverage
 from apportion.ir.verify import flow as interpreter
+from apportion.ir.verify import scan as scanner
 from apportion.ir.verify.report import Violation, first_few
 from apportion.ir.verify.view import Program, head_sets
 
 T = TypeVar("T")
+
+
+# Runs of consecutive tokens a task or transfer that are made room for, in turn: few are the rule.
+_ROOM = (2, 32, 1024)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +57,25 @@ class Subject:
         """int64 [bands, 6]: what a kind allows, in global tokens, sorted by (q0, k0)."""
         return self.plan.request.batch.bands(kind)
 
+    def scan(self, program: Program) -> scanner.Scan:
+        return self._once("scan", program, scanner.scan)
+
     def flow(self, program: Program) -> interpreter.Flow:
         """What happens when the program runs. Raises CapacityError."""
         return self._once("flow", program, self._flow)
 
     def _flow(self, program: Program) -> interpreter.Flow:
+        for room in _ROOM[:-1]:
+            try:
+                return self._run(program, room)
+            except CapacityError:
+                continue  # rows of many runs of tokens: small blocks
+        return self._run(program, _ROOM[-1])
+
+    def _run(self, program: Program, room: int) -> interpreter.Flow:
         given = self.given(program)
-        return interpreter.run(program, cells.build(program, self.home, given, program.owed), given)
+        memory = cells.build(program, self.home, given, program.owed, room)
+        return interpreter.run(program, memory, given, self.scan(program).written_at_home)
 
     def tasks(self, program: Program) -> coverage.Tasks:
         """Its tasks in global tokens. Raises CapacityError."""

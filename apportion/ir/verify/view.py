@@ -16,8 +16,6 @@ from apportion.ir.verify.sorting import stable_order
 HOME, WORK = int(Space.HOME), int(Space.WORK)
 LISTS = ("transfers", "tasks", "grads", "rowops")
 NO_LIST = len(LISTS)
-#: list -> the columns of operands that its ops write
-_WRITTEN = {"tasks": ("o",), "grads": ("dq", "dkv"), "rowops": ("b", "c", "d"), "transfers": ("operand",)}
 TASK_LIST = {"forward": "tasks", "backward": "grads"}
 #: [op] index of the list that an instruction consumes, NO_LIST for none
 LIST_OF_OP = np.array(
@@ -149,6 +147,14 @@ class Program:
         at = np.flatnonzero(self.list_of == LISTS.index(name))
         return np.repeat(at, self["instructions"]["count"][at])
 
+    @cached_property
+    def clock(self) -> Ints:
+        """int64 [instructions]: how far its rank has come, in rounds: a time that ranks can be compared by."""
+        table = self["instructions"]
+        day = int(table["round"].max(initial=0)) + 2
+        launched = np.where(table["op"] == Op.LAUNCH, table["round"] + 1, 0)
+        return np.maximum.accumulate(table.rank * day + launched) - table.rank * day
+
     @property
     def task_list(self) -> str:
         """The list of this phase's attention tasks."""
@@ -185,22 +191,6 @@ class Program:
         """int64 [operands, 4]: tensor, space, rows and `same_heads` of an operand, in half a line of the cache."""
         table = self["operands"]
         return np.stack([table["tensor"], table["space"], table["rows"], self.same_heads], axis=1)
-
-    @cached_property
-    def written_at_home(self) -> int:
-        """Tensors, as bits, whose home rows an op or a receive writes."""
-        marks = np.zeros(len(self["operands"]), bool)
-        for name, columns in _WRITTEN.items():
-            rows = self[name]
-            base = self["operands"].ptr[rows.rank]
-            for column in columns:
-                marks[
-                    (rows[column] + base) if name != "transfers" else (rows[column] + base)[rows["send"] == 0]
-                ] = True
-        marks &= self["operands"]["space"] == HOME
-        return sum(
-            1 << int(tensor) for tensor in np.flatnonzero(np.bincount(self["operands"]["tensor"][marks]))
-        )
 
     @cached_property
     def launches(self) -> Launches:
