@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "planning.json"
-COMMAND = (sys.executable, "-m", "apportion", "bench", "plan", "--recipe", "fcp", "--tokens-per-rank", "32768")
+COMMAND = (
+    sys.executable,
+    "-m",
+    "apportion",
+    "bench",
+    "plan",
+    "--recipe",
+    "fcp",
+    "--tokens-per-rank",
+    "32768",
+)
 GRID = ("--ranks", "8,64,256,1024", "--seeds", "0,1,2", "--repeats", "9", "--json")
 
 

@@ -59,7 +59,9 @@ def test_files_that_the_documents_name_are_there(document: str) -> None:
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/performance.md"])
 def test_make_has_the_targets_that_the_documents_name(document: str) -> None:
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    named = re.findall(r"(?:^ {4}|`)make ([a-z]+)", (ROOT / document).read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(
+        r"(?:^ {4}|`)make ([a-z]+)", (ROOT / document).read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert set(named) <= set(targets)
 
 

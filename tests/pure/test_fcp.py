@@ -235,3 +235,14 @@ def test_foreign_kv_bound_against_all_placements(length, ranks):
             allowed = fits & (loads.max(0) <= load_cap)
             if allowed.any():
                 assert _foreign(length, token_cap, load_cap) <= foreign[allowed].min()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "smallest"),
+    [([1201, 640, 150, 56, 1], 3, 16), ([6144], 4, 128), ([100_000] * 3, 8, 256)],
+)
+def test_auto_goes_no_further_than_balance_needs(lengths, ranks, smallest):
+    plan = ap.plan(ap.Batch.from_lengths(lengths), cluster(ranks), MODEL)
+    assert plan.report["block_tokens"] >= smallest
+    assert plan.report["heaviest_piece_over_mean"] <= 0.5
+    assert plan.report["imbalance"]["compute"] <= 0.05

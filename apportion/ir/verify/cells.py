@@ -44,7 +44,7 @@ from apportion.ir.verify.machine import (
     UNIT,
     VALUE,
 )
-from apportion.ir.verify.view import HOME, HeadSets, Program
+from apportion.ir.verify.view import HOME, Bools, HeadSets, Program
 
 _SPACES = 2
 PLACES = _SPACES * (max(Tensor) + 1)
@@ -201,7 +201,8 @@ def _pieces(program: Program, units: _Units) -> _Pieces:
     lanes_at_home = max(program.q_sets.heads // units.q, program.kv_sets.heads // units.kv)
     columns = max(lanes_at_home, int((first_column + count).max(initial=1)))
     operand = np.repeat(np.arange(len(table)), count)
-    column = unit = np.zeros(len(operand), np.int64)
+    unit: Ints = np.zeros(len(operand), np.int64)
+    column = unit
     if columns > 1:
         index = np.arange(len(operand)) - np.repeat(np.cumsum(count) - count, count)
         unit = _unit_of(program, operand, index, units)
@@ -212,8 +213,9 @@ def _pieces(program: Program, units: _Units) -> _Pieces:
     )
 
 
-def _headless(tensor: Ints) -> Ints:
-    return (tensor == Tensor.X) | (tensor == Tensor.DX)
+def _headless(tensor: Ints) -> Bools:
+    headless: Bools = (tensor == Tensor.X) | (tensor == Tensor.DX)
+    return headless
 
 
 def _unit_of(program: Program, operand: Ints, index: Ints, units: _Units) -> Ints:

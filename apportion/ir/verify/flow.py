@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Tensor
@@ -46,8 +45,6 @@ from apportion.ir.verify.machine import (
     interpret,
 )
 from apportion.ir.verify.view import Program
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

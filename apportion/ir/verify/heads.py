@@ -55,6 +55,6 @@ def _covered(program: Program) -> Iterator[Violation]:
     for number in used.tolist():
         covered[program.q_sets.members[number]] = True
     if not covered.all():
-        heads = ", ".join(map(str, np.flatnonzero(~covered)[:8]))
-        message = f"no task computes query heads {heads} ({int((~covered).sum())} of {len(covered)} heads)"
+        names = ", ".join(map(str, np.flatnonzero(~covered)[:8]))
+        message = f"no task computes query heads {names} ({int((~covered).sum())} of {len(covered)} heads)"
         yield Violation(RULE, None, program.kind, program.phase, None, message)

@@ -89,4 +89,4 @@ def _load(program: Program) -> Floats:
     band = TABLES[name].index("dmin")
     bands = [zero, operands["rows"][q], zero, operands["rows"][kv], table.data[band], table.data[band + 1]]
     pairs = algebra.area(np.stack(bands, axis=1)) * (program.head_count[q] / program.q_sets.heads)
-    return np.bincount(table.rank, pairs, program.ranks)
+    return np.bincount(table.rank, pairs, program.ranks).astype(np.float64)

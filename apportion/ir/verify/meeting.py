@@ -61,7 +61,8 @@ def _agreed(program: Program, mate: Ints) -> Bools:
         program.q_sets.size
     ) + program.same_heads
     mine = kind[transfers["operand"] + operands.ptr[transfers.rank]]
-    return (mate >= 0) & (mine == mine[mate])
+    agreed: Bools = (mate >= 0) & (mine == mine[mate])
+    return agreed
 
 
 def _launch_of_wait(program: Program) -> Ints:
@@ -120,7 +121,7 @@ def _match(
                 if other >= 0:
                     mate[t], mate[other] = other, t
                     queues[2, source] = after[other]
-                t = np.int64(after[t])
+                t = int(after[t])
             queues[0, rank_of[launch]] = -1
             for t in range(starts[launch], starts[launch] + counts[launch]):
                 queues[2, ends[t] >> 1] = -1

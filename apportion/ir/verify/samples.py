@@ -20,7 +20,7 @@ Bools = NDArray[np.bool_]
 
 RULE = "samples"
 _COMPARISONS = 1_000_000  # about a millisecond a program
-_QUERIES = (4, 12)
+_QUERIES = (4, 8)
 _BANDS = 3  # of the mask, tried for each query
 
 
@@ -73,4 +73,5 @@ def _times(bands: Ints, query: int, keys: Ints) -> Ints:
     """int64 [keys]: how many bands that hold the query have the pair (query, key), by the definition of a band."""
     _, _, k0, k1, dmin, dmax = bands.T[:, :, None]
     inside = (k0 <= keys) & (keys < k1) & (dmin <= query - keys) & (query - keys <= dmax)
-    return inside.sum(axis=0)
+    times: Ints = inside.sum(axis=0)
+    return times

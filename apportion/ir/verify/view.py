@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apportion.ir.isa import KV_SIDE, OP_LIST, TABLES, Op, Space, Tensor
 from apportion.ir.plan import Ints, ProgramSet, Table
 from apportion.ir.verify.meeting import Meeting, meet
 from apportion.ir.verify.sorting import stable_order
+
+Bools = NDArray[np.bool_]
 
 HOME, WORK = int(Space.HOME), int(Space.WORK)
 LISTS = ("transfers", "tasks", "grads", "rowops")
@@ -103,17 +106,19 @@ class Program:
         return len(self.home_rows)
 
     @cached_property
-    def kv_side(self) -> Ints:
+    def kv_side(self) -> Bools:
         """bool [operands]: whether an operand's heads are KV heads."""
         tensor = self["operands"]["tensor"]
-        return (tensor == KV_TENSORS[0]) | (tensor == KV_TENSORS[1])
+        side: Bools = (tensor == KV_TENSORS[0]) | (tensor == KV_TENSORS[1])
+        return side
 
     def per_operand(self, q_side: Ints, kv_side: Ints) -> Ints:
         """[operands] the entry of each operand's head set in a column of its side."""
         heads = self["operands"]["heads"]
         if not heads.any():
-            return np.where(self.kv_side, kv_side[0], q_side[0])
-        return np.where(self.kv_side, kv_side[heads], q_side[heads])
+            heads = np.int64(0)
+        entry: Ints = np.where(self.kv_side, kv_side[heads], q_side[heads])
+        return entry
 
     @cached_property
     def head_count(self) -> Ints:

@@ -30,7 +30,7 @@ AUTO_STEP = 128
 AUTO_SHARE = 0.5
 # and LPT's busiest rank to have at most this much more than the mean, else the block shrinks by this factor; not below
 # a step, or so many blocks a rank: what then is uneven is not for want of small blocks.
-AUTO_IMBALANCE, AUTO_SHRINK, AUTO_BLOCKS = 0.01, 0.75, 32
+AUTO_IMBALANCE, AUTO_SHRINK, AUTO_BLOCKS = 0.01, 0.75, 16
 # All this as long as the plan has no more tasks than this, in all or a rank: half the block is four times the tasks.
 AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
 
@@ -81,8 +81,9 @@ def _too_coarse(problem: Problem, shards: Shards) -> float:
 
 def _smaller(block: int, factor: float) -> int:
     """The block times `factor` (a piece weighs about in proportion to its block), in whole steps, and smaller."""
-    step = AUTO_STEP if block > AUTO_STEP else 1
-    return max(1, min(int(block * factor) // step * step, block - step))
+    wanted = int(block * factor)
+    step = next(step for step in (AUTO_STEP, 16, 1) if wanted >= step or step == 1)
+    return max(1, min(wanted // step * step, block - 1))
 
 
 def _affordable(problem: Problem, block: int) -> bool:
