@@ -115,9 +115,8 @@ class Program:
     def per_operand(self, q_side: Ints, kv_side: Ints) -> Ints:
         """[operands] the entry of each operand's head set in a column of its side."""
         heads = self["operands"]["heads"]
-        if not heads.any():
-            heads = np.int64(0)
-        entry: Ints = np.where(self.kv_side, kv_side[heads], q_side[heads])
+        at: Ints | int = heads if heads.any() else 0
+        entry: Ints = np.where(self.kv_side, kv_side[at], q_side[at])
         return entry
 
     @cached_property
