@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from apportion.ir.version import __version__
 
-
 if TYPE_CHECKING:
     from apportion.ir import masks
     from apportion.ir.batch import Batch, Sequence

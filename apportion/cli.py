@@ -175,8 +175,9 @@ def plan_command(
     the_cluster = _cluster(cluster, ranks, ranks_per_node)
     the_batch, skipped = _batch(batch, lengths, workload, the_cluster.ranks * tokens_per_rank, seed)
     job = Job(the_batch, the_cluster, _model(model), _recipe(recipe, block), seed)
-    warm_up(job.recipe)
-    row = measure(job)
+    with Console(stderr=True).status("compiling (the first run of all, half a minute) and planning"):
+        warm_up(job.recipe)
+        row = measure(job)
     if output is not None:
         output.write_bytes(row.plan.encode())
     record = row.record() | {

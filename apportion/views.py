@@ -177,7 +177,7 @@ def program_sizes(plan: Plan, rank: int | None = None) -> list[dict[str, Any]]:
     """Per kind and phase, how many rows each table has (of one rank, or of all)."""
     return [
         {"kind": kind, "phase": phase, **_table_sizes(programs if rank is None else programs.rank(rank))}
-        for (kind, phase), programs in plan
+        for (kind, phase), programs in plan.programs.items()
     ]
 
 

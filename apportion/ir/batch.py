@@ -218,10 +218,6 @@ class Batch:
         """[m, 6] int64: the bands of a kind in global tokens, sorted by (q0, k0), read-only."""
         return self._cached(("bands", self._kind(kind)), lambda: self._lower(kind))
 
-    def sequence_of_band(self, kind: str) -> Ints:
-        """[m] int64: the sequence that each row of `bands(kind)` belongs to."""
-        return np.searchsorted(self.starts, self.bands(kind)[:, 0], side="right") - 1
-
     def area(self, kind: str) -> int:
         """The number of allowed (query, key) pairs of a kind."""
         return int(algebra.area(self.bands(kind)).sum())

@@ -12,10 +12,10 @@ A rank's *slice* (`Plan.for_rank`) is the header, its own part and a hash path t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,12 @@ from numpy.typing import NDArray
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import UnknownNameError
-from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
+from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
+
+if TYPE_CHECKING:
+    from apportion.ir.codec import Slice
 
 Ints = NDArray[np.integer[Any]]
 
@@ -81,7 +84,8 @@ class Layout:
     def rows_per_rank(self) -> Ints:
         """[ranks] rows that each rank holds."""
         sums = np.concatenate([[0], np.cumsum(self.spans["length"], dtype=np.int64)])
-        return sums[self.spans.ptr[1:]] - sums[self.spans.ptr[:-1]]
+        rows: Ints = sums[self.spans.ptr[1:]] - sums[self.spans.ptr[:-1]]
+        return rows
 
     def tokens(self, rank: int) -> Ints:
         """[rows] the global token of each of the rank's rows, in row order."""
@@ -186,62 +190,51 @@ class Plan:
         return self._sealed().id  # type: ignore[no-any-return]
 
     def _sealed(self) -> Any:
-        from apportion.ir import codec
+        from apportion.ir.codec import encode_sections
 
         if self.sections is None:
-            object.__setattr__(self, "sections", codec.encode_sections(self))
+            object.__setattr__(self, "sections", encode_sections(self))
         return self.sections
 
     def encode(self) -> bytes:
         """The plan as bytes: a function of request, recipe, seed and version alone."""
-        from apportion.ir import codec
+        from apportion.ir.codec import encode
 
-        return codec.encode(self)
+        return encode(self)
 
     @staticmethod
     def decode(data: bytes) -> Plan:
         """The plan in `data`. Raises DecodeError (VersionError for an unknown major version)."""
-        from apportion.ir import codec
+        from apportion.ir.codec import decode
 
-        return codec.decode(data)
+        return decode(data)
 
-    def for_rank(self, rank: int) -> Any:
-        """The rank's `codec.Slice`: its part, the header and the proof that it belongs to this plan's id."""
-        from apportion.ir import codec
+    def for_rank(self, rank: int) -> Slice:
+        """The rank's slice: its part, the header and the proof that it belongs to this plan's id."""
+        from apportion.ir.codec import slice_plan
 
-        return codec.slice_plan(self, rank)
+        return slice_plan(self, rank)
 
     def text(self, rank: int | None = None) -> str:
         """The plan, or one rank of it, as text; the whole text parses back with `ir.text.parse`."""
-        from apportion.ir import text
+        from apportion.ir.text import format_plan
 
-        return text.format_plan(self, rank)
+        return format_plan(self, rank)
 
     def layout(self, name: str) -> Layout:
         """The layout of that name. Raises UnknownNameError."""
         if name not in self.layouts:
-            raise UnknownNameError("layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these")
+            raise UnknownNameError(
+                "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
+            )
         return self.layouts[name]
 
     def program(self, rank: int, kind: str, phase: str) -> ProgramSet:
         """One rank's program of one attention kind and phase, as one-rank tables."""
         return self.programs[kind, phase].rank(rank)
 
-    def __iter__(self) -> Iterator[tuple[tuple[str, str], ProgramSet]]:
-        return iter(self.programs.items())
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.id == other.id
 
     def __hash__(self) -> int:
         return hash(self.id)
-
-
-def layout_table(columns: Mapping[str, Ints], ptr: Ints) -> Table:
-    """A span table with the columns of `isa.SPAN_COLUMNS`."""
-    return Table(ptr, {name: columns[name] for name in SPAN_COLUMNS})
-
-
-def move_table(columns: Mapping[str, Ints], ptr: Ints) -> Table:
-    """A move table with the columns of `isa.MOVE_COLUMNS`."""
-    return Table(ptr, {name: columns[name] for name in MOVE_COLUMNS})

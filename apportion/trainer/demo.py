@@ -414,7 +414,7 @@ def _loss_table(outcome: Outcome) -> Table:
 
 def _cost_table(outcome: Outcome) -> Table:
     table = Table(title="the same batches, median of all steps", title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True, min_width=12)  # the names stay whole in 80 columns
     for name in ("compute imbalance", "token imbalance", "bytes moved", "slots", "plan size", "planning"):
         table.add_column(name, justify="right")
     for name, costs in outcome.costs.items():

@@ -39,7 +39,6 @@ def test_causal_documents_in_global_tokens() -> None:
     assert batch.kinds == ("default",)
     assert batch.starts.tolist() == [0, 3, 8]
     assert batch.bands("default").tolist() == [[0, 3, 0, 3, 0, INF], [3, 8, 3, 8, 0, INF]]
-    assert batch.sequence_of_band("default").tolist() == [0, 1]
     assert batch.area("default") == 6 + 15
     assert batch.positions().tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     assert batch.labels().tolist() == [1, 2, -1, 4, 5, 6, 7, -1]
@@ -63,7 +62,6 @@ def test_sequences_with_their_own_masks() -> None:
         ]
     )
     assert batch.home_ranks == {2: (1, 0)}
-    assert batch.sequence_of_band("default").tolist() == [0, 0, 0, 1, 2, 2, 2, 3]
     assert batch.bands("default")[4:, 0].tolist() == [8, 12, 12, 13]
     assert batch.positions().tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 0, 1, 2, 3, 2, 7, 9]
     assert batch.labels().tolist() == [1, -1, 3, -1, -1, 6, 7, -1, 9, -1, 11, -1, -1, -1, 13]
