@@ -66,7 +66,14 @@ __all__ = ["__version__", *_HOME_OF]
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'apportion' has no attribute {name!r}")
-    module = import_module(_HOME_OF[name])
+    try:
+        module = import_module(_HOME_OF[name])
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from apportion.ir.errors import MissingDependencyError
+
+        raise MissingDependencyError("torch", "torch", f"apportion.{name}") from error
     value = import_module("apportion.ir.masks") if name == "masks" else getattr(module, name)
     globals()[name] = value
     return value

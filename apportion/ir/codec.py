@@ -10,10 +10,12 @@ in other languages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
+
+import numpy as np
 
 from apportion.ir import sections as plain
 from apportion.ir import structure, wire
@@ -21,11 +23,12 @@ from apportion.ir.columns import Cell, Gather, cells
 from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
 from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id, tree
 from apportion.ir.isa import FORMAT, MAX_RANKS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION
-from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet
+from apportion.ir.plan import Header, Ints, Layout, Move, Plan, ProgramSet, Table
 
 SLICE_FORMAT = "apportion.slice"
 
 Pair = tuple[str, str]  # (kind, phase) of a program, (source, target) of a move
+Named = tuple[tuple[str, ...], Ints]  # a column and its place
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,62 @@ def section_id(sections: Sections) -> bytes:
 # ---------------------------------------------------------------------------------------------- encode
 
 
+class Parts(list[bytes]):
+    """The parts of all ranks, as they were encoded, which know the columns that they were made from."""
+
+    def __init__(self, parts: Iterable[bytes], columns: Iterable[Named]) -> None:
+        super().__init__(parts)
+        self._made, self._columns = tuple(self), tuple(columns)
+        if all(_owned(column) for _, column in self._columns):
+            for _, column in self._columns:
+                column.setflags(write=False)
+
+    def are_of(
+        self, layouts: Mapping[str, Layout], programs: Mapping[Pair, ProgramSet], moves: Sequence[Move]
+    ) -> bool:
+        """Whether `encode_parts` would give the same again, told without encoding: these have the very columns that
+        the parts were made from, and nobody can have written to them. A False may mean that this is not known."""
+        columns = _named_columns(layouts, programs, moves)
+        same = tuple(self) == self._made and len(self._columns) == len(columns)
+        return same and all(
+            name == known and column is source and _owned(source) and not source.flags.writeable
+            for (name, column), (known, source) in zip(columns, self._columns, strict=True)
+        )
+
+
+def _named_columns(
+    layouts: Mapping[str, Layout], programs: Mapping[Pair, ProgramSet], moves: Sequence[Move]
+) -> list[Named]:
+    """All that parts are made from, each with its place in them."""
+    tables: list[tuple[tuple[str, ...], Table, tuple[str, ...]]] = [
+        (("layout", name), layout.spans, SPAN_COLUMNS) for name, layout in layouts.items()
+    ]
+    tables += [
+        ((*key, n), program[n], cols) for key, program in programs.items() for n, cols in TABLES.items()
+    ]
+    tables += [(("move", str(number)), move.table, MOVE_COLUMNS) for number, move in enumerate(moves)]
+    return [
+        ((*place, name), column)
+        for place, table, names in tables
+        for name, column in (("ptr", table.ptr), *((n, table[n]) for n in names if len(table)))
+    ]
+
+
+def _owned(column: Ints) -> bool:
+    """Whether a column looks into nobody else's memory."""
+    return type(column) is np.ndarray and column.base is None
+
+
 def encode_parts(
     layouts: Mapping[str, Layout],
     programs: Mapping[Pair, ProgramSet],
     moves: Sequence[Move],
     ranks: int,
-) -> list[bytes]:
-    """The part of every rank. A column is encoded alike in all parts, as suits the whole plan."""
+) -> Parts:
+    """The part of every rank. A column is encoded alike in all parts, as suits the whole plan.
+
+    Columns that own their memory are read-only from then on: the verifier need not encode them again.
+    """
     spans = _by_rank({name: cells(layout.spans, SPAN_COLUMNS) for name, layout in layouts.items()}, ranks)
     remaps = zip(*(cells(move.table, MOVE_COLUMNS) for move in moves), strict=True) if moves else repeat(())
     tables = {
@@ -80,7 +132,7 @@ def encode_parts(
         for (kind, phase), found in tables.items():
             part.programs.setdefault(kind, {})[phase] = next(found)
         parts.append(wire.encode_struct(part))
-    return parts
+    return Parts(parts, _named_columns(layouts, programs, moves))
 
 
 def _by_rank(tables: Mapping[str, Iterator[Cell]], ranks: int) -> Iterator[dict[str, Cell]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from itertools import repeat
 from types import MappingProxyType
@@ -42,6 +43,8 @@ _SINGLE = (CONSTANT, OFFSET)
 _SINGLE_WIDTHS = (1, 2, 4, 8)
 #: offsets are within this either way, so that what they are added to (2**48 at most) stays an int64
 _MAX_OFFSET = 2**49
+#: rows of one rank that are looked at before whole columns, and rows looked at at a time: they stay in cache
+_SAMPLES, _PIECE = 8, 1 << 15
 
 #: value of a column that an older minor version does not have; empty while there is one version
 DEFAULTS: Mapping[str, int] = MappingProxyType({})
@@ -81,13 +84,18 @@ def _encode(columns: list[Ints], ranks: _Ranks) -> list[_Encoded]:
 
 
 def _encode_column(column: Ints, base: Ints | None, ranks: _Ranks) -> _Encoded:
-    """The first encoding that fits and takes less than a byte per row, else a number per row."""
-    return (
-        ranks.singles(CONSTANT, ranks.values(column))
-        or (ranks.singles(OFFSET, ranks.values(column, base)) if base is not None else None)
-        or ranks.bits(column)
-        or ranks.numbers(column)
-    )
+    """The first encoding that fits and takes less than a byte per row, else a number per row.
+
+    A few rows of one rank tell at once what most columns are not.
+    """
+    few = column[ranks.sample].tolist()
+    found = ranks.singles(CONSTANT, ranks.values(column)) if len(set(few)) == 1 else None
+    if found is None and base is not None:
+        above = {value - first for value, first in zip(few, base[ranks.sample].tolist(), strict=True)}
+        found = ranks.singles(OFFSET, ranks.values(column, base)) if len(above) == 1 else None
+    if found is None and {0, 1}.issuperset(few):
+        found = ranks.bits(column)
+    return found or ranks.numbers(column)
 
 
 class _Ranks:
@@ -97,22 +105,24 @@ class _Ranks:
         self.rows: Ints = np.diff(ptr)
         self.begins: Ints = ptr[:-1][self.rows > 0]
         self.total = int(ptr[-1])
+        self.pieces = [(begin, min(begin + _PIECE, self.total)) for begin in range(0, self.total, _PIECE)]
+        longest = int(self.rows.argmax())
+        step = max(1, int(self.rows[longest]) // _SAMPLES)
+        self.sample = slice(int(ptr[longest]), int(ptr[longest + 1]), step)
+
+    @cached_property
+    def owner(self) -> Ints:
+        """[rows] which of the ranks with rows has each row."""
+        counts = self.rows[self.rows > 0]
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
     def values(self, column: Ints, base: Ints | None = None) -> Ints | None:
-        """[ranks with rows] the number that all rows of a rank hold, above `base`; None where rows differ.
-
-        They do not where changes come only with a new rank. Looks at few rows first: most columns differ there.
-        """
-        row, size = 0, 64
-        while row < self.total - 1:
-            end = min(row + size, self.total - 1)
-            piece = _above(column, base, slice(row, end + 1))
-            changes = piece[1:] != piece[:-1]
-            first, last = np.searchsorted(self.begins, (row + 1, end + 1))
-            if np.count_nonzero(changes) > np.count_nonzero(changes[self.begins[first:last] - row - 1]):
+        """[ranks with rows] the number that all rows of a rank hold, above `base`; None where rows differ."""
+        values = _above(column, base, self.begins)
+        for begin, end in self.pieces:
+            if (_above(column, base, slice(begin, end)) != values[self.owner[begin:end]]).any():
                 return None
-            row, size = end, min(2 * size, 1 << 15)  # pieces that stay in cache
-        return _above(column, base, self.begins)
+        return values
 
     def singles(self, code: int, values: Ints | None) -> _Encoded | None:
         """One number per rank with rows: `values`, where there are such."""
@@ -127,7 +137,7 @@ class _Ranks:
 
     def bits(self, column: Ints) -> _Encoded | None:
         """One bit per row, where all are 0 or 1."""
-        if (column[:64] >> 1).any() or column.min() < 0 or column.max() > 1:
+        if column.min() < 0 or column.max() > 1:
             return None
         sizes = _sizes(BITS, 0, self.rows)
         if sum(sizes) >= self.total:

@@ -68,3 +68,14 @@ def test_help_is_quick_to_load() -> None:
         "loaded"
     ]
     assert not {"numpy", "torch", "numba"} & set(loaded)  # type: ignore[call-overload]
+
+
+def test_missing_torch_is_named_with_its_extra() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import apportion as ap\n"
+        "try:\n    ap.planned_attention\n"
+        "except ap.MissingDependencyError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install 'apportion[torch]'" in done.stdout

@@ -26,7 +26,7 @@ def load(name: str) -> Plan:
 
 
 def projects(plan: Plan) -> bool:
-    return any(Op.PROJECT in programs["instructions"]["op"] for _, programs in plan)
+    return any(Op.PROJECT in programs["instructions"]["op"] for programs in plan.programs.values())
 
 
 CASES = [
@@ -73,7 +73,7 @@ def test_hand_written_plan_equals_dense_attention(
 
 def test_hand_written_plans_use_every_op() -> None:
     plans = [text.parse(path.read_text()) for path in PLANS]
-    tables = [programs["instructions"] for plan in plans for _, programs in plan]
+    tables = [programs["instructions"] for plan in plans for programs in plan.programs.values()]
     assert {op for table in tables for op in table["op"].tolist()} == set(Op)
     assert any(ALL_TO_ALL in table["mode"] for table in tables)
     assert any(table["channel"].any() for table in tables)

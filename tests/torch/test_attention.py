@@ -210,7 +210,7 @@ def test_a_failure_on_one_rank_is_shown_and_the_pool_recovers(pool):
 
 def test_channels_are_process_groups(pool):
     plan = small_plans(ranks=8)[0]
-    assert any(program["instructions"]["channel"].any() for _, program in plan)
+    assert any(program["instructions"]["channel"].any() for program in plan.programs.values())
     for one, two in pool.run(jobs.on_channels, 8, each=cases.shards(plan, cases.problem_of(plan))):
         assert one == two
 

@@ -52,11 +52,11 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
 
 def _has_head(program: Program, task: Ints, head: int) -> Bools:
     """bool [tasks]: whether each task computes the head."""
-    operand = program.task_operand("q", task)
-    heads = program["operands"]["heads"][operand]
-    used = np.flatnonzero(np.bincount(heads)).tolist()
-    having = [number for number in used if head in program.q_sets.members[number]]
-    return np.isin(heads, having)
+    heads = program["operands"]["heads"][program.task_operand("q", task)]
+    having = np.zeros(len(program.q_sets.members), bool)
+    for number in np.flatnonzero(np.bincount(heads)).tolist():
+        having[number] = head in program.q_sets.members[number]
+    return having[heads]
 
 
 def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> Ints:

@@ -42,18 +42,19 @@ def distinct(rank: Ints, row: Ints, rows: Ints) -> tuple[Ranges, Ints]:
     span = int((row + rows).max()) + 1
     if (int(rank.max()) + 1) * span * span >= 2**63:
         raise CapacityError(f"{span} rows on one rank: at most {int((2**63 / (int(rank.max()) + 1)) ** 0.5)}")
-    found, index = _distinct_keys((rank.astype(np.int64) * span + row) * span + rows)
+    found, index = _distinct_keys(rank, row, rows, span)
     rest, rows = np.divmod(found, span)
     rank, row = np.divmod(rest, span)
     return Ranges(rank.astype(np.int32), row.astype(np.int32), rows.astype(np.int32)), index
 
 
-def _distinct_keys(keys: Ints) -> tuple[Ints, Ints]:
-    """As np.unique with the inverse; hashing first, because few of many keys are distinct."""
+def _distinct_keys(rank: Ints, row: Ints, rows: Ints, span: int) -> tuple[Ints, Ints]:
+    """The distinct keys (rank * span + row) * span + rows, sorted, and the index of each range's among them. Hashed
+    first where that is compiled, because few of many are distinct."""
     if not HAS_NUMBA:
-        found, index = np.unique(keys, return_inverse=True)
+        found, index = np.unique((rank.astype(np.int64) * span + row) * span + rows, return_inverse=True)
         return found, index.reshape(-1)
-    first_seen, number = _hash(keys, 1 << (2 * len(keys)).bit_length())
+    first_seen, number = _hash(rank, row, rows, span, 1 << (2 * len(rank)).bit_length())
     order = np.argsort(first_seen)
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
@@ -61,12 +62,12 @@ def _distinct_keys(keys: Ints) -> tuple[Ints, Ints]:
 
 
 @jit
-def _hash(keys: Ints, size: int) -> tuple[Ints, Ints]:
-    """Open addressing: distinct keys in order of first use, and the number of each key among them."""
+def _hash(rank: Ints, row: Ints, rows: Ints, span: int, size: int) -> tuple[Ints, Ints]:
+    """Open addressing: distinct keys in order of first use, and the number of each range's key among them."""
     slot = np.full(size, -1, np.int32)
-    found, number, count = np.empty(len(keys), np.int64), np.empty(len(keys), np.int32), 0
-    for index in range(len(keys)):
-        key = keys[index]
+    found, number, count = np.empty(len(rank), np.int64), np.empty(len(rank), np.int32), 0
+    for index in range(len(rank)):
+        key = (np.int64(rank[index]) * span + row[index]) * span + rows[index]
         at = (key ^ (key >> 17) ^ (key >> 33)) * 40503 & (size - 1)
         while slot[at] >= 0 and found[slot[at]] != key:
             at = (at + 1) & (size - 1)
