@@ -66,7 +66,7 @@ def plan_file(run: Cli, batch_file: Path, tmp_path: Path) -> Path:
 
 def broken(plan: Plan) -> Plan:
     """The plan with the band of one task cut shorter, and a fresh id."""
-    (kind, phase), programs = next(item for item in plan if len(item[1]["tasks"]))
+    (kind, phase), programs = next(item for item in plan.programs.items() if len(item[1]["tasks"]))
     tasks = programs["tasks"]
     dmin = tasks["dmin"].astype(np.int64)
     dmin[0] += 1

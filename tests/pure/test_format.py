@@ -107,7 +107,7 @@ def test_a_reader_written_from_the_prose_agrees(name: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"id {plan.id.hex()} matches"
     steps = re.findall(r"^ +\d+ (\w+)", done.stdout, re.MULTILINE)
-    ops = [op for _, program in plan for op in program.rank(rank)["instructions"]["op"]]
+    ops = [op for program in plan.programs.values() for op in program.rank(rank)["instructions"]["op"]]
     assert steps == [OP_NAMES[Op(op)] for op in ops]
     shown = set(re.findall(r"[a-z]+=(\w+\.(?:home|work)\[\d+:\d+\))", done.stdout))
     ours = set(re.findall(r"(\w+\.(?:home|work)\[\d+:\d+\))", re.sub(" *operands.*", "", plan.text(rank))))

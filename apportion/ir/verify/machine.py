@@ -214,6 +214,12 @@ def interpret(
     Of the functions that this one calls, the first three do in place what is usual, that is, with an operand that is
     one cell in a proper state; all else is left to those further down, which do it in general.
     """
+    for item in range(transfers.shape[1]):
+        y = bases[owner[item]] + transfers[2, item]
+        cell = m[y, CELL]
+        known = transfers[0, item] and (constant >> m[y, TENSOR]) & 1 and m[cell, HOME_OFFSET] != NOWHERE
+        if known and m[y, LANES] == 1 and m[cell, STOP] == m[y, END]:
+            carried[item, 0], carried[item, 1] = VALUE, m[cell, HOME_OFFSET] + m[y, BEGIN]
     moved = True
     while moved:
         moved = False
@@ -232,7 +238,7 @@ def interpret(
                 first = max(starts[listed], resume[rank])
                 end = starts[listed] + instructions[4, listed]
                 if op == _WAIT:
-                    stuck = _wait(m, transfers, owner, mate, constant, bases, carried, base, first, end)
+                    stuck = _wait(m, transfers, mate, carried, base, first, end)
                 elif op == _LAUNCH:
                     stuck = _launch(m, transfers, carried, base, first, end)
                 else:
@@ -251,18 +257,7 @@ def interpret(
 
 
 @lean
-def _wait(
-    m: Ints,
-    transfers: Ints,
-    owner: Ints,
-    mate: Ints,
-    constant: int,
-    bases: Ints,
-    carried: Ints,
-    base: int,
-    first: int,
-    end: int,
-) -> int:
+def _wait(m: Ints, transfers: Ints, mate: Ints, carried: Ints, base: int, first: int, end: int) -> int:
     """Rows are free again, and those received hold what was sent. Returns the transfer that must be waited for, -1
     for none."""
     stuck = -1
@@ -277,12 +272,6 @@ def _wait(
             else:
                 _end_send(m, x)
             continue
-        if sender >= 0 and carried[sender, 0] == NOT_YET:
-            y = bases[owner[sender]] + transfers[2, sender]
-            source = m[y, CELL]
-            known = (constant >> m[y, TENSOR]) & 1 and m[source, HOME_OFFSET] != NOWHERE and m[y, LANES] == 1
-            if known and m[source, STOP] == m[y, END]:
-                carried[sender, 0], carried[sender, 1] = VALUE, m[source, HOME_OFFSET] + m[y, BEGIN]
         if sender >= 0 and plain and m[cell, HOME_OFFSET] == NOWHERE and carried[sender, 0] != SEVERAL_RUNS:
             m[cell, BUSY] = UNREAD
             m[cell, UNIT] = m[x, UNIT]
