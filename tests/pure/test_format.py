@@ -48,7 +48,12 @@ def test_golden_plans_are_their_texts(name: str) -> None:
 def test_golden_plans_cover_the_format() -> None:
     plans = [Plan.decode(golden(name)[0]) for name in GOLDEN]
     assert len(plans) >= 2
-    used = {int(op) for plan in plans for program in plan.programs.values() for op in program["instructions"]["op"]}
+    used = {
+        int(op)
+        for plan in plans
+        for program in plan.programs.values()
+        for op in program["instructions"]["op"]
+    }
     assert used >= {
         Op.LAUNCH,
         Op.WAIT,
