@@ -33,8 +33,8 @@ def plan(
     batch: Batch,
     cluster: Cluster,
     model: Model,
-    recipe: str | Mapping[str, Any] | Recipe = "fcp",
-    seed: int = 0,
+    recipe: str | Mapping[str, Any] | Recipe | None = None,
+    seed: int | None = None,
     policy: Policy | None = None,
     *,
     verify: bool = True,
@@ -42,11 +42,12 @@ def plan(
 ) -> Plan:
     """The plan of one microbatch: equal arguments give equal bytes.
 
-    recipe: a name, a mapping or a Recipe; `policy` brings its own recipe and seed and adds caps and tolerance.
+    recipe: a name (default "fcp"), a mapping or a Recipe; seed: default 0. `policy` brings its own recipe and seed,
+    and adds caps and tolerance.
     verify: check the finished plan (design, "Verify"). timings: filled with milliseconds per step.
     Raises ConfigError, CapacityError, VerifyError.
     """
-    policy = policy or Policy(find_recipe(recipe), seed=seed)
+    policy = _policy(recipe, seed, policy)
     problem = Problem(batch, cluster, model, policy)
     watch = _Watch(timings)
     passes = pipeline(policy.recipe)
@@ -76,6 +77,19 @@ def plan(
     return sealed
 
 
+def _policy(
+    recipe: str | Mapping[str, Any] | Recipe | None, seed: int | None, policy: Policy | None
+) -> Policy:
+    if policy is None:
+        return Policy(find_recipe("fcp" if recipe is None else recipe), seed=0 if seed is None else seed)
+    for name, value in (("recipe", recipe), ("seed", seed)):
+        if value is not None:
+            raise ConfigError(
+                name, value, "is given beside a policy, which has its own", "put it into the policy"
+            )
+    return policy
+
+
 class _Watch:
     """Milliseconds per step, where somebody wants them."""
 
@@ -102,7 +116,18 @@ def _check_request(problem: Problem) -> None:
                 f"must be ranks below {ranks}",
                 "correct the ranks",
             )
-    _ = problem.token_cap
+    _check_memory(problem, -(-problem.batch.tokens // ranks), "the least that the fullest rank can hold")
+
+
+def _check_memory(problem: Problem, rows: int, what: str) -> None:
+    """Refuses before planning what cannot fit: home rows alone."""
+    cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
+    need = rows * _home_row_bytes(problem.model, "backward")
+    if problem.token_cap < rows or need > cap * 2**30:
+        raise CapacityError(
+            f"{rows} tokens, {what}, need {need / 2**30:.2f} GiB of home rows for one attention call, the cap is {cap} "
+            f"GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
+        )
 
 
 def _schedule(problem: Problem, passes: Pipeline, placement: Placement) -> dict[str, Lowering]:

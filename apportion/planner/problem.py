@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import CapacityError
+from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 
@@ -32,6 +32,12 @@ class Problem:
     policy: Policy
 
     def __post_init__(self) -> None:
+        for name, kind in (("batch", Batch), ("cluster", Cluster), ("model", Model), ("policy", Policy)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    name, value, f"must be a {kind.__name__}", f"make one with {kind.__name__}(...)"
+                )
         if self.batch.tokens > MOST_TOKENS:
             raise CapacityError(
                 f"a microbatch of {self.batch.tokens} tokens: at most {MOST_TOKENS} are planned at a time; use several"

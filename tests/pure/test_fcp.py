@@ -150,7 +150,7 @@ def test_work_rows_beyond_the_memory_cap_are_an_error_with_numbers():
             ap.Batch.from_lengths([4096]),
             cluster(4),
             MODEL,
-            policy=ap.Policy(recipe(512), memory_cap_gib=1e-5),
+            policy=ap.Policy(recipe(512), memory_cap_gib=1e-3),
         )
 
 
@@ -246,3 +246,59 @@ def test_auto_goes_no_further_than_balance_needs(lengths, ranks, smallest):
     assert plan.report["block_tokens"] >= smallest
     assert plan.report["heaviest_piece_over_mean"] <= 0.5
     assert plan.report["imbalance"]["compute"] <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("lengths", "homes", "ranks"),
+    [([32768] * 7 + [8192, 24576], [None] * 8 + [[0]], 8), ([100_000] + [200] * 20, [None] + [[1]] * 20, 4)],
+)
+def test_pieces_with_few_ranks_to_go_to_find_room(lengths, homes, ranks):
+    batch = ap.Batch.from_lengths(lengths, home_ranks=homes)
+    plan = ap.plan(batch, cluster(ranks), MODEL)
+    for sequence, allowed in enumerate(homes):
+        if allowed:
+            start = int(batch.starts[sequence])
+            assert set(range(start, start + lengths[sequence])) <= held(plan, allowed[0])
+
+
+def test_a_sequence_beyond_the_memory_is_refused_before_planning():
+    with pytest.raises(ap.CapacityError, match=r"250000000 tokens, .* need .* GiB of home rows"):
+        ap.plan(ap.Batch.from_lengths([2_000_000_000]), cluster(8), ap.Model())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (([1, 2], cluster(1), MODEL), "batch"),
+        ((ap.Batch.from_lengths([4]), 4, MODEL), "cluster"),
+        ((ap.Batch.from_lengths([4]), cluster(1), None), "model"),
+    ],
+)
+def test_wrong_types_are_named(arguments, named):
+    with pytest.raises(ap.ConfigError, match=f"^{named} = "):
+        ap.plan(*arguments)
+
+
+@pytest.mark.parametrize("given", [{"recipe": "fcp"}, {"seed": 3}])
+def test_a_policy_brings_its_own_recipe_and_seed(given):
+    batch, policy = ap.Batch.from_lengths([64]), ap.Policy(recipe(8), seed=5)
+    with pytest.raises(ap.ConfigError, match="put it into the policy"):
+        ap.plan(batch, cluster(2), MODEL, policy=policy, **given)
+    assert ap.plan(batch, cluster(2), MODEL, policy=policy).header.seed == 5
+
+
+def test_every_operand_is_used():
+    """But for the one that names all rows of a rank, which one of several tensors has no use for."""
+    plan = ap.plan(ap.Batch.from_lengths([4096, 700, 33]), cluster(4), MODEL)
+    for programs in plan.programs.values():
+        for rank in range(4):
+            program = programs.rank(rank)
+            used = {0, *program["transfers"]["operand"].tolist()}
+            for table, columns in {
+                "tasks": "q kv o",
+                "grads": "q kv do delta dq dkv",
+                "rowops": "a b c d",
+            }.items():
+                for column in columns.split():
+                    used.update(program[table][column].tolist())
+            assert len(program["operands"]) - len(used) <= 2

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Space, Tensor
 from apportion.ir.plan import ProgramSet
-from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet
+from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
+from apportion.planner.passes.layouts import whole_ranges
 from apportion.planner.passes.lowering import (
-    KEY_BLOCK,
+    KEY_CLEARED,
     KEY_SHUFFLE,
     QUERIES,
-    QUERY_BLOCK,
+    QUERY_CLEARED,
     QUERY_SHUFFLE,
     QUERY_WHOLE,
     SENT_KEYS,
@@ -49,7 +50,7 @@ def lower_forward(low: Lowering) -> ProgramSet:
     (tiles,) = ops.number((Tensor.KV,), Space.WORK, low.fetched_ranges) if len(low.edges) else (_NONE,)
     home = _homes(ops, low, (Tensor.Q, Tensor.KV, Tensor.O))
     _bring_in(asm, low, [(home.get(Tensor.Q), q[QUERY_SHUFFLE]), (home.get(Tensor.KV), kv[KEY_SHUFFLE])])
-    _clear(asm, asm.step(Op.CLEAR), low.rows.home, o[QUERY_BLOCK], low.query_openers.cleared)
+    _clear(asm, asm.step(Op.CLEAR), low.rows.home[low.query_openers.cleared], o[QUERY_CLEARED])
 
     launches = [asm.launch(FETCH_CHANNEL) for _ in range(min(low.slots.buffers, low.slots.rounds))]
     stages = [asm.step(Op.ATTEND)]
@@ -83,7 +84,7 @@ def lower_backward(low: Lowering) -> ProgramSet:
     asm, ops = Assembler(low.ranks), Operands(low.ranks)
     of_query = _numbers(ops, OF_QUERY, low.space, low.query_ranges)
     of_key = _numbers(ops, OF_KEY, low.space, low.key_ranges)
-    home = _homes(ops, low, (*OF_QUERY, *OF_KEY, Tensor.O))
+    home = _homes(ops, low, (*OF_QUERY, *OF_KEY))
     _delta(asm, ops, low, of_query, home)
     _bring_in(
         asm,
@@ -92,8 +93,8 @@ def lower_backward(low: Lowering) -> ProgramSet:
         + [(home.get(Tensor.KV), of_key[Tensor.KV][KEY_SHUFFLE])],
     )
     clear = asm.step(Op.CLEAR)
-    _clear(asm, clear, low.rows.home, of_query[Tensor.DQ][QUERY_BLOCK], low.query_openers.cleared)
-    _clear(asm, clear, low.rows.home, of_key[Tensor.DKV][KEY_BLOCK], low.key_openers.cleared)
+    _clear(asm, clear, low.rows.home[low.query_openers.cleared], of_query[Tensor.DQ][QUERY_CLEARED])
+    _clear(asm, clear, low.rows.home[low.key_openers.cleared], of_key[Tensor.DKV][KEY_CLEARED])
     _grads(asm, ops, low, of_query, of_key)
     _take_out(
         asm,
@@ -136,7 +137,8 @@ def _grads(
         (tiles,) = ops.number((Tensor.KV,), Space.WORK, low.fetched_ranges)
         outgoing = _return_tiles(asm, ops, low, of_key[Tensor.DKV], np.array(returns), np.array(adds))
         at = np.array(clears)[low.slots.round]
-        _clear(asm, at, low.edges.dst, outgoing[TILE], low.tile_openers.cleared)
+        cleared = low.tile_openers.cleared
+        _clear(asm, at[cleared], low.edges.dst[cleared], outgoing[TILE][cleared])
     _send_tiles(asm, low, fetches, of_key[Tensor.KV], tiles)
     tasks = low.tasks
     opened_keys = low.key_openers.flags(len(tasks)) | low.tile_openers.flags(len(tasks))
@@ -178,21 +180,19 @@ def _send_tiles(asm: Assembler, low: Lowering, launches: list[int], home: Number
     asm.rows("transfers", edges.dst, at, 0, edges.src, tiles[TILE])
 
 
-def _clear(asm: Assembler, at: Ints | int, rank: Ints, operands: Ints, cleared: Ints) -> None:
-    where = at if isinstance(at, int) else at[cleared]
-    asm.rows("rowops", rank[cleared], where, 0, 0, operands[cleared], 0, 0)
+def _clear(asm: Assembler, at: Ints | int, rank: Ints, operands: Ints) -> None:
+    asm.rows("rowops", rank, at, 0, 0, operands, 0, 0)
 
 
 def _delta(
     asm: Assembler, ops: Operands, low: Lowering, of_query: dict[Tensor, Numbers], home: dict[Tensor, Numbers]
 ) -> None:
     """Row statistics of all home rows; O is needed for nothing else and never travels."""
-    if low.reshuffle is None:
-        home = _numbers(ops, (Tensor.O,), Space.HOME, low.query_ranges)
     rank, do = _whole(low, of_query[Tensor.DO], home.get(Tensor.DO))
-    _, o = _whole(low, home[Tensor.O] if low.reshuffle is None else _NONE, home.get(Tensor.O))
     _, delta = _whole(low, of_query[Tensor.DELTA], home.get(Tensor.DELTA))
-    asm.rows("rowops", rank, asm.step(Op.DELTA), do, o, delta, 0, 0)
+    rows = low.rows if low.reshuffle is None else low.reshuffle.loader
+    (o,) = ops.number((Tensor.O,), Space.HOME, range_set(whole_ranges(rows)))
+    asm.rows("rowops", rank, asm.step(Op.DELTA), do, o[0], delta, 0, 0)
 
 
 _NO_ROWS = np.zeros(0, np.int64)

@@ -21,8 +21,8 @@ from apportion.planner.passes.tasks import Edges, Members, Tasks
 Ints = NDArray[np.integer[Any]]
 
 # Requests of the range sets, in the order in which they are made.
-QUERIES, QUERY_BLOCK, QUERY_WHOLE, QUERY_SHUFFLE = range(4)
-LOCAL_KEYS, SENT_KEYS, KEY_BLOCK, KEY_SHUFFLE = range(4)
+QUERIES, QUERY_CLEARED, QUERY_WHOLE, QUERY_SHUFFLE = range(4)
+LOCAL_KEYS, SENT_KEYS, KEY_CLEARED, KEY_SHUFFLE = range(4)
 TILE_KEYS, TILE = range(2)
 
 
@@ -82,20 +82,25 @@ class Lowering:
         rows, tasks = self.rows, self.tasks
         return range_set(
             (tasks.exec, tasks.row, tasks.rows),
-            (rows.home, rows.row, rows.lengths),
+            self._blocks(self.query_openers.cleared),
             whole_ranges(rows),
             self._shuffled,
         )
 
     @cached_property
     def key_ranges(self) -> RangeSet:
-        rows, tasks, edges, local = self.rows, self.tasks, self.edges, self.local
+        tasks, edges, local = self.tasks, self.edges, self.local
         return range_set(
             (tasks.exec[local], self._key_row(tasks.k[local], tasks.k0[local]), (tasks.k1 - tasks.k0)[local]),
             (edges.src, self._key_row(edges.block, edges.k0), edges.rows),
-            (rows.home, rows.row, rows.lengths),
+            self._blocks(self.key_openers.cleared),
             self._shuffled,
         )
+
+    def _blocks(self, blocks: Ints) -> tuple[Ints, Ints, Ints]:
+        """Ranges of whole blocks."""
+        rows = self.rows
+        return rows.home[blocks], rows.row[blocks], rows.lengths[blocks]
 
     def _key_row(self, block: Ints, token: Ints) -> Ints:
         return self.rows.row[block] + token - self.rows.starts[block]

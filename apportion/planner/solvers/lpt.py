@@ -1,8 +1,9 @@
 """Longest processing time first, under a size cap.
 
 K weights and sizes go to N bins of unequal speed; the heaviest bin (weight over speed) is made light. Items are taken
-by falling weight; each goes to the least loaded bin that has room. Without the cap and on equal bins the result is at
-most 4/3 - 1/(3N) of the optimum (Graham, 1969); FCP (section 4.1 and its appendix) places blocks in this way.
+by falling weight, those that only some bins may take before the others; each goes to the least loaded bin that has
+room. Without the cap and on equal bins the result is at most 4/3 - 1/(3N) of the optimum (Graham, 1969); FCP (section
+4.1 and its appendix) places blocks in this way.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ def lpt(
     Returns a FEASIBLE result with the makespan bound, or NO_SOLUTION with the items that fit nowhere at bin -1.
     """
     speed = np.ones(bins) if speeds is None else np.asarray(speeds, np.float64)
-    order = np.lexsort((np.arange(len(weights)), -sizes, -weights))
     group, group_ptr, group_bins = _groups(allowed, len(weights))
+    choice = np.diff(group_ptr)
+    choice[0] = bins  # the least free go first, or others take their room
+    order = np.lexsort((np.arange(len(weights)), -sizes, -weights, choice[group]))
     assigned, load, used = _assign(
         order, weights, sizes, smallest_left(sizes[order]), speed, cap, group, group_ptr, group_bins
     )
