@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +34,12 @@ class Column(Protocol):
         """[ranks] no value of a rank, whose first row is `begins`, is above."""
 
 
+@cache
+def _bounds(kind: np.dtype[Any]) -> tuple[int, int]:
+    """The least and the greatest number of a dtype; numpy takes its time to tell."""
+    return int(np.iinfo(kind).min), int(np.iinfo(kind).max)
+
+
 @dataclass(frozen=True)
 class Plain:
     """`values` [rows]."""
@@ -43,9 +50,9 @@ class Plain:
         return self.values
 
     def within(self, low: int, high: int) -> bool:
-        kind = np.iinfo(self.values.dtype)
+        least, most = _bounds(self.values.dtype)
         return bool(
-            (low <= kind.min or low <= self.values.min()) and (kind.max <= high or self.values.max() <= high)
+            (low <= least or low <= self.values.min()) and (most <= high or self.values.max() <= high)
         )
 
     def peaks(self, begins: Ints) -> Ints:

@@ -46,6 +46,8 @@ from apportion.ir.verify.machine import (
 )
 from apportion.ir.verify.view import HOME, Bools, HeadSets, Program
 
+Runs = tuple[Ints, Ints, Ints, Ints]
+
 _SPACES = 2
 PLACES = _SPACES * (max(Tensor) + 1)
 _MOST_PIECES = 2**26
@@ -91,7 +93,7 @@ class Cells:
         return bool(here.any() and (cells[here, STATE] == VALUE).all())
 
 
-def home_runs(layout: Layout) -> tuple[Ints, Ints, Ints, Ints]:
+def home_runs(layout: Layout) -> Runs:
     """(rank, row, rows, token) of each run of consecutive tokens in a layout, spans in row order."""
     spans = layout.spans
     rank = spans.rank_of_row()
@@ -105,20 +107,25 @@ def home_runs(layout: Layout) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def build(
-    program: Program, layout: Layout, given: frozenset[Tensor], owed: frozenset[Tensor], room: int
+    program: Program, runs: Runs, given: frozenset[Tensor], owed: frozenset[Tensor], room: int
 ) -> Cells:
     """The memory of a program at its start, with room for so many runs of tokens a task or transfer.
 
+    runs: the `home_runs` of the layout of home rows.
     given: tensors whose home rows hold values. owed: tensors whose home rows the program must produce.
     Raises CapacityError where lanes, rows and ranks are too many to number, which no real plan reaches.
     """
-    units = _Units(_unit(program, False), _unit(program, True))
-    pieces = _pieces(program, units)
+    if program["operands"]["heads"].any() or program["operands"]["col"].any():
+        units = _Units(_unit(program, False), _unit(program, True))
+        pieces = _pieces(program, units)
+    else:
+        units = _Units(program.q_sets.heads, program.kv_sets.heads)
+        pieces = _whole_pieces(program)
     bits = max(int(max(program.home_rows.max(), program.arena_rows.max())).bit_length(), 1)
     lanes = program.ranks * PLACES * pieces.columns
     if lanes.bit_length() + bits > 62 or bits > 30:
         raise CapacityError(f"{lanes} lanes of up to 2**{bits} rows are too many to verify")
-    home = _home_edges(program, layout, given | owed, pieces.columns, units)
+    home = _home_edges(program, runs, given | owed, pieces.columns, units)
     edges = (pieces.lane << bits) + pieces.start
     home_edges = (home.lane << bits) + home.start
     keys = np.concatenate([edges, home_edges, edges + pieces.rows, home_edges + home.rows])
@@ -129,11 +136,10 @@ def build(
     token_offset = np.full(len(keys), NOWHERE)
     token_offset[np.searchsorted(keys, home_edges)] = home.token - home.start
     bits_given = sum(1 << tensor for tensor in given)
-    _fill_cells(memory.lines, lanes, keys & ((1 << bits) - 1), token_offset, pieces.columns, bits_given)
+    _fill_cells(memory.lines, lanes, keys, (1 << bits) - 1, token_offset, pieces.columns, bits_given)
     table = program["operands"]
     lanes_of = np.bincount(pieces.operand, minlength=len(table))
-    located = np.searchsorted(keys, edges) + FIRST_CELL
-    _fill_slots(memory.lines, memory.slots, table.data, lanes_of, located, pieces.unit)
+    _fill_slots(memory.lines, memory.slots, table.data, lanes_of, keys, edges, pieces.unit)
     return memory
 
 
@@ -191,6 +197,15 @@ def _unit(program: Program, kv_side: bool) -> int:
     return unit
 
 
+def _whole_pieces(program: Program) -> _Pieces:
+    """As `_pieces`, where all operands have all heads: one piece each."""
+    table = program["operands"]
+    tensor, space, row, rows = table.data[:4]
+    operand = np.flatnonzero(tensor != Tensor.NONE)
+    place = table.rank * PLACES + tensor * _SPACES + space
+    return _Pieces(operand, place[operand], row[operand], rows[operand], np.zeros(len(operand), np.int64), 1)
+
+
 def _pieces(program: Program, units: _Units) -> _Pieces:
     table = program["operands"]
     width, headless = units.of(program), _headless(table["tensor"])
@@ -238,7 +253,7 @@ def _flat_units(sets: HeadSets, width: int) -> tuple[Ints, Ints]:
 
 
 def _home_edges(
-    program: Program, layout: Layout, tensors: frozenset[Tensor], columns: int, units: _Units
+    program: Program, runs: Runs, tensors: frozenset[Tensor], columns: int, units: _Units
 ) -> _Edges:
     """Every home run of consecutive tokens in every lane of the tensors and of those that operands name."""
     table = program["operands"]
@@ -248,7 +263,7 @@ def _home_edges(
         for tensor in sorted(tensors.union(map(Tensor, named.tolist())) - {Tensor.NONE})
     ]
     every = np.concatenate(lanes) if lanes else np.zeros(0, np.int64)
-    rank, row, rows, token = home_runs(layout)
+    rank, row, rows, token = runs
     if len(every) * len(rank) > _MOST_PIECES:
         raise CapacityError(
             f"home rows have {len(every) * len(rank)} runs and heads, more than {_MOST_PIECES}"
@@ -264,7 +279,9 @@ def _home_lanes(program: Program, tensor: Tensor, units: _Units) -> int:
 
 
 @lean
-def _fill_cells(lines: Ints, lanes: Ints, rows: Ints, token_offset: Ints, columns: int, given: int) -> None:
+def _fill_cells(
+    lines: Ints, lanes: Ints, keys: Ints, row_bits: int, token_offset: Ints, columns: int, given: int
+) -> None:
     """Home cells know the tokens that their rows stand for, those of given tensors hold their values.
 
     token_offset: token - row where a cell begins a run of consecutive tokens at home, else NOWHERE; home lanes are
@@ -280,8 +297,8 @@ def _fill_cells(lines: Ints, lanes: Ints, rows: Ints, token_offset: Ints, column
         if token_offset[i] != NOWHERE:
             offset = token_offset[i]
         line, last = FIRST_CELL + i, i + 1 == len(lanes) or lanes[i + 1] != lane
-        lines[line, ROW] = rows[i]
-        lines[line, STOP] = rows[i] if last else rows[i + 1]
+        lines[line, ROW] = keys[i] & row_bits
+        lines[line, STOP] = (keys[i] if last else keys[i + 1]) & row_bits
         lines[line, NEXT] = -1 if last else line + 1
         lines[line, UNIT] = column if home else 0
         lines[line, HOME_OFFSET] = offset if home else NOWHERE
@@ -290,17 +307,39 @@ def _fill_cells(lines: Ints, lanes: Ints, rows: Ints, token_offset: Ints, column
 
 
 @lean
-def _fill_slots(lines: Ints, slots: int, operands: Ints, lanes: Ints, cell: Ints, unit: Ints) -> None:
-    """cell: the line of the cell where each piece begins; pieces come operand after operand."""
-    first, pieces = 0, 4 * (slots + operands.shape[1])
+def _fill_slots(
+    lines: Ints, slots: int, operands: Ints, lanes: Ints, keys: Ints, edges: Ints, unit: Ints
+) -> None:
+    """edges: where each piece begins, which is among the sorted keys of the cells; pieces come operand after
+    operand."""
+    first, at, pieces = 0, 0, 4 * (slots + operands.shape[1])
     for x in range(operands.shape[1]):
         line = slots + x
-        if lanes[x]:
-            lines[line, CELL], lines[line, UNIT] = cell[first], unit[first]
         lines[line, PIECE], lines[line, LANES], lines[line, TENSOR] = first + pieces, lanes[x], operands[0, x]
         lines[line, BEGIN], lines[line, END] = operands[2, x], operands[2, x] + operands[3, x]
-        if lanes[x] > 1:
-            for i in range(first, first + lanes[x]):
+        for i in range(first, first + lanes[x]):
+            at = _seek(keys, edges[i], at)
+            if i == first:
+                lines[line, CELL], lines[line, UNIT] = FIRST_CELL + at, unit[i]
+            if lanes[x] > 1:
                 piece = pieces + i
-                lines[piece >> 2, (piece & 3) * 2], lines[piece >> 2, (piece & 3) * 2 + 1] = cell[i], unit[i]
+                lines[piece >> 2, (piece & 3) * 2] = FIRST_CELL + at
+                lines[piece >> 2, (piece & 3) * 2 + 1] = unit[i]
         first += lanes[x]
+
+
+@lean
+def _seek(keys: Ints, key: int, at: int) -> int:
+    """Where `key` is among sorted keys, sought from `at` on in growing steps: mostly it is the next one."""
+    low, high, step = at, at + 1, 1
+    while low > 0 and keys[low] > key:
+        low, high, step = max(low - step, 0), low, 2 * step
+    while high < len(keys) and keys[high] <= key:
+        low, high, step = high, min(high + step, len(keys)), 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        if keys[middle] <= key:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -48,23 +48,19 @@ class Tasks:
 
 def tasks_of(program: Program, flow: Flow) -> Tasks:
     """Bands of all tasks, those with several runs of tokens cut into runs."""
-    name = program.task_list
-    table, rows = program[name], program["operands"]["rows"]
-    q_rows, kv_rows = (rows[program.task_operand(column)] for column in ("q", "kv"))
-    q, k = flow.tokens
-    band = TABLES[name].index("dmin")
-    bands = np.empty((6, len(table)), np.int64)
-    bands[0], bands[1], bands[2], bands[3] = q, q + q_rows, k, k + kv_rows
-    np.add(table.data[band : band + 2], q - k, out=bands[4:6])
-    if (q >= 0).all():
-        return Tasks(bands, np.arange(len(table)), True)
-    whole = np.flatnonzero(q >= 0)
-    parts, of_task = _cut_runs(table.data[band : band + 2], flow.parts)
-    return Tasks(
-        np.ascontiguousarray(np.concatenate([bands[:, whole], parts], axis=1)),
-        np.concatenate([whole, of_task]),
-        not (q == NO_TOKEN).any(),
+    name, operands = program.task_list, program["operands"]
+    table, q = program[name], flow.tokens[0]
+    q_at, kv_at, band_at = (TABLES[name].index(column) for column in ("q", "kv", "dmin"))
+    whole, complete = int(np.count_nonzero(q >= 0)), not (q == NO_TOKEN).any()
+    parts, of_task = _cut_runs(
+        table.data[band_at : band_at + 2], flow.parts if whole < len(table) else flow.parts[:0]
     )
+    bands, task = np.empty((6, whole + len(of_task)), np.int64), np.empty(whole + len(of_task), np.int64)
+    _place_whole(
+        table.data, table.ptr, q_at, kv_at, band_at, operands.data, operands.ptr, flow.tokens, bands, task
+    )
+    bands[:, whole:], task[whole:] = parts, of_task
+    return Tasks(bands, task, complete)
 
 
 def _cut_runs(diagonals: Ints, runs: Ints) -> tuple[Ints, Ints]:
@@ -222,6 +218,32 @@ def _first_missing(band: Ints, tasks: Ints) -> tuple[int, int]:
             low, high = (low, middle) if area[0] != done[0] else (middle, high)
         cut[side - 1, 0], cut[side, 0] = low, low + 1
     return int(cut[0, 0]), int(cut[2, 0])
+
+
+@lean
+def _place_whole(
+    table: Ints,
+    ptr: Ints,
+    query: int,
+    key: int,
+    diagonal: int,
+    operands: Ints,
+    bases: Ints,
+    tokens: Ints,
+    bands: Ints,
+    task: Ints,
+) -> None:
+    """The bands of tasks with one run of tokens on either side. query, key, diagonal: columns of the tasks."""
+    count = 0
+    for rank in range(len(ptr) - 1):
+        for i in range(ptr[rank], ptr[rank + 1]):
+            q, k = tokens[0, i], tokens[1, i]
+            if q >= 0:
+                bands[0, count], bands[1, count] = q, q + operands[3, bases[rank] + table[query, i]]
+                bands[2, count], bands[3, count] = k, k + operands[3, bases[rank] + table[key, i]]
+                bands[4, count], bands[5, count] = table[diagonal, i] + q - k, table[diagonal + 1, i] + q - k
+                task[count] = i
+                count += 1
 
 
 @lean

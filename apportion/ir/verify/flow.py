@@ -82,7 +82,7 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_ho
         program.meeting.launch_of,
         program["operands"].ptr + memory.slots,
         transfers.data,
-        transfers.rank,
+        transfers.ptr,
         np.where(program.meeting.agreed, program.meeting.mate, -1),
         sum(1 << tensor for tensor in given) & ~written_at_home,
         carried,

@@ -1,4 +1,4 @@
-"""Rule 6: token cap, memory cap and tolerance of the policy hold."""
+"""Rule 6: what the request promises holds: token cap, home ranks, memory cap, tolerance."""
 
 from __future__ import annotations
 
@@ -25,15 +25,32 @@ _DEFAULT_CAP = 1.02
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `limits`."""
     yield from _token_cap(subject)
+    yield from _home_ranks(subject)
     for program in subject.programs:
         yield from _memory(subject, program)
     yield from _tolerance(subject)
+
+
+def _home_ranks(subject: Subject) -> Iterator[Violation]:
+    """Sequences live where the batch says they must."""
+    homes = subject.plan.request.batch.home_ranks
+    if not homes:
+        return
+    layout = subject.plan.layouts.get("attention", subject.home)
+    sequence, rank = layout.spans["sequence"], layout.spans.rank_of_row()
+    order = np.argsort(sequence, kind="stable")
+    for number, allowed in homes.items():
+        first, last = np.searchsorted(sequence[order], (number, number + 1))
+        for stray in sorted(set(rank[order[first:last]].tolist()) - set(allowed)):
+            message = f"holds tokens of sequence {number}, whose home_ranks are {tuple(allowed)}"
+            yield Violation(RULE, stray, None, None, None, message)
 
 
 def _token_cap(subject: Subject) -> Iterator[Violation]:
     """Rows of the layout that computes attention: the loader's own may be as uneven as its batches."""
     plan = subject.plan
     request = plan.request
+    # the planner rounds its default down; a whole token more is still the share that was promised
     cap = request.policy.token_cap or math.ceil(_DEFAULT_CAP * request.batch.tokens / plan.header.ranks)
     layout = plan.layouts.get("attention", subject.home)
     rows = layout.rows_per_rank

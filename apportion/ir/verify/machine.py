@@ -3,7 +3,7 @@
 Ranks run one after another. What a send carries is noted when it is launched and handed over at the receiver's wait;
 where the sender has not come so far, the rows are PENDING, and the receiver goes on until something needs to know.
 Rounds rise on every rank and `wait r` follows `launch r`, so the lowest unfinished round never has to stop. Most
-plans send home rows that nothing changes, which the receiver can look up itself, and add what returns to rows whose
+plans send home rows that nothing changes, which are noted before anything runs, and add what returns to rows whose
 tokens are known, which is promised and looked up in the end: then every rank runs through in one go.
 
 The interpreter knows nothing of numbers, only of cells (`cells.py`):
@@ -188,7 +188,7 @@ def interpret(
     partner: Ints,
     bases: Ints,
     transfers: Ints,
-    owner: Ints,
+    transfer_ptr: Ints,
     mate: Ints,
     constant: int,
     carried: Ints,
@@ -205,7 +205,7 @@ def interpret(
 ) -> None:
     """Runs every rank until its end, or until it must know what a rank still to come has sent; then again.
 
-    m: `Cells.lines`. bases: where each rank's operands begin in `m`. owner: the rank of each transfer. constant:
+    m: `Cells.lines`. bases: where each rank's operands begin in `m`. constant:
     tensors, as bits, whose home rows hold values that nothing in the program changes. carried: int64 [transfers, 2],
     what each send carries. promised: int64 [rowops, 4], (send, token, instruction, operand) of additions that took
     it for granted. at, resume: the instruction of each rank that comes next, and the row of its list. found: what
@@ -214,12 +214,13 @@ def interpret(
     Of the functions that this one calls, the first three do in place what is usual, that is, with an operand that is
     one cell in a proper state; all else is left to those further down, which do it in general.
     """
-    for item in range(transfers.shape[1]):
-        y = bases[owner[item]] + transfers[2, item]
-        cell = m[y, CELL]
-        known = transfers[0, item] and (constant >> m[y, TENSOR]) & 1 and m[cell, HOME_OFFSET] != NOWHERE
-        if known and m[y, LANES] == 1 and m[cell, STOP] == m[y, END]:
-            carried[item, 0], carried[item, 1] = VALUE, m[cell, HOME_OFFSET] + m[y, BEGIN]
+    for rank in range(len(ptr) - 1):
+        for item in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
+            y = bases[rank] + transfers[2, item]
+            cell = m[y, CELL]
+            known = transfers[0, item] and (constant >> m[y, TENSOR]) & 1 and m[cell, HOME_OFFSET] != NOWHERE
+            if known and m[y, LANES] == 1 and m[cell, STOP] == m[y, END]:
+                carried[item, 0], carried[item, 1] = VALUE, m[cell, HOME_OFFSET] + m[y, BEGIN]
     moved = True
     while moved:
         moved = False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import Op, Tensor
+from apportion.ir.isa import Op
 from apportion.ir.jit import lean
 from apportion.ir.plan import Ints
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 Bools = NDArray[np.bool_]
 
 UNMATCHED = -1
+
+# columns of the ends of transfers
+PEER, OWNER, TILE, AFTER = range(4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,33 +39,29 @@ class Meeting:
 
 def meet(program: Program) -> Meeting:
     instructions, launches, transfers = program["instructions"], program.launches, program["transfers"]
-    # narrow columns: the rounds visit the ranks' rows in leaps, and half the bytes are half the time
-    mate, after = (np.full(len(transfers), UNMATCHED, np.int32) for _ in range(2))
+    mate, agreed = np.full(len(transfers), UNMATCHED), np.zeros(len(transfers), bool)
     _match(
         launches.order,
         launches.ptr,
         program.starts,
         instructions["count"],
         instructions.rank,
-        (transfers["peer"] * 2 + transfers["send"]).astype(np.int32),
-        transfers.rank.astype(np.int32),
+        transfers.data,
+        transfers.ptr,
+        program["operands"].ptr,
+        program.facts.tile,
+        np.empty((len(transfers), 4), _narrow(program)),
         np.full((4, program.ranks), UNMATCHED, np.int64),
-        after,
         mate,
+        agreed,
     )
-    mate = mate.astype(np.int64)
-    return Meeting(mate, _agreed(program, mate), _launch_of_wait(program))
+    return Meeting(mate, agreed, _launch_of_wait(program))
 
 
-def _agreed(program: Program, mate: Ints) -> Bools:
-    transfers, operands = program["transfers"], program["operands"]
-    # one number for tensor, rows and heads; equal numbers of different triples need 2**40 rows
-    kind = (operands["rows"] * (max(Tensor) + 1) + operands["tensor"]) * len(
-        program.q_sets.size
-    ) + program.same_heads
-    mine = kind[transfers["operand"] + operands.ptr[transfers.rank]]
-    agreed: Bools = (mate >= 0) & (mine == mine[mate])
-    return agreed
+def _narrow(program: Program) -> type[np.signedinteger[Any]]:
+    """Of two types the smaller one that holds what `_match` notes: half the bytes are half the time."""
+    largest = max(int(program.facts.tile.max(initial=0)), len(program["transfers"]))
+    return np.int32 if largest < 2**31 else np.int64
 
 
 def _launch_of_wait(program: Program) -> Ints:
@@ -90,52 +89,62 @@ def _match(
     starts: Ints,
     counts: Ints,
     rank_of: Ints,
+    transfers: Ints,
+    transfer_ptr: Ints,
+    bases: Ints,
+    tile: Ints,
     ends: Ints,
-    owner: Ints,
     queues: Ints,
-    after: Ints,
     mate: Ints,
+    agreed: Bools,
 ) -> None:
     """Pairs the k-th send i -> j of each round with the k-th receive of j from i. Linear in the transfers.
 
-    ends: int32 [transfers], twice the peer, plus 1 for a send. owner, after, mate: int32 [transfers].
-    queues: int64 [4, ranks], first and last of two sets of queues, both linked through `after`: sends by
+    ends: [transfers, 4], filled here: twice the peer, plus 1 for a send; the rank; the tile that is moved; the next
+    transfer of a queue. The rounds visit the ranks' rows in leaps, each of which costs a line of the cache: all that
+    they need of a row is in one. queues: int64 [4, ranks], first and last of two sets of queues: sends by
     destination, filled for the whole round in the order of source ranks; receives by source, filled for one
     destination at a time.
     """
+    for rank in range(len(transfer_ptr) - 1):
+        for t in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
+            ends[t, PEER], ends[t, OWNER] = 2 * transfers[1, t] + transfers[0, t], rank
+            ends[t, TILE] = tile[bases[rank] + transfers[2, t]]
     for turn in range(len(ptr) - 1):
         for i in range(ptr[turn], ptr[turn + 1]):
             launch = order[i]
             for t in range(starts[launch], starts[launch] + counts[launch]):
-                if ends[t] & 1:
-                    _append(queues, 0, after, ends[t] >> 1, t)
+                if ends[t, PEER] & 1:
+                    _append(queues, 0, ends, t)
         for i in range(ptr[turn], ptr[turn + 1]):
             launch = order[i]
             for t in range(starts[launch], starts[launch] + counts[launch]):
-                if not ends[t] & 1:
-                    _append(queues, 2, after, ends[t] >> 1, t)
+                if not ends[t, PEER] & 1:
+                    _append(queues, 2, ends, t)
             t = queues[0, rank_of[launch]]
             while t >= 0:
-                source = owner[t]
+                source = ends[t, OWNER]
                 other = queues[2, source]
                 if other >= 0:
                     mate[t], mate[other] = other, t
-                    queues[2, source] = after[other]
-                t = int(after[t])
+                    agreed[t] = agreed[other] = ends[t, TILE] == ends[other, TILE]
+                    queues[2, source] = ends[other, AFTER]
+                t = ends[t, AFTER]
             queues[0, rank_of[launch]] = -1
             for t in range(starts[launch], starts[launch] + counts[launch]):
-                queues[2, ends[t] >> 1] = -1
+                queues[2, ends[t, PEER] >> 1] = -1
         for i in range(ptr[turn], ptr[turn + 1]):
             launch = order[i]
             for t in range(starts[launch], starts[launch] + counts[launch]):
-                queues[0, ends[t] >> 1] = -1
+                queues[0, ends[t, PEER] >> 1] = -1
 
 
 @lean
-def _append(queues: Ints, which: int, after: Ints, queue: int, item: int) -> None:
+def _append(queues: Ints, which: int, ends: Ints, item: int) -> None:
+    queue = ends[item, PEER] >> 1
     if queues[which, queue] < 0:
         queues[which, queue] = item
     else:
-        after[queues[which + 1, queue]] = item
+        ends[queues[which + 1, queue], AFTER] = item
     queues[which + 1, queue] = item
-    after[item] = -1
+    ends[item, AFTER] = -1

@@ -11,7 +11,7 @@ from apportion.ir.isa import TABLES, Op, Tensor
 from apportion.ir.jit import lean
 from apportion.ir.plan import Ints
 from apportion.ir.structure import OPERAND_COLUMNS
-from apportion.ir.verify.view import HOME, LISTS, Program
+from apportion.ir.verify.view import HOME, LIST_OF_OP, LISTS, Program
 
 T = Tensor
 ACCUMULATORS = (T.O, T.DX, T.DQ, T.DKV)
@@ -65,20 +65,23 @@ def scan(program: Program) -> Scan:
 
 
 def _scan_list(program: Program, number: int, name: str, written: Ints) -> Ints:
-    rows, columns = program[name], OPERAND_COLUMNS[name]
-    at = np.flatnonzero(program.list_of == number)
-    instructions = program["instructions"]
+    rows, columns, instructions = program[name], OPERAND_COLUMNS[name], program["instructions"]
     faults = np.zeros((_MOST, 3), np.int64)
+    if len(rows) == 0:
+        return faults[:0]
     found = _scan(
-        np.repeat(instructions["op"][at], instructions["count"][at]),
+        instructions.data,
+        instructions.ptr,
+        LIST_OF_OP,
+        number,
         rows.data,
         rows.ptr,
         np.array([TABLES[name].index(column) for column in columns], np.int64),
         TABLES[name].index("dmin") if "dmin" in TABLES[name] else -1,
-        program.packed,
+        program.facts.packed,
         program["operands"].data,
         program["operands"].ptr,
-        program.head_count,
+        program.facts.head_count,
         _RULES,
         faults,
         written,
@@ -106,7 +109,10 @@ _RULES = _rule_table()
 
 @lean
 def _scan(
-    ops: Ints,
+    instructions: Ints,
+    instruction_ptr: Ints,
+    list_of_op: Ints,
+    number: int,
     rows: Ints,
     ptr: Ints,
     columns: Ints,
@@ -122,32 +128,37 @@ def _scan(
     """Checks every row of a list against the rules of its op; fills `faults` and returns their number."""
     found, count = 0, len(columns)
     for rank in range(len(ptr) - 1):
-        base = operand_ptr[rank]
-        for row in range(ptr[rank], ptr[rank + 1]):
-            op, code, at = ops[row], 0, 0
-            for column in range(count):
-                x = base + rows[columns[column], row]
-                tensor, like, flags = packed[x, 0], rules[op, column, 1], rules[op, column, 3]
-                y = base + rows[columns[like], row] if like >= 0 else base
-                if not (rules[op, column, 0] >> tensor) & 1:
-                    code = TENSOR_WRONG
-                elif x != base and y != base:
-                    code = _unlike(packed, x, y, rules[op, column, 2])
-                    if flags & _MOVER and code == 0:
-                        code = _overlap(packed, operands, head_count, x, y)
-                if flags & _AT_HOME and packed[x, 1] != HOME and code == 0:
-                    code = NOT_HOME
-                if flags & _WRITTEN and packed[x, 1] == HOME and (count > 1 or rows[0, row] == 0):
-                    written[0] |= 1 << tensor
-                if code:
-                    at = column
-                    break
-            if code == 0 and band >= 0:
-                q, kv = base + rows[columns[0], row], base + rows[columns[1], row]
-                code = _band_code(rows[band, row], rows[band + 1, row], packed[q, 2], packed[kv, 2])
-            if code and found < len(faults):
-                faults[found, 0], faults[found, 1], faults[found, 2] = row, code, at
-                found += 1
+        base, end = operand_ptr[rank], ptr[rank]
+        for step in range(instruction_ptr[rank], instruction_ptr[rank + 1]):
+            op = instructions[0, step]
+            if list_of_op[op] != number:
+                continue
+            first, end = end, end + instructions[4, step]
+            for row in range(first, end):
+                code, at = 0, 0
+                for column in range(count):
+                    x = base + rows[columns[column], row]
+                    tensor, like, flags = packed[x, 0], rules[op, column, 1], rules[op, column, 3]
+                    y = base + rows[columns[like], row] if like >= 0 else base
+                    if not (rules[op, column, 0] >> tensor) & 1:
+                        code = TENSOR_WRONG
+                    elif x != base and y != base:
+                        code = _unlike(packed, x, y, rules[op, column, 2])
+                        if flags & _MOVER and code == 0:
+                            code = _overlap(packed, operands, head_count, x, y)
+                    if flags & _AT_HOME and packed[x, 1] != HOME and code == 0:
+                        code = NOT_HOME
+                    if flags & _WRITTEN and packed[x, 1] == HOME and (count > 1 or rows[0, row] == 0):
+                        written[0] |= 1 << tensor
+                    if code:
+                        at = column
+                        break
+                if code == 0 and band >= 0:
+                    q, kv = base + rows[columns[0], row], base + rows[columns[1], row]
+                    code = _band_code(rows[band, row], rows[band + 1, row], packed[q, 2], packed[kv, 2])
+                if code and found < len(faults):
+                    faults[found, 0], faults[found, 1], faults[found, 2] = row, code, at
+                    found += 1
     return found
 
 

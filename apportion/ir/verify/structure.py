@@ -94,6 +94,8 @@ def operand_violation(program: Program, operand: int, message: str) -> Violation
 
 def _operands(program: Program) -> Iterator[Violation]:
     """Operands lie inside their home rows or arena."""
+    if program.facts.misplaced == 0:
+        return
     table = program["operands"]
     tensor, rank, work = table["tensor"], table.rank, table["space"] == WORK
     arena_rows, arena_heads = program.arena_rows[rank, tensor], program.arena_heads[rank, tensor]

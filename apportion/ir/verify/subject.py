@@ -38,6 +38,10 @@ class Subject:
         return self.plan.layouts[self.plan.header.home_layout]
 
     @cached_property
+    def home_runs(self) -> cells.Runs:
+        return cells.home_runs(self.home)
+
+    @cached_property
     def programs(self) -> tuple[Program, ...]:
         header = self.plan.header
         q_sets = head_sets(header.q_heads, header.head_sets)
@@ -74,7 +78,7 @@ class Subject:
 
     def _run(self, program: Program, room: int) -> interpreter.Flow:
         given = self.given(program)
-        memory = cells.build(program, self.home, given, program.owed, room)
+        memory = cells.build(program, self.home_runs, given, program.owed, room)
         return interpreter.run(program, memory, given, self.scan(program).written_at_home)
 
     def tasks(self, program: Program) -> coverage.Tasks:

@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import KV_SIDE, OP_LIST, TABLES, Op, Space, Tensor
+from apportion.ir.isa import HEADLESS, KV_SIDE, OP_LIST, TABLES, Op, Space, Tensor
+from apportion.ir.jit import lean
 from apportion.ir.plan import Ints, ProgramSet, Table
 from apportion.ir.verify.meeting import Meeting, meet
 from apportion.ir.verify.sorting import stable_order
@@ -25,6 +26,8 @@ LIST_OF_OP = np.array(
     [LISTS.index(name) if op and (name := OP_LIST[Op(op)]) else NO_LIST for op in range(max(Op) + 1)]
 )
 KV_TENSORS = tuple(sorted(KV_SIDE))
+_KV_BITS, _HEADLESS_BITS = (sum(1 << tensor for tensor in some) for some in (KV_SIDE, HEADLESS))
+_TENSORS = max(Tensor) + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,24 +115,30 @@ class Program:
         side: Bools = (tensor == KV_TENSORS[0]) | (tensor == KV_TENSORS[1])
         return side
 
-    def per_operand(self, q_side: Ints, kv_side: Ints) -> Ints:
-        """[operands] the entry of each operand's head set in a column of its side."""
-        heads = self["operands"]["heads"]
-        at: Ints | int = heads if heads.any() else 0
-        entry: Ints = np.where(self.kv_side, kv_side[at], q_side[at])
-        return entry
-
     @cached_property
     def head_count(self) -> Ints:
         """int64 [operands]: heads of each operand (1 for X and dX)."""
-        count = self.per_operand(self.q_sets.size, self.kv_sets.size)
-        tensor = self["operands"]["tensor"]
-        return np.where((tensor == Tensor.X) | (tensor == Tensor.DX), 1, count)
+        return self.facts.head_count
 
     @cached_property
-    def same_heads(self) -> Ints:
-        """int64 [operands]: a number that is equal for operands of a side with the same heads in the same order."""
-        return self.per_operand(self.q_sets.canonical, self.kv_sets.canonical)
+    def facts(self) -> Facts:
+        """What the tables say of each operand. Looks at arenas and home rows too."""
+        table, sets = self["operands"], (self.q_sets, self.kv_sets)
+        packed, tile = np.empty((len(table), 4), np.int64), np.empty(len(table), np.int64)
+        head_count = np.empty(len(table), np.int64)
+        misplaced = _look_up(
+            table.data,
+            table.ptr,
+            np.array([side.size for side in sets]),
+            np.array([side.canonical for side in sets]),
+            self.home_rows,
+            self.arena_rows,
+            self.arena_heads,
+            packed,
+            head_count,
+            tile,
+        )
+        return Facts(packed, head_count, tile, misplaced)
 
     @cached_property
     def list_of(self) -> Ints:
@@ -191,12 +200,6 @@ class Program:
         return not ((rank[1:] == rank[:-1]) & (number[1:] <= number[:-1])).any()
 
     @cached_property
-    def packed(self) -> Ints:
-        """int64 [operands, 4]: tensor, space, rows and `same_heads` of an operand, in half a line of the cache."""
-        table = self["operands"]
-        return np.stack([table["tensor"], table["space"], table["rows"], self.same_heads], axis=1)
-
-    @cached_property
     def launches(self) -> Launches:
         return _launches(self)
 
@@ -219,6 +222,55 @@ class Program:
         sizes = np.zeros((self.ranks, max(Tensor) + 1), np.int64)
         sizes[arenas.rank, arenas["tensor"]] = arenas[column]
         return sizes
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """packed: int64 [operands, 4], tensor, space, rows and a number that is equal for operands of a side with the
+    same heads in the same order, in half a line of the cache. head_count: int64 [operands]. tile: int64 [operands],
+    one number for tensor, rows and heads; equal numbers of different triples need 2**40 rows. misplaced: how many
+    operands are outside their rows or heads.
+    """
+
+    packed: Ints
+    head_count: Ints
+    tile: Ints
+    misplaced: int
+
+
+@lean
+def _look_up(
+    operands: Ints,
+    ptr: Ints,
+    size: Ints,
+    canonical: Ints,
+    home_rows: Ints,
+    arena_rows: Ints,
+    arena_heads: Ints,
+    packed: Ints,
+    head_count: Ints,
+    tile: Ints,
+) -> int:
+    """Fills packed, head_count and tile; size, canonical: int64 [2, sets], of query side and KV side."""
+    misplaced = 0
+    for rank in range(len(ptr) - 1):
+        for x in range(ptr[rank], ptr[rank + 1]):
+            tensor, space, heads = operands[0, x], operands[1, x], operands[5, x]
+            end, column = operands[2, x] + operands[3, x], operands[4, x]
+            side, headless = (_KV_BITS >> tensor) & 1, (_HEADLESS_BITS >> tensor) & 1
+            head_count[x] = 1 if headless else size[side, heads]
+            packed[x, 0], packed[x, 1], packed[x, 2] = tensor, space, operands[3, x]
+            packed[x, 3] = canonical[side, heads]
+            tile[x] = (operands[3, x] * _TENSORS + tensor) * size.shape[1] + canonical[side, heads]
+            if space == WORK:
+                wrong = end > arena_rows[rank, tensor]
+                if not headless:
+                    wrong = wrong or column + head_count[x] > arena_heads[rank, tensor]
+            else:
+                wrong = end > home_rows[rank] or column != 0
+            if tensor != 0 and (wrong or (headless and column + heads != 0)):
+                misplaced += 1
+    return misplaced
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,87 @@
+"""Rule 8 encodes a plan's tables anew unless they are the very columns that its parts were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from apportion.ir import codec
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.model import Model
+from apportion.ir.plan import Layout, Plan, Table
+from apportion.ir.verify import check
+from apportion.planner.api import plan as make
+
+MODEL = Model(q_heads=4, kv_heads=2, head_dim=16)
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make(Batch.from_lengths([700, 300, 24]), Cluster(nodes=1, ranks_per_node=4), MODEL)
+
+
+def known(plan: Plan) -> bool:
+    parts = plan.sections.parts
+    return isinstance(parts, codec.Parts) and parts.are_of(plan.layouts, plan.programs, plan.moves)
+
+
+def rules(plan: Plan) -> set[str]:
+    return {violation.rule for violation in check(plan)}
+
+
+def with_column(plan: Plan, change: Callable[[np.ndarray], np.ndarray]) -> Plan:
+    spans = plan.layouts["attention"].spans
+    columns = {**spans.columns, "position": change(spans["position"])}
+    return replace(plan, layouts={"attention": Layout("attention", Table(spans.ptr, columns))})
+
+
+def test_a_sealed_plan_is_known_and_cannot_be_written_to(plan: Plan) -> None:
+    assert known(plan)
+    assert rules(plan) == set()
+    with pytest.raises(ValueError, match="read-only"):
+        plan.layouts["attention"].spans["position"][0] = 5
+
+
+def test_equal_columns_are_encoded_anew(plan: Plan) -> None:
+    copied = with_column(plan, np.copy)
+    assert not known(copied)
+    assert rules(copied) == set()
+
+
+def test_other_columns_are_found(plan: Plan) -> None:
+    changed = with_column(plan, lambda column: column + 1)
+    assert not known(changed)
+    assert "digests" in rules(changed)
+
+
+def test_columns_made_writable_again_are_found(plan: Plan) -> None:
+    column = plan.layouts["attention"].spans["position"]
+    column.setflags(write=True)
+    column[0] += 1
+    assert not known(plan)
+    assert "digests" in rules(plan)
+
+
+def test_parts_exchanged_in_place_are_found(plan: Plan) -> None:
+    plan.sections.parts[0] = plan.sections.parts[1]
+    assert not known(plan)
+    assert "digests" in rules(plan)
+
+
+def test_views_are_never_known(plan: Plan) -> None:
+    shared = np.array(plan.layouts["attention"].spans["position"])
+    viewed = codec.seal(with_column(plan, lambda _: shared[:]))
+    assert not known(viewed)
+    assert rules(viewed) == set()
+    shared[0] += 1
+    assert "digests" in rules(viewed)
+
+
+def test_a_decoded_plan_is_encoded_anew(plan: Plan) -> None:
+    again = Plan.decode(plan.encode())
+    assert not isinstance(again.sections.parts, codec.Parts)
+    assert rules(again) == set()
