@@ -92,7 +92,9 @@ def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Members, Edges]:
     first = np.maximum(np.searchsorted(starts, bands[:, 0], "right") - 1, 0)
     first_key = np.maximum(np.searchsorted(starts, bands[:, 2], "right") - 1, 0)
     bands = np.ascontiguousarray(bands)
-    cells = _cut(bands, starts, first, first_key, _count(bands, starts, first, first_key))
+    count = _cut(bands, starts, first, first_key, np.empty((8, 0), np.int32))
+    cells = np.empty((8, count), np.int32)
+    _cut(bands, starts, first, first_key, cells)
     tasks, members, edges = _gather(cells, starts, rows.home, rows.row, rows.ranks)
     block, dst, k0, k1 = edges
     return Tasks(*tasks), Members(*members), Edges(block, rows.home[block].astype(np.int32), dst, k0, k1)
@@ -106,27 +108,9 @@ def _reach(band: Ints, low: int, high: int) -> tuple[int, int, int, int]:
 
 
 @jit
-def _count(bands: Ints, starts: Ints, first: Ints, first_key: Ints) -> int:
-    """Cells that `_cut` will find."""
-    cells, blocks = 0, len(starts) - 1
-    for i in range(len(bands)):
-        block, key = first[i], first_key[i]
-        while block < blocks and starts[block] < bands[i, 1]:
-            q0, q1, k0, k1 = _reach(bands[i], starts[block], starts[block + 1])
-            if q0 < q1 and k0 < k1:
-                while starts[key + 1] <= k0:
-                    key += 1
-                last = key
-                while last < blocks and starts[last] < k1:
-                    cells, last = cells + 1, last + 1
-            block += 1
-    return cells
-
-
-@jit
-def _cut(bands: Ints, starts: Ints, first: Ints, first_key: Ints, cells: int) -> Ints:
-    """int32 [8, cells]: each band in each (query block, key block): q, k, q0, q1, k0, k1, dmin, dmax."""
-    cell = np.empty((8, cells), np.int32)
+def _cut(bands: Ints, starts: Ints, first: Ints, first_key: Ints, cell: Ints) -> int:
+    """Each band in each (query block, key block): q, k, q0, q1, k0, k1, dmin, dmax, into the columns of int32
+    `cell` [8, room] as far as there is room. Returns how many there are."""
     c, blocks = 0, len(starts) - 1
     for i in range(len(bands)):
         block, key = first[i], first_key[i]
@@ -137,14 +121,15 @@ def _cut(bands: Ints, starts: Ints, first: Ints, first_key: Ints, cells: int) ->
                     key += 1
                 last = key
                 while last < blocks and starts[last] < k1:
-                    a, b = max(k0, starts[last]), min(k1, starts[last + 1])
-                    cell[0, c], cell[1, c], cell[2, c], cell[3, c] = block, last, q0, q1
-                    cell[4, c], cell[5, c] = a, b
-                    cell[6, c] = max(bands[i, 4] - (q0 - a), a - b + 1)
-                    cell[7, c] = min(bands[i, 5] - (q0 - a), q1 - q0 - 1)
+                    if c < cell.shape[1]:
+                        a, b = max(k0, starts[last]), min(k1, starts[last + 1])
+                        cell[0, c], cell[1, c], cell[2, c], cell[3, c] = block, last, q0, q1
+                        cell[4, c], cell[5, c] = a, b
+                        cell[6, c] = max(bands[i, 4] - (q0 - a), a - b + 1)
+                        cell[7, c] = min(bands[i, 5] - (q0 - a), q1 - q0 - 1)
                     c, last = c + 1, last + 1
             block += 1
-    return cell
+    return c
 
 
 @jit
