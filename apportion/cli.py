@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from apportion.ir.policy import Recipe
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+SAMPLED = 32768  # tokens for each rank, where the batch is drawn
 WIDTH = 108  # the widest table; narrower terminals wrap its lines rather than lose figures
 
 app = typer.Typer(
@@ -63,7 +64,6 @@ Block = Annotated[
 WorkloadFile = Annotated[
     Path | None, typer.Option("--workload", help="Workload file: samples of a data set.", metavar="W.json")
 ]
-TokensPerRank = Annotated[int, typer.Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)]
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -71,7 +71,7 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     try:
         code = int(app(args=args, prog_name="apportion", standalone_mode=False) or OK)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return code
     except UsageError as error:
         return _refuse(error.format_message(), error, "--json" in args)  # type: ignore[attr-defined]
@@ -80,10 +80,12 @@ def main(args: Sequence[str] | None = None) -> int:
     except ApportionError as error:
         return _refuse(str(error), error, "--json" in args)
     except BrokenPipeError:  # the reader of a pipe has seen enough, as in `apportion show P.plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return OK
     except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror}", error, "--json" in args)
+        reason = error.strerror or str(error) or type(error).__name__
+        message = reason if error.filename is None else f"{error.filename}: {reason}"
+        return _refuse(message, error, "--json" in args)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
 
@@ -96,10 +98,20 @@ def _refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT
             for name in ("field", "value", "rule", "remedy")
             if hasattr(error, name)
         }
-        print(json.dumps({"error": {"type": type(error).__name__, "message": message} | facts}))
+        said = json.dumps({"error": {"type": type(error).__name__, "message": message} | facts}) + "\n"
     else:
+        said = ""
         print(f"apportion: {message}", file=sys.stderr)
+    try:
+        print(said, end="", flush=True)
+    except OSError:  # nobody reads it; the exit code still tells
+        _drop_stdout()
     return code
+
+
+def _drop_stdout() -> None:
+    """Send what stdout still holds nowhere: flushing it when Python exits would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _emit(record: Mapping[str, Any], as_json: bool, *views: Callable[[], RenderableType]) -> None:
@@ -148,7 +160,10 @@ def plan_command(
     ranks_per_node: Annotated[
         int | None, typer.Option("--ranks-per-node", help="Default: 8, or the largest divisor below.", min=1)
     ] = None,
-    tokens_per_rank: TokensPerRank = 32768,
+    tokens_per_rank: Annotated[
+        int | None,
+        typer.Option("--tokens-per-rank", help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1),
+    ] = None,
     recipe: RecipeName = "fcp",
     block: Block = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)] = 0,
@@ -172,14 +187,20 @@ def plan_command(
     from apportion import views
     from apportion.bench import Job, measure, warm_up
 
+    if output is not None:
+        _check_output(output)
     the_cluster = _cluster(cluster, ranks, ranks_per_node)
-    the_batch, skipped = _batch(batch, lengths, workload, the_cluster.ranks * tokens_per_rank, seed)
+    if batch is not None and tokens_per_rank is not None:
+        rule = "a batch file is planned whole, only --lengths and --workload are sampled"
+        raise ConfigError("--tokens-per-rank", tokens_per_rank, rule, "drop it or --batch")
+    tokens = the_cluster.ranks * (SAMPLED if tokens_per_rank is None else tokens_per_rank)
+    the_batch, skipped = _batch(batch, lengths, workload, tokens, seed)
     job = Job(the_batch, the_cluster, _model(model), _recipe(recipe, block), seed)
     with Console(stderr=True).status("compiling (the first run of all, half a minute) and planning"):
         warm_up(job.recipe)
         row = measure(job)
     if output is not None:
-        output.write_bytes(row.plan.encode())
+        _write(output, row.plan.encode())
     record = row.record() | {
         "seed": seed,
         "id": row.plan.id.hex(),
@@ -189,6 +210,43 @@ def plan_command(
     _emit(
         record, as_json, lambda: views.summary(f"plan {record['id'][:16]}, verified", views.plan_rows(record))
     )
+
+
+def _check_output(path: Path) -> None:
+    """Refuse before planning what could not be written after it."""
+    wrong = _unwritable(path.resolve())
+    if wrong is not None:
+        raise ConfigError("--output", str(path), *wrong)
+
+
+def _unwritable(path: Path) -> tuple[str, str] | None:
+    """Why the file cannot be written and what to do about it, None where it can."""
+    folder = path.parent
+    if path.is_dir():
+        return "it is a folder", "name a file in it"
+    if not folder.is_dir():
+        return f"there is no folder {folder}", "make it first"
+    if not os.access(path if _is_device(path) else folder, os.W_OK):
+        return f"{folder} cannot be written", "choose another folder"
+    return None
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file()  # as /dev/null, which must not be replaced by a file
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write the whole file or none: under another name beside it, then renamed."""
+    path = path.resolve()  # a link stays a link
+    if _is_device(path):
+        path.write_bytes(data)
+        return
+    part = path.with_name(f".apportion-{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _cluster(file: Path | None, ranks: int | None, per_node: int | None) -> Cluster:
@@ -247,28 +305,40 @@ def _recipe(name: str, block: str | None) -> Recipe:
 
 
 def _block(text: str) -> int | str:
-    return text if text == "auto" else _integers("--block", text)[0]
+    if text == "auto":
+        return text
+    if not (text.isascii() and text.isdigit() and 0 < len(text.lstrip("0")) < 10):
+        raise ConfigError(
+            "--block",
+            text,
+            "must be one positive whole number, or auto",
+            "write --block 2048 or --block auto",
+        )
+    return int(text)
 
 
-def _integers(option: str, text: str) -> list[int]:
-    """The positive integers of a comma-separated list."""
+def _integers(option: str, text: str, low: int, high: int) -> list[int]:
+    """The integers in [low, high] of a comma-separated list."""
+    from apportion.ir.fields import integer
+
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(
             option, text, "must be whole numbers, separated by commas", f"write {option} 8,64"
         ) from None
+    return [integer(option, number, low, high) for number in numbers]
 
 
 # --- verify, show, diff
 
 
-def _read_plan(path: Path) -> Plan:
+def _read_plan(path: Path, check_id: bool = True) -> Plan:
+    from apportion.ir.codec import decode
     from apportion.ir.errors import DecodeError
-    from apportion.ir.plan import Plan
 
     try:
-        return Plan.decode(path.read_bytes())
+        return decode(path.read_bytes(), check_id)
     except DecodeError as error:
         raise type(error)(f"{path} is not a plan that this release reads: {error}") from error
 
@@ -283,7 +353,7 @@ def verify(plan: PlanFile, as_json: AsJson = False) -> None:
     """
     from apportion.ir.verify import check
 
-    the_plan = _read_plan(plan)
+    the_plan = _read_plan(plan, check_id=False)  # a wrong id is for the verifier to tell
     violations = check(the_plan)
     record = {
         "id": the_plan.id.hex(),
@@ -475,7 +545,9 @@ def bench_plan(
     ranks: Annotated[
         str, typer.Option("--ranks", help="Rank counts, separated by commas.")
     ] = "8,64,256,1024",
-    tokens_per_rank: TokensPerRank = 32768,
+    tokens_per_rank: Annotated[
+        int, typer.Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)
+    ] = SAMPLED,
     block: Block = None,
     workload: WorkloadFile = None,
     model: ModelFile = None,
@@ -497,10 +569,13 @@ def bench_plan(
     _one_core()
     from apportion import views
     from apportion.bench import Grid, Source
+    from apportion.ir.fields import MAX_INT
+    from apportion.ir.isa import MAX_RANKS
     from apportion.ir.workload import read_workload
 
     source = Source(None if workload is None else read_workload(workload))
-    grid = Grid(_integers("--ranks", ranks), _integers("--seeds", seeds), tokens_per_rank, repeats)
+    counts = _integers("--ranks", ranks, 1, MAX_RANKS)
+    grid = Grid(counts, _integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats)
     rows = []
     for row in grid.rows(source, _model(model), _recipe(recipe, block)):
         _note(f"{row['ranks']} ranks, seed {row['seed']}: {row['planning_ms']['p50']:.1f} ms")

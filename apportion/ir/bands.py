@@ -15,11 +15,12 @@ Bands are rows of an int64 array [n, 6]. An unbounded diagonal is -INF or INF. T
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -29,6 +30,7 @@ MAX_TOKENS = 2**31 - 1
 
 # types of slices, as users of MagiAttention know them
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
+SLICE_TYPES = ("FULL", "CAUSAL", "INVCAUSAL", "BICAUSAL")  # their names, by number
 
 _DENSE_CELLS = 2**26
 _CHUNK = 2**20  # candidate pairs looked at together: 100 MB of columns
@@ -142,12 +144,42 @@ def from_slices(slices: ArrayLike) -> Ints:
     """[n, 6]: the bands of slices (q0, q1, k0, k1, type).
 
     Types: 0 FULL, 1 CAUSAL (aligned bottom-right: the last query sees up to the last key), 2 INVCAUSAL
-    (top-left: the first query sees from the first key on), 3 BICAUSAL (both).
+    (top-left: the first query sees from the first key on), 3 BICAUSAL (both); by number, or by name in lists.
+    Raises UnknownNameError for another type.
     """
-    s = np.asarray(slices, np.int64).reshape(-1, 5)
+    s = np.asarray(number_types("slices", slices), np.int64).reshape(-1, 5)
+    check_types("slices", s)
     dmin = np.where(s[:, 4] & CAUSAL, s[:, 1] - s[:, 3], -INF)
     dmax = np.where(s[:, 4] & INVCAUSAL, s[:, 0] - s[:, 2], INF)
     return np.column_stack([s[:, :4], dmin, dmax])
+
+
+def number_types(field: str, slices: Any) -> Any:
+    """`slices` with each type that is a name as its number; what is not a list of rows of five stays as it is."""
+    if not isinstance(slices, list | tuple):
+        return slices
+    return [[*row[:4], _number(field, i, row[4])] if _is_named(row) else row for i, row in enumerate(slices)]
+
+
+def _is_named(row: Any) -> bool:
+    return isinstance(row, list | tuple) and len(row) == 5 and isinstance(row[4], str)
+
+
+def _number(field: str, i: int, name: str) -> int:
+    if name not in SLICE_TYPES:
+        raise _no_type(field, i, name)
+    return SLICE_TYPES.index(name)
+
+
+def check_types(field: str, slices: Ints) -> None:
+    """Raises UnknownNameError where a row of `slices` [n, 5] has a type that there is not."""
+    for i in np.flatnonzero((slices[:, 4] < FULL) | (slices[:, 4] > BICAUSAL)):
+        raise _no_type(field, int(i), int(slices[i, 4]))
+
+
+def _no_type(field: str, i: int, value: object) -> UnknownNameError:
+    listed = ", ".join(f"{name} ({number})" for number, name in enumerate(SLICE_TYPES))
+    return UnknownNameError(f"{field}[{i}] type", value, "there is no such type", f"write one of {listed}")
 
 
 def to_slices(bands: ArrayLike) -> Ints:

@@ -132,7 +132,7 @@ class Batch:
 
     @staticmethod
     def from_slices(tokens: int, slices: ArrayLike) -> Batch:
-        """One sequence of `tokens` tokens under raw slices (q0, q1, k0, k1, type)."""
+        """One sequence of `tokens` tokens under raw slices (q0, q1, k0, k1, type), as `masks.slices` takes them."""
         return Batch.from_lengths([integer("tokens", tokens, 1, MAX_TOKENS)], masks.slices(slices))
 
     @staticmethod
@@ -217,6 +217,10 @@ class Batch:
     def bands(self, kind: str) -> Ints:
         """[m, 6] int64: the bands of a kind in global tokens, sorted by (q0, k0), read-only."""
         return self._cached(("bands", self._kind(kind)), lambda: self._lower(kind))
+
+    def to_slices(self, kind: str) -> list[tuple[int, ...]]:
+        """The mask of a kind as slices (q0, q1, k0, k1, type) in global tokens, which `from_slices` reads."""
+        return [tuple(row) for row in algebra.to_slices(self.bands(kind)).tolist()]
 
     def area(self, kind: str) -> int:
         """The number of allowed (query, key) pairs of a kind."""

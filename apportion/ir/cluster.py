@@ -86,16 +86,18 @@ class Cluster:
         SLURM_NTASKS_PER_NODE or SLURM_NNODES) describes in the environment, with default links.
 
         group: the data x context group where it is not all ranks: the list of its global ranks, or an object
-        with `size()`, as torch process groups have, whose ranks are then taken to be spread evenly.
-        Raises ConfigError where neither set of variables is there or ranks do not divide evenly.
+        with `size()`, as torch process groups have. Its ranks are then taken to be spread evenly over all nodes;
+        where they are not, give the list (`torch.distributed.get_process_group_ranks`).
+        Raises ConfigError where neither set of variables is there, a rank is listed twice or ranks do not divide
+        evenly.
         """
         world, local = _world(os.environ)
         if group is None:
             return Cluster(nodes=world // local, ranks_per_node=local)
-        if hasattr(group, "size"):
+        if callable(getattr(group, "size", None)):
             ranks, nodes = integer("group.size()", group.size(), 1, world), world // local
         else:
-            members = integers("group", group, 0, world - 1)
+            members = _distinct(integers("group", group, 0, world - 1))
             ranks, nodes = len(members), len(np.unique(members // local))
             _check_even(members // local)
         nodes = min(nodes, ranks)
@@ -158,6 +160,14 @@ def _divided(field: str, ranks: int, parts: int) -> int:
             field, ranks, f"must divide evenly by {parts}", "give every node the same number of ranks"
         )
     return ranks // parts
+
+
+def _distinct(members: Ints) -> Ints:
+    if not len(members) or len(np.unique(members)) != len(members):
+        raise ConfigError(
+            "group", members.tolist(), "must name at least one rank, each once", "list global ranks"
+        )
+    return members
 
 
 def _check_even(nodes: Sequence[int] | Ints) -> None:

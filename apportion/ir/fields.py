@@ -21,6 +21,7 @@ MAX_INT = 2**62  # what fits 64-bit arithmetic with room for one addition
 MAX_FILE_BYTES = 2**30
 _LARGEST = 10**300
 _MAX_DEPTH = 32
+_SHOWN = 120  # characters of a line that does not parse
 
 
 def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
@@ -177,8 +178,24 @@ def load(path: str | Path) -> Any:
     try:
         return parse[path.suffix](text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(str(path), path.suffix, f"does not parse ({reason})", "correct the file") from error
+        raise _unparsed(path, text, error) from error
+
+
+def _unparsed(path: Path, text: str, error: Exception) -> ConfigError:
+    """Says where `text` stops being JSON or YAML, and shows the line."""
+    line, column, reason = _place(error)
+    value = (text.split("\n")[line - 1] if line else text)[:_SHOWN].strip()
+    where = f" at line {line}, column {column}" if line else ""
+    return ConfigError(str(path), value, f"does not parse{where} ({reason})", "correct the file")
+
+
+def _place(error: Exception) -> tuple[int, int, str]:
+    """(line, column, reason) of a parser's error, counted from 1; line 0 where it does not say."""
+    if isinstance(error, json.JSONDecodeError):
+        return error.lineno, error.colno, error.msg
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return error.problem_mark.line + 1, error.problem_mark.column + 1, str(error.problem)
+    return 0, 0, " ".join(str(error).split())
 
 
 def read_text(path: Path) -> str:

@@ -467,15 +467,17 @@ class Bands(Mask):
 
 @dataclass(frozen=True)
 class Slices(Mask):
-    """Raw slices (q0, q1, k0, k1, type): 0 FULL, 1 CAUSAL (bottom-right), 2 INVCAUSAL (top-left), 3 both."""
+    """Raw slices (q0, q1, k0, k1, type), the type by number or name: 0 FULL, 1 CAUSAL (bottom-right), 2 INVCAUSAL
+    (top-left), 3 BICAUSAL (both)."""
 
     rows: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        listed = _listed("slices.slices", self.rows, 5, "q0, q1, k0, k1, type")
+        numbered = algebra.number_types("slices.slices", self.rows)
+        listed = _listed("slices.slices", numbered, 5, "q0, q1, k0, k1, type")
         table = np.array(listed, np.int64).reshape(-1, 5)
         _check_rects("slices.slices", table)
-        integers("slices.slices type", table[:, 4], 0, 3)
+        algebra.check_types("slices.slices", table)
         algebra.check_disjoint("slices.slices", algebra.from_slices(table))
         object.__setattr__(self, "rows", tuple(map(tuple, table.tolist())))
 
@@ -688,7 +690,8 @@ def bands(rows: ArrayLike) -> Bands:
 
 
 def slices(rows: ArrayLike) -> Slices:
-    """Raw slices (q0, q1, k0, k1, type) on the sequence's own tokens."""
+    """Raw slices (q0, q1, k0, k1, type) on the sequence's own tokens; a type is FULL, CAUSAL, INVCAUSAL, BICAUSAL
+    or its number from 0 on."""
     return Slices(rows)  # type: ignore[arg-type]
 
 

@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import UnknownNameError
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import choice
 from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 
 if TYPE_CHECKING:
-    from apportion.ir.codec import Slice
+    from apportion.ir.codec import Sections, Slice
 
 Ints = NDArray[np.integer[Any]]
 
@@ -75,7 +76,10 @@ def empty_table(names: tuple[str, ...], ranks: int) -> Table:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where each token lives: spans (rank, row, token, length, sequence, position)."""
+    """Where each token lives: spans (rank, row, token, length, sequence, position).
+
+    The layouts of a slice hold one rank, which is 0 here. A rank that is not there is a ConfigError.
+    """
 
     name: str
     spans: Table
@@ -89,23 +93,35 @@ class Layout:
 
     def tokens(self, rank: int) -> Ints:
         """[rows] the global token of each of the rank's rows, in row order."""
-        return _expand(self.spans.rank(rank), "token")
+        return _expand(self._of(rank), "token")
 
     def position_ids(self, rank: int) -> Ints:
         """[rows] the position id of each of the rank's rows, in row order."""
-        return _expand(self.spans.rank(rank), "position")
+        return _expand(self._of(rank), "position")
 
     def to_cu_seqlens(self, rank: int) -> Ints:
         """[pieces + 1] int32 cumulative lengths of the runs of consecutive tokens of one sequence that the rank
         holds, in row order, as varlen attention kernels take them."""
-        lengths = self.spans.rank(rank)["length"]
+        lengths = self._of(rank)["length"]
         return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+    def _of(self, rank: int) -> Table:
+        """The rank's spans in row order, as a one-rank table."""
+        spans = self.spans.rank(_checked_rank(rank, self.spans.ranks))
+        order = np.argsort(spans["row"], kind="stable")
+        return Table(spans.ptr, {name: column[order] for name, column in spans.columns.items()})
+
+
+def _checked_rank(rank: int, ranks: int) -> int:
+    whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+    if not whole or not 0 <= rank < ranks:
+        raise ConfigError("rank", rank, f"must be in [0, {ranks})", "name a rank that is there")
+    return int(rank)
 
 
 def _expand(spans: Table, column: str) -> Ints:
-    order = np.argsort(spans["row"], kind="stable")
-    length = spans["length"][order].astype(np.int64)
-    start = spans[column][order].astype(np.int64)
+    length = spans["length"].astype(np.int64)
+    start = spans[column].astype(np.int64)
     offset = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
     return np.repeat(start, length) + offset
 
@@ -143,7 +159,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Header:
-    """What every rank must know. `executor` holds the model facts that a backend needs."""
+    """What every rank must know, with the facts of the model that a backend needs."""
 
     ranks: int
     kinds: tuple[str, ...]
@@ -182,19 +198,19 @@ class Plan:
     programs: Mapping[tuple[str, str], ProgramSet]  # (kind, phase)
     moves: tuple[Move, ...] = ()
     report: Mapping[str, Any] = field(default_factory=dict)
-    sections: Any = None  # the encoded sections (`codec.Sections`), set by `seal` and `decode`
+    sections: Sections | None = None  # as encoded, set by `seal` and `decode`
 
     @property
     def id(self) -> bytes:
         """32 bytes, BLAKE2b over the digests of the encoded sections."""
-        return self._sealed().id  # type: ignore[no-any-return]
+        return self._sealed().id
 
-    def _sealed(self) -> Any:
+    def _sealed(self) -> Sections:
         from apportion.ir.codec import encode_sections
 
-        if self.sections is None:
-            object.__setattr__(self, "sections", encode_sections(self))
-        return self.sections
+        sealed = encode_sections(self) if self.sections is None else self.sections
+        object.__setattr__(self, "sections", sealed)
+        return sealed
 
     def encode(self) -> bytes:
         """The plan as bytes: a function of request, recipe, seed and version alone."""
@@ -210,10 +226,11 @@ class Plan:
         return decode(data)
 
     def for_rank(self, rank: int) -> Slice:
-        """The rank's slice: its part, the header and the proof that it belongs to this plan's id."""
+        """The rank's slice: its part, the header and the proof that it belongs to this plan's id.
+        Raises ConfigError where the plan has no such rank."""
         from apportion.ir.codec import slice_plan
 
-        return slice_plan(self, rank)
+        return slice_plan(self, _checked_rank(rank, self.header.ranks))
 
     def text(self, rank: int | None = None) -> str:
         """The plan, or one rank of it, as text; the whole text parses back with `ir.text.parse`."""
@@ -230,8 +247,13 @@ class Plan:
         return self.layouts[name]
 
     def program(self, rank: int, kind: str, phase: str) -> ProgramSet:
-        """One rank's program of one attention kind and phase, as one-rank tables."""
-        return self.programs[kind, phase].rank(rank)
+        """One rank's program of one attention kind and phase, as one-rank tables.
+
+        Raises ConfigError where the plan has no such rank, UnknownNameError for a kind or phase it does not have.
+        """
+        choice("kind", kind, dict.fromkeys(kind for kind, _ in self.programs))
+        choice("phase", phase, [held for of, held in self.programs if of == kind])
+        return self.programs[kind, phase].rank(_checked_rank(rank, self.header.ranks))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.id == other.id

@@ -69,9 +69,10 @@ class Recipe:
 class Policy:
     """What a plan must hold.
 
-    token_cap: most tokens of a rank; None is ceil(1.02 x the mean). memory_cap_gib: None is the cluster's
-    memory. tolerance: largest compute imbalance, max/mean - 1; None promises nothing. budget: most steps of a
-    search; None is the recipe's own. Raises ConfigError.
+    token_cap: most tokens of a rank; None is 1.02 x the mean, rounded down, but no less than the mean rounded up.
+    memory_cap_gib: None is the cluster's memory. tolerance: largest compute imbalance, max/mean - 1; None promises
+    nothing. objective, budget (most steps; None is the recipe's own): for recipes that search, which `fcp` does
+    not. seed: part of the plan's identity, although `fcp` draws nothing at random. Raises ConfigError.
     """
 
     recipe: Recipe

@@ -7,7 +7,7 @@ Labels are shifted before sharding: the label of a rank's last row may be a toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.transport import Communicator
+from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Slice
 from apportion.ir.errors import CapacityError, ConfigError, ExecutionError, UnknownNameError
+from apportion.ir.fields import integer, integers
 from apportion.ir.masks import Mask
 from apportion.ir.model import Model
 from apportion.ir.policy import Recipe
@@ -35,6 +37,8 @@ class Dataset(Protocol):
     """Map-style: sample i is a 1-d array or tensor of token ids."""
 
     def __getitem__(self, index: int) -> ArrayLike | Tensor: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def _checked(sample: ArrayLike | Tensor, length: int, sequence: int) -> Ints:
 class PlannedLoader:
     """Iterates over a dataset in planned microbatches; every rank makes one with equal arguments.
 
-    dataset: map-style; lengths: tokens of each sample, int64 [n]; samples are read only where a rank holds a part.
+    dataset: map-style; lengths: tokens of each sample, integers [n]; samples are read only where a rank holds a part.
     tokens: at most so many in a microbatch, all ranks together. mask: one spec, or {kind: spec}; default causal.
     microbatches: per optimizer step. shuffle: in an order drawn from seed and epoch (`set_epoch`).
     source: who plans. "local": this process, in a thread that is one iteration ahead; planning is deterministic,
@@ -110,12 +114,11 @@ class PlannedLoader:
     ) -> None:
         if source != "local":
             raise UnknownNameError("source", source, "the sources are local", "write local")
-        if microbatches < 1:
-            raise ConfigError("microbatches", microbatches, "must be at least 1", "give a positive integer")
         self._dataset, self._mask, self._recipe = dataset, mask, recipe
-        self._lengths = np.asarray(lengths, np.int64)
-        self._cluster, self._model, self._tokens = cluster, model, tokens
-        self._microbatches, self._seed, self._shuffle, self._epoch = microbatches, seed, shuffle, 0
+        self._lengths = _checked_lengths(dataset, lengths)
+        self._cluster, self._model, self._tokens = cluster, model, integer("tokens", tokens, 1, MAX_TOKENS)
+        self._microbatches = integer("microbatches", microbatches)
+        self._seed, self._shuffle, self._epoch = seed, shuffle, 0
         self._communicator = communicator if communicator is not None else Communicator()
         if int(self._lengths.max(initial=0)) > tokens:
             longest = int(self._lengths.argmax())
@@ -172,6 +175,16 @@ class PlannedLoader:
 
     def _reader(self, samples: Ints) -> Callable[[int], ArrayLike | Tensor]:
         return lambda sequence: self._dataset[int(samples[sequence])]
+
+
+def _checked_lengths(dataset: Dataset, lengths: ArrayLike) -> Ints:
+    listed = lengths if isinstance(lengths, list | tuple | range) else np.asarray(lengths)
+    checked = integers("lengths", listed, 1, MAX_TOKENS)
+    held = len(dataset) if isinstance(dataset, Sized) else "an unknown number of"
+    if held != len(checked):
+        rule = f"there must be one for each sample, and the dataset has {held} samples"
+        raise ConfigError("lengths", f"{len(checked)} lengths", rule, "give the length of each sample")
+    return checked
 
 
 def _filled(order: Ints, lengths: Ints, tokens: int) -> list[Ints]:

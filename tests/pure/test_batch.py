@@ -87,6 +87,35 @@ def test_from_cu_seqlens_and_slices() -> None:
         Batch.from_slices(6, [(0, 4, 0, 4, 1), (2, 6, 0, 4, 0)])
 
 
+def test_slice_types_have_names() -> None:
+    for number, name in enumerate(algebra.SLICE_TYPES):
+        named = Batch.from_slices(6, [(0, 4, 1, 6, name), [4, 6, 0, 4, 0]])
+        assert named == Batch.from_slices(6, [[0, 4, 1, 6, number], (4, 6, 0, 4, 0)])
+        assert Batch.from_data(named.to_data()) == named
+    for wrong in ("causal", 4, -1):
+        with pytest.raises(UnknownNameError, match=r"slices\[1\] type.*FULL \(0\), CAUSAL \(1\)") as caught:
+            Batch.from_slices(6, [(0, 4, 0, 4, 1), (4, 6, 0, 4, wrong)])
+        assert caught.value.value == wrong
+        with pytest.raises(UnknownNameError, match="BICAUSAL"):
+            algebra.from_slices([(0, 4, 0, 4, wrong)])
+
+
+def test_a_batch_is_its_slices() -> None:
+    windows = {"local": masks.sliding_window(3, 1), "global": masks.sink_window(2, 4)}
+    batch = Batch.from_lengths([9, 1, 14], windows)
+    for kind in batch.kinds:
+        slices = batch.to_slices(kind)
+        back = Batch.from_slices(batch.tokens, slices)
+        assert back.area("default") == batch.area(kind)
+        shape = (batch.tokens, batch.tokens)
+        assert np.array_equal(
+            algebra.dense(back.bands("default"), *shape), algebra.dense(batch.bands(kind), *shape)
+        )
+        assert all(type(x) is int for piece in slices for x in piece)
+    with pytest.raises(UnknownNameError, match="did you mean local"):
+        batch.to_slices("locel")
+
+
 specs = st.sampled_from(
     [
         masks.causal(),

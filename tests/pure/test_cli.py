@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -172,6 +176,12 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
         (["plan", "--batch", "BATCH", "--cluster", "CLUSTER", "--ranks", "4"], "--ranks"),
         (["plan", "--batch", "BATCH", "--recipe", "nonesuch"], "nonesuch"),
         (["plan", "--batch", "BATCH", "--block", "big"], "--block"),
+        (["plan", "--batch", "BATCH", "--block", "8,64"], "or auto"),
+        (["plan", "--batch", "BATCH", "--block", "0"], "or auto"),
+        (["plan", "--batch", "BATCH", "--tokens-per-rank", "32768"], "--tokens-per-rank"),
+        (["plan", "--batch", "BATCH", "-o", "nowhere/x.plan"], "there is no folder"),
+        (["plan", "--batch", "BATCH", "-o", "BATCH/x.plan"], "there is no folder"),
+        (["plan", "--batch", "BATCH", "-o", "."], "it is a folder"),
         (["plan", "--batch", "CLUSTER"], "nodes"),
         (["plan", "--workload", "BATCH", "--batch"], "--batch"),
         (["plan", "--frobnicate"], "--frobnicate"),
@@ -179,6 +189,8 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
         (["verify", "nowhere.plan"], "nowhere.plan"),
         (["show", "PLAN", "--rank", "4"], "ranks 0 to 3"),
         (["bench", "plan", "--ranks", "8,x"], "--ranks"),
+        (["bench", "plan", "--ranks", "8,0"], "--ranks = 0"),
+        (["bench", "plan", "--seeds", "-1"], "--seeds = -1"),
         (["bench", "plan", "--repeats", "2"], "--repeats"),
         (["frobnicate"], "frobnicate"),
     ],
@@ -187,7 +199,7 @@ def test_bad_input_is_refused_in_one_paragraph(
     run: Cli, batch_file: Path, plan_file: Path, args: list[str], says: str
 ) -> None:
     files = {"BATCH": batch_file, "PLAN": plan_file, "CLUSTER": EXAMPLES / "cluster.yaml"}
-    args = [str(files.get(arg, arg)) for arg in args]
+    args = [re.sub("^[A-Z]+", lambda name: str(files[name[0]]), arg) for arg in args]
     result = run(*args)
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("apportion: ")
@@ -202,6 +214,70 @@ def test_a_config_error_is_json_with_its_parts(run: Cli, batch_file: Path) -> No
     error = run("plan", "--batch", batch_file, "--recipe", "nonesuch", "--json").json["error"]
     assert error["type"] == "UnknownNameError"
     assert {"field", "value", "rule", "remedy"} <= set(error)
+
+
+def test_a_file_that_does_not_parse_is_named_with_the_place(run: Cli, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{\n"lengths": [1,,2]}')
+    (tmp_path / "bad.yaml").write_text("lengths: [1, 2\nmask: x")
+    said = run("plan", "--batch", tmp_path / "bad.json").err
+    assert f"{tmp_path / 'bad.json'} = '\"lengths\": [1,,2]}}'" in said
+    assert "at line 2, column 15 (Expecting value)" in said
+    said = run("plan", "--batch", tmp_path / "bad.yaml").err
+    assert f"{tmp_path / 'bad.yaml'} = 'mask: x': does not parse at line 2, column" in said
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_planning(
+    run: Cli, batch_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    monkeypatch.setattr(bench, "measure", lambda job: pytest.fail("planned"))
+    result = run("plan", "--batch", batch_file, "-o", batch_file.with_name("x.plan"))
+    assert (result.code, "cannot be written" in result.err) == (2, True)
+
+
+def test_a_plan_is_written_whole_or_not_at_all(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def torn(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[:3])
+        raise OSError(28, "No space left on device", str(path))
+
+    before = plan_file.read_bytes()
+    files = set(plan_file.parent.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", torn)
+        with pytest.raises(OSError, match="No space"):
+            cli._write(plan_file, b"other bytes")
+    assert plan_file.read_bytes() == before
+    link = plan_file.with_name("link.plan")
+    link.symlink_to(plan_file)
+    cli._write(link, b"other bytes")
+    assert (link.is_symlink(), plan_file.read_bytes()) == (True, b"other bytes")
+    assert set(plan_file.parent.iterdir()) == {*files, link}
+    cli._write(Path(os.devnull), b"gone")
+    assert not Path(os.devnull).is_file()
+
+
+def test_an_error_of_the_system_without_a_file_is_said(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(cli, "app", fail)
+    result = run("version")
+    assert (result.code, result.err) == (2, "apportion: the disk is gone\n")
+
+
+@pytest.mark.parametrize("args", [["verify", "nowhere.plan", "--json"], ["verify", "nowhere.plan"]])
+def test_an_error_to_a_broken_stdout_keeps_its_exit_code(args: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "apportion", *args], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["demo", "selftest"])
@@ -231,6 +307,17 @@ def test_a_broken_plan_is_told_rule_by_rule(run: Cli, plan_file: Path, tmp_path:
     record = run("verify", path, "--json").json
     assert record["ok"] is False
     assert {"rule", "rank", "message", "excerpt"} <= set(record["violations"][0])
+
+
+def test_a_plan_with_another_id_than_its_bytes_breaks_the_rule_of_digests(
+    run: Cli, plan_file: Path, tmp_path: Path
+) -> None:
+    plan = Plan.decode(plan_file.read_bytes())
+    path = tmp_path / "flipped.plan"
+    path.write_bytes(plan_file.read_bytes().replace(plan.id, bytes([plan.id[0] ^ 1]) + plan.id[1:]))
+    result = run("verify", path, "--json")
+    assert (result.code, result.json["violations"][0]["rule"]) == (1, "digests")
+    assert run("show", path).code == 2
 
 
 def test_a_truncated_plan_is_bad_input(run: Cli, plan_file: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from apportion.ir.codec import Sections, Slice
 from apportion.ir.columns import DTYPES, Gather, cells
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
 from apportion.ir.isa import TABLES
-from apportion.ir.plan import Plan, ProgramSet, Table
+from apportion.ir.plan import Layout, Plan, ProgramSet, Table
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -319,6 +319,33 @@ def test_every_section_enters_the_id(plan: Plan) -> None:
         replace(plan, request=replace(plan.request, hardware="00")),
     ]
     assert len({plan.id, *(codec.seal(changed).id for changed in changes)}) == 5
+
+
+@pytest.mark.parametrize("rank", [-1, 5, "a", True, 1.0, None])
+def test_a_rank_that_is_not_there_is_named(plan: Plan, rank: object) -> None:
+    layout, (kind, phase) = plan.layout("attention"), next(iter(plan.programs))
+    asks = (layout.to_cu_seqlens, layout.tokens, layout.position_ids, plan.for_rank)
+    for ask in (*asks, lambda rank: plan.program(rank, kind, phase)):
+        with pytest.raises(ConfigError, match=r"rank = .*must be in \[0, 5\)") as caught:
+            ask(rank)
+        assert caught.value.value is rank
+
+
+def test_a_program_that_is_not_there_is_named(plan: Plan) -> None:
+    kind, phase = next(iter(plan.programs))
+    with pytest.raises(UnknownNameError, match="kind = 'nonesuch'"):
+        plan.program(0, "nonesuch", phase)
+    with pytest.raises(UnknownNameError, match=r"phase = 'sideways'.*forward"):
+        plan.program(0, kind, "sideways")
+    assert plan.program(np.int64(0), kind, phase).ranks == 1
+
+
+def test_cu_seqlens_follow_the_rows() -> None:
+    columns = {"row": [5, 0], "token": [0, 9], "length": [2, 5], "sequence": [0, 1], "position": [0, 0]}
+    spans = Table(np.array([0, 2]), {name: np.array(column) for name, column in columns.items()})
+    layout = Layout("attention", spans)
+    assert layout.to_cu_seqlens(0).tolist() == [0, 5, 7]
+    assert layout.tokens(0).tolist() == [9, 10, 11, 12, 13, 0, 1]
 
 
 def test_slices_of_no_rank(plan: Plan) -> None:

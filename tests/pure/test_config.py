@@ -148,6 +148,7 @@ def test_from_env(launcher, variables: dict[str, str], shape: tuple[int, int]) -
         (SimpleNamespace(size=lambda: 1), (1, 1)),
         (range(8, 16), (1, 8)),
         ([0, 4, 8, 12], (2, 2)),
+        (np.array([1, 9]), (2, 1)),
     ],
 )
 def test_from_env_with_a_group(launcher, group, shape: tuple[int, int]) -> None:
@@ -169,6 +170,8 @@ def test_from_env_with_a_group(launcher, group, shape: tuple[int, int]) -> None:
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, SimpleNamespace(size=lambda: 3), "group"),
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, [0, 1, 8], "group"),
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, [16], "group[0]"),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, [0, 8, 0, 8], "group"),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, [], "group"),
     ],
 )
 def test_wrong_environments_are_named(launcher, variables, group, field: str) -> None:
@@ -326,6 +329,7 @@ BATCHES = [
     {"lengths": [8, 4]},
     {"lengths": [8], "mask": {"causal": {}}, "home_ranks": [[0, 3]]},
     {"sequences": [{"length": 8192, "mask": {"causal": {}}}]},
+    {"lengths": [4], "mask": {"slices": {"slices": [[0, 2, 0, 4, "FULL"], [2, 4, 0, 4, 1]]}}},
     {
         "sequences": [
             {"length": 3, "mask": {"full": {"causal": {}}, "b": {"full": None}}, "positions": [0, 1, 2]}
@@ -355,6 +359,9 @@ WRONG_BATCHES = [
     {"lengths": [2], "mask": {"a": {"full": {"causal": {}}}}},
     {"sequences": [{"mask": {"causal": {}}}]},
     {"sequences": [{"length": 2, "mask": {"tree": {"nodes": [[-1]]}}}]},
+    {"lengths": [2], "mask": {"slices": {"slices": [[0, 2, 0, 2, "causal"]]}}},
+    {"lengths": [2], "mask": {"slices": {"slices": [[0, 2, 0, 2, 4]]}}},
+    {"lengths": [2], "mask": {"slices": {"slices": [["FULL", 2, 0, 2, 0]]}}},
     {"lengths": [2], "mask": "causal"},
 ]
 

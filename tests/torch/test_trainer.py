@@ -29,6 +29,9 @@ class Recorded:
     def __init__(self, lengths):
         self.lengths, self.read = lengths, []
 
+    def __len__(self):
+        return len(self.lengths)
+
     def __getitem__(self, index):
         self.read.append(index)
         return np.arange(self.lengths[index]) + 100 * index
@@ -109,6 +112,15 @@ def test_loader_refuses_what_it_cannot_do():
         build(tokens=9, source="remote")
     with pytest.raises(ConfigError, match="microbatches"):
         build(tokens=9, microbatches=0)
+    for lengths, says in [
+        ([9.0], r"lengths\[0\] = 9.0: must be an integer"),
+        (np.array([9.0]), "integer dtype"),
+        ([0], r"lengths\[0\]"),
+        ([5, 4], "the dataset has 1 samples"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            PlannedLoader(Recorded([9]), lengths, Cluster(1, 1), model(2), 9)
+    assert len(PlannedLoader(Recorded([9]), torch.tensor([9]), Cluster(1, 1), model(2), 9)) == 1
     batch = Batch.from_lengths([4])
     with pytest.raises(ExecutionError, match="planned with length 4"):
         local_rows(piece_of(batch), batch, lambda _: [1, 2, 3])
