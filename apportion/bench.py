@@ -97,14 +97,13 @@ def warm_up(recipe: Recipe | str) -> None:
 
 def measure(job: Job, repeats: int = 1) -> Row:
     """Plan and verify `job` `repeats` times. Raises what planning and verification raise."""
-    plans, planning, verifying = [], [], []
+    planning, verifying = [], []
     for _ in range(repeats):
         plan, total, steps = _timed_plan(job)
-        plans.append(plan)
         planning.append((total, steps))
         verifying.append(_timed_verify(plan))
     medians = {step: float(np.median([steps[step] for _, steps in planning])) for step in planning[0][1]}
-    return Row(plans[-1], Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
+    return Row(plan, Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
 
 
 def _timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
