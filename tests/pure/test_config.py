@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -403,9 +403,9 @@ def test_every_mask_has_a_schema() -> None:
 # ---- all of them
 
 
-def test_they_hash_compare_and_travel_between_processes() -> None:
+def test_they_hash_compare_and_copy() -> None:
     for item in (Cluster(), Model(layers={"a": 1}), Policy(Recipe("fcp", FCP))):
-        assert pickle.loads(pickle.dumps(item)) == item
+        assert copy.deepcopy(item) == item
         assert hash(item) == hash(type(item).from_data(item.to_data()))
 
 
