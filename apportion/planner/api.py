@@ -116,17 +116,18 @@ def _check_request(problem: Problem) -> None:
                 f"must be ranks below {ranks}",
                 "correct the ranks",
             )
-    _check_memory(problem, -(-problem.batch.tokens // ranks), "the least that the fullest rank can hold")
+    _check_memory(problem)
 
 
-def _check_memory(problem: Problem, rows: int, what: str) -> None:
-    """Refuses before planning what cannot fit: home rows alone."""
+def _check_memory(problem: Problem) -> None:
+    """Refuses before planning what cannot fit: the home rows of the fullest rank, which holds at least the mean."""
+    rows = min(problem.token_cap, -(-problem.batch.tokens // problem.ranks))
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     need = rows * _home_row_bytes(problem.model, "backward")
-    if problem.token_cap < rows or need > cap * 2**30:
+    if need > cap * 2**30:
         raise CapacityError(
-            f"{rows} tokens, {what}, need {need / 2**30:.2f} GiB of home rows for one attention call, the cap is {cap} "
-            f"GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
+            f"{rows} tokens, the least that the fullest rank can hold, need {need / 2**30:.2f} GiB of home rows for "
+            f"one attention call, the cap is {cap} GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
         )
 
 
