@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@sed -n 's/^#   //p' Makefile
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml tests/plugin/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "Apportion needs Python 3.11 to 3.13, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1)." \
 	       "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -31,6 +31,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet "$(TORCH)"
 	@$(BIN)/pip install --quiet --editable ".[dev]"
+	@$(BIN)/pip install --quiet --no-deps tests/plugin
 	@touch $@
 
 demo: $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,21 @@ from apportion.ir import codec
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.model import Model
 from apportion.ir.plan import Header, Layout, Plan, ProgramSet, Request
 from apportion.ir.policy import Policy, Recipe
 from apportion.ir.verify import verify as verify_plan
 from apportion.ir.version import __version__
+from apportion.planner.passes.exchange import plan_exchange
+from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virtual_problem
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.lower import lower_backward, lower_forward
 from apportion.planner.passes.lowering import Lowering, program_order
-from apportion.planner.passes.reshuffle import plan_reshuffle
-from apportion.planner.passes.tasks import find_tasks
+from apportion.planner.passes.route import Routed, Site
+from apportion.planner.passes.schedule import Matchings
+from apportion.planner.passes.tasks import Edges, find_tasks
 from apportion.planner.problem import Ints, Placement, Problem, exact_sums
 from apportion.planner.recipes import Pipeline, find_recipe, pipeline
 from apportion.planner.report import build_report
@@ -37,47 +42,55 @@ def plan(
     seed: int | None = None,
     policy: Policy | None = None,
     *,
+    hardware: Hardware | None = None,
     verify: bool = True,
     timings: dict[str, float] | None = None,
 ) -> Plan:
     """The plan of one microbatch: equal arguments give equal bytes.
 
     recipe: a name (default "fcp"), a mapping or a Recipe; seed: default 0. `policy` brings its own recipe and seed,
-    and adds caps and tolerance.
+    and adds caps and tolerance. hardware: what recipes that compare times price with, by default the built-in H100.
     verify: check the finished plan (design, "Verify"). timings: filled with milliseconds per step.
     Raises ConfigError, CapacityError, VerifyError.
     """
-    policy = _policy(recipe, seed, policy)
-    problem = Problem(batch, cluster, model, policy)
+    policy = policy_of(recipe, seed, policy)
+    problem = Problem(batch, cluster, model, policy, hardware)
     watch = _Watch(timings)
     passes = pipeline(policy.recipe)
     _check_request(problem)
+    groups = Groups.single(problem.ranks) if passes.inner is None else passes.inner.groups(problem)
+    inner = virtual_problem(problem, groups)
     with watch("shard"):
-        shards = passes.shard(problem)
+        shards = passes.shard(inner)
     with watch("place"):
-        placement = passes.place(problem, shards)
+        placement = passes.place(inner, shards)
+    if placement.groups is not None:
+        groups = _unequal_groups(passes, placement.groups)
     with watch("schedule"):
-        lowered = _schedule(problem, passes, placement)
+        lowered = _schedule(inner, passes, placement, groups)
+    problem = _with_own_cap(problem, passes, lowered)
     with watch("lower"):
         programs = _lower(lowered)
-        layouts = _layouts(problem, lowered)
+        layouts = _layouts(problem, lowered, passes.reshuffle)
     with watch("encode"):
         parts = codec.encode_parts(layouts, programs, (), problem.ranks)
     with watch("report"):
         report = build_report(problem, shards, placement, lowered, parts)
     _check_promises(problem, report, programs, layouts)
     with watch("seal"):
-        header = _header(problem, layouts)
-        sealed = codec.seal(
-            Plan(header, Request(batch, cluster, model, policy), layouts, programs, (), report), parts
+        sets = next(iter(lowered.values())).sets
+        header = _header(problem, layouts, sets)
+        request = Request(
+            batch, cluster, model, problem.policy, "" if hardware is None else hardware.digest()
         )
+        sealed = codec.seal(Plan(header, request, layouts, programs, (), report), parts)
     if verify:
         with watch("verify"):
             verify_plan(sealed)
     return sealed
 
 
-def _policy(
+def policy_of(
     recipe: str | Mapping[str, Any] | Recipe | None, seed: int | None, policy: Policy | None
 ) -> Policy:
     if policy is None:
@@ -131,23 +144,50 @@ def _check_memory(problem: Problem) -> None:
         )
 
 
-def _schedule(problem: Problem, passes: Pipeline, placement: Placement) -> dict[str, Lowering]:
-    rows = Rows(placement.starts, placement.home, problem.ranks)
-    shuffle = plan_reshuffle(problem.batch.tokens, rows, passes.schedule) if passes.reshuffle else None
-    heads = _head_columns(problem.model)
-    lowered = {}
+def _unequal_groups(passes: Pipeline, first: Ints) -> Groups:
+    if passes.inner is not None:
+        rule = "the placement makes groups of its own"
+        raise ConfigError("recipe.steps.inner", "ulysses", rule, "leave `inner` out")
+    return Groups(first)
+
+
+def _with_own_cap(problem: Problem, passes: Pipeline, lowered: Mapping[str, Lowering]) -> Problem:
+    """Strategies without a token cap promise what they came to, unless the policy names one."""
+    if problem.policy.token_cap is not None or not getattr(passes.place, "own_cap", False):
+        return problem
+    low = next(iter(lowered.values()))
+    rows = low.home if low.groups.split else low.rows
+    cap = max(int(rows.per_rank.max()), problem.token_cap)
+    return replace(problem, policy=replace(problem.policy, token_cap=cap))
+
+
+def _schedule(
+    problem: Problem, passes: Pipeline, placement: Placement, groups: Groups
+) -> dict[str, Lowering]:
+    """The tasks of every kind and when their tiles move; `problem` has groups for ranks."""
+    rows = Rows(placement.starts, placement.home, len(groups))
+    sets = HeadSets.of(problem.model, groups)
+    matchings = passes.schedule if isinstance(passes.schedule, Matchings) else Matchings()
+    exchange = plan_exchange(problem.batch.tokens, rows, groups, sets, matchings, passes.reshuffle)
+    site, lowered = Site(rows, problem.batch, problem.cluster), {}
     for kind, bands in problem.bands.items():
         tasks, members, edges = find_tasks(bands, rows)
-        slots = passes.schedule(edges.src, edges.dst, edges.rows, problem.ranks)
-        tasks, members = program_order(tasks, members, slots, problem.ranks)
-        lowered[kind] = Lowering(rows, tasks, members, edges, slots, shuffle, heads)
+        check_groups(groups, len(edges))
+        schedule = passes.schedule(_routed(passes, edges, site), len(groups))
+        tasks = tasks.arriving(schedule.routed.arrives)
+        tasks, members = program_order(tasks, members, schedule, len(groups))
+        lowered[kind] = Lowering(rows, tasks, members, schedule, exchange, groups, sets)
     return lowered
 
 
-def _head_columns(model: Model) -> dict[int, int]:
-    """Head columns of the work arenas when every tile has all heads."""
-    queries = {int(t): model.q_heads for t in (Tensor.Q, Tensor.O, Tensor.DQ, Tensor.DO, Tensor.DELTA)}
-    return queries | {int(t): model.kv_heads for t in (Tensor.KV, Tensor.DKV)}
+def _routed(passes: Pipeline, edges: Edges, site: Site) -> Routed:
+    """How the tiles travel that the schedule makes of the edges."""
+    tiles = getattr(passes.schedule, "tiles", None)
+    if tiles is None:
+        return passes.route(edges, site)
+    star = tiles(edges)
+    routed = passes.route(star.edges, site)
+    return replace(routed, arrives=routed.arrives[star.arrives])
 
 
 def _lower(lowered: Mapping[str, Lowering]) -> dict[tuple[str, str], ProgramSet]:
@@ -155,11 +195,15 @@ def _lower(lowered: Mapping[str, Lowering]) -> dict[tuple[str, str], ProgramSet]
     return {(kind, phase): lower[phase](low) for kind, low in lowered.items() for phase in PHASES}
 
 
-def _layouts(problem: Problem, lowered: Mapping[str, Lowering]) -> dict[str, Layout]:
+def _layouts(problem: Problem, lowered: Mapping[str, Lowering], reshuffle: bool) -> dict[str, Layout]:
+    """Home rows; beside the loader's also the attention layout, where one rank has each of its rows."""
     low = next(iter(lowered.values()))
-    layouts = {"attention": low.rows.layout("attention", problem.batch)}
-    if low.reshuffle is not None:
-        layouts["loader"] = low.reshuffle.loader.layout("loader", problem.batch)
+    layouts = {}
+    if not (reshuffle and low.groups.split):
+        rows = low.rows if reshuffle else low.home
+        layouts["attention"] = rows.layout("attention", problem.batch)
+    if reshuffle:
+        layouts["loader"] = low.home.layout("loader", problem.batch)
     return layouts
 
 
@@ -167,7 +211,7 @@ def _home_layout(layouts: Mapping[str, Layout]) -> str:
     return "loader" if "loader" in layouts else "attention"
 
 
-def _header(problem: Problem, layouts: Mapping[str, Layout]) -> Header:
+def _header(problem: Problem, layouts: Mapping[str, Layout], sets: HeadSets) -> Header:
     model = problem.model
     return Header(
         ranks=problem.ranks,
@@ -176,7 +220,7 @@ def _header(problem: Problem, layouts: Mapping[str, Layout]) -> Header:
         seed=problem.policy.seed,
         home_layout=_home_layout(layouts),
         layouts=tuple(layouts),
-        head_sets=(),
+        head_sets=sets.sets,
         q_heads=model.q_heads,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,
@@ -221,5 +265,6 @@ def _home_row_bytes(model: Model, phase: str) -> int:
 def _arena_bytes(problem: Problem, program: ProgramSet) -> Ints:
     """int64 [ranks]: bytes of all work arenas."""
     arenas = program["arenas"]
-    per_row = np.array([problem.model.row_bytes(tensor) for tensor in Tensor], np.int64)
-    return exact_sums(arenas.rank_of_row(), arenas["rows"] * per_row[arenas["tensor"]], problem.ranks)
+    of_head = np.array([problem.model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
+    size = arenas["rows"].astype(np.int64) * arenas["heads"] * of_head[arenas["tensor"]]
+    return exact_sums(arenas.rank_of_row(), size, problem.ranks)

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
+from apportion.planner.cost import CostModel
 
 Ints = NDArray[np.integer[Any]]
 
@@ -30,6 +32,7 @@ class Problem:
     cluster: Cluster
     model: Model
     policy: Policy
+    hardware: Hardware | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("batch", Batch), ("cluster", Cluster), ("model", Model), ("policy", Policy)):
@@ -64,6 +67,11 @@ class Problem:
                 f"raise token_cap to at least {-(-tokens // ranks)} or use more ranks"
             )
         return cap
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """What attention, links and linear layers take on the request's hardware (default: the built-in H100)."""
+        return CostModel(self.hardware or Hardware.load("h100"), self.model)
 
     @cached_property
     def bands(self) -> dict[str, Ints]:
@@ -107,12 +115,15 @@ class Placement:
     """home: int64 [blocks], the rank of each block of `starts` (which may cut the shards further).
 
     bound: a lower bound of the busiest rank's load over its speed, in the units of `weight`.
+    groups: None, or int64 [groups + 1], the first rank of each group of consecutive ranks, and the end: then `home`
+    counts groups, whose ranks share its tokens and split the heads (Ulysses).
     """
 
     starts: Ints
     home: Ints
     weight: Ints
     bound: float
+    groups: Ints | None = None
 
     @cached_property
     def lengths(self) -> Ints:

@@ -1,49 +1,243 @@
-"""Named strategies as data, and the passes that their steps may name."""
+"""Named strategies as data, and the passes that their steps may name.
+
+    recipe = [pack] · [inner] · shard · place · [route] · schedule · [reshuffle]
+
+Third parties add passes and recipes through the entry points `apportion.passes` ("step.pass" = a pass class) and
+`apportion.recipes` (a name = a `Recipe` or an `Entry`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import suggestion
 from apportion.ir.policy import Recipe, Step
-from apportion.planner.passes.place import Lpt
-from apportion.planner.passes.schedule import Matchings
-from apportion.planner.passes.shard import Blocks
+from apportion.planner import plugins
+from apportion.planner.passes.groups import Ulysses
+from apportion.planner.passes.route import Route, Star
 
-#: step -> pass name -> class; the fields of the class are the pass's parameters
-PASSES: Mapping[str, Mapping[str, type[Any]]] = MappingProxyType(
-    {
-        "shard": MappingProxyType({"blocks": Blocks}),
-        "place": MappingProxyType({"lpt": Lpt}),
-        "schedule": MappingProxyType({"matchings": Matchings}),
-    }
-)
-
-#: FCP, section 4: fixed blocks, LPT, matchings. By default the attention layout is the loader's own.
-FCP = Recipe(
-    "fcp",
-    {
-        "shard": {"blocks": {"block": "auto", "zigzag": True}},
-        "place": {"lpt": {}},
-        "schedule": {"matchings": {"coalesce": "auto", "buffers": 3}},
-        "reshuffle": False,
+#: step -> pass name -> where its class is; the fields of the class are the pass's parameters
+_PASSES = {
+    "pack": {"sequential": "pack:Sequential", "balanced": "pack:Balanced", "wlb": "pack:Wlb"},
+    "inner": {"ulysses": "groups:Ulysses"},
+    "shard": {"blocks": "shard:Blocks", "sequences": "sequences:Sequences"},
+    "place": {
+        "lpt": "place:Lpt",
+        "zigzag": "zigzag:ZigZag",
+        "contiguous": "contiguous:Contiguous",
+        "whole": "whole:Whole",
+        "hybrid_dp": "hybrid:HybridDp",
+        "megatron_hybrid": "hybrid:MegatronHybrid",
+        "wlb": "wlb:Wlb",
+        "flexsp": "flexsp:FlexSp",
     },
+    "route": {"star": "route:Star", "node": "route:Node", "tree": "route:Tree", "ring": "route:Ring"},
+    "schedule": {"matchings": "schedule:Matchings", "ring": "schedule:Ring", "gather": "schedule:Gather"},
+}
+_REQUIRED = ("shard", "place", "schedule")
+_SWITCHES = ("reshuffle",)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recipe with what people want to know of it: in short, where it comes from, and what it needs ("": nothing)."""
+
+    recipe: Recipe
+    summary: str
+    paper: str
+    section: str = ""
+    needs: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+
+def _entry(name: str, summary: str, paper: str, section: str = "", needs: str = "", **steps: Any) -> Entry:
+    return Entry(Recipe(name, steps), summary, paper, section, needs)
+
+
+_GROUPS = "query heads that the degree divides"
+
+#: by default the attention layout is the loader's own: `reshuffle: true` moves rows inside the program
+_ENTRIES = (
+    _entry(
+        "fcp",
+        "fixed blocks, longest processing time first under a token cap, congestion-free rounds",
+        "FCP",
+        "3, 4",
+        shard={"blocks": {"block": "auto", "zigzag": True}},
+        place={"lpt": {}},
+        schedule={"matchings": {"coalesce": "auto", "buffers": 3}},
+        reshuffle=False,
+    ),
+    _entry(
+        "ring",
+        "every sequence cut zig-zag over all ranks, KV passed around the ring",
+        "Ring Attention (Liu et al., 2023); zig-zag as in TransformerEngine",
+        shard={"sequences": {}},
+        place={"zigzag": {"over": "sequence"}},
+        schedule={"ring": {"over": "ranks"}},
+    ),
+    _entry(
+        "allgather",
+        "every sequence cut zig-zag over all ranks, KV gathered at once",
+        "Llama 3 (2024)",
+        "3.3.2",
+        shard={"sequences": {}},
+        place={"zigzag": {"over": "sequence"}},
+        route={"node": {}},
+        schedule={"gather": {"overlap": False, "whole": True}},
+    ),
+    _entry(
+        "ulysses",
+        "whole sequences in groups of ranks that split heads, all-to-all in and out",
+        "DeepSpeed-Ulysses (Jacobs et al., 2023)",
+        "3",
+        _GROUPS,
+        inner={"ulysses": {"degree": "auto"}},
+        shard={"sequences": {}},
+        place={"whole": {}},
+        schedule={"gather": {}},
+    ),
+    _entry(
+        "usp",
+        "a ring over nodes, heads split inside a node",
+        "USP (Fang and Zhao, 2024)",
+        "3",
+        _GROUPS,
+        inner={"ulysses": {"degree": "node"}},
+        shard={"sequences": {}},
+        place={"zigzag": {"over": "sequence"}},
+        schedule={"ring": {"over": "ranks"}},
+    ),
+    _entry(
+        "hybrid_dp",
+        "as many ranks for a sequence as its length asks for, a ring in each group",
+        "ByteScale (Ge et al., 2025); Zeppelin's baseline Hybrid DP",
+        "Zeppelin 5",
+        shard={"sequences": {}},
+        place={"hybrid_dp": {}},
+        schedule={"ring": {"over": "holders"}},
+    ),
+    _entry(
+        "megatron_hybrid",
+        "a power of two of ranks for each sequence, groups of one size after another",
+        "Megatron-Core, hybrid context parallelism",
+        shard={"sequences": {}},
+        place={"megatron_hybrid": {}},
+        schedule={"ring": {"over": "holders", "turns": True}},
+    ),
+    _entry(
+        "wlb",
+        "cut per sequence or per document, whichever is predicted faster; variable-length packing of microbatches",
+        "WLB-LLM (Wang et al., 2025)",
+        "as described in DistCA 3.2 and 7",
+        pack={"wlb": {}},
+        shard={"sequences": {}},
+        place={"wlb": {"shard": "auto"}},
+        route={"node": {}},
+        schedule={"gather": {"overlap": False, "whole": True}},
+    ),
+    _entry(
+        "flexsp",
+        "groups of unequal size, each with a share of the sequences, heads split inside a group",
+        "FlexSP (Wang et al., 2025)",
+        "4",
+        f"{_GROUPS}; pip install 'apportion[solvers]'",
+        shard={"sequences": {}},
+        place={"flexsp": {}},
+        schedule={"gather": {}},
+    ),
+    _entry(
+        "contiguous",
+        "no planning: the token axis in equal shares, the KV that is missing gathered",
+        "the floor to compare with",
+        shard={"sequences": {}},
+        place={"contiguous": {}},
+        schedule={"gather": {"overlap": False}},
+    ),
 )
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType({FCP.name: FCP})
+_BUILT_IN: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The passes of a recipe, ready to run."""
+    """The passes of a recipe, ready to run. pack: None where the recipe does not say how to."""
 
-    shard: Blocks
-    place: Lpt
-    schedule: Matchings
+    pack: Any
+    inner: Ulysses | None
+    shard: Any
+    place: Any
+    route: Route
+    schedule: Any
     reshuffle: bool
+
+
+def entries() -> dict[str, Entry]:
+    """All recipes by name: the built-in ones in their order, then those of plug-ins. Raises ConfigError for a broken
+    plug-in."""
+    return {**_BUILT_IN, **_plugged_recipes()}
+
+
+@cache
+def _plugged_recipes() -> Mapping[str, Entry]:
+    added = {}
+    for name, point in plugins.found("apportion.recipes").items():
+        held = plugins.load(point, (Entry, Recipe))
+        entry = held if isinstance(held, Entry) else Entry(held, "", plugins.distribution(point))
+        if entry.name in _BUILT_IN or entry.name != name:
+            raise _misnamed(
+                point, f"brings a recipe {entry.name!r}", "give it a name that is free, and the same here"
+            )
+        added[name] = entry
+    return added
+
+
+@cache
+def _plugged_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
+    added: dict[str, dict[str, EntryPoint]] = {step: {} for step in _PASSES}
+    for name, point in plugins.found("apportion.passes").items():
+        step, _, short = name.partition(".")
+        if step not in _PASSES or not short or short in _PASSES[step]:
+            raise _misnamed(point, f"brings {name!r}, which is not step.pass or is taken", "name it anew")
+        added[step][short] = point
+    return added
+
+
+def _misnamed(point: EntryPoint, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"entry point {point.group}", point.name, f"{plugins.distribution(point)} {rule}", remedy
+    )
+
+
+def passes(step: str) -> list[str]:
+    """Names of the passes of a step."""
+    return [*_PASSES[step], *_plugged_passes()[step]]
+
+
+def find_pass(step: str, name: str) -> type[Any]:
+    """The class of a pass. Raises UnknownNameError, ConfigError."""
+    if name in _PASSES[step]:
+        module, _, held = _PASSES[step][name].partition(":")
+        found: type[Any] = getattr(import_module(f"apportion.planner.passes.{module}"), held)
+        return found
+    plugged = _plugged_passes()[step]
+    if name not in plugged:
+        raise UnknownNameError(
+            f"recipe.steps.{step}", name, f"the passes are {', '.join(passes(step))}", "name one of these"
+        )
+    added: type[Any] = plugins.load(plugged[name], type)
+    if not is_dataclass(added):
+        raise _misnamed(plugged[name], f"brings {added.__name__}, which is no dataclass", "make it one")
+    return added
 
 
 def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
@@ -52,11 +246,12 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
         return recipe
     if isinstance(recipe, Mapping):
         return Recipe.from_data(recipe)
-    if recipe not in RECIPES:
+    known = _BUILT_IN if recipe in _BUILT_IN else entries()
+    if recipe not in known:
         raise UnknownNameError(
-            "recipe", recipe, f"there is {', '.join(RECIPES)}", "name one of these or give a Recipe"
+            "recipe", recipe, f"there is {', '.join(known)}", suggestion(recipe, known) or "give a Recipe"
         )
-    return RECIPES[recipe]
+    return known[recipe].recipe
 
 
 def with_block(recipe: Recipe, block: int | str) -> Recipe:
@@ -72,31 +267,46 @@ def with_block(recipe: Recipe, block: int | str) -> Recipe:
 
 def pipeline(recipe: Recipe) -> Pipeline:
     """The passes of a recipe. Raises UnknownNameError for a pass, ConfigError for a step or parameter."""
-    known = (*PASSES, "reshuffle")
+    known = (*_PASSES, *_SWITCHES)
     for step in recipe:
         if step.step not in known:
             raise UnknownNameError(
                 f"recipe.steps.{step.step}", step.name, f"the steps are {', '.join(known)}", "leave it out"
             )
-    return Pipeline(
-        **{name: _build(recipe, name) for name in PASSES}, reshuffle=_switched(recipe, "reshuffle")
-    )
+    built = {step: _build(recipe, step) for step in _PASSES}
+    built["route"] = _route(recipe, built["route"], built["schedule"])
+    return Pipeline(**built, reshuffle=_switched(recipe, "reshuffle"))
+
+
+def _route(recipe: Recipe, given: Route | None, schedule: Any) -> Route:
+    """Some schedules are routes themselves; else tiles go straight to where they are needed."""
+    own: Route | None = getattr(schedule, "route", None)
+    if own is not None and given is not None:
+        rule = "the schedule has a route of its own"
+        raise ConfigError("recipe.steps.route", type(given).__name__.lower(), rule, "leave the route out")
+    return own or given or Star()
 
 
 def _build(recipe: Recipe, step_name: str) -> Any:
-    step, passes, where = recipe.step(step_name), PASSES[step_name], f"recipe.steps.{step_name}"
+    step, where = recipe.step(step_name), f"recipe.steps.{step_name}"
     if step is None:
-        raise ConfigError(
-            "recipe.steps", recipe.name, f"has no step {step_name}", f"add one of {', '.join(passes)}"
-        )
-    if step.name not in passes:
-        raise UnknownNameError(where, step.name, f"the passes are {', '.join(passes)}", "name one of these")
-    names = [field.name for field in fields(passes[step.name])]
+        if step_name not in _REQUIRED:
+            return None
+        rule = f"has no step {step_name}"
+        raise ConfigError("recipe.steps", recipe.name, rule, f"add one of {', '.join(passes(step_name))}")
+    found = find_pass(step_name, step.name)
+    names = [field.name for field in fields(found)]
     for parameter in step.params:
         if parameter not in names:
             rule = f"has the parameters {', '.join(names)}" if names else "has no parameters"
             raise ConfigError(f"{where}.{step.name}", parameter, rule, "leave it out or correct it")
-    return passes[step.name](**step.params)
+    return found(**step.params)
+
+
+def parameters(step: str, name: str) -> Iterator[tuple[str, Any]]:
+    """The parameters of a pass and their defaults."""
+    for field in fields(find_pass(step, name)):
+        yield field.name, field.default
 
 
 def _switched(recipe: Recipe, step_name: str) -> bool:

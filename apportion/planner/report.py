@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import PHASES, Tensor
+from apportion.ir.isa import KV_SIDE, PHASES, Tensor
 from apportion.planner import bounds
 from apportion.planner.passes.lowering import Lowering
-from apportion.planner.passes.schedule import Slots
 from apportion.planner.passes.shard import row_areas
 from apportion.planner.problem import Placement, Problem, Shards, exact_sums
+from apportion.planner.solvers.matching import max_degree
 
 Ints = NDArray[np.integer[Any]]
 
@@ -26,13 +26,15 @@ OUT = {"forward": (Tensor.O,), "backward": (Tensor.DQ, Tensor.DKV)}
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Tiles that travel together: int64 [tiles] ranks and bytes."""
+class Traffic:
+    """Tiles that travel for one purpose: int64 [tiles] ranks and bytes."""
 
     kind: str
     phase: str
     name: str
-    slots: Slots
+    slots: int
+    max_degree: int
+    rounds: int
     src: Ints
     dst: Ints
     tile_bytes: Ints
@@ -42,9 +44,9 @@ class Exchange:
             "kind": self.kind,
             "phase": self.phase,
             "name": self.name,
-            "slots": self.slots.slots,
-            "max_degree": self.slots.max_degree,
-            "rounds": self.slots.rounds,
+            "slots": self.slots,
+            "max_degree": self.max_degree,
+            "rounds": self.rounds,
             "bytes": int(self.tile_bytes.sum()),
         }
 
@@ -57,92 +59,137 @@ def build_report(
     parts: list[bytes],
 ) -> dict[str, Any]:
     """The report of a plan; byte counts are of one attention call of each kind, forward and backward."""
-    exchanges = [exchange for kind, low in lowered.items() for exchange in _exchanges(problem, kind, low)]
-    load = placement.rank_sums(placement.weight, problem.ranks)
-    tokens = placement.rank_sums(placement.lengths, problem.ranks)
+    low = next(iter(lowered.values()))
+    traffic = [item for kind, low in lowered.items() for item in _traffic(problem, kind, low)]
+    load = (placement.rank_sums(placement.weight, len(low.groups)) / low.groups.sizes)[low.groups.of_rank]
+    tokens = low.home.per_rank
     time, mean = load / problem.speeds, float(load.sum()) / problem.speeds.sum()
     heaviest = int(shards.per_piece(shards.weight).max()) if shards.pieces else 0
     sizes = [len(part) for part in parts]
+    makespan = bounds.makespan(_makespan_bound(placement, low), load, problem.speeds)
     return {
         "recipe": problem.policy.recipe.name,
         "ranks": problem.ranks,
         "tokens": problem.batch.tokens,
         "block_tokens": shards.block_tokens,
         "heaviest_piece_over_mean": _ratio(heaviest, mean),
-        "imbalance_bound": max(1.0, _ratio(placement.bound, mean)),
+        "imbalance_bound": max(1.0, _ratio(makespan.bound or 0.0, mean)),
         "imbalance": {
             "compute": _ratio(float(time.max()), mean) - 1 if mean else 0.0,
             "tokens": float(tokens.max()) / float(tokens.mean()) - 1,
         },
         "area": {kind: int(problem.batch.area(kind)) for kind in problem.batch.kinds},
-        "bytes": _bytes(problem, placement, exchanges),
-        "slots": sum(exchange.slots.slots for exchange in exchanges),
-        "max_degree": sum(exchange.slots.max_degree for exchange in exchanges),
-        "rounds": sum(exchange.slots.rounds for exchange in exchanges),
-        "exchanges": [exchange.summary() for exchange in exchanges],
+        "bytes": _bytes(problem, traffic),
+        "slots": sum(item.slots for item in traffic),
+        "max_degree": sum(item.max_degree for item in traffic),
+        "rounds": sum(item.rounds for item in traffic),
+        "exchanges": [item.summary() for item in traffic],
+        "bounds": {
+            bound.name: bound.to_data()
+            for bound in (
+                makespan,
+                bounds.slots([item.max_degree for item in traffic], [item.slots for item in traffic]),
+                _kv_bound(problem, placement, lowered, traffic),
+                bounds.remote_pairs_bytes(problem.model, [], None, heads_split=low.groups.split),
+            )
+        },
         "plan_bytes": {"largest_rank": max(sizes), "total": sum(sizes)},
         "termination": {
             "status": "FEASIBLE",
             "limit": None,
-            "bound": float(placement.bound),
+            "bound": makespan.bound,
             "value": float(time.max()),
         },
     }
+
+
+def _makespan_bound(placement: Placement, low: Lowering) -> float:
+    """Of one rank. A group of ranks shares its load; groups of several sizes leave no bound but the mean."""
+    sizes = set(low.groups.sizes.tolist())
+    return placement.bound / sizes.pop() if len(sizes) == 1 else 0.0
 
 
 def _ratio(value: float, mean: float) -> float:
     return float(value / mean) if mean else 0.0
 
 
-def _exchanges(problem: Problem, kind: str, low: Lowering) -> list[Exchange]:
-    edges, found = low.edges, []
-    rows = edges.rows.astype(np.int64)
-    kv, dkv = problem.model.row_bytes(Tensor.KV), problem.model.row_bytes(Tensor.DKV)
+def _traffic(problem: Problem, kind: str, low: Lowering) -> list[Traffic]:
+    found = []
     for phase in PHASES:
-        found.extend(_shuffled(problem, kind, low, phase, "reshuffle_in", IN))
-        found.append(Exchange(kind, phase, "fetch", low.slots, edges.src, edges.dst, rows * kv))
+        found.extend(_exchanged(problem, kind, low, phase, "in", IN))
+        found.append(_tiles(problem, kind, low, phase, "fetch"))
         if phase == "backward":
-            found.append(Exchange(kind, phase, "return", low.slots, edges.dst, edges.src, rows * dkv))
-        found.extend(_shuffled(problem, kind, low, phase, "reshuffle_out", OUT))
+            found.append(_tiles(problem, kind, low, phase, "return"))
+        found.extend(_exchanged(problem, kind, low, phase, "out", OUT))
     return found
 
 
-def _shuffled(
+def _tiles(problem: Problem, kind: str, low: Lowering, phase: str, name: str) -> Traffic:
+    """KV tiles on their way out, or their gradients on their way back."""
+    edges, schedule, groups = low.edges, low.schedule, low.groups
+    index, dst = groups.spread(edges.dst)
+    src = groups.first[edges.src[index]] + groups.member[dst]
+    tensor = Tensor.KV if name == "fetch" else Tensor.DKV
+    tile_bytes = (
+        edges.rows[index].astype(np.int64) * problem.model.row_bytes(tensor, 1) * low.sets.key_heads[dst]
+    )
+    ways = {"fetch": (src, dst), "return": (dst, groups.first[low.returned_to[index]] + groups.member[dst])}
+    degree = max_degree(edges.src, edges.dst, len(groups))
+    return Traffic(kind, phase, name, schedule.slots, degree, schedule.rounds, *ways[name], tile_bytes)
+
+
+def _exchanged(
     problem: Problem,
     kind: str,
     low: Lowering,
     phase: str,
-    name: str,
+    way: str,
     tensors: Mapping[str, tuple[Tensor, ...]],
-) -> list[Exchange]:
-    shuffle = low.reshuffle
-    if shuffle is None:
+) -> list[Traffic]:
+    exchange, model = low.exchange, problem.model
+    if exchange is None:
         return []
-    row_bytes = sum(problem.model.row_bytes(tensor) for tensor in tensors[phase])
-    src, dst, rows = (column[shuffle.moved] for column in (shuffle.src, shuffle.dst, shuffle.rows))
-    src, dst = (src, dst) if name == "reshuffle_in" else (dst, src)
-    return [Exchange(kind, phase, name, shuffle.slots, src, dst, rows * row_bytes)]
+    moved = exchange.moved
+    src, dst = exchange.src[moved], exchange.dst[moved]
+    queries, keys = (
+        sum(model.row_bytes(tensor, 1) for tensor in tensors[phase] if (tensor in KV_SIDE) is side)
+        for side in (False, True)
+    )
+    heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
+    tile_bytes = exchange.pieces.rows[exchange.piece[moved]] * heads
+    if way == "out":
+        src, dst = dst, src
+    slots = exchange.slots
+    name = f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"
+    return [Traffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, src, dst, tile_bytes)]
 
 
-def _bytes(problem: Problem, placement: Placement, exchanges: list[Exchange]) -> dict[str, int]:
-    """total; of the busiest rank (the larger of what it sends and receives); between nodes; and the lower bound."""
+def _bytes(problem: Problem, traffic: list[Traffic]) -> dict[str, int]:
+    """total; of the busiest rank (the larger of what it sends and receives); and between nodes."""
     sent, received = np.zeros(problem.ranks, np.int64), np.zeros(problem.ranks, np.int64)
     node, between = problem.cluster.node_of(np.arange(problem.ranks)), 0
-    for exchange in exchanges:
-        sent += exact_sums(exchange.src, exchange.tile_bytes, problem.ranks)
-        received += exact_sums(exchange.dst, exchange.tile_bytes, problem.ranks)
-        apart = node[exchange.src] != node[exchange.dst]
-        between += int(exchange.tile_bytes[apart].sum())
+    for item in traffic:
+        sent += exact_sums(item.src, item.tile_bytes, problem.ranks)
+        received += exact_sums(item.dst, item.tile_bytes, problem.ranks)
+        apart = node[item.src] != node[item.dst]
+        between += int(item.tile_bytes[apart].sum())
     return {
         "total": int(sent.sum()),
         "max_rank": int(max(sent.max(), received.max())),
         "inter_node": between,
-        "bound": sum(_byte_bound(problem, placement, kind) for kind in problem.batch.kinds),
     }
 
 
-def _byte_bound(problem: Problem, placement: Placement, kind: str) -> int:
-    """KV goes out forward and backward and its gradient comes back, each at least this many tokens."""
-    pairs = placement.rank_sums(row_areas(problem.bands[kind], placement.starts), problem.ranks)
-    tokens = bounds.foreign_kv_tokens(problem.batch, kind, problem.token_cap, int(pairs.max()))
-    return tokens * (2 * problem.model.row_bytes(Tensor.KV) + problem.model.row_bytes(Tensor.DKV))
+def _kv_bound(
+    problem: Problem, placement: Placement, lowered: Mapping[str, Lowering], traffic: list[Traffic]
+) -> bounds.Bound:
+    """KV goes out forward and backward and its gradient comes back, between ranks, or between groups of ranks."""
+    low = next(iter(lowered.values()))
+    loads = {
+        kind: placement.rank_sums(row_areas(bands, placement.starts), len(low.groups))
+        for kind, bands in problem.bands.items()
+    }
+    value = sum(int(item.tile_bytes.sum()) for item in traffic if item.name in ("fetch", "return"))
+    caps = {kind: int(pairs.max()) for kind, pairs in loads.items()}
+    cap = problem.token_cap * int(low.groups.sizes.max())
+    return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value))

@@ -89,7 +89,8 @@ class PlannedLoader:
 
     dataset: map-style; lengths: tokens of each sample, integers [n]; samples are read only where a rank holds a part.
     tokens: at most so many in a microbatch, all ranks together. mask: one spec, or {kind: spec}; default causal.
-    microbatches: per optimizer step. shuffle: in an order drawn from seed and epoch (`set_epoch`).
+    microbatches: per optimizer step; a recipe with a pack step (such as `wlb`) spreads the samples of a step anew over
+    as many. shuffle: in an order drawn from seed and epoch (`set_epoch`).
     source: who plans. "local": this process, in a thread that is one iteration ahead; planning is deterministic,
     so all ranks get the same plan, and they compare its id before they use it.
 
@@ -114,7 +115,10 @@ class PlannedLoader:
     ) -> None:
         if source != "local":
             raise UnknownNameError("source", source, "the sources are local", "write local")
-        self._dataset, self._mask, self._recipe = dataset, mask, recipe
+        from apportion.planner.recipes import find_recipe
+
+        self._dataset, self._mask, self._recipe = dataset, mask, find_recipe(recipe)
+        self._packs = self._recipe.step("pack") is not None
         self._lengths = _checked_lengths(dataset, lengths)
         self._cluster, self._model, self._tokens = cluster, model, integer("tokens", tokens, 1, MAX_TOKENS)
         self._microbatches = integer("microbatches", microbatches)
@@ -135,10 +139,10 @@ class PlannedLoader:
         groups = self._iterations()
         with ThreadPoolExecutor(1, "apportion-plan") as thread:
             ahead = thread.submit(self._plan, groups[0]) if groups else None
-            for number, group in enumerate(groups):
+            for number in range(len(groups)):
                 planned = ahead.result() if ahead else []
                 ahead = thread.submit(self._plan, groups[number + 1]) if number + 1 < len(groups) else None
-                yield from self._yielded(number, group, planned)
+                yield from self._yielded(number, planned)
 
     def __len__(self) -> int:
         """Microbatches of an epoch."""
@@ -153,28 +157,61 @@ class PlannedLoader:
         step = self._microbatches
         return [batches[i : i + step] for i in range(0, len(batches), step)]
 
-    def _plan(self, group: Sequence[Ints]) -> list[tuple[Batch, Slice]]:
+    def _plan(self, group: Sequence[Ints]) -> list[_Planned]:
+        if self._packs:
+            return self._packed(np.concatenate(group), len(group))
         from apportion.planner.api import plan
 
         batches = [Batch.from_lengths(self._lengths[samples], self._mask) for samples in group]
-        rank = self._communicator.rank
+        plans = (plan(batch, self._cluster, self._model, self._recipe, self._seed) for batch in batches)
+        slices = (made.for_rank(self._communicator.rank) for made in plans)
+        return [_Planned(*parts) for parts in zip(group, batches, slices, strict=True)]
+
+    def _packed(self, samples: Ints, microbatches: int) -> list[_Planned]:
+        """The samples of an iteration, packed anew into as many microbatches by the recipe's pack step."""
+        from apportion.planner.iterate import plan_iteration
+
+        batch = Batch.from_lengths(self._lengths[samples], self._mask)
+        recipe = _packing(self._recipe, microbatches, -(-self._tokens // self._cluster.ranks))
+        made = plan_iteration(batch, self._cluster, self._model, recipe, self._seed)
+        slices = made.for_rank(self._communicator.rank)
         return [
-            (batch, plan(batch, self._cluster, self._model, self._recipe, self._seed).for_rank(rank))
-            for batch in batches
+            _Planned(samples[index], batch.take(index), piece)
+            for index, piece in zip(made.indexes, slices, strict=True)
         ]
 
-    def _yielded(
-        self, iteration: int, group: Sequence[Ints], planned: list[tuple[Batch, Slice]]
-    ) -> Iterator[PlannedBatch]:
-        valid = sum(int((batch.labels() >= 0).sum()) for batch, _ in planned)
-        for number, (samples, (batch, piece)) in enumerate(zip(group, planned, strict=True)):
-            handle = PlanHandle(piece, self._communicator)
-            tokens, labels = local_rows(piece, batch, self._reader(samples))
-            last = number == len(group) - 1
+    def _yielded(self, iteration: int, planned: list[_Planned]) -> Iterator[PlannedBatch]:
+        valid = sum(int((item.batch.labels() >= 0).sum()) for item in planned)
+        for number, item in enumerate(planned):
+            handle = PlanHandle(item.piece, self._communicator)
+            tokens, labels = local_rows(item.piece, item.batch, self._reader(item.samples))
+            last = number == len(planned) - 1
             yield PlannedBatch(tokens, handle.position_ids, labels, handle, iteration, number, last, valid)
 
     def _reader(self, samples: Ints) -> Callable[[int], ArrayLike | Tensor]:
         return lambda sequence: self._dataset[int(samples[sequence])]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """One microbatch: the sample of each sequence of the batch, and this rank's slice of the plan."""
+
+    samples: Ints
+    batch: Batch
+    piece: Slice
+
+
+def _packing(recipe: Recipe, microbatches: int, tokens_per_rank: int) -> Recipe:
+    """The recipe with the loader's figures in its pack step. Raises ConfigError where that would defer samples."""
+    steps = recipe.to_data()["steps"]
+    ((name, params),) = steps["pack"].items()
+    if params.get("defer"):
+        rule = "the loader reads every sample in its iteration"
+        raise ConfigError(
+            f"recipe.pack.{name}.defer", True, rule, "use plan_iteration and keep what it defers"
+        )
+    ours = {"microbatches": microbatches, "tokens_per_rank": tokens_per_rank}
+    return Recipe(recipe.name, {**steps, "pack": {name: {**params, **ours}}})
 
 
 def _checked_lengths(dataset: Dataset, lengths: ArrayLike) -> Ints:

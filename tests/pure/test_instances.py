@@ -24,7 +24,7 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.model import Model
 from apportion.ir.plan import Plan
 from apportion.planner.api import plan as make_plan
-from apportion.planner.recipes import FCP, with_block
+from apportion.planner.recipes import find_recipe, with_block
 
 DATA = Path(__file__).parent.parent / "data" / "mask_instances.jsonl.gz"
 MODEL = Model(q_heads=1, kv_heads=1, head_dim=4, v_head_dim=4, dtype="fp64", layers=1)
@@ -90,7 +90,8 @@ every_instance = pytest.mark.parametrize("instance", INSTANCES, ids=[item.name f
 
 def plan_of(instance: Instance) -> Plan:
     """By `fcp` as it is; a million tokens in blocks of 16K, for 2K tasks instead of 131K."""
-    recipe = with_block(FCP, 16_384) if instance.tokens > 2**19 else FCP
+    fcp = find_recipe("fcp")
+    recipe = with_block(fcp, 16_384) if instance.tokens > 2**19 else fcp
     return make_plan(instance.batch, CLUSTER, MODEL, recipe=recipe)
 
 

@@ -14,6 +14,7 @@ from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError, ExecutionError, UnknownNameError
 from apportion.planner import api
+from apportion.planner.recipes import find_recipe
 from apportion.trainer import demo, selftest
 from apportion.trainer.attention import PlanHandle, planned_attention
 from apportion.trainer.baselines import contiguous, zigzag_ring
@@ -73,6 +74,25 @@ def test_iterations_end_with_their_last_microbatch_and_count_all_labels():
         group = [b for b in batches if b.iteration == iteration]
         assert {b.valid_tokens for b in group} == {sum(int((b.labels != IGNORED).sum()) for b in group)}
     assert sorted(dataset.read) == list(range(len(LENGTHS)))
+
+
+def test_a_pack_step_spreads_the_samples_of_an_iteration_anew():
+    lengths = [40, 8, 8, 8, 30, 10, 16, 4]
+    loader = PlannedLoader(
+        Recorded(lengths), lengths, Cluster(1, 1), model(2), 64, microbatches=2, shuffle=False, recipe="wlb"
+    )
+    batches = list(loader)
+    assert [(b.iteration, b.microbatch, b.is_last) for b in batches] == [(0, 0, False), (0, 1, True)]
+    assert all(len(b.tokens) <= 64 for b in batches)
+    assert sorted(np.concatenate([b.tokens for b in batches]).tolist()) == sorted(
+        chain(*(Recorded(lengths)[i].tolist() for i in range(len(lengths))))
+    )
+    deferring = {**find_recipe("wlb").to_data()["steps"], "pack": {"wlb": {"defer": True}}}
+    loader = PlannedLoader(
+        Recorded(lengths), lengths, Cluster(1, 1), model(2), 64, recipe={"name": "mine", "steps": deferring}
+    )
+    with pytest.raises(ConfigError, match="defer"):
+        list(loader)
 
 
 def test_order_follows_seed_and_epoch():

@@ -144,7 +144,7 @@ def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     The two weights add up to exactly one, so that rounding of the merged LSE does not reach o."""
     part_lse = part_lse.to(lse.dtype)
     weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == NEG_INF, 0.0)
-    o.lerp_(part, weight.to(o.dtype).unsqueeze(-1))
+    o.lerp_(part.to(o.dtype), weight.to(o.dtype).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 

@@ -7,16 +7,17 @@ of the template, rounds are launched in the same order everywhere, which is what
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import TABLES, Op, Space, Tensor
+from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, TABLES, Op, Space, Tensor
 from apportion.ir.jit import HAS_NUMBA, jit
 from apportion.ir.plan import ProgramSet, Table, empty_table
+from apportion.planner.passes.groups import Groups, HeadSets
 from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
@@ -25,11 +26,12 @@ Column = Ints | int
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of rows on ranks, integers [n] each, sorted by rank."""
+    """Ranges of rows on ranks, integers [n] each, sorted by rank. heads: their head sets, 0: all heads."""
 
     rank: Ints
     row: Ints
     rows: Ints
+    heads: Ints | int = 0
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -86,12 +88,18 @@ class RangeSet:
     index: tuple[Ints, ...]
 
 
-def range_set(*requests: tuple[Ints, Ints, Ints]) -> RangeSet:
-    """The distinct ranges of requests (rank, row, rows), integers [n] each."""
-    columns = (np.concatenate(column) for column in zip(*requests, strict=True))
-    ranges, index = distinct(*columns)
-    cuts = np.cumsum([len(rank) for rank, _, _ in requests])[:-1]
-    return RangeSet(ranges, tuple(np.split(index, cuts)))
+def range_set(*requests: tuple[Ints, Ints, Ints], heads: Sequence[Ints | int] | None = None) -> RangeSet:
+    """The distinct ranges of requests (rank, row, rows), integers [n] each; heads: the head sets of each request."""
+    rank, row, rows = (np.concatenate(column) for column in zip(*requests, strict=True))
+    cuts = np.cumsum([len(ranks) for ranks, _, _ in requests])
+    if heads is None:
+        ranges, index = distinct(rank, row, rows)
+    else:
+        held = np.concatenate([_full(sets, len(of[0])) for sets, of in zip(heads, requests, strict=True)])
+        sets = int(held.max(initial=0)) + 1
+        found, index = distinct(rank * sets + held, row, rows)
+        ranges = Ranges(found.rank // sets, found.row, found.rows, found.rank % sets)
+    return RangeSet(ranges, tuple(np.split(index, cuts[:-1])))
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,15 @@ class Numbers:
         return self.numbers[self.index[request]]
 
 
+@dataclass(frozen=True)
+class OperandRows:
+    """Operands of one tensor: ranges on ranks, each rank's in the order of their numbers."""
+
+    tensor: Tensor
+    space: Space
+    ranges: Ranges
+
+
 class Operands:
     """The operand tables of all ranks, grown by groups of distinct ranges; operand 0 is `none` everywhere."""
 
@@ -112,10 +129,8 @@ class Operands:
         self.ranks = ranks
         self._count = np.ones(ranks, np.int64)
         self._reach: dict[Tensor, Ints] = {}
-        none = np.zeros(ranks, np.int32)
-        self._groups: list[tuple[Ints, int, int, Ints, Ints]] = [
-            (np.arange(ranks, dtype=np.int32), Tensor.NONE, Space.HOME, none, none)
-        ]
+        every, none = np.arange(ranks, dtype=np.int32), np.zeros(ranks, np.int32)
+        self._rows = [OperandRows(Tensor.NONE, Space.HOME, Ranges(every, none, none))]
 
     def number(self, tensors: Sequence[Tensor], space: Space, ranges: RangeSet) -> list[Numbers]:
         """Operand numbers, for each tensor, of all ranges that `ranges` was asked for. A range of a tensor may be
@@ -128,7 +143,7 @@ class Operands:
         self._count += len(tensors) * per_rank
         numbers = []
         for tensor in tensors:
-            self._groups.append((found.rank, tensor, space, found.row, found.rows))
+            self._rows.append(OperandRows(tensor, space, found))
             if space == Space.WORK and len(found):
                 self._extend(tensor, found, first[per_rank > 0], np.flatnonzero(per_rank))
             numbers.append(Numbers(number, ranges.index))
@@ -139,32 +154,50 @@ class Operands:
         reach = self._reach.setdefault(tensor, np.zeros(self.ranks, np.int64))
         reach[ranks] = np.maximum(reach[ranks], np.maximum.reduceat(ranges.row + ranges.rows, first))
 
-    def arenas(self, heads: dict[int, int]) -> Table:
-        """Every rank's work arenas: for each tensor the rows that its operands reach, and `heads[tensor]` columns."""
-        tensors = np.array(sorted(self._reach), np.int64)
-        reach = (
-            np.array([self._reach[Tensor(t)] for t in tensors], np.int64).reshape(len(tensors), self.ranks).T
+    def reach(self, tensor: Tensor) -> Ints:
+        """int64 [ranks]: work rows of the tensor so far."""
+        return self._reach.get(tensor, np.zeros(self.ranks, np.int64))
+
+    def spread(self, groups: Groups, sets: HeadSets) -> Operands:
+        """The operands of every member of each group, numbered as the group's; work rows hold the member's heads."""
+        spread = Operands(groups.ranks)
+        spread._count = self._count[groups.of_rank]
+        spread._reach = {tensor: rows[groups.of_rank] for tensor, rows in self._reach.items()}
+        for held in self._rows[1:]:
+            index, rank = groups.spread(held.ranges.rank)
+            heads = (sets.key if held.tensor in KV_SIDE else sets.query)[rank]
+            ranges = Ranges(rank, held.ranges.row[index], held.ranges.rows[index], heads)
+            spread._rows.append(replace(held, ranges=ranges))
+        return spread
+
+    def arenas(self, sets: HeadSets) -> Table:
+        """Every rank's work arenas: for each tensor the rows that its operands reach, and columns for its heads."""
+        tensors = sorted(self._reach)
+        reach = np.array([self._reach[tensor] for tensor in tensors], np.int64).reshape(-1, self.ranks).T
+        width = np.array(
+            [sets.key_heads if tensor in KV_SIDE else sets.query_heads for tensor in tensors], np.int64
         )
         rank, index = np.nonzero(reach)
-        width = np.array([heads[int(t)] for t in tensors], np.int64)
-        columns = (tensors[index], reach[rank, index], width[index])
+        width = width.reshape(-1, self.ranks)[index, rank]
+        columns = (np.array(tensors, np.int64)[index], reach[rank, index], width)
         ptr = np.concatenate([[0], np.cumsum(np.count_nonzero(reach, axis=1))])
         return Table(ptr, dict(zip(TABLES["arenas"], columns, strict=True)))
 
     def table(self) -> Table:
-        ranks, tensors, spaces, rows, sizes = zip(*self._groups, strict=True)
-        lengths = [len(rank) for rank in ranks]
-        order = sort_order(np.concatenate(ranks), self.ranks)
+        every = [held.ranges for held in self._rows]
+        lengths = [len(ranges) for ranges in every]
+        order = sort_order(np.concatenate([ranges.rank for ranges in every]), self.ranks)
         columns = (
-            np.repeat(tensors, lengths),
-            np.repeat(spaces, lengths),
-            np.concatenate(rows),
-            np.concatenate(sizes),
+            np.repeat([held.tensor for held in self._rows], lengths),
+            np.repeat([held.space for held in self._rows], lengths),
+            np.concatenate([ranges.row for ranges in every]),
+            np.concatenate([ranges.rows for ranges in every]),
+            np.zeros(len(order), np.int32),
+            np.concatenate([_full(ranges.heads, len(ranges)) for ranges in every]),
         )
-        zero = np.zeros(len(order), np.int32)
-        taken = [np.take(column, order) for column in columns]
         ptr = np.concatenate([[0], np.cumsum(self._count)])
-        return Table(ptr, dict(zip(TABLES["operands"], (*taken, zero, zero), strict=True)))
+        taken = (np.take(column, order) for column in columns)
+        return Table(ptr, dict(zip(TABLES["operands"], taken, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -192,9 +225,9 @@ class Assembler:
         self.steps.append(Step(op))
         return len(self.steps) - 1
 
-    def launch(self, channel: int) -> int:
+    def launch(self, channel: int, mode: int = P2P) -> int:
         """Append the launch of a new round; returns its position."""
-        self.steps.append(Step(Op.LAUNCH, self.rounds, channel))
+        self.steps.append(Step(Op.LAUNCH, self.rounds, channel, mode))
         self.rounds += 1
         return len(self.steps) - 1
 
@@ -209,14 +242,27 @@ class Assembler:
         keep the order in which they are given."""
         self._rows.setdefault(table, []).append((rank, _full(position, len(rank)), columns))
 
-    def build(self, operands: Operands, heads: dict[int, int]) -> ProgramSet:
-        """The tables of all ranks; `heads`: head columns of each tensor's work arena."""
+    def spread(self, groups: Groups) -> Assembler:
+        """The same for every member of each group; members talk to those at their place in other groups."""
+        spread = Assembler(groups.ranks, self.steps, self.rounds, {}, self._waits)
+        peer = TABLES["transfers"].index("peer")
+        for table, parts in self._rows.items():
+            for group, position, columns in parts:
+                index, rank = groups.spread(group)
+                taken = [value if isinstance(value, int) else value[index] for value in columns]
+                if table == "transfers":
+                    taken[peer] = groups.first[taken[peer]] + groups.member[rank]
+                spread.rows(table, rank, position[index], *taken)
+        return spread
+
+    def build(self, operands: Operands, sets: HeadSets) -> ProgramSet:
+        """The tables of all ranks."""
         if self.ranks * len(self.steps) >= 2**31:
             raise CapacityError(
                 f"{self.ranks} ranks x {len(self.steps)} steps: use larger blocks or a larger coalesce"
             )
         count = np.zeros(self.ranks * len(self.steps), np.int64)
-        tables = {"arenas": operands.arenas(heads), "operands": operands.table()}
+        tables = {"arenas": operands.arenas(sets), "operands": operands.table()}
         for name in ("transfers", "tasks", "grads", "rowops"):
             tables[name] = self._list(name, count)
         tables["instructions"] = self._instructions(count.reshape(self.ranks, len(self.steps)))
@@ -227,7 +273,9 @@ class Assembler:
         if not parts:
             return empty_table(TABLES[name], self.ranks)
         key = np.concatenate(
-            [rank * np.int32(len(self.steps)) + position for rank, position, _ in parts], dtype=np.int32
+            [rank * np.int32(len(self.steps)) + position for rank, position, _ in parts],
+            dtype=np.int32,
+            casting="unsafe",
         )
         per_step = np.bincount(key, minlength=len(count))
         count += per_step
@@ -242,6 +290,7 @@ class Assembler:
 
     def _instructions(self, count: Ints) -> Table:
         present = count > 0
+        present[:, [step.mode == ALL_TO_ALL for step in self.steps]] = True
         for wait, launch in self._waits:
             present[:, wait] = present[:, launch]
         at = np.flatnonzero(present)
@@ -257,7 +306,9 @@ def _column(values: list[Column], sizes: list[int], order: Ints | None) -> Ints:
     if all(isinstance(value, int) and value == values[0] for value in values):
         return np.full(sum(sizes), values[0], np.int32)
     joined = np.concatenate(
-        [_full(value, size) for value, size in zip(values, sizes, strict=True)], dtype=np.int32
+        [_full(value, size) for value, size in zip(values, sizes, strict=True)],
+        dtype=np.int32,
+        casting="unsafe",
     )
     return joined if order is None else np.take(joined, order)
 

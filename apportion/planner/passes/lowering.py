@@ -12,18 +12,19 @@ from numpy.typing import NDArray
 from apportion.ir.isa import Space
 from apportion.ir.jit import jit
 from apportion.planner.passes.assemble import Numbers, RangeSet, range_set
+from apportion.planner.passes.exchange import Exchange
+from apportion.planner.passes.groups import Groups, HeadSets
 from apportion.planner.passes.layouts import Rows, whole_ranges
-from apportion.planner.passes.reshuffle import Reshuffle
-from apportion.planner.passes.schedule import Slots
+from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.sorting import sort_order
 from apportion.planner.passes.tasks import Edges, Members, Tasks
 
 Ints = NDArray[np.integer[Any]]
 
 # Requests of the range sets, in the order in which they are made.
-QUERIES, QUERY_CLEARED, QUERY_WHOLE, QUERY_SHUFFLE = range(4)
-LOCAL_KEYS, SENT_KEYS, KEY_CLEARED, KEY_SHUFFLE = range(4)
-TILE_KEYS, TILE = range(2)
+QUERIES, QUERY_CLEARED, QUERY_WHOLE, QUERY_PIECES = range(4)
+LOCAL_KEYS, SENT_KEYS, KEY_CLEARED, KEY_PIECES = range(4)
+TILE_KEYS, TILE, TILE_INSIDE, ARRIVING = range(4)
 
 
 @dataclass(frozen=True)
@@ -43,24 +44,32 @@ class Openers:
 
 @dataclass(frozen=True)
 class Lowering:
-    """One attention kind, placed and scheduled, its tasks in program order; everything below is derived."""
+    """One attention kind, placed and scheduled, its tasks in program order; everything below is derived.
+
+    rows: of every group of ranks, which is a rank by itself unless heads are split.
+    """
 
     rows: Rows
     tasks: Tasks
     members: Members
-    edges: Edges
-    slots: Slots
-    reshuffle: Reshuffle | None
-    heads: dict[int, int]  # tensor -> head columns of its work arena
+    schedule: Schedule
+    exchange: Exchange | None
+    groups: Groups
+    sets: HeadSets
 
     @property
-    def ranks(self) -> int:
-        return self.rows.ranks
+    def edges(self) -> Edges:
+        return self.schedule.edges
 
     @property
     def space(self) -> Space:
-        """Where rows in attention order are: work rows where the program reshuffles, else home rows."""
-        return Space.HOME if self.reshuffle is None else Space.WORK
+        """Where rows in attention order are: home, or work rows where an exchange fills them."""
+        return Space.HOME if self.exchange is None else Space.WORK
+
+    @property
+    def home(self) -> Rows:
+        """Home rows of every rank."""
+        return self.rows if self.exchange is None else self.exchange.home
 
     @cached_property
     def local(self) -> Ints:
@@ -75,7 +84,7 @@ class Lowering:
     @cached_property
     def stage(self) -> Ints:
         """int32 [tasks]: 0 for local tasks, 1 + round of their tile for the others."""
-        return stages(self.tasks, self.slots)
+        return stages(self.tasks, self.schedule)
 
     @cached_property
     def query_ranges(self) -> RangeSet:
@@ -83,18 +92,18 @@ class Lowering:
         return range_set(
             (tasks.exec, tasks.row, tasks.rows),
             self._blocks(self.query_openers.cleared),
-            whole_ranges(rows),
-            self._shuffled,
+            whole_ranges(rows) if self.exchange is None else _NO_RANGES,
+            self._pieces,
         )
 
     @cached_property
     def key_ranges(self) -> RangeSet:
-        tasks, edges, local = self.tasks, self.edges, self.local
+        tasks, local, sent = self.tasks, self.local, self.roots
         return range_set(
-            (tasks.exec[local], self._key_row(tasks.k[local], tasks.k0[local]), (tasks.k1 - tasks.k0)[local]),
-            (edges.src, self._key_row(edges.block, edges.k0), edges.rows),
+            (tasks.exec[local], self._key_row[local], (tasks.k1 - tasks.k0)[local]),
+            (self.edges.home[sent], self.edges.row[sent], self.edges.rows[sent]),
             self._blocks(self.key_openers.cleared),
-            self._shuffled,
+            self._pieces,
         )
 
     def _blocks(self, blocks: Ints) -> tuple[Ints, Ints, Ints]:
@@ -102,48 +111,82 @@ class Lowering:
         rows = self.rows
         return rows.home[blocks], rows.row[blocks], rows.lengths[blocks]
 
-    def _key_row(self, block: Ints, token: Ints) -> Ints:
-        return self.rows.row[block] + token - self.rows.starts[block]
+    @cached_property
+    def _key_row(self) -> Ints:
+        """int64 [tasks]: first key row of each task, in the attention order of the keys' home."""
+        return self.rows.row[self.tasks.k] + self.tasks.k0 - self.rows.starts[self.tasks.k]
 
     @property
-    def _shuffled(self) -> tuple[Ints, Ints, Ints]:
-        none = np.zeros(0, np.int64)
-        return (none, none, none) if self.reshuffle is None else self.reshuffle.attention_ranges
+    def _pieces(self) -> tuple[Ints, Ints, Ints]:
+        return _NO_RANGES if self.exchange is None else self.exchange.ranges
 
     @cached_property
-    def fetched_ranges(self) -> RangeSet:
-        """Work rows of the tiles that a rank holds to compute with."""
-        return self.tile_ranges(self.slots.buffers)
+    def roots(self) -> Ints:
+        """Indexes of the edges that leave home."""
+        return np.flatnonzero(self.edges.parent < 0)
 
-    def tile_ranges(self, depth: int) -> RangeSet:
-        """Work rows of the tiles that a rank takes in, `depth` rounds at a time."""
+    @cached_property
+    def relays(self) -> Ints:
+        """Indexes of the edges that leave a rank where a tile has arrived."""
+        return np.flatnonzero(self.edges.parent >= 0)
+
+    @cached_property
+    def last_sent(self) -> Ints:
+        """int64 [edges]: the last round that passes the tile on, -1 for none."""
+        last = np.full(len(self.edges), -1, np.int32)
+        np.maximum.at(last, self.edges.parent[self.relays], self.schedule.round[self.relays])
+        return last
+
+    @cached_property
+    def returns_to(self) -> Ints:
+        """int32 [edges]: the edge to whose tile the gradients of each edge's tile are added; -1: to its home rows."""
+        if not self.schedule.routed.carry:
+            return self.edges.parent
+        following = np.full(len(self.edges), -1, np.int32)
+        following[self.edges.parent[self.relays]] = self.relays
+        return following
+
+    @cached_property
+    def returned_to(self) -> Ints:
+        """int32 [edges]: the rank where that is."""
+        return np.where(self.returns_to < 0, self.edges.home, self.edges.dst[self.returns_to])
+
+    @cached_property
+    def root(self) -> Ints:
+        """int32 [edges]: the edge that took each edge's tile from home."""
+        index = np.arange(len(self.edges), dtype=np.int32)
+        root = np.where(self.edges.parent < 0, index, self.edges.parent)
+        while (root != root[root]).any():
+            root = root[root]
+        return root
+
+    @cached_property
+    def kept(self) -> Ints:
+        """int64 [groups]: work rows that attention rows take."""
+        return np.zeros(self.rows.ranks, np.int64) if self.exchange is None else self.rows.per_rank
+
+    def tile_ranges(
+        self, row: Ints, inner: Ints, outer: Ints, arriving: tuple[Ints, Ints, Ints] | None = None
+    ) -> RangeSet:
+        """Work rows of tiles from `row` on (int64 [edges]): the keys of tasks, whole tiles, the rows of the edges
+        `inner` inside the tiles of the edges `outer`, and other ranges that `arrive`."""
         tasks, edges, remote = self.tasks, self.edges, self.remote
-        row, edge = self._tile_rows(edges.dst, depth), tasks.edge[remote]
-        keys = row[edge] + tasks.k0[remote] - edges.k0[edge]
+        edge = tasks.edge[remote]
+        keys = row[edge] + self._key_row[remote] - edges.row[edge]
+        inside = row[outer] + edges.row[inner] - edges.row[outer]
         return range_set(
             (edges.dst[edge], keys, (tasks.k1 - tasks.k0)[remote]),
             (edges.dst, row, edges.rows),
+            (edges.dst[outer], inside, edges.rows[inner]),
+            _NO_RANGES if arriving is None else arriving,
         )
-
-    def returned_ranges(self, depth: int) -> RangeSet:
-        """Work rows of the gradients that come back to the sender of a tile, after those that it sends itself."""
-        edges = self.edges
-        below = self.slots.places(depth) * self._stride
-        return range_set((edges.src, self._tile_rows(edges.src, depth) + below, edges.rows))
-
-    def _tile_rows(self, rank: Ints, depth: int) -> Ints:
-        """int64 [edges]: first work row of each tile on `rank`: after the rows kept in attention order, if any."""
-        kept = np.zeros(self.ranks, np.int64) if self.reshuffle is None else self.rows.per_rank
-        return kept[rank] + self.slots.place(depth) * self._stride
-
-    @cached_property
-    def _stride(self) -> int:
-        return int(self.edges.rows.max()) if len(self.edges) else 0
 
     def keys(self, home: Numbers, tiles: Numbers) -> Ints:
         """int32 [tasks]: the operand of each task's keys."""
         keys = np.empty(len(self.tasks), np.int32)
-        keys[self.local], keys[self.remote] = home[LOCAL_KEYS], tiles[TILE_KEYS]
+        keys[self.local] = home[LOCAL_KEYS]
+        if len(self.remote):
+            keys[self.remote] = tiles[TILE_KEYS]
         return keys
 
     @cached_property
@@ -166,21 +209,66 @@ class Lowering:
         return _openers(self.remote, self.tasks.edge, self.tasks.k1 - self.tasks.k0, self.edges.rows)
 
 
-def stages(tasks: Tasks, slots: Slots) -> Ints:
-    """int32 [tasks]: 0 for local tasks, 1 + round of their tile for the others."""
-    rounds = np.append(1 + slots.round, np.int32(0))  # edge -1, a local task, picks the last
+_NO_ROWS = np.zeros(0, np.int64)
+_NO_RANGES = (_NO_ROWS, _NO_ROWS, _NO_ROWS)
+
+
+def stages(tasks: Tasks, schedule: Schedule) -> Ints:
+    """int32 [tasks]: 1 + round of their tile; for local tasks 0, or the last where nothing overlaps."""
+    local = np.int32(0 if schedule.overlap else schedule.rounds)
+    rounds = np.append(1 + schedule.round, local)  # edge -1, a local task, picks the last
     return rounds[tasks.edge]
 
 
-def program_order(tasks: Tasks, members: Members, slots: Slots, ranks: int) -> tuple[Tasks, Members]:
+def program_order(tasks: Tasks, members: Members, schedule: Schedule, ranks: int) -> tuple[Tasks, Members]:
     """The tasks by rank and stage. Within a stage those with a band that is not full come first: they have one block
     each, so that they can open it, and the rest keep the order in which they were found."""
-    count = 2 * (slots.rounds + 1)
-    key = tasks.exec.astype(np.int64) * count + 2 * stages(tasks, slots) + tasks.full
+    count = 2 * (schedule.rounds + 1)
+    key = tasks.exec.astype(np.int64) * count + 2 * stages(tasks, schedule) + tasks.full
     order = sort_order(key, ranks * count)
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
     return tasks.take(order), replace(members, task=place[members.task])
+
+
+def allot(rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints) -> Ints:
+    """int64 [tiles]: first work row of each tile, so that tiles of one rank that are held at the same time (program
+    positions `start` to `end`, both included) do not meet. base: int64 [ranks], the first row of each rank to use.
+
+    Tiles that arrive together at a rank lie side by side. All such rows take a place as long as the longest of the
+    rank, the first that is free when they arrive, so there are as many places as are ever held at once.
+    """
+    span = int(start.max()) + 1
+    order = sort_order(rank * np.int64(span) + start, len(base) * span)
+    return _allot(order, rank, rows, start, end, base)
+
+
+@jit
+def _allot(order: Ints, rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints) -> Ints:
+    """int64 [tiles]: first row of each tile; `order` sorts the tiles by rank and start."""
+    tiles = len(order)
+    longest = np.zeros(len(base), np.int64)
+    row = np.empty(tiles, np.int64)  # first of all: the row inside the place
+    for index in range(tiles):
+        tile, before = order[index], order[index - 1]
+        together = index > 0 and rank[before] == rank[tile] and start[before] == start[tile]
+        row[tile] = row[before] + rows[before] if together else 0
+        longest[rank[tile]] = max(longest[rank[tile]], row[tile] + rows[tile])
+    busy = np.empty(tiles, np.int64)  # until when each place of the rank is held
+    places, at = 0, 0
+    for index in range(tiles):
+        tile = order[index]
+        if index == 0 or rank[order[index - 1]] != rank[tile]:
+            places = 0
+        if row[tile] == 0:
+            at = 0
+            while at < places and busy[at] >= start[tile]:
+                at += 1
+            places = max(places, at + 1)
+            busy[at] = end[tile]
+        busy[at] = max(busy[at], end[tile])
+        row[tile] += base[rank[tile]] + at * longest[rank[tile]]
+    return row
 
 
 def _openers(members: Ints, group: Ints, rows: Ints, lengths: Ints) -> Openers:

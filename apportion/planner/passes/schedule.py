@@ -1,14 +1,19 @@
-"""Order transfers into slots and rounds (FCP, section 4.2)."""
+"""Order transfers into slots and rounds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
+from apportion.ir.fields import choice
+from apportion.planner.passes.route import Ring as RingRoute
+from apportion.planner.passes.route import Routed, depths, join
+from apportion.planner.passes.tasks import Edges
 from apportion.planner.solvers.matching import matchings, max_degree
 
 Ints = NDArray[np.integer[Any]]
@@ -16,13 +21,12 @@ Ints = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Slots:
-    """slot: int32 [edges]; `slots` of them in all, `coalesce` to a round, `buffers` rounds in flight."""
+    """Tiles without relays: slot int32 [tiles]; `slots` of them in all, `coalesce` to a round."""
 
     slot: Ints
     slots: int
     max_degree: int
     coalesce: int
-    buffers: int
 
     @property
     def rounds(self) -> int:
@@ -32,31 +36,54 @@ class Slots:
     def round(self) -> Ints:
         return self.slot // self.coalesce
 
-    def place(self, depth: int) -> Ints:
-        """int32 [edges]: the buffer place of each tile where `depth` rounds are held at a time. Tiles that one rank
-        receives (or sends) in rounds less than `depth` apart never share a place."""
-        return self.round % depth * self.width + self.slot % self.coalesce
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which round each edge travels in.
+
+    round: int32 [edges], numbered in the order in which rounds are waited for; a relay comes after its parent.
+    when: int64 [rounds], never falling: a round may start once those more than `buffers` - 1 before it are used up.
+    channel: int64 [rounds]. slots: matchings in all rounds. overlap: tasks that need no tile run before the first round
+    is waited for, else after the last.
+    """
+
+    routed: Routed
+    round: Ints
+    when: Ints
+    channel: Ints
+    slots: int
+    buffers: int
+    overlap: bool = True
 
     @property
-    def width(self) -> int:
-        """Tiles that a rank sends or receives in one round, at most."""
-        return min(self.coalesce, self.slots)
+    def edges(self) -> Edges:
+        return self.routed.edges
 
-    def places(self, depth: int) -> int:
-        """How many places `place` uses."""
-        return min(depth, self.rounds) * self.width
+    @property
+    def rounds(self) -> int:
+        return len(self.when)
+
+    @cached_property
+    def after(self) -> list[int]:
+        """[rounds] the last round that must have arrived before each can start; -1: none."""
+        after = np.full(self.rounds, -1, np.int64)
+        relays = np.flatnonzero(self.edges.parent >= 0)
+        np.maximum.at(after, self.round[relays], self.round[self.edges.parent[relays]])
+        return [int(round_) for round_ in after]
 
 
 # `auto` makes rounds of about this many tokens a rank: enough work behind each to hide it (FCP, section 4.2, coalesces
 # four blocks of 2K), but
 AUTO_ROUND_TOKENS = 8192
-# keeps this many rounds where there are as many slots, so that some overlap others.
+# keeps this many rounds where there are as many slots, so that some overlap others. With relays twice that much: a tile
+# then passes through two rounds, and what every round waits for counts twice (simulated on 1,024 ranks).
 AUTO_ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class Matchings:
-    """Every slot is a matching; there are exactly as many as the busiest rank has tiles to send or receive.
+    """Every slot is a matching; there are exactly as many as the busiest rank has tiles to send or receive (FCP,
+    section 4.2). Relays follow, each level in rounds of its own on another channel.
 
     coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
     """
@@ -69,17 +96,124 @@ class Matchings:
             _positive("coalesce", self.coalesce)
         _positive("buffers", self.buffers)
 
-    def __call__(self, src: Ints, dst: Ints, rows: Ints, ranks: int) -> Slots:
-        """Slots of the tiles src -> dst of so many rows each, integers [edges]."""
+    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+        edges = routed.edges
+        roots = np.flatnonzero(edges.parent < 0)
+        levels = 1 + int(depths(edges.parent).max(initial=0))
+        first = self.slots(edges.src[roots], edges.dst[roots], edges.rows[roots], ranks, min(levels, 2))
+        if len(roots) == len(edges):
+            when = np.arange(first.rounds)
+            return Schedule(routed, first.round, when, np.zeros_like(when), first.slots, self.buffers)
+        depth, time = depths(edges.parent), np.zeros(len(edges), np.int64)
+        time[roots] = first.round
+        for level in range(1, levels):
+            relays = np.flatnonzero(depth == level)
+            time[relays] = time[edges.parent[relays]] + 1
+        # a relay that arrives with a later round is used before that is waited for
+        keys, round_ = np.unique(time * levels + (levels - 1 - depth), return_inverse=True)
+        channel = np.minimum(levels - 1 - keys % levels, 1)
+        slots = first.slots + _degrees(edges, round_, np.flatnonzero(keys % levels < levels - 1), ranks)
+        return Schedule(routed, round_.astype(np.int32), keys // levels, channel, slots, self.buffers)
+
+    def slots(self, src: Ints, dst: Ints, rows: Ints, ranks: int, times: int = 1) -> Slots:
+        """Slots of the tiles src -> dst of so many rows each, integers [tiles]; automatic rounds are `times` as
+        long."""
         slot = matchings(src, dst, ranks)
         slots = int(slot.max()) + 1 if len(slot) else 0
-        return Slots(slot, slots, max_degree(src, dst, ranks), self._coalesce(slots, rows), self.buffers)
+        return Slots(slot, slots, max_degree(src, dst, ranks), self._coalesce(slots, rows, times))
 
-    def _coalesce(self, slots: int, rows: Ints) -> int:
+    def _coalesce(self, slots: int, rows: Ints, times: int) -> int:
         if self.coalesce != "auto":
             return self.coalesce
         longest = int(rows.max()) if len(rows) else 1
-        return max(1, min(AUTO_ROUND_TOKENS // longest, -(-slots // AUTO_ROUNDS)))
+        return max(1, min(times * AUTO_ROUND_TOKENS // longest, -(-slots // AUTO_ROUNDS)))
+
+
+def _degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
+    """Matchings that these rounds split into: the largest degree of each."""
+    total = 0
+    for number in rounds.tolist():
+        inside = np.flatnonzero(round_ == number)
+        total += max_degree(edges.src[inside], edges.dst[inside], ranks)
+    return total
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ring attention (Liu et al., 2023): in each of N - 1 rounds every rank passes on what the one before brought it.
+
+    over: see the ring route. turns: rings of one size after another, the largest first, as Megatron-Core's hybrid
+    context parallelism runs its groups; else all rings at once.
+    """
+
+    over: Literal["ranks", "holders"] = "ranks"
+    turns: bool = False
+
+    def __post_init__(self) -> None:
+        choice("recipe.schedule.ring.over", self.over, ("ranks", "holders"))
+        _switch("ring.turns", self.turns)
+
+    @property
+    def route(self) -> RingRoute:
+        """A ring is its own route."""
+        return RingRoute(self.over)
+
+    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+        edges, ring = routed.edges, routed.ring
+        if ring is None:
+            raise ConfigError("recipe.steps.schedule", "ring", "needs tiles on rings", "leave the route out")
+        time = _hops(edges.parent) + (_turns(ring) if self.turns else 0)
+        when, round_ = np.unique(time, return_inverse=True)
+        slots = _degrees(edges, round_, np.arange(len(when)), ranks)
+        channel = np.zeros(len(when), np.int64)
+        return Schedule(routed, round_.astype(np.int32), np.arange(len(when)), channel, slots, buffers=2)
+
+
+def _hops(parent: Ints) -> Ints:
+    """int64 [edges]: how far from its home each edge of a chain starts; chains lie hop after hop."""
+    index = np.arange(len(parent))
+    return index - np.maximum.accumulate(np.where(parent < 0, index, 0)) if len(parent) else index
+
+
+def _turns(ring: Ints) -> Ints:
+    """int64 [edges]: rounds of larger rings that come before."""
+    sizes = np.unique(ring)[::-1]
+    before = np.cumsum(sizes - 1) - (sizes - 1)
+    return np.asarray(before[np.searchsorted(-sizes, -ring)], np.int64)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Everything in one round, as an all-gather of KV does it; relays in one more round a level.
+
+    overlap: whether tasks that need no tile run while it is under way. whole: what leaves a rank leaves it as one
+    tile for all that need any of it, as the collective does it; else everybody receives what it needs.
+    """
+
+    overlap: bool = False
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("overlap", "whole"):
+            _switch(f"gather.{name}", getattr(self, name))
+
+    def tiles(self, edges: Edges) -> Routed:
+        """Larger tiles, before they are routed."""
+        return join(edges, self.whole)
+
+    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+        depth = depths(routed.edges.parent)
+        # no rank is everybody's first: each begins with its next neighbour
+        routed = routed.take(np.lexsort(((routed.edges.dst - routed.edges.src) % ranks, depth)))
+        levels, round_ = np.unique(depths(routed.edges.parent), return_inverse=True)
+        slots = _degrees(routed.edges, round_, np.arange(len(levels)), ranks)
+        channel, when = np.zeros(len(levels), np.int64), np.arange(len(levels))
+        return Schedule(routed, round_.astype(np.int32), when, channel, slots, len(levels), self.overlap)
+
+
+def _switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"recipe.schedule.{name}", value, "is a switch", "write true or false")
 
 
 def _positive(name: str, value: int | str) -> None:

@@ -1,9 +1,9 @@
 """What must be computed where: the tasks of one attention kind, and the tiles they need from other ranks.
 
 A task is a band cut by a (query block, key block) rectangle. Queries stay home: a task runs where its query block
-lives, and the KV rows that it sees must reach that rank once (an *edge*: key block -> rank). Query blocks that lie side
-by side on a rank and see all of the same keys make one task: fewer and larger kernel calls (FCP's coalescing, section
-4.2, in the query direction).
+lives, and the KV rows that it sees must reach that rank once (an *edge*: rows of a key block -> rank). Query blocks
+that lie side by side on a rank and see all of the same keys make one task: fewer and larger kernel calls (FCP's
+coalescing, section 4.2, in the query direction).
 
               keys of one tile
     block 4   x x x x  \
@@ -14,7 +14,7 @@ by side on a rank and see all of the same keys make one task: fewer and larger k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,10 @@ class Tasks:
         """The tasks in another order."""
         return Tasks(*(np.take(getattr(self, column.name), order) for column in fields(self)))
 
+    def arriving(self, arrives: Ints) -> Tasks:
+        """The tasks once routes have renumbered the edges; arrives: int32, the new number of each."""
+        return replace(self, edge=np.append(arrives, np.int32(-1))[self.edge])
+
 
 @dataclass(frozen=True)
 class Members:
@@ -70,20 +74,29 @@ class Members:
 
 @dataclass(frozen=True)
 class Edges:
-    """KV tiles to move, int32 [edges]: block `block` keys [k0, k1) from rank `src` to rank `dst`."""
+    """KV rows on their way, int32 [edges]: rows [row, row + rows) in the attention order of rank `home` go from rank
+    `src` to rank `dst`. parent: the edge that brought them to `src`, -1 where `src` is their home. Edges with one
+    `tile` carry rows of one block (or whatever a route makes of blocks)."""
 
-    block: Ints
+    tile: Ints
+    home: Ints
+    row: Ints
+    rows: Ints
     src: Ints
     dst: Ints
-    k0: Ints
-    k1: Ints
+    parent: Ints
 
     def __len__(self) -> int:
-        return len(self.block)
+        return len(self.tile)
 
-    @property
-    def rows(self) -> Ints:
-        return self.k1 - self.k0
+    def take(self, order: Ints) -> Edges:
+        """The edges in another order, in which parents may not come after their children."""
+        taken = Edges(*(np.take(getattr(self, column.name), order) for column in fields(self)))
+        if (taken.parent < 0).all():
+            return taken
+        place = np.append(np.empty(len(order), np.int32), np.int32(-1))
+        place[order] = np.arange(len(order), dtype=np.int32)
+        return replace(taken, parent=place[taken.parent])
 
 
 def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Members, Edges]:
@@ -97,7 +110,9 @@ def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Members, Edges]:
     _cut(bands, starts, first, first_key, cells)
     tasks, members, edges = _gather(cells, starts, rows.home, rows.row, rows.ranks)
     block, dst, k0, k1 = edges
-    return Tasks(*tasks), Members(*members), Edges(block, rows.home[block].astype(np.int32), dst, k0, k1)
+    home, none = rows.home[block].astype(np.int32), np.full(len(block), -1, np.int32)
+    row = (rows.row[block] + k0 - starts[block]).astype(np.int32)
+    return Tasks(*tasks), Members(*members), Edges(block, home, row, k1 - k0, home, dst, none)
 
 
 @jit

@@ -1,0 +1,365 @@
+"""Hardware: the figures that times are predicted from, each with its source.
+
+    Hardware ── figures     memory, linear layers, links: one number each
+             ├─ forward     grids of one attention task, microseconds over (query rows, key rows): every pair
+             │              allowed (`full`), or all but one corner triangle (`causal`)
+             ├─ backward    the same
+             └─ measured    where a profile was taken: device, versions, date; no part of the digest
+
+A file is the JSON of `to_data` (schema: apportion:hardware). Profiles write it; the built-in ones come from
+data sheets and papers (`apportion.ir.chips`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import choice, integer, known, load, mapping, name, number, sequence, suggestion
+from apportion.ir.hashing import digest
+from apportion.ir.model import ELEMENT_BYTES
+
+Rows = tuple[tuple[float, ...], ...]
+
+VERSION = 1
+MAX_AXIS = 64  # points of a grid's axis
+MAX_ROWS = 2**20  # of the largest task on the axis
+MAX_FILE_BYTES = 2**22  # four grids of 64 x 64 times are some 300 KB
+LEAST, MOST = 1e-6, 1e12  # of times and figures that must be above 0: sums of products stay finite
+_MAX_TEXT = 400
+_MAX_VERSIONS = 32
+_CLOSE = 0.1  # links of a cluster within this are taken to be the hardware's
+
+# What a cluster says and the hardware says too.
+_SHARED = (
+    "intra_gbs",
+    "inter_gbs",
+    "nics_per_node",
+    "intra_latency_us",
+    "inter_latency_us",
+    "memory_gib",
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number with where it comes from; `assumed`: nobody measured or published it for this hardware."""
+
+    value: float
+    source: str
+    assumed: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", float(self.value))  # 8 and 8.0 have one digest
+
+    @staticmethod
+    def from_data(field: str, data: Any) -> Figure:
+        data = known(field, data, ("value", "source", "assumed"), ("value", "source"))
+        value = number(f"{field}.value", data["value"])
+        return Figure(
+            value, _text(f"{field}.source", data["source"]), _flag(field, data.get("assumed", False))
+        )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Microseconds of one attention task inside an instruction, of one phase.
+
+    full, causal: [axis][axis], rows of queries by rows of keys. Of rows x keys pairs, `causal` allows all but
+    the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows - keys)). No time falls along an axis
+    and none in `causal` exceeds that in `full`.
+    launch_us: once an instruction. tile_us: one kernel tile on one multiprocessor, of which an instruction's
+    longest chain is made; 0 where the grids hold it already.
+    """
+
+    full: Rows
+    causal: Rows
+    launch_us: float
+    tile_us: float
+    source: str
+    assumed: bool = False
+
+    @staticmethod
+    def from_data(field: str, data: Any, points: int) -> Grid:
+        data = known(field, data, [item.name for item in fields(Grid)], [f.name for f in fields(Grid)[:5]])
+        full, causal = (_rows(f"{field}.{kind}", data[kind], points) for kind in ("full", "causal"))
+        _check_below(field, causal, full)
+        return Grid(
+            _tuples(full),
+            _tuples(causal),
+            _figure_in(f"{field}.launch_us", data["launch_us"]),
+            _figure_in(f"{field}.tile_us", data["tile_us"]),
+            _text(f"{field}.source", data["source"]),
+            _flag(field, data.get("assumed", False)),
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Where and when a profile was taken: device, versions of software, date (ISO 8601)."""
+
+    device: str
+    versions: Mapping[str, str] = field(hash=False)
+    date: str
+
+    @staticmethod
+    def from_data(field: str, data: Any) -> Measured:
+        names = ("device", "versions", "date")
+        data = known(field, data, names, names)
+        versions = mapping(f"{field}.versions", data["versions"])
+        if len(versions) > _MAX_VERSIONS:
+            raise ConfigError(
+                f"{field}.versions", len(versions), f"must be at most {_MAX_VERSIONS}", "list fewer"
+            )
+        checked = {
+            name(f"{field}.versions", key): _text(f"{field}.versions.{key}", text)
+            for key, text in versions.items()
+        }
+        device, date = (_text(f"{field}.{key}", data[key]) for key in ("device", "date"))
+        return Measured(device, checked, date)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of rank and its links.
+
+    axis: rows of the grids' points, rising, for queries and for keys. tile: rows of queries and of keys are
+    rounded up to multiples of it. q_heads, kv_heads, head_dim, dtype: what the grids were taken with.
+    memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s. linear_tflops: achieved by linear layers, 1e12
+    FLOP/s. rowop_us: what an instruction on rows (copy, merge, add, ...) costs besides its bytes.
+    Make one with `load`, `from_data` or a profile: these check it.
+    """
+
+    name: str
+    device: str
+    dtype: str
+    axis: tuple[int, ...]
+    tile: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    forward: Grid
+    backward: Grid
+    memory_gib: Figure
+    memory_gbs: Figure
+    linear_tflops: Figure
+    rowop_us: Figure
+    intra_gbs: Figure
+    inter_gbs: Figure
+    nics_per_node: Figure
+    intra_latency_us: Figure
+    inter_latency_us: Figure
+    measured: Measured | None = None
+
+    def figures(self) -> dict[str, Figure]:
+        """The single numbers, by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name in _FIGURES}
+
+    def grid(self, phase: str) -> Grid:
+        """The grid of `forward` or `backward`. Raises UnknownNameError."""
+        return self.forward if choice("phase", phase, ("forward", "backward")) == "forward" else self.backward
+
+    def cluster(self, nodes: int = 1, ranks_per_node: int = 8) -> Cluster:
+        """A cluster with this hardware's links and memory."""
+        links = {field: getattr(self, field).value for field in _SHARED}
+        return Cluster(nodes, ranks_per_node, **links | {"nics_per_node": int(self.nics_per_node.value)})
+
+    def mismatch(self, cluster: Cluster) -> list[str]:
+        """A warning for each link or memory figure in which the cluster differs by more than a tenth.
+
+        Predicted times take links from the cluster and kernels from the hardware."""
+        pairs = ((field, getattr(cluster, field), getattr(self, field).value) for field in _SHARED)
+        return [
+            f"cluster.{field} is {said:g} where hardware {self.name} has {known_:g}: times use the cluster's"
+            for field, said, known_ in pairs
+            if abs(said - known_) > _CLOSE * max(said, known_)
+        ]
+
+    def digest(self) -> str:
+        """BLAKE2b, hex, of the figures and grids: the same numbers and sources, wherever and whenever taken."""
+        data = self.to_data() | {"measured": None}
+        return digest(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hex()
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data with every field, in the form that `from_data` reads."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _PLAIN}
+        return {
+            "version": VERSION,
+            **plain,
+            "axis": list(self.axis),
+            "figures": {field: asdict(figure) for field, figure in self.figures().items()},
+            "forward": _grid_data(self.forward),
+            "backward": _grid_data(self.backward),
+            "measured": None if self.measured is None else asdict(self.measured),
+        }
+
+    @staticmethod
+    def from_data(data: Any) -> Hardware:
+        """The hardware of plain data. Raises ConfigError, which names field, value, rule and remedy."""
+        keys = ("version", *_PLAIN, "axis", "figures", "forward", "backward")
+        data = known("hardware", data, (*keys, "measured"), keys)
+        integer("hardware.version", data["version"], VERSION, VERSION)
+        axis = _axis(data["axis"])
+        figures = known("hardware.figures", data["figures"], _FIGURES, _FIGURES)
+        return Hardware(
+            **_plain(data),
+            **_figures(figures),
+            axis=axis,
+            forward=Grid.from_data("hardware.forward", data["forward"], len(axis)),
+            backward=Grid.from_data("hardware.backward", data["backward"], len(axis)),
+            measured=_measured(data.get("measured")),
+        )
+
+    @staticmethod
+    def builtin() -> tuple[str, ...]:
+        """Names that `load` knows without a file."""
+        from apportion.ir.chips import CHIPS
+
+        return tuple(CHIPS)
+
+    @staticmethod
+    def load(source: str | Path) -> Hardware:
+        """The built-in hardware of that name, or that of a JSON (or YAML) file. Raises ConfigError, also
+        UnknownNameError for what is neither a name nor the path of a file."""
+        from apportion.ir.chips import CHIPS, hardware_of
+
+        if isinstance(source, str) and source in CHIPS:
+            return hardware_of(CHIPS[source])
+        if not Path(source).suffix:
+            rule = "neither built-in hardware nor a file"
+            remedy = f"{suggestion(str(source)[:64], CHIPS)}, or the path of a .json file"
+            raise UnknownNameError("hardware", str(source), rule, remedy)
+        return Hardware.from_data(_loaded(Path(source)))
+
+
+_FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
+_PLAIN = ("name", "device", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
+_POSITIVE = frozenset({"memory_gib", "memory_gbs", "linear_tflops", "intra_gbs", "inter_gbs"})
+
+
+def _loaded(path: Path) -> Any:
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(
+            str(path), path.stat().st_size, f"must be at most {MAX_FILE_BYTES} bytes", "name a profile"
+        )
+    return load(path)
+
+
+def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    name("hardware.name", data["name"])
+    choice("hardware.dtype", data["dtype"], ELEMENT_BYTES)
+    heads = integer("hardware.q_heads", data["q_heads"], 1, 2**16)
+    kv_heads = integer("hardware.kv_heads", data["kv_heads"], 1, heads)
+    return {
+        "name": data["name"],
+        "device": _text("hardware.device", data["device"]),
+        "dtype": data["dtype"],
+        "tile": integer("hardware.tile", data["tile"], 1, 2**12),
+        "q_heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": integer("hardware.head_dim", data["head_dim"], 1, 2**12),
+    }
+
+
+def _figures(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _figure(key, data[key]) for key in _FIGURES}
+
+
+def _figure(key: str, data: Any) -> Figure:
+    figure = Figure.from_data(f"hardware.figures.{key}", data)
+    _figure_in(f"hardware.figures.{key}.value", figure.value, LEAST if key in _POSITIVE else 0.0)
+    if key == "nics_per_node":
+        value = int(figure.value) if figure.value.is_integer() else figure.value
+        integer("hardware.figures.nics_per_node.value", value, 1, 2**16)
+    return figure
+
+
+def _measured(data: Any) -> Measured | None:
+    return None if data is None else Measured.from_data("hardware.measured", data)
+
+
+def _axis(data: Any) -> tuple[int, ...]:
+    """2 to 64 rising numbers of rows. More are refused before they are looked at."""
+    points = sequence("hardware.axis", data)
+    if not 2 <= len(points) <= MAX_AXIS:
+        raise ConfigError(
+            "hardware.axis", len(points), f"must have 2 to {MAX_AXIS} points", "choose fewer or more"
+        )
+    axis = tuple(integer(f"hardware.axis[{i}]", rows, 1, MAX_ROWS) for i, rows in enumerate(points))
+    if any(low >= high for low, high in pairwise(axis)):
+        raise ConfigError("hardware.axis", list(axis), "must rise", "sort the points and name each once")
+    return axis
+
+
+def _rows(field: str, data: Any, points: int) -> NDArray[np.float64]:
+    """float64 [points, points], positive, falling along neither axis."""
+    lines = sequence(field, data)
+    if len(lines) != points:
+        raise ConfigError(field, len(lines), f"must have {points} rows, as the axis has", "add or drop rows")
+    grid = np.array([_line(f"{field}[{i}]", line, points) for i, line in enumerate(lines)], np.float64)
+    for axis in (0, 1):
+        falls = np.argwhere(np.diff(grid, axis=axis) < 0)
+        if len(falls):
+            i, j = (falls[0] + (axis == 0, axis == 1)).tolist()
+            raise ConfigError(
+                f"{field}[{i}][{j}]",
+                float(grid[i, j]),
+                "is less than for fewer rows or keys",
+                "measure it again, or raise it to its neighbour's time",
+            )
+    return grid
+
+
+def _line(field: str, data: Any, points: int) -> list[float]:
+    line = sequence(field, data)
+    if len(line) != points:
+        raise ConfigError(field, len(line), f"must have {points} times, as the axis has", "add or drop times")
+    return [_figure_in(f"{field}[{j}]", time, LEAST) for j, time in enumerate(line)]
+
+
+def _check_below(field: str, causal: NDArray[np.float64], full: NDArray[np.float64]) -> None:
+    above = np.argwhere(causal > full)
+    if len(above):
+        i, j = above[0].tolist()
+        raise ConfigError(
+            f"{field}.causal[{i}][{j}]",
+            float(causal[i, j]),
+            f"is more than {field}.full[{i}][{j}] = {full[i, j]:g}",
+            "measure both again, or lower it to that",
+        )
+
+
+def _tuples(grid: NDArray[np.float64]) -> Rows:
+    return tuple(map(tuple, grid.tolist()))
+
+
+def _grid_data(grid: Grid) -> dict[str, Any]:
+    return asdict(grid) | {kind: [list(row) for row in getattr(grid, kind)] for kind in ("full", "causal")}
+
+
+def _figure_in(field: str, value: Any, least: float = 0.0) -> float:
+    checked = number(field, value)
+    if not least <= checked <= MOST:
+        raise ConfigError(field, value, f"must be in [{least:g}, {MOST:g}]", "check its unit")
+    return checked
+
+
+def _text(field: str, value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT:
+        raise ConfigError(field, value, f"must be a text of 1 to {_MAX_TEXT} characters", "say it shortly")
+    return value
+
+
+def _flag(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{field}.assumed", value, "must be true or false", "write true or false")
+    return value

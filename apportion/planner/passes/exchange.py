@@ -1,0 +1,249 @@
+"""Between the rows that the caller holds and those that attention is computed on, inside the program.
+
+Home rows move where they must: from the loader's contiguous shares into attention order (reshuffling; FCP, section
+4.3), from every rank of a group to those that compute its heads (Ulysses), or both at once. A *piece* is a run of rows
+that has one home and one group. It goes to every rank of the group, with the heads of that rank: as a transfer, or as
+a copy where home and rank are the same. The way back is the reverse; where several ranks of a group use one KV head,
+its gradients are added up at home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, Op, Space, Tensor
+from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
+from apportion.planner.passes.groups import Groups, HeadSets
+from apportion.planner.passes.layouts import Rows, whole_ranges
+from apportion.planner.passes.schedule import Matchings, Slots
+
+Ints = NDArray[np.integer[Any]]
+
+CHANNEL = 0
+# Requests of the home ranges, in the order in which they are made.
+COPIES, WHOLE = range(2)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """int64 [pieces]: `rows` rows, from `src_row` on rank `src`, are the rows from `row` of group `group`."""
+
+    src: Ints
+    src_row: Ints
+    group: Ints
+    row: Ints
+    rows: Ints
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """home: rows of every rank; attention: rows of every group."""
+
+    home: Rows
+    attention: Rows
+    groups: Groups
+    sets: HeadSets
+    pieces: Pieces
+    slots: Slots  # of the copies that move, in order
+
+    @property
+    def ranges(self) -> tuple[Ints, Ints, Ints]:
+        """Attention rows of the pieces, as ranges on groups."""
+        return self.pieces.group, self.pieces.row, self.pieces.rows
+
+    @cached_property
+    def _copies(self) -> tuple[Ints, Ints]:
+        return _copies(self.pieces, self.groups)
+
+    @property
+    def piece(self) -> Ints:
+        """int64 [copies]: the piece of each copy. One copy goes to each member of the piece's group."""
+        return self._copies[0]
+
+    @property
+    def dst(self) -> Ints:
+        """int64 [copies]: the rank that attention is computed on."""
+        return self._copies[1]
+
+    @property
+    def src(self) -> Ints:
+        """int64 [copies]: the home rank."""
+        return self.pieces.src[self.piece]
+
+    @cached_property
+    def moved(self) -> Ints:
+        """Indexes of the copies whose ranks differ."""
+        return np.flatnonzero(self.src != self.dst)
+
+    @cached_property
+    def kept(self) -> Ints:
+        """Indexes of the copies whose ranks are the same."""
+        return np.flatnonzero(self.src == self.dst)
+
+    @property
+    def mode(self) -> int:
+        """All ranks take part where they are one group."""
+        return ALL_TO_ALL if self.groups.split and len(self.groups) == 1 else P2P
+
+    def home_ranges(self, tensor: Tensor) -> RangeSet:
+        """Home rows of the copies with the heads of their rank, and all home rows of each rank."""
+        heads = (self.sets.key if tensor in KV_SIDE else self.sets.query)[self.dst]
+        rows = (self.src, self.pieces.src_row[self.piece], self.pieces.rows[self.piece])
+        return range_set(rows, whole_ranges(self.home), heads=(heads, 0))
+
+    def homes(self, ops: Operands, tensors: tuple[Tensor, ...]) -> dict[Tensor, Numbers]:
+        """Numbers of the home operands; request COPIES has one for each copy."""
+        found: dict[Tensor, Numbers] = {}
+        for side in (False, True):
+            same = tuple(tensor for tensor in tensors if (tensor in KV_SIDE) is side)
+            if same:
+                numbers = ops.number(same, Space.HOME, self.home_ranges(same[0]))
+                found |= dict(zip(same, numbers, strict=True))
+        return found
+
+
+def _copies(pieces: Pieces, groups: Groups) -> tuple[Ints, Ints]:
+    index, rank = groups.spread(pieces.group)
+    if not groups.split:
+        return index, rank
+    # every rank begins with its next neighbour, so that nobody is everybody's first
+    order = np.lexsort((pieces.src[index], (rank - pieces.src[index]) % groups.ranks))
+    return index[order], rank[order]
+
+
+@dataclass(frozen=True)
+class ExchangeSteps:
+    """Positions of one exchange in the template."""
+
+    launches: Ints
+    clear: int
+    copy: int
+    add: int
+
+
+def reserve(asm: Assembler, exchange: Exchange | None) -> ExchangeSteps | None:
+    """Append the steps of an exchange."""
+    if exchange is None:
+        return None
+    clear = asm.step(Op.CLEAR)
+    launches = [asm.launch(CHANNEL, exchange.mode) for _ in range(exchange.slots.rounds)]
+    copy = asm.step(Op.COPY)
+    for launch in launches:
+        asm.wait(launch)
+    return ExchangeSteps(np.array(launches, np.int64), clear, copy, asm.step(Op.ADD))
+
+
+def bring_in(
+    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, home: Numbers, attention: Ints
+) -> None:
+    """Home rows of one tensor into attention rows; attention: operand numbers of the pieces."""
+    given, taken = home[COPIES], attention[exchange.piece]
+    _move(asm, exchange, steps, (exchange.src, given), (exchange.dst, taken))
+
+
+def take_out(
+    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, attention: Ints, home: Numbers
+) -> None:
+    """Attention rows of one tensor back home; attention: operand numbers of the pieces."""
+    given, taken = attention[exchange.piece], home[COPIES]
+    _move(asm, exchange, steps, (exchange.dst, given), (exchange.src, taken))
+
+
+def take_out_shared(
+    asm: Assembler, ops: Operands, exchange: Exchange, steps: ExchangeSteps, attention: Ints, home: Numbers
+) -> None:
+    """Gradients of KV rows back home, where several ranks of a group may bring some of the same head."""
+    shared = exchange.sets.shared[exchange.pieces.group[exchange.piece]]
+    if not shared.any():
+        take_out(asm, exchange, steps, attention, home)
+        return
+    arriving = _staged(ops, exchange)
+    whole = whole_ranges(exchange.home)[0]
+    asm.rows("rowops", whole, steps.clear, 0, 0, home[WHOLE], 0, 0)
+    given, moved, kept = attention[exchange.piece], exchange.moved, exchange.kept
+    _transfer(asm, exchange, steps, (exchange.dst, given), (exchange.src, arriving))
+    for copies, partial in ((kept, given), (moved, arriving)):
+        asm.rows("rowops", exchange.src[copies], steps.add, partial[copies], 0, home[COPIES][copies], 0, 0)
+
+
+def _staged(ops: Operands, exchange: Exchange) -> Ints:
+    """int32 [copies]: operands of work rows, beyond all others, for what arrives."""
+    moved = exchange.moved
+    rank, rows = exchange.src[moved], exchange.pieces.rows[exchange.piece[moved]]
+    order = np.argsort(rank, kind="stable")
+    ends = np.cumsum(rows[order])
+    first = np.searchsorted(rank[order], rank[order], "left")
+    row = np.empty(len(moved), np.int64)
+    row[order] = ops.reach(Tensor.DKV)[rank[order]] + ends - rows[order] - (ends - rows[order])[first]
+    (numbers,) = ops.number(
+        (Tensor.DKV,),
+        Space.WORK,
+        range_set((rank, row, rows), heads=(exchange.sets.key[exchange.dst[moved]],)),
+    )
+    staged = np.zeros(len(exchange.piece), np.int32)
+    staged[moved] = numbers[0]
+    return staged
+
+
+Side = tuple[Ints, Ints]  # ranks and operand numbers of the copies
+
+
+def _move(asm: Assembler, exchange: Exchange, steps: ExchangeSteps, given: Side, taken: Side) -> None:
+    _transfer(asm, exchange, steps, given, taken)
+    kept = exchange.kept
+    asm.rows("rowops", given[0][kept], steps.copy, given[1][kept], 0, taken[1][kept], 0, 1)
+
+
+def _transfer(asm: Assembler, exchange: Exchange, steps: ExchangeSteps, given: Side, taken: Side) -> None:
+    moved = exchange.moved
+    at = steps.launches[exchange.slots.round] if len(moved) else np.zeros(0, np.int64)
+    (src, out), (dst, arriving) = given, taken
+    asm.rows("transfers", src[moved], at, 1, dst[moved], out[moved])
+    asm.rows("transfers", dst[moved], at, 0, src[moved], arriving[moved])
+
+
+def plan_exchange(
+    tokens: int, attention: Rows, groups: Groups, sets: HeadSets, matchings: Matchings, reshuffle: bool
+) -> Exchange | None:
+    """The exchange around attention on these rows of groups; None where home rows are attention rows.
+
+    reshuffle: whether home rows are the loader's contiguous shares of the token axis.
+    """
+    if not reshuffle and not groups.split:
+        return None
+    home = contiguous_rows(tokens, groups.ranks) if reshuffle else groups.member_rows(attention)
+    pieces = _pieces(home, attention)
+    piece, dst = _copies(pieces, groups)
+    src, rows = pieces.src[piece], pieces.rows[piece]
+    away = src != dst
+    slots = matchings.slots(src[away], dst[away], rows[away], groups.ranks)
+    if groups.split:  # all at once
+        slots = Slots(slots.slot, slots.slots, slots.max_degree, max(1, slots.slots))
+    return Exchange(home, attention, groups, sets, pieces, slots)
+
+
+def _pieces(home: Rows, attention: Rows) -> Pieces:
+    """Longest runs of rows that follow each other on both sides, by group and row."""
+    token = np.union1d(home.starts, attention.starts)
+    rows, token = np.diff(token), token[:-1]
+    at_home, at_attention = home.block_of(token), attention.block_of(token)
+    src, group = home.home[at_home], attention.home[at_attention]
+    src_row, row = home.row_of(token), attention.row_of(token)
+    order = np.lexsort((row, group))
+    src, src_row, group, row, rows = (column[order] for column in (src, src_row, group, row, rows))
+    fresh = np.ones(len(order), bool)
+    fresh[1:] = (group[1:] != group[:-1]) | (src[1:] != src[:-1]) | (src_row[1:] != src_row[:-1] + rows[:-1])
+    first = np.flatnonzero(fresh)
+    return Pieces(src[first], src_row[first], group[first], row[first], np.add.reduceat(rows, first))
+
+
+def contiguous_rows(tokens: int, ranks: int) -> Rows:
+    """The loader's layout: contiguous shares of the token axis, as even as they can be."""
+    starts = np.arange(ranks + 1) * tokens // ranks
+    full = np.flatnonzero(np.diff(starts))
+    return Rows(np.append(starts[full], tokens), full, ranks)

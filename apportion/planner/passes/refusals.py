@@ -1,0 +1,42 @@
+"""What the strategies of today's trainers cannot serve, said before they plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.planner.problem import Problem, exact_sums
+
+Ints = NDArray[np.integer[Any]]
+
+
+def refuse_home_ranks(problem: Problem, name: str) -> None:
+    """Raises ConfigError where sequences say on which ranks they live: the pass `name` decides by rule."""
+    homes = problem.batch.home_ranks
+    if homes:
+        raise ConfigError(
+            "batch.home_ranks",
+            dict(list(homes.items())[:3]),
+            f"cannot be kept by the place pass {name}, whose rule fixes the rank of every token",
+            "leave home_ranks out or use recipe fcp",
+        )
+
+
+def obey_token_cap(problem: Problem, starts: Ints, home: Ints, name: str) -> None:
+    """Raises CapacityError where the policy names a token cap and a rank got more.
+
+    starts: int64 [blocks + 1], home: int64 [blocks].
+    """
+    cap = problem.policy.token_cap
+    if cap is None:
+        return
+    used = exact_sums(home, np.diff(starts), problem.ranks)
+    fullest = int(used.argmax())
+    if used[fullest] > cap:
+        raise CapacityError(
+            f"place pass {name} puts {used[fullest]} tokens on rank {fullest}, token_cap is {cap}: "
+            f"raise token_cap to {used[fullest]}, leave it out, or use a recipe that plans under it, such as fcp"
+        )

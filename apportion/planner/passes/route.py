@@ -1,0 +1,339 @@
+"""How a tile travels: a tree from its home to the ranks that need it.
+
+    star        home ─► every rank that needs it
+    node        home ─► one rank of every other node that needs it ─► the others of that node
+    tree        home ─► fanout ranks ─► fanout ranks each ─► …
+    ring        home ─► next ─► next ─► …                      ring attention: a tile passes through its neighbours
+
+Gradients of a tile come back by the reverse of its tree and are added up on the way (a reduction tree), or, on a
+ring, go on with the tile to its last rank and home from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import choice, integer
+from apportion.ir.jit import jit
+from apportion.planner.passes.layouts import Rows
+from apportion.planner.passes.tasks import Edges
+
+Ints = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where tiles travel: the attention rows, the sequences in them, and the ranks."""
+
+    rows: Rows
+    batch: Batch
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class Routed:
+    """edges: with relays, parents before their children. arrives: int32, for each edge of the star the one that now
+    brings its rows. carry: gradients go on along the ring. ring: int32 [edges] members of each edge's ring, where it
+    is one."""
+
+    edges: Edges
+    arrives: Ints
+    carry: bool = False
+    ring: Ints | None = None
+
+    def take(self, order: Ints) -> Routed:
+        """The same with its edges in another order, in which parents come before their children."""
+        place = np.empty(len(order), np.int32)
+        place[order] = np.arange(len(order), dtype=np.int32)
+        ring = None if self.ring is None else self.ring[order]
+        return Routed(self.edges.take(order), place[self.arrives], self.carry, ring)
+
+
+def join(edges: Edges, whole: bool) -> Routed:
+    """The star with one tile for rows that lie side by side at home and go to the same rank; whole: with one tile a
+    rank, the hull of all rows that leave it."""
+    if whole and len(edges):
+        key = edges.home.astype(np.int64) * (int(edges.dst.max()) + 1) + edges.dst
+        _, first, group = np.unique(key, return_index=True, return_inverse=True)
+        tiles = _as_tiles(replace(edges, tile=edges.home), _numbered(edges.home))
+        return Routed(tiles.take(first), group.astype(np.int32))
+    order = np.lexsort((edges.row, edges.dst, edges.home))
+    by = edges.take(order)
+    fresh = np.ones(len(order), bool)
+    fresh[1:] = (by.home[1:] != by.home[:-1]) | (by.dst[1:] != by.dst[:-1])
+    fresh[1:] |= by.row[1:] != by.row[:-1] + by.rows[:-1]
+    first = np.flatnonzero(fresh)
+    rows = np.add.reduceat(by.rows, first) if len(first) else by.rows
+    joined = replace(by.take(first), tile=np.arange(len(first), dtype=np.int32), rows=rows)
+    arrives = np.empty(len(order), np.int32)
+    arrives[order] = np.cumsum(fresh) - 1
+    return Routed(joined, arrives)
+
+
+def _numbered(keys: Ints) -> Ints:
+    """int64 [n]: equal keys have equal numbers, from 0."""
+    return np.unique(keys, return_inverse=True)[1]
+
+
+class Route(Protocol):
+    """A route pass. edges: the star, home -> every rank that needs rows, in the order of their tiles."""
+
+    def __call__(self, edges: Edges, site: Site) -> Routed: ...
+
+
+@dataclass(frozen=True)
+class Star:
+    """Every tile goes straight from its home to each rank that needs it."""
+
+    def __call__(self, edges: Edges, site: Site) -> Routed:
+        return Routed(edges, np.arange(len(edges), dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class Node:
+    """A tile crosses to every node once; the rank that receives it there, the gateway, passes it on inside the node.
+
+    proxies: whether a rank that does not need the tile may be its gateway, so that the NICs of a node share what one
+    busy rank needs (as Zeppelin, section 3.3, routes through proxies). The gateway is the rank that has received the
+    fewest rows so, and among ranks within one tile of it one that needs the tile.
+    """
+
+    proxies: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.proxies, bool):
+            raise ConfigError("recipe.route.node.proxies", self.proxies, "is a switch", "write true or false")
+
+    def __call__(self, edges: Edges, site: Site) -> Routed:
+        if not len(edges):
+            return Routed(edges, np.zeros(0, np.int32))
+        node = site.cluster.node_of(np.arange(site.cluster.ranks))
+        # tiles keep their order; inside a tile the edges of one node lie side by side
+        order = np.lexsort((edges.dst, node[edges.dst], edges.tile))
+        inside = edges.take(order)
+        away = node[inside.dst] != node[inside.home]
+        key = edges.tile[order].astype(np.int64) * site.cluster.nodes + node[inside.dst]
+        group = np.cumsum(np.append(True, key[1:] != key[:-1])) - 1
+        low, rows = _hulls(inside.row, inside.rows, group, int(group[-1]) + 1)
+        first = np.searchsorted(group, np.arange(int(group[-1]) + 2))
+        gate = _gateways(
+            first, away, inside.dst, rows, site.cluster.ranks, site.cluster.ranks_per_node, self.proxies
+        )
+        return _through(inside, away, group, gate, low, rows, order)
+
+
+@jit
+def _gateways(
+    first: Ints,
+    away: NDArray[np.bool_],
+    dst: Ints,
+    rows: Ints,
+    ranks: int,
+    ranks_per_node: int,
+    proxies: bool,
+) -> Ints:
+    """int64 [groups]: the gateway of each group, the edges [first[g], first[g + 1]) of one tile to one node; rows: [g]
+    of the tile. Groups of few are served first: where only one rank can be the gateway, others must not have used up
+    its turn."""
+    gates = np.full(len(rows), -1, np.int64)
+    received = np.zeros(ranks, np.int64)
+    for group in np.argsort(first[1:] - first[:-1], kind="mergesort"):
+        begin, end = first[group], first[group + 1]
+        if not away[begin]:
+            continue
+        gate = dst[begin]
+        for edge in range(begin, end):
+            if received[dst[edge]] < received[gate]:
+                gate = dst[edge]
+        if proxies:
+            low = gate // ranks_per_node * ranks_per_node
+            idle = low + np.argmin(received[low : low + ranks_per_node])
+            if received[idle] + rows[group] < received[gate]:
+                gate = idle
+        gates[group] = gate
+        received[gate] += rows[group]
+    return gates
+
+
+def _through(
+    edges: Edges, away: NDArray[np.bool_], group: Ints, gate: Ints, low: Ints, rows: Ints, order: Ints
+) -> Routed:
+    """The edges with one from home to each gateway, and from there to the others of its group."""
+    at_gate = away & (edges.dst == gate[group])
+    entry = np.full(len(gate), -1, np.int64)
+    entry[group[at_gate]] = np.flatnonzero(at_gate)
+    extra = np.flatnonzero((gate >= 0) & (entry < 0))  # groups whose gateway is a proxy
+    entry[extra] = len(edges) + np.arange(len(extra))
+    _, some = np.unique(group, return_index=True)
+    some = some[extra]
+    parent = np.where(away & ~at_gate, entry[group], -1)
+    hull = (np.where(at_gate, low[group], edges.row), np.where(at_gate, rows[group], edges.rows))
+    joined = Edges(
+        np.append(edges.tile, edges.tile[some]),
+        np.append(edges.home, edges.home[some]),
+        np.append(hull[0], low[extra]).astype(np.int32),
+        np.append(hull[1], rows[extra]).astype(np.int32),
+        np.append(edges.src, edges.src[some]),
+        np.append(edges.dst, gate[extra]).astype(np.int32),
+        np.append(parent, np.full(len(extra), -1)).astype(np.int32),
+    )
+    return _relayed(joined, joined.parent, order)
+
+
+def _relayed(edges: Edges, parent: Ints, order: Ints) -> Routed:
+    """The edges with these parents, roots first; order: the star's edge of each of the first."""
+    src = np.where(parent < 0, edges.home, edges.dst[parent]).astype(np.int32)
+    relayed = Edges(edges.tile, edges.home, edges.row, edges.rows, src, edges.dst, parent)
+    arrives = np.empty(len(order), np.int32)
+    arrives[order] = np.arange(len(order), dtype=np.int32)
+    return Routed(relayed, arrives).take(np.argsort(depths(parent), kind="stable"))
+
+
+def depths(parent: Ints) -> Ints:
+    """int64 [edges]: how many relays each edge comes after."""
+    depth, at = np.zeros(len(parent), np.int64), np.asarray(parent)
+    while (at >= 0).any():
+        depth += at >= 0
+        at = np.where(at >= 0, parent[at], -1)
+    return depth
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Every tile spreads along a tree in which each rank passes it on to `fanout` others: those that need it, in the
+    order of ranks from its home on. Parents carry what their children need."""
+
+    fanout: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fanout", integer("recipe.route.tree.fanout", self.fanout))
+
+    def __call__(self, edges: Edges, site: Site) -> Routed:
+        if not len(edges):
+            return Routed(edges, np.zeros(0, np.int32))
+        ahead = (edges.dst - edges.home) % site.cluster.ranks
+        order = np.lexsort((ahead, edges.tile))
+        spread = edges.take(order)
+        new = np.append(True, spread.tile[1:] != spread.tile[:-1])
+        first = np.flatnonzero(new)[np.cumsum(new) - 1]
+        place = np.arange(len(order)) - first  # 0, 1, .. behind the home
+        parent = np.where(place < self.fanout, -1, first + (place - self.fanout) // self.fanout)
+        return _relayed(_as_tiles(spread, np.cumsum(new) - 1), parent.astype(np.int32), order)
+
+
+def _as_tiles(edges: Edges, group: Ints) -> Edges:
+    """Each edge carries the hull of its group's rows."""
+    low, rows = _hulls(edges.row, edges.rows, group, int(group.max()) + 1)
+    columns = (edges.tile, edges.home, low[group], rows[group], edges.src, edges.dst, edges.parent)
+    return Edges(*(column.astype(np.int32) for column in columns))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Tiles pass from rank to rank, each as far as the last rank that needs it.
+
+    over: "ranks", a ring of all ranks, on which a rank's rows travel as one tile; or "holders", a ring of the ranks
+    that hold tokens of the tile's sequences, on which neighbouring blocks of one ring travel as one tile.
+    """
+
+    over: Literal["ranks", "holders"] = "ranks"
+
+    def __post_init__(self) -> None:
+        choice("recipe.route.ring.over", self.over, ("ranks", "holders"))
+
+    def __call__(self, edges: Edges, site: Site) -> Routed:
+        if not len(edges):
+            return Routed(edges, np.zeros(0, np.int32), carry=True, ring=np.zeros(0, np.int32))
+        if self.over == "ranks":
+            members = np.arange(site.cluster.ranks)
+            return _chains(edges, edges.home, np.zeros(site.cluster.ranks, np.int64), [members])
+        tile, ring, rings = _holders(site)
+        return _chains(edges, tile[edges.tile], ring, rings)
+
+
+def _chains(edges: Edges, tile: Ints, ring: Ints, rings: list[Ints]) -> Routed:
+    """Chains of the tiles; tile: [edges] of the star; ring: [tiles] which of `rings` (sorted ranks) each is on."""
+    ids, first, group = np.unique(tile, return_index=True, return_inverse=True)
+    home = edges.home[first]
+    low, rows = _hulls(edges.row, edges.rows, group, len(ids))
+    size = np.array([len(members) for members in rings])[ring[ids]]
+    flat, base = np.concatenate(rings), np.cumsum([0, *(len(members) for members in rings)])[ring[ids]]
+    start = np.array(
+        [np.searchsorted(rings[r], h) for r, h in zip(ring[ids].tolist(), home.tolist(), strict=True)]
+    )
+    at = _index_on_ring(flat, base[group], size[group], edges.dst)
+    steps = (at - start[group]) % size[group]  # 1, 2, .. hops from home
+    hops = _largest(steps, group, len(ids))
+    begin = np.cumsum(hops) - hops
+    of = np.repeat(np.arange(len(ids)), hops)
+    hop = np.arange(len(of)) - begin[of]
+    src, dst = (flat[base[of] + (start[of] + hop + step) % size[of]] for step in (0, 1))
+    parent = np.where(hop == 0, -1, np.arange(len(of)) - 1)
+    columns = (ids[of], home[of], low[of], rows[of], src, dst, parent)
+    arrives = (begin[group] + steps - 1).astype(np.int32)
+    routed = Edges(*(column.astype(np.int32) for column in columns))
+    return Routed(routed, arrives, carry=True, ring=size[of].astype(np.int32))
+
+
+@jit
+def _hulls(row: Ints, rows: Ints, group: Ints, groups: int) -> tuple[Ints, Ints]:
+    """row, rows int64 [groups]: the hull of each group's rows."""
+    low, high = np.full(groups, np.int64(2**62)), np.zeros(groups, np.int64)
+    for edge in range(len(group)):
+        low[group[edge]] = min(low[group[edge]], row[edge])
+        high[group[edge]] = max(high[group[edge]], row[edge] + rows[edge])
+    return low, high - low
+
+
+@jit
+def _largest(values: Ints, group: Ints, groups: int) -> Ints:
+    """int64 [groups]: the largest value of each group, 0 for none."""
+    most = np.zeros(groups, np.int64)
+    for edge in range(len(group)):
+        most[group[edge]] = max(most[group[edge]], values[edge])
+    return most
+
+
+@jit
+def _index_on_ring(flat: Ints, base: Ints, size: Ints, rank: Ints) -> Ints:
+    """Where `rank` stands on its ring, the sorted flat[base : base + size]."""
+    index = np.empty(len(rank), np.int64)
+    for i in range(len(rank)):
+        index[i] = np.searchsorted(flat[base[i] : base[i] + size[i]], rank[i])
+    return index
+
+
+def _holders(site: Site) -> tuple[Ints, Ints, list[Ints]]:
+    """tile int64 [blocks]: neighbours in a rank's rows that are on one ring share a tile; ring int64 [tiles]; rings."""
+    numbers: dict[tuple[int, ...], int] = {}
+    ring = np.array([numbers.setdefault(members, len(numbers)) for members in _members(site)], np.int64)
+    rows = site.rows
+    order, home = rows.order, rows.home[rows.order]
+    fresh = np.append(True, (home[1:] != home[:-1]) | (ring[order][1:] != ring[order][:-1]))
+    tile = np.empty(len(order), np.int64)
+    tile[order] = np.cumsum(fresh) - 1
+    return tile, ring[order[fresh]], [np.array(members) for members in numbers]
+
+
+def _members(site: Site) -> list[tuple[int, ...]]:
+    """For each block the ranks that hold tokens of its sequences."""
+    starts, home, sequences = site.rows.starts, site.rows.home.tolist(), site.batch.starts
+    first = (np.searchsorted(sequences, starts[:-1], "right") - 1).tolist()
+    last = (np.searchsorted(sequences, starts[1:], "left") - 1).tolist()
+    held: dict[int, set[int]] = {}
+    for block, rank in enumerate(home):
+        # only a block's first and last sequence can reach into another
+        for sequence in {first[block], last[block]}:
+            held.setdefault(sequence, set()).add(rank)
+    sorted_ranks = {sequence: tuple(sorted(ranks)) for sequence, ranks in held.items()}
+    return [
+        sorted_ranks[a] if a == b else tuple(sorted({*sorted_ranks[a], *sorted_ranks[b]}))
+        for a, b in zip(first, last, strict=True)
+    ]

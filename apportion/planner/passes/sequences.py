@@ -1,0 +1,19 @@
+"""One block per sequence: for placements that cut by their own rule, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from apportion.planner.passes.shard import row_weights
+from apportion.planner.problem import Problem, Shards
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Every sequence is one block and one piece; `block_tokens` is the longest of them."""
+
+    def __call__(self, problem: Problem) -> Shards:
+        starts, lengths = problem.batch.starts, problem.batch.lengths
+        return Shards(starts, np.arange(len(lengths)), row_weights(problem, starts), int(lengths.max()))

@@ -1,0 +1,100 @@
+"""Whole sequences: data parallelism over ranks, or over groups of ranks that split heads (Ulysses)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import CapacityError
+from apportion.planner.passes.refusals import refuse_home_ranks
+from apportion.planner.passes.shard import row_weights
+from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.solvers.lpt import LptResult, lpt, makespan_bound
+
+Ints = NDArray[np.integer[Any]]
+
+# Without a cap of the user's, the least of these times the mean (or the longest sequence) that LPT can keep to.
+SLACKS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole sequences to ranks: LPT by work over speed, no sequence is ever cut.
+
+    An explicit token_cap is obeyed or refused; without one, tokens are kept as even as LPT can (see `SLACKS`).
+    Raises ConfigError, CapacityError.
+    """
+
+    own_cap: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        refuse_home_ranks(problem, "whole")
+        starts, lengths = problem.batch.starts, problem.batch.lengths
+        _refuse_longer_than_cap(problem)
+        weight = row_weights(problem, starts)
+        idle = np.zeros(problem.ranks, np.int64)
+        home = spread(problem, weight, lengths, idle, idle)
+        return Placement(starts, home, weight, makespan_bound(weight, problem.speeds))
+
+
+def _refuse_longer_than_cap(problem: Problem) -> None:
+    cap, lengths = problem.policy.token_cap, problem.batch.lengths
+    longest = int(lengths.argmax())
+    if cap is not None and lengths[longest] > cap:
+        raise CapacityError(
+            f"sequence {longest} has {lengths[longest]} tokens, more than the token_cap of {cap}, and place pass whole "
+            f"cuts no sequence: raise token_cap to {lengths[longest]}, give its ranks a larger group (ulysses degree), "
+            f"or use a recipe that cuts sequences, such as usp or fcp"
+        )
+
+
+def spread(problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints) -> Ints:
+    """int64 [items]: the rank of each item that is placed whole, by LPT on ranks that already have something.
+
+    weights, sizes: int64 [items], pairs and tokens; load, used: int64 [ranks], the pairs and tokens already there.
+    Raises CapacityError where the policy's token cap is not met, neither by work nor by tokens.
+    """
+    cap = problem.policy.token_cap
+    if cap is None:
+        return _least_slack(problem, weights, sizes, load, used)
+    for by in (weights, sizes):
+        home = _fill(problem, by, sizes, load if by is weights else used, used, cap)
+        if (home >= 0).all():
+            return home
+    left = home < 0
+    raise CapacityError(
+        f"{left.sum()} of {len(sizes)} whole sequences ({sizes[left].sum()} tokens) found no room on {problem.ranks} "
+        f"ranks of at most {cap} tokens: raise token_cap (the mean is {problem.batch.tokens / problem.ranks:.0f}) or "
+        f"use a recipe that cuts sequences, such as fcp"
+    )
+
+
+def _least_slack(problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints) -> Ints:
+    most = int(max(used.max(), sizes.max(initial=0)))
+    mean = problem.batch.tokens / problem.ranks
+    caps = [max(int(slack * mean), most) for slack in SLACKS]
+    for cap in (*dict.fromkeys(caps), problem.batch.tokens + most):
+        home = _fill(problem, weights, sizes, load, used, cap)
+        if (home >= 0).all():
+            break
+    return home
+
+
+def _fill(problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, cap: int) -> Ints:
+    """LPT under `cap`, -1 for what fits nowhere. What is already there enters as items with one rank to go to, which
+    LPT places first."""
+    if not used.any():
+        return lpt(weights, sizes, problem.ranks, cap, problem.speeds).bin
+    fixed: list[tuple[int, ...] | None] = [(rank,) for rank in range(problem.ranks)]
+    both: LptResult = lpt(
+        np.concatenate([load, weights]),
+        np.concatenate([used, sizes]),
+        problem.ranks,
+        cap,
+        problem.speeds,
+        fixed + [None] * len(weights),
+    )
+    return both.bin[problem.ranks :]

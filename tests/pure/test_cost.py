@@ -1,0 +1,476 @@
+"""Hardware files and the cost model: exact on the grid, monotone between, saturated beyond, hostile files refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apportion.ir.chips import AXIS, CHIPS
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.hardware import MAX_FILE_BYTES, Figure, Hardware, Measured
+from apportion.ir.model import Model
+from apportion.planner.cost import PHASES, CostModel, causal_pairs
+
+LLAMA70 = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, layers=80)
+SCHEMA = Path(__file__).parents[2] / "apportion/schemas/hardware.schema.json"
+BUILTIN = Hardware.builtin()
+H100 = Hardware.load("h100")
+PEAK = CHIPS["h100"].peak_tflops.value
+MOST = 2**18
+
+rows_st = st.integers(1, MOST)
+
+
+def small(tile: int = 1) -> Hardware:
+    """Axis 16, 32, 64, 256; full: 3 + pairs / 8 us; causal: 2 + causal pairs / 8; backward: thrice that."""
+    data = H100.to_data()
+    axis = np.array([16, 32, 64, 256])
+    full = 3 + axis[:, None] * axis / 8
+    causal = 2 + causal_pairs(axis[:, None], axis[None, :]) / 8
+    grid = {"launch_us": 1.5, "tile_us": 0.25, "source": "made up"}
+    figures = data["figures"] | {"memory_gbs": {"value": 1e6, "source": "made up"}}
+    return Hardware.from_data(
+        data
+        | {"name": "small", "axis": axis.tolist(), "tile": tile, "q_heads": 4, "kv_heads": 2, "head_dim": 8}
+        | {"figures": figures}
+        | {"forward": grid | {"full": full.tolist(), "causal": causal.tolist()}}
+        | {"backward": grid | {"full": (3 * full).tolist(), "causal": (3 * causal).tolist()}}
+    )
+
+
+SMALL = small()
+SMALL_COST = CostModel(SMALL, Model(q_heads=4, kv_heads=2, head_dim=8))
+LLAMA_COST = {name: CostModel(Hardware.load(name), LLAMA70) for name in BUILTIN}
+
+
+def full_us(cost: CostModel, phase: str, rows: Any, keys: Any) -> Any:
+    return cost.attention_us(
+        phase, rows, keys, np.asarray(rows) * keys, cost.model.q_heads, cost.model.kv_heads
+    )
+
+
+def causal_us(cost: CostModel, phase: str, rows: Any, keys: Any) -> Any:
+    pairs = causal_pairs(rows, keys)
+    return cost.attention_us(phase, rows, keys, pairs, cost.model.q_heads, cost.model.kv_heads)
+
+
+def utilisation(name: str, phase: str, tokens: int) -> float:
+    """Share of the peak that a causal document reaches in a long launch."""
+    flops = causal_pairs(tokens, tokens) * 64 * 128 * (4 if phase == "forward" else 10)
+    return float(
+        flops / causal_us(LLAMA_COST[name], phase, tokens, tokens)[0] / 1e6 / CHIPS[name].peak_tflops.value
+    )
+
+
+# ---- interpolation
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("cost", [SMALL_COST, *LLAMA_COST.values()], ids=["small", *BUILTIN])
+def test_grid_points_are_exact(cost: CostModel, phase: str) -> None:
+    axis, grid = np.array(cost.hardware.axis), cost.hardware.grid(phase)
+    rows, keys = (side.ravel() for side in np.meshgrid(axis, axis, indexing="ij"))
+    np.testing.assert_allclose(full_us(cost, phase, rows, keys), np.ravel(grid.full), rtol=1e-12)
+    np.testing.assert_allclose(causal_us(cost, phase, rows, keys), np.ravel(grid.causal), rtol=1e-12)
+
+
+def test_between_points_straight_lines() -> None:
+    assert full_us(SMALL_COST, "forward", 24, 160)[0] == pytest.approx(3 + 24 * 160 / 8)
+    corners = [2 + causal_pairs(n, n) / 8 for n in (32, 64)]
+    assert causal_us(SMALL_COST, "forward", 48, 48)[0] == pytest.approx(sum(corners) / 2)
+
+
+def test_pairs_between_causal_and_full_lie_between() -> None:
+    causal, full = causal_us(SMALL_COST, "forward", 64, 64)[0], full_us(SMALL_COST, "forward", 64, 64)[0]
+    half = (causal_pairs(64, 64) + 64 * 64) // 2
+    assert SMALL_COST.attention_us("forward", 64, 64, half, 4, 2)[0] == pytest.approx(
+        (causal + full) / 2, rel=1e-3
+    )
+
+
+def test_a_narrow_window_costs_its_tiles() -> None:
+    """4096 rows, the last 128 keys each: two tiles of keys for each of queries, where all causal ones have 16.5."""
+    cost, width = LLAMA_COST["h100"], 128
+    window = 4096 * width - width * (width - 1) // 2
+    time = cost.attention_us("forward", 4096, 4096, window, 64, 8)[0]
+    one, two = (full_us(cost, "forward", 4096, tiles * 128)[0] for tiles in (1, 2))
+    assert one < time < 1.05 * two
+    assert time < 0.4 * causal_us(cost, "forward", 4096, 4096)[0]
+
+
+def test_a_single_pair_costs_a_tile() -> None:
+    cost = LLAMA_COST["h100"]
+    assert cost.attention_us("forward", 1, 1, 1, 64, 8) == full_us(cost, "forward", 128, 128)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("kind", [full_us, causal_us])
+@pytest.mark.parametrize("cost", [SMALL_COST, LLAMA_COST["h20"]], ids=["small", "h20"])
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_st, keys=rows_st, more=st.integers(0, MOST))
+def test_no_time_falls_with_more_rows_or_keys(
+    cost: CostModel, kind: Any, phase: str, rows: int, keys: int, more: int
+) -> None:
+    here, taller, wider = (
+        kind(cost, phase, m, n)[0] for m, n in ((rows, keys), (rows + more, keys), (rows, keys + more))
+    )
+    assert taller >= here * (1 - 1e-12)
+    assert wider >= here * (1 - 1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=rows_st, keys=rows_st, share=st.floats(0, 1), more=st.floats(0, 1))
+def test_no_time_falls_with_more_pairs_nor_below_the_ideal(
+    rows: int, keys: int, share: float, more: float
+) -> None:
+    cost = LLAMA_COST["h100"]
+    pairs = np.array(sorted(max(1, int(rows * keys * part)) for part in (share, more)))
+    fewer, larger = cost.attention_us("forward", rows, keys, pairs, 64, 8)
+    assert fewer <= larger * (1 + 1e-12)
+    assert (
+        cost.attention_us("forward", rows, keys, pairs, 64, 8) >= cost.ideal_us("forward", pairs, 64)
+    ).all()
+
+
+def test_columns_equal_one_at_a_time() -> None:
+    rng = np.random.default_rng(0)
+    rows, keys = rng.integers(1, 40_000, (2, 20_000))
+    pairs = (rows * keys * rng.random(20_000)).astype(np.int64) + 1
+    times = LLAMA_COST["h100"].attention_us("backward", rows, keys, pairs, 64, 8)
+    for i in (0, 8191, 8192, 19_999):
+        assert LLAMA_COST["h100"].attention_us("backward", rows[i], keys[i], pairs[i], 64, 8)[0] == times[i]
+
+
+def test_no_tasks_take_no_time() -> None:
+    none = np.zeros(0, np.int64)
+    assert SMALL_COST.attention_us("forward", none, none, none, 4, 2).shape == (0,)
+
+
+def test_there_are_two_phases() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean forward"):
+        SMALL_COST.attention_us("foreward", 1, 1, 1, 4, 2)
+
+
+def test_beyond_the_grid_throughput_stays() -> None:
+    last = AXIS[-1]
+    cost = LLAMA_COST["h100"]
+    assert full_us(cost, "forward", last, 4 * last)[0] == pytest.approx(
+        4 * full_us(cost, "forward", last, last)[0]
+    )
+    ratio = causal_pairs(8 * last, 8 * last) / causal_pairs(last, last)
+    assert causal_us(cost, "forward", 8 * last, 8 * last)[0] == pytest.approx(
+        ratio * causal_us(cost, "forward", last, last)[0]
+    )
+    # one row of queries pays for its tile, however many keys
+    assert full_us(cost, "forward", 1, 8 * last)[0] == pytest.approx(
+        full_us(cost, "forward", 128, 8 * last)[0]
+    )
+
+
+def test_a_million_tasks_are_priced_at_once() -> None:
+    tasks = np.full(1_000_000, 2048)
+    start = time.perf_counter()
+    full_us(LLAMA_COST["h100"], "forward", tasks, tasks)
+    assert time.perf_counter() - start < 2  # 0.03 s where it was written
+
+
+# ---- what papers measured
+
+
+def test_short_documents_are_slow_as_in_fcp() -> None:
+    """FCP, section 3.1 and Figure 3: 25 % at 512 tokens, low below 2K, saturating beyond 4K."""
+    reached = [utilisation("h100", "forward", tokens) for tokens in (512, 1024, 2048, 4096, 8192, 131072)]
+    assert reached[0] == pytest.approx(0.25, abs=0.01)
+    assert reached == sorted(reached)
+    assert reached[2] < 0.75 * reached[-1]
+    assert reached[3] > 0.8 * reached[-1]
+
+
+def test_long_documents_reach_what_upipe_measured() -> None:
+    """UPipe, Table 5, 512K on 8 ranks: 4 heads each, 32 layers, forward twice in 25.71 s, backward in 36.74 s."""
+    cost = CostModel(H100, Model(q_heads=4, kv_heads=1, head_dim=128))
+    forward, backward = (32e-6 * causal_us(cost, phase, 2**19, 2**19)[0] for phase in PHASES)
+    assert 2 * forward == pytest.approx(25.71, rel=0.03)
+    assert backward == pytest.approx(36.74, rel=0.03)
+
+
+def test_shards_of_a_tile_saturate_as_in_distca() -> None:
+    """DistCA, section 4.1 and Figure 5: shards of 128 rows and more with long context are fast, shorter ones pad."""
+    rate = {
+        rows: rows * 16384 / full_us(LLAMA_COST["h200"], "forward", rows, 16384)[0]
+        for rows in (16, 64, 128, 2048)
+    }
+    assert rate[128] == pytest.approx(rate[2048], rel=0.01)
+    assert rate[64] == pytest.approx(rate[128] / 2, rel=0.01)
+    assert rate[16] == pytest.approx(rate[128] / 8, rel=0.01)
+
+
+def test_links_move_what_zeppelin_measured() -> None:
+    """Zeppelin, section 5.4.1, Cluster A: a round of ring attention sends 4K tokens of KV of a 3B model (3200 wide, not
+    grouped) in 2.18 ms over one NIC."""
+    a800 = Hardware.load("a800")
+    took = a800.inter_latency_us.value + 4096 * 2 * 3200 * 2 / (a800.inter_gbs.value * 1e3)
+    assert took == pytest.approx(2180, rel=0.05)
+
+
+def test_fixed_length_kernels_bound_the_start() -> None:
+    """Without the latency of varlen kernels, the start's bytes alone give the published curve of a fixed-length one."""
+    step, moved = 1.5552, 4 * 128 * 128 * 132 / 3350e3
+    for tiles, measured in ((4, 430), (8, 517), (16, 566), (32, 590), (64, 614)):
+        assert tiles * step / (tiles * step + moved) == pytest.approx(measured / 621, abs=0.025)
+    assert H100.forward.tile_us == pytest.approx(step, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_causal_is_cheaper_and_backward_dearer(name: str) -> None:
+    rows, keys = (side.ravel() for side in np.meshgrid([64, 500, 3000, 40_000], [64, 500, 3000, 40_000]))
+    cost = LLAMA_COST[name]
+    for phase in PHASES:
+        assert (causal_us(cost, phase, rows, keys) <= full_us(cost, phase, rows, keys)).all()
+        assert causal_us(cost, phase, 4096, 4096)[0] < 0.6 * full_us(cost, phase, 4096, 4096)[0]
+    for kind in (causal_us, full_us):
+        ratio = kind(cost, "backward", rows, keys) / kind(cost, "forward", rows, keys)
+        assert (ratio > 1.5).all()
+        assert len(set(np.round(ratio, 2).tolist())) > 3  # no fixed multiple
+
+
+# ---- heads and dims
+
+
+def test_time_is_proportional_to_query_heads() -> None:
+    one, eight = (
+        LLAMA_COST["h100"].attention_us("forward", 4096, 4096, 4096**2, heads, 1)[0] for heads in (1, 8)
+    )
+    assert eight == pytest.approx(8 * one)
+
+
+def test_heads_may_be_columns() -> None:
+    heads = np.array([8, 64])
+    times = LLAMA_COST["h100"].attention_us("forward", 4096, 4096, 4096**2, heads, np.array([1, 8]))
+    assert times[1] == pytest.approx(8 * times[0])
+
+
+def test_more_kv_heads_cost_where_memory_binds() -> None:
+    few, many = (
+        LLAMA_COST["h100"].attention_us("forward", 128, 65536, 128 * 65536, 64, kv)[0] for kv in (8, 64)
+    )
+    assert many > 1.1 * few
+    few, many = (LLAMA_COST["h100"].attention_us("forward", 8192, 8192, 8192**2, 64, kv)[0] for kv in (8, 64))
+    assert many == few
+
+
+def test_head_dims_scale_by_their_products() -> None:
+    wide = CostModel(H100, replace(LLAMA70, head_dim=192, v_head_dim=128))
+    base = LLAMA_COST["h100"]
+    for phase, ratio in (("forward", (192 + 128) / 256), ("backward", (3 * 192 + 2 * 128) / 640)):
+        assert full_us(wide, phase, 8192, 8192)[0] == pytest.approx(
+            ratio * full_us(base, phase, 8192, 8192)[0]
+        )
+        assert wide.ideal_us(phase, 1000, 64) == pytest.approx(ratio * base.ideal_us(phase, 1000, 64))
+
+
+def test_ideal_is_the_best_of_the_grid() -> None:
+    assert float(SMALL_COST.ideal_us("forward", 256**2, 4)) == pytest.approx(3 + 256**2 / 8, rel=1e-2)
+    for phase, flops in (("forward", 512), ("backward", 1280)):
+        tflops = flops * 64 / float(LLAMA_COST["h100"].ideal_us(phase, 1_000_000, 64))
+        achieved = CHIPS["h100"].forward if phase == "forward" else CHIPS["h100"].backward
+        assert tflops == pytest.approx(PEAK * achieved.value, rel=0.01)
+
+
+def test_the_longest_chain_of_an_instruction() -> None:
+    cost = LLAMA_COST["h100"]
+    assert cost.chain_us("forward", 512, 16384) == pytest.approx(128 * H100.forward.tile_us)
+    assert cost.chain_us("backward", 512, 16384) == pytest.approx(4 * H100.backward.tile_us)
+    lone = cost.attention_us("forward", 128, 16384, 128 * 16384, 1, 1)[0]
+    assert cost.chain_us("forward", 128, 16384) > 50 * lone
+
+
+def test_rows_and_linear_layers() -> None:
+    cost = LLAMA_COST["h100"]
+    assert cost.rowop_us(3_350_000_000) == pytest.approx(1000 + H100.rowop_us.value)
+    parameters = 8192 * (2 * 64 * 128 + 2 * 8 * 128) + 3 * 8192 * 28672  # Llama-3-70B: 80 layers hold 68.5e9
+    assert 80 * parameters == pytest.approx(68.5e9, rel=0.01)
+    assert cost.linear_us(np.array([0, 1000]))[1] == pytest.approx(
+        2e3 * parameters / H100.linear_tflops.value / 1e6
+    )
+    assert cost.launch_us("forward") == H100.forward.launch_us
+
+
+# ---- hardware
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_built_in_hardware_is_sourced(name: str) -> None:
+    hardware = Hardware.load(name)
+    assert hardware.name == name
+    assert all(figure.source and figure.value > 0 for figure in hardware.figures().values())
+    assert hardware.forward.assumed
+    assert hardware.forward.source
+    assert hardware.measured is None
+    assert Hardware.from_data(json.loads(json.dumps(hardware.to_data()))) == hardware
+
+
+def test_built_in_names_and_links() -> None:
+    assert BUILTIN == ("h100", "h200", "a100", "a800", "h20")
+    assert H100.cluster(2, 8).to_data() == Cluster(2, 8).to_data()
+    assert not H100.intra_gbs.assumed
+    assert H100.inter_latency_us.assumed
+    assert all(figure.assumed for figure in (Hardware.load("h20").inter_gbs, Hardware.load("h20").memory_gbs))
+    ratio = 148e3 / (Hardware.load("h20").inter_gbs.value)  # FCP, Table 1: GPU-X
+    assert ratio == pytest.approx(5920)
+
+
+def test_digest_is_of_the_figures_alone() -> None:
+    taken = replace(H100, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
+    assert taken.digest() == H100.digest() == Hardware.from_data(H100.to_data()).digest()
+    assert len({Hardware.load(name).digest() for name in BUILTIN}) == len(BUILTIN)
+    other = replace(H100, inter_gbs=Figure(25.0, H100.inter_gbs.source))
+    assert other.digest() != H100.digest()
+
+
+def test_digest_is_the_same_in_another_process() -> None:
+    code = "from apportion.ir.hardware import Hardware; print(Hardware.load('h100').digest())"
+    env = os.environ | {"PYTHONHASHSEED": "77"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.strip() == H100.digest()
+
+
+def test_mismatch_names_what_differs() -> None:
+    assert H100.mismatch(H100.cluster(4)) == []
+    assert H100.mismatch(Cluster(inter_gbs=48.0)) == []
+    warnings = H100.mismatch(Cluster(inter_gbs=25.0, nics_per_node=4))
+    assert len(warnings) == 2
+    assert "cluster.inter_gbs is 25 where hardware h100 has 50" in warnings[0]
+
+
+def test_measured_hardware_round_trips(tmp_path: Path) -> None:
+    taken = replace(SMALL, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(taken.to_data()))
+    assert Hardware.load(path) == Hardware.load(str(path)) == taken
+    assert hash(Hardware.load(path)) == hash(taken)
+
+
+@pytest.mark.parametrize("name", ["h1000", "", "H100", "a" * 1000])
+def test_unknown_names_are_answered_with_the_known(name: str) -> None:
+    with pytest.raises(UnknownNameError, match="h100"):
+        Hardware.load(name)
+
+
+def test_a_large_file_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    path.write_bytes(b" " * (MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigError, match="must be at most"):
+        Hardware.load(path)
+
+
+# ---- hostile files
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return SMALL.to_data() | changes
+
+
+def in_grid(**changes: Any) -> dict[str, Any]:
+    return changed(forward=SMALL.to_data()["forward"] | changes)
+
+
+def in_figures(name: str, **changes: Any) -> dict[str, Any]:
+    figures = SMALL.to_data()["figures"]
+    return changed(figures=figures | {name: figures[name] | changes})
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in SMALL.to_data().items() if name != key}
+
+
+def cell(value: Any) -> list[list[Any]]:
+    grid: list[list[Any]] = [list(row) for row in SMALL.forward.causal]
+    grid[1][2] = value
+    return grid
+
+
+REFUSED = [
+    ([], "hardware"),
+    (without("forward"), "hardware.forward"),
+    (changed(other=1), "hardware.other"),
+    (changed(version=2), "hardware.version"),
+    (changed(name="a b"), "hardware.name"),
+    (changed(device=""), "hardware.device"),
+    (changed(device="x" * 1000), "hardware.device"),
+    (changed(dtype="fp8"), "hardware.dtype"),
+    (changed(tile=0), "hardware.tile"),
+    (changed(kv_heads=5), "hardware.kv_heads"),
+    (changed(q_heads=True), "hardware.q_heads"),
+    (changed(axis="abc"), "hardware.axis"),
+    (changed(axis=[16]), "hardware.axis"),
+    (changed(axis=list(range(1, 10_000))), "hardware.axis"),
+    (changed(axis=[16, 32, 32, 256]), "hardware.axis"),
+    (changed(axis=[16, 32, 64, 2**40]), r"hardware.axis\[3\]"),
+    (changed(axis=[16, 32, 256]), "hardware.forward.full"),
+    (changed(figures={}), "hardware.figures.memory_gib"),
+    (in_figures("memory_gbs", value=0), "hardware.figures.memory_gbs.value"),
+    (in_figures("memory_gbs", value=1e-300), "hardware.figures.memory_gbs.value"),
+    (in_figures("rowop_us", value=1e300), "hardware.figures.rowop_us.value"),
+    (in_figures("memory_gbs", value=float("nan")), "hardware.figures.memory_gbs.value"),
+    (in_figures("intra_gbs", value="450"), "hardware.figures.intra_gbs.value"),
+    (in_figures("intra_latency_us", value=-1), "hardware.figures.intra_latency_us.value"),
+    (in_figures("nics_per_node", value=1.5), "hardware.figures.nics_per_node.value"),
+    (in_figures("nics_per_node", value=0), "hardware.figures.nics_per_node.value"),
+    (in_figures("inter_gbs", source=""), "hardware.figures.inter_gbs.source"),
+    (in_figures("inter_gbs", assumed="yes"), "hardware.figures.inter_gbs.assumed"),
+    (in_grid(launch_us=float("inf")), "hardware.forward.launch_us"),
+    (in_grid(full=[[1.0] * 4] * 3), "hardware.forward.full"),
+    (in_grid(full=[[1.0] * 4] * 3 + [[1.0] * 5]), r"hardware.forward.full\[3\]"),
+    (in_grid(full=7), "hardware.forward.full"),
+    (in_grid(causal=cell(0)), r"hardware.forward.causal\[1\]\[2\]"),
+    (in_grid(full=[[1e299] * 4] * 4), r"hardware.forward.full\[0\]\[0\]"),
+    (in_grid(causal=cell("1")), r"hardware.forward.causal\[1\]\[2\]"),
+    (in_grid(causal=cell(1.0)), r"hardware.forward.causal\[1\]\[2\]"),
+    (in_grid(causal=SMALL.backward.causal), r"hardware.forward.causal\[0\]\[0\]"),
+    (changed(measured={"device": "x"}), "hardware.measured"),
+    (changed(measured={"device": "x", "versions": {"a": 1}, "date": "now"}), "hardware.measured.versions.a"),
+    (
+        changed(measured={"device": "x", "versions": {f"p{i}": "1" for i in range(99)}, "date": "now"}),
+        "hardware.measured.versions",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "field"), REFUSED, ids=range(len(REFUSED)))
+def test_hostile_files_are_refused_by_field(data: Any, field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}"):
+        Hardware.from_data(data)
+
+
+def schema_accepts(data: Any) -> bool:
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(json.loads(json.dumps(data))))
+
+
+def test_the_schema_accepts_what_is_read() -> None:
+    taken = replace(SMALL, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
+    for hardware in (SMALL, taken, *map(Hardware.load, BUILTIN)):
+        assert schema_accepts(hardware.to_data())
+
+
+@pytest.mark.parametrize(
+    "data", [data for data, _ in REFUSED[:14]] + [in_grid(full=7), in_figures("memory_gbs", value=0)]
+)
+def test_the_schema_refuses_what_is_refused(data: Any) -> None:
+    if data != changed(kv_heads=5):  # a relation of two fields, which the schema does not say
+        assert not schema_accepts(data)

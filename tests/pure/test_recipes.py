@@ -1,0 +1,212 @@
+"""Recipes: each equals dense attention on every mask, and moves what its strategy says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from strategies import BLOCKS, MATCHINGS, STRATEGIES, cluster
+from test_reference_matrix import LAYERS, SEQUENCES, batch_of, compare
+
+import apportion as ap
+from apportion.ir import masks
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
+from apportion.ir.model import Model
+from apportion.ir.plan import Plan
+from apportion.ir.policy import Policy, Recipe
+from apportion.planner.recipes import entries, find_recipe, pipeline
+
+
+def model_of(layer: tuple) -> Model:
+    heads, kv_heads, width, v_width, _, _ = layer
+    return Model(heads, kv_heads, width, v_width, dtype="fp64", layers=1)
+
+
+def planned(name: str, batch: Batch, layer: tuple, ranks: int) -> Plan:
+    """Blocks of five tokens on many ranks cannot keep 1.02 x the mean."""
+    recipe = Recipe(name, STRATEGIES[name])
+    own = getattr(pipeline(recipe).place, "own_cap", False)
+    policy = Policy(recipe, token_cap=None if own else batch.tokens)
+    return ap.plan(batch, cluster(ranks), model_of(layer), policy=policy)
+
+
+def refuses(name: str, ranks: int) -> bool:
+    return ranks % 2 == 1 and "inner" in name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_equals_dense_attention(name: str, ranks: int) -> None:
+    if refuses(name, ranks):
+        with pytest.raises(ap.ConfigError, match=r"recipe\.inner\.ulysses\.degree"):
+            planned(name, batch_of("causal"), LAYERS[0], ranks)
+        return
+    for turn, mask in enumerate(SEQUENCES):
+        if (turn + ranks) % 3 == 0 or mask == "causal":
+            layer = LAYERS[(turn + ranks) % len(LAYERS)]
+            compare(planned(name, batch_of(mask, "causal"), layer, ranks), "default", layer, ranks)
+
+
+@pytest.mark.parametrize("mask", SEQUENCES)
+def test_every_mask_in_every_strategy(mask: str) -> None:
+    for turn, name in enumerate(STRATEGIES):
+        layer = LAYERS[turn % len(LAYERS)]
+        compare(planned(name, batch_of(mask), layer, 4), "default", layer, turn)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_sequences_of_one_token_and_ranks_without_any(name: str) -> None:
+    for lengths in ([1], [1, 1, 1], [16, 1], [2, 1, 1, 9]):
+        compare(planned(name, Batch.from_lengths(lengths), LAYERS[1], 6), "default", LAYERS[1], 1)
+
+
+@pytest.mark.parametrize("name", ["ring", "usp", "inner_node", "tree"])
+def test_kinds_share_a_layout(name: str) -> None:
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(5)}
+    plan = planned(name, Batch.from_lengths([40, 9, 1], kinds), LAYERS[2], 4)
+    for kind in kinds:
+        compare(plan, kind, LAYERS[2], 3)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_reported_bytes_are_those_of_the_programs(name: str) -> None:
+    plan = planned(name, batch_of("causal", "window", "full"), LAYERS[1], 4)
+    sent, between = 0, 0
+    for programs in plan.programs.values():
+        size, crosses = transfers(plan, programs)
+        sent, between = sent + int(size.sum()), between + int(size[crosses].sum())
+    assert plan.report["bytes"]["total"] == sent
+    assert plan.report["bytes"]["inter_node"] == between
+
+
+def transfers(plan: Plan, programs: ap.ir.plan.ProgramSet) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of every send, and whether it leaves its node."""
+    table, operands, model = programs["transfers"], programs["operands"], plan.request.model
+    rank = table.rank_of_row()
+    at = operands.ptr[rank] + table["operand"]
+    sets = (None, *(len(heads) for heads in plan.header.head_sets))
+    size = np.array(
+        [
+            rows * model.row_bytes(Tensor(tensor), sets[heads])
+            for tensor, rows, heads in zip(
+                operands["tensor"][at], operands["rows"][at], operands["heads"][at], strict=True
+            )
+        ],
+        np.int64,
+    )
+    node = plan.request.cluster.node_of
+    sends = table["send"] == 1
+    return size[sends], (node(rank) != node(table["peer"]))[sends]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_gap_is_below_one(name: str) -> None:
+    plan = planned(name, batch_of("causal", "window", "full"), LAYERS[1], 6)
+    gaps = [bound["gap"] for bound in plan.report["bounds"].values() if bound["gap"] is not None]
+    assert gaps
+    assert min(gaps) >= 1
+
+
+# ---------------------------------------------------------------------------------------------- what moves
+
+
+def pairs(plan: Plan, phase: str) -> set[tuple[int, int]]:
+    """(sender, receiver) of all transfers of a phase."""
+    table = plan.programs["default", phase]["transfers"]
+    sends = np.asarray(table["send"]) == 1
+    return set(zip(table.rank_of_row()[sends].tolist(), table["peer"][sends].tolist(), strict=True))
+
+
+def test_a_ring_talks_to_its_neighbours_only() -> None:
+    plan = planned("ring", Batch.from_lengths([64]), LAYERS[0], 4)
+    assert pairs(plan, "forward") == {(rank, (rank + 1) % 4) for rank in range(4)}
+    assert pairs(plan, "backward") == {(rank, (rank + 1) % 4) for rank in range(4)}
+    fetch = plan.report["exchanges"][0]
+    assert (fetch["name"], fetch["rounds"], fetch["slots"]) == ("fetch", 3, 3)
+    # the last chunk, on rank 0, is seen by nobody else
+    assert fetch["bytes"] == 3 * (64 - 8) * plan.request.model.row_bytes(Tensor.KV)
+
+
+def test_usp_crosses_nodes_on_its_own_rail() -> None:
+    plan = ap.plan(
+        Batch.from_lengths([64, 32]),
+        Cluster(nodes=3, ranks_per_node=2),
+        model_of(LAYERS[0]),
+        Recipe("usp", STRATEGIES["usp"]),
+    )
+    crossing = {(a, b) for a, b in pairs(plan, "forward") if a // 2 != b // 2}
+    assert crossing == {(rank, (rank + 2) % 6) for rank in range(6)}
+
+
+def test_ulysses_is_one_all_to_all_in_and_one_out() -> None:
+    plan = ap.plan(Batch.from_lengths([24, 8]), cluster(4), Model(8, 4, 4, dtype="fp64", layers=1), "ulysses")
+    for phase in PHASES:
+        programs = plan.programs["default", phase]
+        for rank in range(4):
+            launches = programs.rank(rank)["instructions"]
+            modes = launches["mode"][launches["op"] == Op.LAUNCH]
+            assert modes.tolist() == [ALL_TO_ALL, ALL_TO_ALL]
+    assert plan.report["imbalance"] == {"compute": 0.0, "tokens": 0.0}
+
+
+def test_ulysses_takes_the_largest_feasible_degree() -> None:
+    model = Model(6, 2, 4, dtype="fp64", layers=1)
+    plan = ap.plan(Batch.from_lengths([24, 24, 8, 40]), cluster(8), model, "ulysses")
+    assert plan.header.head_sets == ((0, 1, 2), (0,), (3, 4, 5), (1,))
+
+
+def test_a_tile_crosses_to_a_node_once() -> None:
+    batch = Batch.from_lengths([600])
+    spread = Cluster(nodes=3, ranks_per_node=4)
+    model = Model(2, 2, 4, dtype="fp64", layers=1)
+
+    def inter_node(route: str) -> int:
+        recipe = Recipe(route, {**BLOCKS, **MATCHINGS, "route": {route: {}}})
+        policy = Policy(recipe, token_cap=100)
+        return ap.plan(batch, spread, model, policy=policy).report["bytes"]["inter_node"]
+
+    assert inter_node("node") < 0.5 * inter_node("star")
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [
+        (BLOCKS | {"schedule": {"ring": {}}, "route": {"node": {}}}, "recipe.steps.route"),
+        (BLOCKS | MATCHINGS | {"route": {"tree": {"fanout": 0}}}, "recipe.route.tree.fanout"),
+        (BLOCKS | {"schedule": {"ring": {"over": "nodes"}}}, "recipe.schedule.ring.over"),
+        (BLOCKS | {"schedule": {"ring": {"turns": 1}}}, "recipe.schedule.ring.turns"),
+        (BLOCKS | {"schedule": {"gather": {"overlap": "no"}}}, "recipe.schedule.gather.overlap"),
+        (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": 0}}}, "recipe.inner.ulysses.degree"),
+        (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": 3}}}, "recipe.inner.ulysses.degree"),
+        (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"size": 2}}}, "recipe.steps.inner.ulysses"),
+    ],
+)
+def test_wrong_parameters_name_their_field(recipe: dict, field: str) -> None:
+    with pytest.raises(ap.ConfigError) as caught:
+        ap.plan(Batch.from_lengths([64]), cluster(4), model_of(LAYERS[1]), Recipe("mine", recipe))
+    assert caught.value.field == field
+
+
+def test_home_ranks_cannot_be_kept_where_groups_share_tokens() -> None:
+    batch = Batch.from_lengths([16, 16], home_ranks=[(0,), (1,)])
+    with pytest.raises(ap.ConfigError, match=r"batch\.home_ranks"):
+        ap.plan(batch, cluster(4), model_of(LAYERS[1]), Recipe("mine", STRATEGIES["inner"]))
+
+
+def test_a_strategy_without_a_cap_records_what_it_came_to_and_obeys_an_explicit_one() -> None:
+    batch, model = Batch.from_lengths([60, 4]), model_of(LAYERS[0])
+    plan = ap.plan(batch, cluster(4), model, "ulysses")
+    assert plan.request.policy.token_cap == plan.layout("attention").rows_per_rank.max()
+    with pytest.raises(ap.CapacityError, match="token_cap"):
+        ap.plan(batch, cluster(4), model, policy=Policy(find_recipe("ulysses"), token_cap=20))
+
+
+def test_every_recipe_says_where_it_comes_from() -> None:
+    for name, entry in entries().items():
+        assert entry.recipe.name == name
+        assert entry.summary
+        assert entry.paper

@@ -1,0 +1,48 @@
+"""Strategies as data, with parameters that short sequences need, and clusters of two ranks a node."""
+
+from __future__ import annotations
+
+from apportion.ir.cluster import Cluster
+from apportion.planner.recipes import find_recipe
+
+BLOCKS = {"shard": {"blocks": {"block": 5}}, "place": {"lpt": {}}}
+MATCHINGS = {"schedule": {"matchings": {"coalesce": 2, "buffers": 2}}}
+INNER = {"inner": {"ulysses": {"degree": 2}}}
+
+
+def steps(recipe: str, **changed: dict) -> dict:
+    """The steps of a recipe with other parameters for some passes."""
+    data = find_recipe(recipe).to_data()["steps"]
+    for step, params in changed.items():
+        ((name, held),) = data[step].items()
+        data[step] = {name: {**held, **params}}
+    return data
+
+
+#: on short sequences chunks are as short as trainers make them
+SHORT = {"place": {"chunk": 1}}
+STRATEGIES: dict[str, dict] = {
+    "ring": steps("ring", **SHORT),
+    "allgather": steps("allgather", **SHORT),
+    "ulysses": steps("ulysses"),
+    "usp": steps("usp", **SHORT),
+    "hybrid_dp": steps("hybrid_dp"),
+    "megatron_hybrid": steps("megatron_hybrid"),
+    "wlb": steps("wlb", **SHORT),
+    "contiguous": steps("contiguous"),
+    "ring_reshuffled": steps("ring", **SHORT) | {"reshuffle": True},
+    "node": BLOCKS | MATCHINGS | {"route": {"node": {}}},
+    "tree": BLOCKS | MATCHINGS | {"route": {"tree": {"fanout": 2}}},
+    "relays": BLOCKS | MATCHINGS | {"route": {"ring": {"over": "holders"}}},
+    "ring_of_blocks": BLOCKS | {"schedule": {"ring": {}}},
+    "ring_of_holders": BLOCKS | {"schedule": {"ring": {"over": "holders", "turns": True}}},
+    "gather_by_node": BLOCKS | {"schedule": {"gather": {"overlap": True}}, "route": {"node": {}}},
+    "inner": BLOCKS | MATCHINGS | INNER,
+    "inner_reshuffled": BLOCKS | MATCHINGS | INNER | {"reshuffle": True},
+    "inner_node": BLOCKS | MATCHINGS | INNER | {"route": {"node": {}}},
+}
+
+
+def cluster(ranks: int) -> Cluster:
+    per_node = 2 if ranks % 2 == 0 else 1
+    return Cluster(nodes=ranks // per_node, ranks_per_node=per_node)

@@ -1,0 +1,135 @@
+"""Measuring the backend's own kernels and links: small, and what comes out serves the cost model."""
+
+import json
+
+import jobs_profile
+import numpy as np
+import pytest
+import torch
+
+from apportion.backends.torch.profile import Effort, Line, Links, fit, profile, profile_links, with_links
+from apportion.ir.errors import ExecutionError
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.planner.cost import CostModel
+
+TINY = Effort((16, 64, 256), q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", sweeps=2, most=3)
+SIZES = (1024, 65536, 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    told = []
+    hardware = profile(progress=lambda *step: told.append(step), name="tiny", device="cpu", effort=TINY)
+    return hardware, told
+
+
+def test_profile_says_where_and_when_it_was_taken(measured):
+    hardware, _ = measured
+    assert hardware.measured.device == hardware.device
+    assert "torch" in hardware.measured.versions
+    assert hardware.measured.date.count("-") == 2
+    assert not hardware.forward.assumed
+
+
+def test_links_are_assumed_until_they_are_measured(measured):
+    assert {name for name, figure in measured[0].figures().items() if figure.assumed} == {
+        "intra_gbs",
+        "inter_gbs",
+        "nics_per_node",
+        "intra_latency_us",
+        "inter_latency_us",
+    }
+
+
+def test_progress_rises_to_its_total(measured):
+    told = measured[1]
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (2 * 2 * 9 + 3, 2 * 2 * 9 + 3)
+
+
+def test_a_sweep_after_the_time_is_not_begun():
+    told = []
+    effort = Effort((16, 32), 2, 1, 8, "fp32", sweeps=5, least=1, most=1, seconds=0.0)
+    profile(progress=lambda *step: told.append(step), device="cpu", effort=effort)
+    assert len(told) == 2 * 4 + 3 + 1
+    assert told[-1] == (2 * 5 * 4 + 3, 2 * 5 * 4 + 3)
+
+
+def test_more_work_takes_no_less_time(measured):
+    for grid in (measured[0].forward, measured[0].backward):
+        full, causal = np.array(grid.full), np.array(grid.causal)
+        assert (np.diff(full, axis=0) >= 0).all()
+        assert (np.diff(causal, axis=1) >= 0).all()
+        assert (causal <= full).all()
+        assert full[-1, -1] > full[0, 0]
+
+
+def test_profile_round_trips_through_a_file(measured, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(measured[0].to_data()))
+    assert Hardware.load(path) == measured[0]
+    assert Hardware.load(path).digest() == measured[0].digest()
+
+
+def test_cost_model_uses_the_profile(measured):
+    model = Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64)
+    cost = CostModel(measured[0], model)
+    for phase in ("forward", "backward"):
+        grid = measured[0].grid(phase).full
+        assert cost.attention_us(phase, 64, 256, 64 * 256, 4, 2)[0] == pytest.approx(grid[1][2])
+    assert cost.linear_us(100) > 0
+    assert cost.rowop_us(1 << 20) > cost.rowop_us(1)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_grids_reach_from_short_to_long(device, quick):
+    effort = Effort.of(torch.device(device), quick)
+    assert effort.axis[0] <= 128
+    assert effort.axis[-1] >= 2048
+    assert list(effort.axis) == sorted(set(effort.axis))
+
+
+def test_links_of_two_processes(pool):
+    lines = pool.run(jobs_profile.links, 2, SIZES, None)
+    assert lines[0] == lines[1]
+    latency_us, gbs, inter, backend, ranks = lines[0]
+    assert (inter, backend, ranks) == (None, "gloo", 2)
+    assert latency_us >= 0
+    assert gbs > 0
+
+
+def test_links_between_nodes_are_told_from_those_inside(pool):
+    of_ranks = pool.run(jobs_profile.both_links, 3, SIZES, each=[7, 7, 9])
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    intra, inter, ranks_per_node = of_ranks[0]
+    assert intra is not None
+    assert inter is not None
+    assert ranks_per_node == 2
+
+
+def test_one_rank_has_no_links():
+    with pytest.raises(ExecutionError, match="torchrun"):
+        profile_links()
+
+
+def test_measured_links_replace_assumed_ones(measured):
+    links = Links(Line(3.0, 200.0), None, "nccl", 4)
+    hardware = with_links(measured[0], links)
+    assert (hardware.intra_gbs.value, hardware.intra_latency_us.value) == (200.0, 3.0)
+    assert not hardware.intra_gbs.assumed
+    assert hardware.inter_gbs == measured[0].inter_gbs
+    assert hardware.nics_per_node.value == 4
+    assert Hardware.from_data(hardware.to_data()) == hardware
+
+
+def test_fit_finds_latency_and_bandwidth():
+    sizes = np.array([1000, 10_000, 1_000_000])
+    line = fit(sizes, 12.0 + sizes / 5e3)
+    assert (line.latency_us, line.gbs) == pytest.approx((12.0, 5.0))
+
+
+def test_fit_has_no_negative_latency():
+    assert fit([1000, 2000, 4000], [0.1, 0.5, 2.0]).latency_us == 0.0
+    assert fit([1000, 2000], [5.0, 4.0]).gbs > 0
