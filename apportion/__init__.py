@@ -24,11 +24,15 @@ if TYPE_CHECKING:
         VerifyError,
         VersionError,
     )
+    from apportion.ir.hardware import Hardware
+    from apportion.ir.iteration import IterationPlan
     from apportion.ir.model import Model
     from apportion.ir.plan import Layout, Plan
     from apportion.ir.policy import Policy, Recipe
     from apportion.ir.verify import verify
     from apportion.planner.api import plan
+    from apportion.planner.iterate import plan_iteration
+    from apportion.planner.simulate import simulate
     from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
     from apportion.trainer.loader import PlannedBatch, PlannedLoader
     from apportion.trainer.loss import normalised_loss
@@ -49,11 +53,15 @@ _HOMES = {
         "VerifyError",
         "VersionError",
     ),
+    "apportion.ir.hardware": ("Hardware",),
+    "apportion.ir.iteration": ("IterationPlan",),
     "apportion.ir.model": ("Model",),
     "apportion.ir.plan": ("Layout", "Plan"),
     "apportion.ir.policy": ("Policy", "Recipe"),
     "apportion.ir.verify": ("verify",),
     "apportion.planner.api": ("plan",),
+    "apportion.planner.iterate": ("plan_iteration",),
+    "apportion.planner.simulate": ("simulate",),
     "apportion.trainer.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
     "apportion.trainer.loader": ("PlannedBatch", "PlannedLoader"),
     "apportion.trainer.loss": ("normalised_loss",),

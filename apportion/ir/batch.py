@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +19,7 @@ from apportion.ir.isa import MAX_RANKS
 from apportion.ir.masks import Mask
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 DEFAULT_KIND = "default"
 MAX_SEQUENCES = 10_000_000
@@ -162,6 +163,17 @@ class Batch:
     def load(path: str | Path) -> Batch:
         """The batch of a JSON or YAML file."""
         return Batch.from_data(load(path))
+
+    def take(self, indexes: ArrayLike) -> Batch:
+        """The batch of these sequences, in the order of `indexes` (integers [m], each once), with all they carry."""
+        taken = _places(indexes, len(self.lengths))
+        return Batch(
+            self.lengths[taken],
+            {kind: _taken(held, taken) for kind, held in self.masks.items()},
+            _moved(self.home_ranks, taken),
+            _moved(self.own_positions, taken),
+            _moved(self.own_labels, taken),
+        )
 
     def to_data(self) -> dict[str, Any]:
         """Plain data that `from_data` reads; equal batches give equal data.
@@ -422,6 +434,30 @@ def _home(where: str, ranks: Any) -> tuple[int, ...]:
             where, home, "must name at least one rank, each once", "write null where any rank will do"
         )
     return home
+
+
+def _places(indexes: ArrayLike, count: int) -> Ints:
+    """Indexes of some of `count` sequences, checked."""
+    places = integers("indexes", _listed(indexes), 0, count - 1)
+    if len(np.unique(places)) < len(places):
+        values, times = np.unique(places, return_counts=True)
+        raise ConfigError(
+            "indexes", int(values[times.argmax()]), "is there more than once", "name each sequence once"
+        )
+    return places
+
+
+def _taken(held: Kind, taken: Ints) -> Kind:
+    """The masks of some sequences, without the specs that none of them has."""
+    used, index = np.unique(held.index[taken], return_inverse=True)
+    return Kind(tuple(held.specs[spec] for spec in used), index)
+
+
+def _moved(held: Mapping[int, T], taken: Ints) -> dict[int, T]:
+    """What single sequences carry, under their places among those taken."""
+    if not held:
+        return {}
+    return {place: held[i] for place, i in enumerate(taken.tolist()) if i in held}
 
 
 def _own(what: str, columns: list[Any], lengths: Ints, low: int) -> dict[int, Ints]:

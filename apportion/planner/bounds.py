@@ -1,42 +1,248 @@
-"""Lower bounds: what no plan can beat."""
+"""Lower bounds: what no plan can beat, each with what it holds for, and void where nothing is proven.
+
+Foreign KV, queries at home. A rank that holds rows of a band needs the keys that these rows see; those that it does not
+hold itself are foreign. Let `reach` be the end of its last row (counted from the band's first key), n the keys of the
+band that it holds below that, C the most tokens of a rank and w the most pairs that it computes.
+
+    stair   rows see all keys up to their own      foreign = reach - n
+    window  … the last W of them                   foreign >= min(reach - n, W - 1): a key below `reach` that no row
+                                                   sees has W foreign ones before the rank's next row, which sees W - 1
+    block   rows see all keys                      foreign = keys - n
+
+The ranks that reach furthest: rows beyond the reach of the j-th (j = 0, 1, ...) are held by the j before it, so they
+are at most j * C tokens of at most j * w pairs. That bounds each reach from below; the sums are over ranks, and over
+bands whose keys are apart. Speeds do not matter (w is the largest of all ranks), and home_ranks only forbid placements.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.bands import INF, area
 from apportion.ir.batch import Batch
-from apportion.ir.masks import causal
+from apportion.ir.isa import MAX_RANKS, Tensor
+from apportion.ir.model import Model
+from apportion.planner.problem import exact_sums
 
 Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+
+#: a ratio to a bound of fewer tokens than this share of the batch says nothing
+LEAST_SHARE = 0.01
+#: tokens; keeps what is rounded below the true bound: pairs err by 1,024 at most, and where they err at all, a row has
+#: millions of them or is their root
+_SLACK = 1e-3
+#: rounding of sums and roots, relative
+_ROUNDING = 1e-9
+#: per phase: what comes and goes for a key row, and for a query row, that is not at home
+KEY_SIDE = {"forward": (Tensor.KV,), "backward": (Tensor.KV, Tensor.DKV)}
+QUERY_SIDE = {"forward": (Tensor.Q, Tensor.O), "backward": (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ)}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No plan of the same promises has less than `bound`, this one has `value`; None where there is no such number.
+
+    void: why the ratio of the two says nothing, None where it does.
+    """
+
+    name: str
+    bound: float | None
+    value: float | None
+    void: str | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """value / bound, at least 1; None where void."""
+        if self.void is not None or not self.bound or self.value is None:
+            return None
+        ratio = self.value / self.bound
+        return 1.0 if abs(ratio - 1) < _ROUNDING else ratio
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data: bound, value, gap, and `void` where there is no gap."""
+        data: dict[str, Any] = {"bound": self.bound, "value": self.value, "gap": self.gap}
+        return data if self.gap is not None else data | {"void": self.void or "the bound is 0"}
+
+
+def makespan(placed: float, loads: Ints | Floats, speeds: Floats) -> Bound:
+    """The busiest rank's load over its speed. placed: the placement's bound (`solvers.lpt.makespan_bound` of what it
+    cannot split); loads: [ranks] pairs; speeds: [ranks]. The mean by speed holds for any split, so at least that."""
+    mean = float(loads.sum()) / float(speeds.sum())
+    return Bound("makespan", max(placed, mean), float((loads / speeds).max()))
+
+
+def slots(degrees: Iterable[int], used: Iterable[int]) -> Bound:
+    """Slots of all exchanges: a rank sends and receives at most one tile in a slot, so an exchange has no fewer than
+    the tiles that its busiest rank sends or receives (`degrees`: of each exchange). used: the slots of each."""
+    least, total = sum(degrees), sum(used)
+    return Bound("slots", float(least), float(total), None if least else "nothing is exchanged")
+
+
+def kv_bytes(
+    batch: Batch,
+    model: Model,
+    token_cap: int,
+    load_caps: Mapping[str, int],
+    value: float | None,
+    queries_move: bool = False,
+) -> Bound:
+    """Bytes of KV that must go out, forward and backward, and of its gradient that must come back, for one call of each
+    attention kind, in any plan in which queries stay home and no rank is fuller or busier.
+
+    token_cap: most tokens of a rank; load_caps: kind -> most pairs that a rank computes; where groups of ranks share
+    tokens (Ulysses), both are of a group. value: the same bytes of this plan. queries_move: whether a task runs away
+    from the home of its queries: nothing is proven then.
+    """
+    if queries_move:
+        return Bound("kv_bytes", None, value, "queries move: nothing is proven")
+    tokens = sum(foreign_kv_tokens(batch, kind, token_cap, load_caps[kind]) for kind in batch.kinds)
+    per_token = sum(model.row_bytes(tensor) for side in KEY_SIDE.values() for tensor in side)
+    small = tokens < LEAST_SHARE * batch.tokens
+    void = f"the bound is below {LEAST_SHARE:.0%} of the tokens" if small else None
+    return Bound("kv_bytes", float(tokens * per_token), value, void)
+
+
+def remote_pairs_bytes(
+    model: Model, remote: Iterable[tuple[str, Ints]], value: float | None, heads_split: bool = False
+) -> Bound:
+    """Bytes for pairs computed where neither their query nor their key is at home. A rank that fetches q query rows and
+    k key rows covers at most q * k of them, so w pairs cost at least 2 sqrt(w * KV * (Q + O)) bytes.
+
+    remote: (phase, int64 [ranks] such pairs on each rank) of each attention call. value: the bytes of this plan for the
+    rows of these pairs. heads_split: whether tasks have some of the heads: a pair then needs part of its rows.
+    """
+    least = sum(float(remote_bytes(model, phase, pairs).sum()) for phase, pairs in remote)
+    if heads_split:
+        return Bound("remote_pairs_bytes", None, value, "tasks split heads: nothing is proven")
+    void = None if least else "no task has both its queries and its keys away from home"
+    return Bound("remote_pairs_bytes", least, value, void)
+
+
+def remote_bytes(model: Model, phase: str, pairs: Ints) -> Floats:
+    """float64, shaped like `pairs`: bytes that a rank moves at least for so many pairs with query and key remote."""
+    keys = sum(model.row_bytes(tensor) for tensor in KEY_SIDE[phase])
+    queries = sum(model.row_bytes(tensor) for tensor in QUERY_SIDE[phase])
+    least: Floats = 2.0 * np.sqrt(pairs.astype(np.float64) * keys * queries)
+    return least
+
+
+# ---------------------------------------------------------------------------------------------- foreign KV
 
 
 def foreign_kv_tokens(batch: Batch, kind: str, token_cap: int, load_cap: int) -> int:
     """KV tokens that must leave home where queries stay home: no plan in which a rank holds at most `token_cap`
-    tokens and computes at most `load_cap` pairs of this kind moves fewer.
-
-    For a causal document of length L, the j ranks that reach furthest hold at most j * token_cap tokens and
-    j * load_cap pairs of it, so the next one reaches at least to max(L - j * token_cap, sqrt(L^2 - 2 j load_cap));
-    a rank that reaches to r sees r keys, and L of all these are at home. Other masks: 0, nothing is proven.
-    """
-    lengths = _causal_lengths(batch, kind)
-    lengths = lengths[(lengths > token_cap) | (lengths * (lengths + 1) // 2 > load_cap)]
-    return sum(_foreign(int(length), token_cap, load_cap) for length in lengths.tolist())
+    tokens and computes at most `load_cap` pairs of this kind moves fewer. 0 where nothing is proven."""
+    return foreign_tokens(batch.bands(kind), token_cap, load_cap)
 
 
-def _causal_lengths(batch: Batch, kind: str) -> Ints:
-    held = batch.masks[kind]
-    is_causal = np.array([spec == causal() for spec in held.specs])
-    causal_ones: Ints = batch.lengths[is_causal[held.index]]
-    return causal_ones
+def foreign_tokens(bands: Ints, token_cap: int, load_cap: int) -> int:
+    """As `foreign_kv_tokens`, of bands int64 [n, 6] sorted by q0."""
+    parts = (
+        _stairs(_wide(_merged(bands), token_cap, load_cap), token_cap, load_cap),
+        _blocks(_wide(bands, token_cap, load_cap), token_cap, load_cap),
+    )
+    low, high, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
+    found = tokens > 0
+    return _most_apart(low[found], high[found], tokens[found])
 
 
-def _foreign(length: int, token_cap: int, load_cap: int) -> int:
-    ranks = 1 + max(-(-length // max(token_cap, 1)), -(-length * length // max(2 * load_cap, 1)))
-    before = np.arange(ranks, dtype=np.float64)
-    by_load = np.sqrt(np.maximum(float(length) ** 2 - 2.0 * before * load_cap, 0.0))
-    reach = np.maximum(np.maximum(length - before * token_cap, by_load), 0.0)
-    # whole tokens; the slack keeps rounding of the root below the true bound
-    return max(0, int(np.ceil(reach - 1e-6).sum()) - length)
+def _wide(bands: Ints, token_cap: int, load_cap: int) -> Ints:
+    """The bands whose rows one rank cannot hold or compute alone."""
+    return bands[(bands[:, 1] - bands[:, 0] > token_cap) | (area(bands) > load_cap)]
+
+
+def _merged(bands: Ints) -> Ints:
+    """Bands whose rows see all keys from the same one up to their own at least, one below the other, as one stair."""
+    q0, q1, k0, k1, dmin, dmax = bands.T
+    stair = (dmin <= 0) & (dmax >= q1 - 1 - k0) & (k1 >= q1) & (k0 <= q0)
+    joins = np.zeros(len(bands), np.bool_)
+    joins[1:] = stair[1:] & stair[:-1] & (k0[1:] == k0[:-1]) & (q0[1:] == q1[:-1])
+    first = np.flatnonzero(~joins)
+    last = np.append(first[1:], len(bands)) - 1
+    merged = bands[first].copy()
+    many = last > first
+    merged[many, 1] = merged[many, 3] = q1[last[many]]
+    merged[many, 4:] = 0, INF
+    return merged
+
+
+def _stairs(shapes: Ints, token_cap: int, load_cap: int) -> tuple[Ints, Ints, Ints]:
+    """(first key, end, foreign tokens) of the part of each band whose rows see up to their own key."""
+    q0, q1, k0, k1, dmin, dmax = shapes.T
+    start, end = np.maximum(q0, k0), np.minimum(q1, k1)
+    plain = dmax >= end - 1 - k0
+    low = np.where(plain, k0, start)
+    size, window = end - low, np.where(plain, INF, dmax + 1)
+    usable = np.flatnonzero((size > 0) & (dmin <= 0) & (window > 1))
+    low, end, size, skip = low[usable], end[usable], size[usable], (start - low)[usable]
+    window = np.minimum(window[usable], size)
+    owner, reach = _reaches(size, skip, window, token_cap, load_cap)
+    all_seen = exact_sums(owner, reach, len(size)) - np.minimum(
+        size, token_cap * np.bincount(owner, minlength=len(size))
+    )
+    most_held = np.minimum(
+        token_cap, np.floor(_rows_of(np.full(len(size), float(load_cap)), window) + _SLACK).astype(np.int64)
+    )
+    strip = np.minimum(np.maximum(reach - most_held[owner], 0), window[owner] - 1)
+    tokens = np.where(plain[usable], all_seen, exact_sums(owner, strip, len(size)))
+    return low, end, tokens
+
+
+def _reaches(size: Ints, skip: Ints, window: Ints, token_cap: int, load_cap: int) -> tuple[Ints, Ints]:
+    """(stair, tokens): how far the ranks that reach furthest into each stair reach at least, as long as that is beyond
+    its first row, `skip`."""
+    total = _pairs_of(size, window)
+    by_tokens, by_pairs = -(-(size - skip) // token_cap), np.ceil(total / max(load_cap, 1)).astype(np.int64)
+    ranks = 1 + np.clip(np.maximum(by_tokens, by_pairs), 0, MAX_RANKS)
+    owner = np.repeat(np.arange(len(size)), ranks)
+    before = np.arange(len(owner)) - np.repeat(np.cumsum(ranks) - ranks, ranks)
+    by_load = _rows_of(np.maximum(total[owner] - before * float(load_cap), 0.0), window[owner])
+    reach = np.maximum(size[owner] - before * token_cap, np.ceil(by_load - _SLACK).astype(np.int64))
+    some = reach > skip[owner]
+    return owner[some], reach[some]
+
+
+def _pairs_of(rows: Ints, window: Ints) -> Floats:
+    """Pairs of the first rows of a stair under a window (no longer than the stair)."""
+    held, rest = np.minimum(rows, window).astype(np.float64), np.maximum(rows - window, 0)
+    pairs: Floats = held * (held + 1) / 2 + rest * window.astype(np.float64)
+    return pairs
+
+
+def _rows_of(pairs: Floats, window: Ints) -> Floats:
+    """The inverse of `_pairs_of`: how many of the first rows have so many pairs."""
+    corner = window * (window + 1.0) / 2
+    inside = (np.sqrt(1 + 8 * np.minimum(pairs, corner)) - 1) / 2
+    rows: Floats = inside + np.maximum(pairs - corner, 0) / window
+    return rows
+
+
+def _blocks(shapes: Ints, token_cap: int, load_cap: int) -> tuple[Ints, Ints, Ints]:
+    """(first key, end, foreign tokens) of the rows of each band that see all of its keys: every rank but one that has
+    some of these rows lacks, summed up, all keys."""
+    q0, q1, k0, k1, dmin, dmax = shapes.T
+    keys = k1 - k0
+    rows = np.minimum(q1, k0 + np.minimum(dmax, INF // 2) + 1) - np.maximum(
+        q0, k1 - 1 + np.maximum(dmin, -INF // 2)
+    )
+    per_rank = np.minimum(token_cap, np.maximum(load_cap // np.maximum(keys, 1), 1))
+    holders = -(-np.maximum(rows, 0) // per_rank)
+    return k0, k1, np.maximum(holders - 1, 0) * keys
+
+
+def _most_apart(low: Ints, high: Ints, tokens: Ints) -> int:
+    """The largest sum of `tokens` over ranges [low, high) that do not overlap: interval scheduling."""
+    order = np.lexsort((low, high))
+    ends, best = [0], [0]
+    for start, end, count in zip(*(column[order].tolist() for column in (low, high, tokens)), strict=True):
+        taken = best[bisect_right(ends, start) - 1] + count
+        ends.append(end)
+        best.append(max(best[-1], taken))
+    return int(best[-1])

@@ -1,0 +1,271 @@
+"""Bounds against exhaustive search: never above what the best of all placements of a small instance needs."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import apportion as ap
+from apportion.ir.bands import dense
+from apportion.ir.isa import Tensor
+from apportion.planner.bounds import (
+    Bound,
+    foreign_kv_tokens,
+    foreign_tokens,
+    kv_bytes,
+    makespan,
+    remote_bytes,
+    remote_pairs_bytes,
+    slots,
+)
+from apportion.planner.recipes import entries
+from apportion.planner.solvers.lpt import makespan_bound
+from apportion.planner.solvers.matching import max_degree
+
+MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=1)
+MASKS = {
+    "causal": ap.masks.causal(),
+    "full": ap.masks.full(),
+    "window": ap.masks.sliding_window(4),
+    "narrow": ap.masks.sliding_window(2),
+    "two-sided": ap.masks.sliding_window(3, 2),
+    "sink": ap.masks.sink_window(2, 3),
+    "chunked": ap.masks.chunked(5),
+    "video": ap.masks.block_causal(3),
+    "video-window": ap.masks.block_causal(3, 2),
+    "blockwise": ap.masks.causal_blockwise(2, 1),
+    "prefix": ap.masks.prefix_lm(4),
+    "image": ap.masks.image_spans([(2, 5)]),
+    "shared": ap.masks.shared_question(4, [3, 2]),
+}
+
+
+def placements(tokens: int, ranks: int) -> np.ndarray:
+    """[ranks**tokens, tokens]: every way to give tokens to ranks."""
+    return np.arange(ranks**tokens)[:, None] // ranks ** np.arange(tokens) % ranks
+
+
+class Searched:
+    """Of every placement with queries at home: tokens and pairs of each rank, and the foreign keys that it needs."""
+
+    def __init__(self, bands: np.ndarray, tokens: int, ranks: int) -> None:
+        sees, homes = dense(bands, tokens, tokens), placements(tokens, ranks)
+        held = np.stack([homes == rank for rank in range(ranks)], axis=1)
+        self.tokens, self.pairs = held.sum(2), held @ sees.sum(1)
+        self.foreign = ((held.astype(np.int64) @ sees > 0) & ~held).sum((1, 2))
+
+    def check(self, bands: np.ndarray, token_caps: set[int]) -> int:
+        """The largest bound, none of which is above the least foreign keys of the placements that hold the caps."""
+        largest = 0
+        for token_cap in token_caps:
+            for load_cap in np.unique(self.pairs.max(1)).tolist():
+                allowed = (self.tokens.max(1) <= token_cap) & (self.pairs.max(1) <= load_cap)
+                if allowed.any():
+                    bound = foreign_tokens(bands, token_cap, load_cap)
+                    assert bound <= self.foreign[allowed].min(), (token_cap, load_cap)
+                    largest = max(largest, bound)
+        return largest
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_foreign_kv_of_every_mask(mask: str, ranks: int) -> None:
+    bands = ap.Batch.from_lengths([9], MASKS[mask]).bands("default")
+    assert Searched(bands, 9, ranks).check(bands, {5, 6, 9} if ranks == 2 else {3, 4, 9}) > 0
+
+
+@pytest.mark.parametrize("lengths", [(6, 3), (1, 8), (5, 2, 2)])
+@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+def test_foreign_kv_of_several_sequences(lengths: tuple[int, ...], mask: str) -> None:
+    bands = ap.Batch.from_lengths(lengths, MASKS[mask]).bands("default")
+    Searched(bands, sum(lengths), 3).check(bands, {3, 4, 6})
+
+
+@st.composite
+def band_sets(draw: st.DrawFn) -> np.ndarray:
+    """Bands that share no query row, of 7 tokens."""
+    edges = sorted(draw(st.sets(st.integers(1, 6), max_size=2)) | {0, 7})
+    rows = []
+    for q0, q1 in pairwise(edges):
+        k0, k1 = sorted(draw(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+        dmin, dmax = draw(st.sampled_from([0, -2, 1, -(2**62)])), draw(st.sampled_from([0, 1, 2, 4, 2**62]))
+        rows.append((q0, q1, k0, k1 + 1, dmin, dmax))
+    return np.array(rows, np.int64)
+
+
+@given(band_sets(), st.integers(2, 3))
+def test_foreign_kv_of_any_bands(bands: np.ndarray, ranks: int) -> None:
+    Searched(bands, 7, ranks).check(bands, {3, 4, 7} if ranks == 3 else {4, 7})
+
+
+def test_foreign_kv_of_a_long_window_is_nearly_met_by_consecutive_shares() -> None:
+    batch = ap.Batch.from_lengths([8192], ap.masks.sliding_window(513))
+    load = max(int(ap.Batch.from_lengths([2048], ap.masks.sliding_window(513)).area("default")), 2048 * 513)
+    assert foreign_kv_tokens(batch, "default", 2048, load) == 3 * 512
+
+
+def test_foreign_kv_is_exact_for_equal_shares_in_order() -> None:
+    batch = ap.Batch.from_lengths([4096])
+    assert foreign_kv_tokens(batch, "default", 1024, batch.area("default")) == 1024 + 2048 + 3072
+    full = ap.Batch.from_lengths([4096], ap.masks.full())
+    assert foreign_kv_tokens(full, "default", 1024, full.area("default")) == 3 * 4096
+
+
+def test_foreign_kv_of_the_longest_sequences_keeps_to_whole_numbers() -> None:
+    longest = 2**31 - 1
+    for mask in (
+        ap.masks.causal(),
+        ap.masks.full(),
+        ap.masks.sliding_window(2**23),
+        ap.masks.sliding_window(3),
+    ):
+        batch = ap.Batch.from_lengths([longest], mask)
+        share = -(-longest // 64)
+        assert 0 < foreign_kv_tokens(batch, "default", share, -(-batch.area("default") // 8)) <= 63 * longest
+
+
+def test_kv_bytes_counts_both_phases_and_says_why_it_is_void() -> None:
+    batch = ap.Batch.from_lengths([4096, 10], {"a": ap.masks.causal(), "b": ap.masks.sliding_window(1)})
+    caps = {kind: batch.area(kind) for kind in batch.kinds}
+    per_token = 2 * MODEL.row_bytes(Tensor.KV) + MODEL.row_bytes(Tensor.DKV)
+    found = kv_bytes(batch, MODEL, 1024, caps, 2.0 * 6144 * per_token)
+    assert found.bound == 6144 * per_token
+    assert found.gap == 2.0
+    assert found.to_data() == {"bound": found.bound, "value": found.value, "gap": 2.0}
+    moved = kv_bytes(batch, MODEL, 1024, caps, 5.0, queries_move=True)
+    assert (moved.bound, moved.gap, moved.void) == (None, None, "queries move: nothing is proven")
+    held = kv_bytes(batch, MODEL, 4106, caps, 0.0)
+    assert (held.bound, held.gap, held.void) == (0, None, "the bound is below 1% of the tokens")
+
+
+def test_kinds_that_share_a_layout_add_up() -> None:
+    """Every placement of 8 tokens on 2 ranks: the keys that two calls fetch, against the sum of their bounds."""
+    batch = ap.Batch.from_lengths([8], {"global": ap.masks.causal(), "local": ap.masks.sliding_window(3)})
+    searched = [Searched(batch.bands(kind), 8, 2) for kind in batch.kinds]
+    for token_cap in (4, 5):
+        fits = searched[0].tokens.max(1) <= token_cap
+        for place in np.flatnonzero(fits).tolist():
+            caps = {
+                kind: int(one.pairs[place].max()) for kind, one in zip(batch.kinds, searched, strict=True)
+            }
+            bound = sum(foreign_kv_tokens(batch, kind, token_cap, caps[kind]) for kind in batch.kinds)
+            assert bound <= sum(one.foreign[place] for one in searched)
+
+
+# ---------------------------------------------------------------------------------------------- remote pairs
+
+
+def cheapest_cover(pairs: int, key_bytes: int, query_bytes: int) -> int:
+    """Bytes of the cheapest q x k rows that hold so many pairs."""
+    return min(q * query_bytes + -(-pairs // q) * key_bytes for q in range(1, pairs + 1))
+
+
+@given(
+    st.integers(1, 400), st.sampled_from(["forward", "backward"]), st.sampled_from(["bf16", "fp32", "fp64"])
+)
+def test_remote_pairs_need_rows_and_columns(pairs: int, phase: str, dtype: str) -> None:
+    model = ap.Model(
+        q_heads=4, kv_heads=2, head_dim=8, v_head_dim=4, dtype=dtype, hidden=32, ffn=64, layers=1
+    )
+    keys = model.row_bytes(Tensor.KV) + (model.row_bytes(Tensor.DKV) if phase == "backward" else 0)
+    names = (Tensor.Q, Tensor.O) if phase == "forward" else (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ)
+    queries = sum(map(model.row_bytes, names))
+    bound = float(remote_bytes(model, phase, np.array([pairs]))[0])
+    assert bound <= cheapest_cover(pairs, keys, queries) * (1 + 1e-12)
+
+
+def test_remote_pairs_over_all_sets_of_pairs() -> None:
+    """Every set of w of the pairs of a 3 x 3 square: the rows and columns that it touches cost no less."""
+    cells = list(product(range(3), range(3)))
+    model = MODEL
+    keys, queries = model.row_bytes(Tensor.KV), model.row_bytes(Tensor.Q) + model.row_bytes(Tensor.O)
+    for count in range(1, 10):
+        bound = float(remote_bytes(model, "forward", np.array([count]))[0])
+        least = min(
+            len({q for q, _ in chosen}) * queries + len({k for _, k in chosen}) * keys
+            for chosen in combinations(cells, count)
+        )
+        assert bound <= least
+
+
+def test_remote_pairs_add_up_over_ranks_and_calls() -> None:
+    pairs = np.array([0, 16, 9])
+    found = remote_pairs_bytes(MODEL, [("forward", pairs), ("backward", pairs)], 1e9)
+    assert found.bound == pytest.approx(
+        sum(remote_bytes(MODEL, phase, pairs).sum() for phase in ("forward", "backward"))
+    )
+    assert found.gap == pytest.approx(1e9 / found.bound)
+    assert remote_pairs_bytes(MODEL, [("forward", np.zeros(3, np.int64))], 0.0).gap is None
+    split = remote_pairs_bytes(MODEL, [("forward", pairs)], 1.0, heads_split=True)
+    assert (split.bound, split.void) == (None, "tasks split heads: nothing is proven")
+
+
+# ---------------------------------------------------------------------------------------------- makespan and slots
+
+
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    st.lists(st.sampled_from([0.25, 0.5, 1.0, 3.0]), min_size=1, max_size=3),
+)
+def test_makespan_is_never_above_the_best_assignment(weights: list[int], speeds: list[float]) -> None:
+    items, speed = np.array(weights), np.array(speeds)
+    homes = placements(len(items), len(speed))
+    loads = np.stack([((homes == rank) * items).sum(1) for rank in range(len(speed))], axis=1)
+    best = loads[(loads / speed).max(1).argmin()]
+    found = makespan(makespan_bound(items, speed), best, speed)
+    assert found.bound <= found.value * (1 + 1e-12)
+    assert found.gap is None or found.gap >= 1
+
+
+def fewest_slots(edges: list[tuple[int, int]], ranks: int) -> int:
+    """By search: the least k so that the edges can be coloured with k colours, none twice at a sender or receiver."""
+    for count in range(len(edges) + 1):
+        for colours in product(range(count), repeat=len(edges)):
+            ends = [(c, side, edge[side]) for edge, c in zip(edges, colours, strict=True) for side in (0, 1)]
+            if len(set(ends)) == len(ends):
+                return count
+    raise AssertionError("one colour an edge is enough")
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=5))
+def test_slots_are_never_above_the_best_colouring(edges: list[tuple[int, int]]) -> None:
+    src, dst = (np.array([edge[side] for edge in edges], np.int64) for side in (0, 1))
+    found = slots([max_degree(src, dst, 3)], [fewest_slots(edges, 3)])
+    assert found.bound <= found.value
+    assert (found.gap is None) == (not edges)
+
+
+def test_slots_add_up_over_exchanges() -> None:
+    assert slots([3, 0, 2], [4, 0, 2]) == Bound("slots", 5.0, 6.0)
+    assert slots([3, 0, 2], [4, 0, 2]).gap == 1.2
+
+
+def test_a_gap_within_rounding_is_none() -> None:
+    assert Bound("makespan", 3.0000000001, 3.0).gap == 1.0
+    assert Bound("makespan", 0.0, 3.0).to_data()["void"] == "the bound is 0"
+    assert Bound("makespan", 2.0, None).gap is None
+
+
+# ---------------------------------------------------------------------------------------------- in reports
+
+
+@pytest.mark.parametrize("recipe", entries())
+def test_no_plan_reports_less_than_a_bound(recipe: str) -> None:
+    """Recipes over masks: each either serves the batch, and keeps to every bound, or refuses it."""
+    grouped = recipe in ("ulysses", "usp", "flexsp")
+    cluster, served = ap.Cluster(2, 2, speeds=None if grouped else (1.0, 0.5, 1.0, 2.0)), 0
+    for mask in ("causal", "full", "window", "sink", "shared"):
+        batch = ap.Batch.from_lengths([9, 9, 9, 9], MASKS[mask])
+        try:
+            report = ap.plan(batch, cluster, MODEL, recipe).report
+        except (ap.ConfigError, ap.CapacityError):
+            continue
+        served += 1
+        for name, found in report["bounds"].items():
+            if found["bound"] is not None and found["value"] is not None:
+                assert found["value"] >= found["bound"] * (1 - 1e-12), (name, mask)
+    assert served

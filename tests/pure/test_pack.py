@@ -1,0 +1,274 @@
+"""Packing: every sequence once, no microbatch above the cap, the same answer every time; and what each pass is for."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import apportion as ap
+from apportion.planner.passes.pack import Balanced, Packing, Sequential, Wlb, capacity, work
+from apportion.planner.passes.shard import row_weights
+from apportion.planner.problem import Problem
+
+MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=2)
+RECIPE = ap.Recipe("none", {})
+PASSES = {"sequential": Sequential, "balanced": Balanced, "wlb": Wlb}
+
+
+def pack(
+    packer: Any, lengths: list[int], ranks: int = 2, cap: int | None = None, mask: Any = None
+) -> Packing:
+    batch = ap.Batch.from_lengths(lengths, mask)
+    return packer(batch, ap.Cluster(1, ranks), MODEL, ap.Policy(RECIPE, token_cap=cap))
+
+
+def listed(packing: Packing) -> list[list[int]]:
+    return [own.tolist() for own in packing.microbatches]
+
+
+def check(packing: Packing, lengths: list[int], room: int) -> None:
+    """Every sequence once, none of the microbatches empty or above `room` tokens, indexes rising."""
+    sizes = np.array(lengths)
+    told = np.concatenate([*packing.microbatches, packing.deferred])
+    assert sorted(told.tolist()) == list(range(len(lengths)))
+    for own in packing.microbatches:
+        assert own.dtype == np.int64
+        assert len(own) > 0
+        assert sizes[own].sum() <= room
+        assert (np.diff(own) > 0).all()
+
+
+lengths_and_cap = st.lists(st.integers(1, 40), min_size=1, max_size=30).flatmap(
+    lambda lengths: st.tuples(st.just(lengths), st.integers(-(-max(lengths) // 2), 60))
+)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@given(given_=lengths_and_cap)
+def test_auto_packs_every_sequence_once_under_the_cap(name: str, given_: tuple[list[int], int]) -> None:
+    lengths, cap = given_
+    first, second = (pack(PASSES[name](), lengths, cap=cap) for _ in range(2))
+    check(first, lengths, 2 * cap)
+    assert listed(first) == listed(second)
+    assert len(first.microbatches) >= -(-sum(lengths) // (2 * cap))
+    assert len(first.deferred) == 0
+
+
+@pytest.mark.parametrize("name", PASSES)
+@given(lengths=st.lists(st.integers(1, 40), min_size=3, max_size=20), count=st.integers(1, 3))
+def test_a_number_of_microbatches_is_obeyed(name: str, lengths: list[int], count: int) -> None:
+    packing = pack(PASSES[name](microbatches=count), lengths)
+    check(packing, lengths, sum(lengths))
+    assert len(packing.microbatches) == count
+
+
+def test_sequential_keeps_the_order_and_fills_up() -> None:
+    assert listed(pack(Sequential(), [8, 3, 3, 2, 6, 1, 1], cap=5)) == [[0], [1, 2, 3], [4, 5, 6]]
+    assert listed(pack(Sequential(tokens_per_rank=6), [8, 3, 3, 2, 6, 1, 1])) == [[0, 1], [2, 3, 4, 5], [6]]
+    assert listed(pack(Sequential(tokens_per_rank=6), [8, 3, 3, 2, 6, 1, 1], cap=5)) == [
+        [0],
+        [1, 2, 3],
+        [4, 5, 6],
+    ]
+    assert listed(pack(Sequential(), [8, 3, 3])) == [[0, 1, 2]]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4))
+def test_sequential_runs_are_as_short_as_can_be(lengths: list[int], count: int) -> None:
+    count = min(count, len(lengths))
+    cuts = combinations(range(1, len(lengths)), count - 1)
+    parts = ([lengths[a:b] for a, b in zip((0, *cut), (*cut, None), strict=True)] for cut in cuts)
+    best = min(max(map(sum, part)) for part in parts)
+    packing = pack(Sequential(microbatches=count), lengths)
+    assert max(sum(lengths[i] for i in own) for own in packing.microbatches) == best
+    assert np.concatenate(packing.microbatches).tolist() == list(range(len(lengths)))
+
+
+def test_balanced_evens_out_attention() -> None:
+    lengths = [60, 10, 10, 10, 50, 30]
+    batch = ap.Batch.from_lengths(lengths)
+    pairs = row_weights(Problem(batch, ap.Cluster(1, 2), MODEL, ap.Policy(RECIPE)), batch.starts)
+    loads = [pairs[own].sum() for own in pack(Balanced(microbatches=2), lengths, cap=60).microbatches]
+    best = min(max(pairs[list(side)].sum() for side in (sides, set(range(6)) - set(sides)))
+               for n in range(1, 6) for sides in combinations(range(6), n))  # fmt: skip
+    assert max(loads) <= best * 4 / 3
+    in_order = [pairs[own].sum() for own in pack(Sequential(microbatches=2), lengths, cap=60).microbatches]
+    assert max(loads) < max(in_order)
+
+
+def test_balanced_counts_kinds_by_layers() -> None:
+    model = ap.Model(q_heads=4, kv_heads=2, head_dim=8, hidden=32, ffn=64, layers={"a": 1, "b": 5})
+    mask = {"a": ap.masks.causal(), "b": ap.masks.sliding_window(1)}
+    batch = ap.Batch.from_lengths([3, 2], mask)
+    problem = Problem(batch, ap.Cluster(1, 2), model, ap.Policy(RECIPE))
+    assert row_weights(problem, batch.starts).tolist() == [6 + 15, 3 + 10]
+
+
+def test_wlb_gives_short_sequences_more_tokens() -> None:
+    """One long document against many short ones: equal work means unequal tokens, and that stops at the cap."""
+    lengths = [16384] + [512] * 64
+    free = pack(Wlb(microbatches=2), lengths)
+    long, short = sorted(free.microbatches, key=lambda own: 0 not in own)
+    tokens = [int(np.array(lengths)[own].sum()) for own in (long, short)]
+    problem = Problem(ap.Batch.from_lengths(lengths), ap.Cluster(1, 2), MODEL, ap.Policy(RECIPE))
+    weights = work(problem)
+    loads = [weights[own].sum() for own in free.microbatches]
+    assert tokens[0] < tokens[1]
+    assert max(loads) <= max(1.05 * np.mean(loads), weights[0])
+    capped = pack(Wlb(microbatches=2), lengths, cap=12288)
+    assert [int(np.array(lengths)[own].sum()) for own in capped.microbatches] == [24576, 24576]
+
+
+def test_work_counts_linear_layers_and_rises_with_length() -> None:
+    policy, cluster = ap.Policy(RECIPE), ap.Cluster(1, 2)
+    batch = ap.Batch.from_lengths([100, 1000, 10_000, 100_000])
+    small = work(Problem(batch, cluster, MODEL, policy))
+    large = work(
+        Problem(batch, cluster, ap.Model(q_heads=4, kv_heads=2, head_dim=8, ffn=4096, layers=2), policy)
+    )
+    assert (np.diff(small) > 0).all()
+    assert (large > small).all()
+    assert small[3] > 20 * small[2]
+
+
+def test_sequences_without_pairs_are_spread() -> None:
+    """Masks that see nothing weigh nothing, and still no microbatch is empty."""
+    empty = ap.masks.slices([(0, 1, 0, 1, "FULL")])
+    packing = pack(Balanced(microbatches=3), [4, 4, 4, 4], mask=empty)
+    assert sorted(map(len, packing.microbatches)) == [1, 1, 2]
+
+
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=7), st.integers(3, 6), st.integers(2, 3))
+def test_what_no_search_can_fit_is_refused(lengths: list[int], cap: int, count: int) -> None:
+    """Against all assignments: what does not fit is refused, and nothing exceeds the cap."""
+    fits = any(
+        max(np.bincount(homes, lengths, count)) <= 2 * cap and len(set(homes)) == count
+        for homes in product(range(count), repeat=len(lengths))
+    )
+    if not fits:
+        with pytest.raises(ap.CapacityError, match=r"was found|none of which|holds at most"):
+            pack(Balanced(microbatches=count), lengths, cap=cap)
+        return
+    try:
+        packing = pack(Balanced(microbatches=count), lengths, cap=cap)
+    except ap.CapacityError:
+        return  # it is a heuristic, and says so
+    check(packing, lengths, 2 * cap)
+
+
+def test_best_fit_helps_where_work_leaves_no_room() -> None:
+    lengths = [6, 6, 4, 4, 4, 3, 3]
+    packing = pack(Balanced(microbatches=3), lengths, ranks=1, cap=10)
+    check(packing, lengths, 10)
+
+
+# ---------------------------------------------------------------------------------------------- deferring
+
+
+def test_outliers_wait_until_there_is_one_for_every_microbatch() -> None:
+    wlb = Wlb(microbatches=2, defer=True, outlier_tokens=50)
+    packing = pack(wlb, [60, 5, 5, 70, 5, 80])
+    check(packing, [60, 5, 5, 70, 5, 80], 230)
+    assert packing.deferred.tolist() == [5]  # first come, first served: 60 and 70 go
+    assert sorted(sum(i in own for own in packing.microbatches) for i in (0, 3)) == [1, 1]
+    assert not any({0, 3} <= set(own.tolist()) for own in packing.microbatches)
+    assert pack(wlb, [60, 5, 5]).deferred.tolist() == [0]
+
+
+def test_every_level_is_a_queue_of_its_own() -> None:
+    wlb = Wlb(microbatches=2, defer=True, outlier_tokens=[50, 100])
+    assert wlb.outlier_tokens == (50, 100)
+    packing = pack(wlb, [60, 120, 5, 5, 70, 5, 100])
+    assert packing.deferred.tolist() == []
+    assert pack(wlb, [60, 120, 5, 5, 5]).deferred.tolist() == [0, 1]
+
+
+def test_deferred_sequences_come_first_in_the_next_iteration() -> None:
+    """The caller's loop: nothing is lost, and each sequence is trained once."""
+    wlb = Wlb(microbatches=2, defer=True, outlier_tokens=50)
+    waiting: list[int] = []
+    trained: list[int] = []
+    for step in range(4):
+        lengths = [*waiting, 60 + step, 7, 8, 9]
+        packing = pack(wlb, lengths)
+        trained += [lengths[i] for own in packing.microbatches for i in own]
+        waiting = [lengths[i] for i in packing.deferred]
+    assert waiting == []
+    assert sorted(trained) == sorted([60, 61, 62, 63] + [7, 8, 9] * 4)
+
+
+def test_nothing_is_deferred_unless_asked() -> None:
+    assert len(pack(Wlb(microbatches=2), [600, 5, 5]).deferred) == 0
+
+
+def test_a_batch_of_outliers_alone_is_refused() -> None:
+    with pytest.raises(ap.CapacityError, match=r"0 sequences for 2 microbatches.*defer none"):
+        pack(Wlb(microbatches=2, defer=True, outlier_tokens=50), [60])
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_sequence_beyond_the_cap_is_refused_with_numbers(name: str) -> None:
+    message = r"sequence 1 has 41 tokens, a microbatch holds at most 20 \(10 on each of 2 ranks\): use at least 21 " \
+        r"tokens a rank, 5 ranks, or cut the sequence"  # fmt: skip
+    with pytest.raises(ap.CapacityError, match=message):
+        pack(PASSES[name](), [3, 41], cap=10)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_too_few_microbatches_are_refused_with_numbers(name: str) -> None:
+    with pytest.raises(
+        ap.CapacityError, match=r"(20 tokens in order in 2|4 sequences of 20 tokens).*more microbatches"
+    ):
+        pack(PASSES[name](microbatches=2), [5, 5, 5, 5], cap=4)
+    with pytest.raises(ap.CapacityError, match="2 sequences for 3 microbatches"):
+        pack(PASSES[name](microbatches=3), [5, 5])
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"microbatches": 0}, "microbatches"),
+        ({"microbatches": "few"}, "microbatches"),
+        ({"microbatches": True}, "microbatches"),
+        ({"tokens_per_rank": 0}, "tokens_per_rank"),
+        ({"tokens_per_rank": 1.5}, "tokens_per_rank"),
+    ],
+)
+def test_parameters_are_checked(name: str, parameters: dict[str, Any], field: str) -> None:
+    with pytest.raises(ap.ConfigError, match=rf"recipe\.pack\.{name}\.{field}"):
+        PASSES[name](**parameters)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"defer": 1}, "wlb.defer"),
+        ({"outlier_tokens": 50}, "is for defer: true"),
+        ({"defer": True, "outlier_tokens": 50}, "must be a number with defer"),
+        ({"microbatches": 2, "defer": True}, "outlier_tokens"),
+        ({"microbatches": 2, "defer": True, "outlier_tokens": []}, "must be lengths that rise"),
+        ({"microbatches": 2, "defer": True, "outlier_tokens": [9, 9]}, "must be lengths that rise"),
+        ({"microbatches": 2, "defer": True, "outlier_tokens": [0]}, r"outlier_tokens\[0\]"),
+        ({"microbatches": 2, "defer": True, "outlier_tokens": "many"}, "outlier_tokens"),
+    ],
+)
+def test_deferring_is_explicit(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(ap.ConfigError, match=message):
+        Wlb(**parameters)
+
+
+def test_the_cap_of_a_microbatch() -> None:
+    batch, cluster = ap.Batch.from_lengths([5]), ap.Cluster(2, 4)
+    assert capacity(batch, cluster, ap.Policy(RECIPE, token_cap=100), None) == 800
+    assert capacity(batch, cluster, ap.Policy(RECIPE, token_cap=100), 90) == 720
+    assert capacity(batch, cluster, ap.Policy(RECIPE), 90) == 720
+    assert capacity(batch, cluster, ap.Policy(RECIPE), None) == 2**31 - 1
