@@ -7,21 +7,27 @@ is timed by itself. One warm-up run comes first, so that neither compilation nor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ApportionError, ConfigError
+from apportion.ir.masks import Mask
 from apportion.ir.model import Model
 from apportion.ir.plan import Plan
 from apportion.ir.policy import Recipe
 from apportion.ir.verify import verify
 from apportion.ir.workload import Workload, lognormal_lengths, sample
 from apportion.planner import api
+
+if TYPE_CHECKING:
+    from apportion.ir.hardware import Hardware
 
 RANKS_PER_NODE = 8
 
@@ -31,10 +37,13 @@ def ranks_per_node(ranks: int) -> int:
     return max(d for d in range(1, RANKS_PER_NODE + 1) if ranks % d == 0)
 
 
-def cluster_of(ranks: int, per_node: int | None = None) -> Cluster:
-    """`ranks` ranks with the documented default links, `per_node` of them a node (None: `ranks_per_node`)."""
+def cluster_of(ranks: int, per_node: int | None = None, hardware: Hardware | None = None) -> Cluster:
+    """`ranks` ranks with the links of the hardware (None: the documented default links), `per_node` of them a node
+    (None: `ranks_per_node`)."""
     per_node = per_node or ranks_per_node(ranks)
-    return Cluster(nodes=ranks // per_node, ranks_per_node=per_node)
+    if hardware is None:
+        return Cluster(nodes=ranks // per_node, ranks_per_node=per_node)
+    return hardware.cluster(ranks // per_node, per_node)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class Job:
     model: Model
     recipe: Recipe | str
     seed: int = 0
+    hardware: Hardware | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Row:
             "verify_ms": self.verifying.summary(),
             **{
                 key: report[key]
-                for key in ("imbalance", "bytes", "slots", "max_degree", "rounds", "plan_bytes")
+                for key in ("imbalance", "bytes", "bounds", "slots", "max_degree", "rounds", "plan_bytes")
             },
         }
 
@@ -92,26 +102,35 @@ class Row:
 def warm_up(recipe: Recipe | str) -> None:
     """Plan and verify two short documents, which compiles hot loops or loads them."""
     batch = Batch.from_lengths([300, 200], mask=masks.causal())
-    verify(_timed_plan(Job(batch, cluster_of(2), Model(), recipe))[0])
+    with suppress(ApportionError):  # a recipe that does not serve these may still serve the job
+        verify(timed_plan(Job(batch, cluster_of(2), Model(), recipe))[0])
 
 
 def measure(job: Job, repeats: int = 1) -> Row:
     """Plan and verify `job` `repeats` times. Raises what planning and verification raise."""
     planning, verifying = [], []
     for _ in range(repeats):
-        plan, total, steps = _timed_plan(job)
+        plan, total, steps = timed_plan(job)
         planning.append((total, steps))
-        verifying.append(_timed_verify(plan))
+        verifying.append(timed_verify(plan))
     medians = {step: float(np.median([steps[step] for _, steps in planning])) for step in planning[0][1]}
     return Row(plan, Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
 
 
-def _timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
+def timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
+    """(plan, milliseconds to its encoded bytes, milliseconds of each step), not verified."""
     steps: dict[str, float] = {}
     batch = Batch.from_data(job.batch.to_data())  # as parsed: a batch keeps the bands that it once lowered
     start = perf_counter()
     plan = api.plan(
-        batch, job.cluster, job.model, recipe=job.recipe, seed=job.seed, verify=False, timings=steps
+        batch,
+        job.cluster,
+        job.model,
+        recipe=job.recipe,
+        seed=job.seed,
+        verify=False,
+        timings=steps,
+        hardware=job.hardware,
     )
     planned = perf_counter()
     plan.encode()
@@ -119,7 +138,8 @@ def _timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
     return plan, (end - start) * 1e3, steps | {"bytes": (end - planned) * 1e3}
 
 
-def _timed_verify(plan: Plan) -> float:
+def timed_verify(plan: Plan) -> float:
+    """Milliseconds of verification. Raises VerifyError."""
     start = perf_counter()
     verify(plan)
     return (perf_counter() - start) * 1e3
@@ -127,15 +147,23 @@ def _timed_verify(plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class Source:
-    """Where batches come from: a workload, or the documented log-normal documents."""
+    """Where batches come from: a workload, or the documented log-normal documents; plain ones under `mask` (causal)."""
 
     workload: Workload | None = None
+    mask: Mask | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask is not None and self.workload is not None and any(self.workload.masks):
+            raise ConfigError(
+                "mask", self.mask, "the samples of this workload have masks of their own", "leave it out"
+            )
 
     def batch(self, tokens: int, seed: int) -> tuple[Batch, int]:
         """A batch of `tokens` tokens, and how many samples were too large for it."""
-        if self.workload is not None:
-            return sample(self.workload, tokens, tokens, seed)
-        return Batch.from_lengths(lognormal_lengths(seed, tokens), mask=masks.causal()), 0
+        if self.workload is None:
+            return Batch.from_lengths(lognormal_lengths(seed, tokens), mask=self.mask), 0
+        batch, skipped = sample(self.workload, tokens, tokens, seed)
+        return batch if self.mask is None else Batch.from_lengths(batch.lengths, mask=self.mask), skipped
 
 
 @dataclass(frozen=True)

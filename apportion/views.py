@@ -59,7 +59,7 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
             f"{human_bytes(moved['total'])} a layer of each kind, {human_bytes(moved['inter_node'])} between nodes",
         ),
         ("busiest rank", f"{human_bytes(moved['max_rank'])}"),
-        ("bytes bound", human_bytes(moved["bound"]) if moved["bound"] else "none for this batch"),
+        ("bytes bound", _bytes_bound(record)),
         (
             "slots",
             f"{record['slots']}, at least {record['max_degree']} are needed; in {record['rounds']} rounds",
@@ -67,6 +67,15 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ("plan size", f"{human_bytes(sizes['total'])}, largest rank {human_bytes(sizes['largest_rank'])}"),
     ]
     return rows + _time_rows(record)
+
+
+def _bytes_bound(record: Record) -> str:
+    held = record["bounds"]["kv_bytes"]
+    if held["gap"] is None:
+        return f"none for this batch: {held['void']}" if held.get("void") else "none for this batch"
+    return (
+        f"{human_bytes(held['bound'])} of KV, where queries stay home; {human_bytes(held['value'])} are moved"
+    )
 
 
 def _heaviest(record: Record) -> str:

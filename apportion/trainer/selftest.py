@@ -59,7 +59,7 @@ class Row:
 
 def run(as_json: bool = False) -> int:
     """Runs on all ranks and prints on rank 0; 0 if all errors are within their bounds."""
-    with _process_group() as device:
+    with process_group() as device:
         communicator = Communicator()
         rows = [_row(kind, dtype, communicator, device) for dtype in DTYPES for kind in ("causal", "window")]
     if communicator.rank == 0:
@@ -70,7 +70,7 @@ def run(as_json: bool = False) -> int:
 
 
 @contextmanager
-def _process_group() -> Iterator[torch.device]:
+def process_group() -> Iterator[torch.device]:
     """The ranks that torchrun started, on this rank's device; a single process without it."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")

@@ -16,12 +16,23 @@ import numpy as np
 import pytest
 
 from apportion import bench, cli, views
+from apportion.cli import files
 from apportion.ir.plan import Plan, ProgramSet, Table
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROW = {
     *("recipe", "ranks", "tokens", "block_tokens", "heaviest_piece_over_mean", "imbalance_bound"),
-    *("planning_ms", "verify_ms", "imbalance", "bytes", "slots", "max_degree", "rounds", "plan_bytes"),
+    *(
+        "planning_ms",
+        "verify_ms",
+        "imbalance",
+        "bytes",
+        "bounds",
+        "slots",
+        "max_degree",
+        "rounds",
+        "plan_bytes",
+    ),
 }
 SMALL = ("--ranks", "4", "--block", "256")
 
@@ -243,18 +254,18 @@ def test_a_plan_is_written_whole_or_not_at_all(plan_file: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device", str(path))
 
     before = plan_file.read_bytes()
-    files = set(plan_file.parent.iterdir())
+    beside = set(plan_file.parent.iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", torn)
         with pytest.raises(OSError, match="No space"):
-            cli._write(plan_file, b"other bytes")
+            files.write(plan_file, b"other bytes")
     assert plan_file.read_bytes() == before
     link = plan_file.with_name("link.plan")
     link.symlink_to(plan_file)
-    cli._write(link, b"other bytes")
+    files.write(link, b"other bytes")
     assert (link.is_symlink(), plan_file.read_bytes()) == (True, b"other bytes")
-    assert set(plan_file.parent.iterdir()) == {*files, link}
-    cli._write(Path(os.devnull), b"gone")
+    assert set(plan_file.parent.iterdir()) == {*beside, link}
+    files.write(Path(os.devnull), b"gone")
     assert not Path(os.devnull).is_file()
 
 

@@ -6,8 +6,8 @@ list of *cells*, row ranges whose rows share one state:
 
     lane (rank 3, KV, work, column 0)    [0, 512) ─► [512, 2048) ─► [2048, 4096) ─► end
 
-An operand is one *piece* a lane: the cell where it begins. Cells are only ever split, and the left part keeps its
-number, so pieces stay right.
+An operand is one *piece* a lane: the cell where it begins. Cells are split, and the left part keeps its number; cells
+of work rows that have become alike are joined, and one that an operand needs again is cut out again: pieces stay right.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _SPARE = 4096
 class Cells:
     """lines: int64 [lines, 8], all that the interpreter reads and writes of memory:
 
-        counters │ faults │ suspects │ full │ cells │ slots │ pieces, four a line │ runs ─►  ◄─ parts │ ◄─ new cells
-        0        1                            65      slots                                  part_line          end
+        counters │ faults │ suspects │ full │ hints │ cells │ slots │ pieces, 4 a line │ runs ─►  ◄─ parts │ ◄─ new cells
+        0        1                                    68      slots                               part_line         end
 
     A slot is an operand: where it begins in its first lane; a piece, the same in its other lanes (a cell's line and
     a unit). The last cell of a lane only marks its end (NEXT is -1). A new cell has a second line: the cell it was

@@ -17,7 +17,6 @@ from apportion.ir.verify.machine import (
     END,
     FAULT_LINES,
     FAULTS,
-    FIRST_CELL,
     FULL,
     FULL_LINE,
     LIVE,
@@ -25,24 +24,20 @@ from apportion.ir.verify.machine import (
     NO_TOKEN,
     NOT_A_PARTIAL,
     NOT_YET,
-    NOWHERE,
-    OFFSET,
     PART_LINE,
     PARTIAL_MIXED,
     PARTS,
-    PENDING,
     PROMISES,
-    ROW,
     RUNS,
     SCRIPT,
     SCRIPT_PTR,
     SEVERAL_RUNS,
-    STATE,
     SUSPECT_LINES,
     SUSPECTS,
     UNKNOWN,
     VALUE,
     interpret,
+    settle_rest,
 )
 from apportion.ir.verify.view import Program
 
@@ -97,9 +92,9 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_ho
         np.zeros(program.ranks, np.int64),
         np.zeros(4, np.int64),
     )
+    settle_rest(lines, len(memory.lanes), carried)
     if lines[FULL_LINE, FULL]:
         raise CapacityError("the rows of the program fall into too many pieces to verify")
-    _settle_rest(memory, carried)
     counters = lines[COUNTERS]
     faults, suspects = (lines[first : first + MOST_FAULTS] for first in (FAULT_LINES, SUSPECT_LINES))
     parts = lines[counters[PART_LINE] - counters[PARTS] : counters[PART_LINE], :7]
@@ -111,19 +106,6 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_ho
         suspects[: counters[SUSPECTS]],
         memory,
     )
-
-
-def _settle_rest(memory: Cells, carried: Ints) -> None:
-    """Cells that were received and never used get what they were sent; several runs count as their first."""
-    last = FIRST_CELL + len(memory.lanes)
-    at = FIRST_CELL + np.flatnonzero(memory.lines[FIRST_CELL:last, STATE] == PENDING)
-    sent = carried[memory.lines[at, OFFSET]]
-    state, token = sent[:, 0], sent[:, 1]
-    several = np.flatnonzero(state == SEVERAL_RUNS)
-    runs = memory.lines[token[several]]
-    state[several], token[several] = runs[:, 4], runs[:, 3]
-    memory.lines[at, STATE] = np.where(state == NOT_YET, UNKNOWN, state)
-    memory.lines[at, OFFSET] = np.where(token == NOWHERE, NOWHERE, token - memory.lines[at, ROW])
 
 
 def _broken_promises(lines: Ints, carried: Ints, promised: Ints) -> Ints:

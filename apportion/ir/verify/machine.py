@@ -38,11 +38,16 @@ CELL, PIECE, BEGIN, END, _UNIT, LANES, TENSOR = range(7)  # _UNIT is UNIT: the s
 # the line of counters: lines in use of each kind, whether they ran out, and what is being executed
 COUNTERS = 0
 FAULTS, SUSPECTS, RUN_LINE, PART_LINE, PARTS, NEW_CELL, INSTRUCTION, ITEM = range(8)
-FULL, PROMISES = 0, 1  # of line FULL_LINE
+FULL, PROMISES, FREE = (
+    0,
+    1,
+    2,
+)  # of line FULL_LINE; FREE: the first cut-off cell that is out of use, 0 for none
 MOST_FAULTS = 32
 FAULT_LINES, SUSPECT_LINES = 1, 1 + MOST_FAULTS
 FULL_LINE = SUSPECT_LINES + MOST_FAULTS
-FIRST_CELL = FULL_LINE + 1
+HINT_LINES = FULL_LINE + 1  # [tensor]: the cell that was last brought back, where the next one is sought from
+FIRST_CELL = HINT_LINES + (max(Tensor) + 8) // 8
 
 # states
 EMPTY = 0  # never written
@@ -54,6 +59,9 @@ UNKNOWN = 5  # written by something that broke a rule, which was reported
 PENDING = 6  # received from a send that has not been looked at yet: OFFSET is its number
 
 NOWHERE = -(2**62)  # offset of a cell without tokens
+GONE = (
+    -1
+)  # STOP of a cell that was joined to one before it; its NEXT is _behind() a cell from where to look for that
 
 # BUSY: bit 0 a receive into the cell is in flight, bit 1 nobody has read it yet; above, sends in flight
 IN_FLIGHT, UNREAD, ONE_SEND = 1, 2, 4
@@ -267,21 +275,22 @@ def _wait(m: Ints, transfers: Ints, mate: Ints, carried: Ints, base: int, first:
         cell, sender = m[x, CELL], mate[item]
         plain = m[x, LANES] == 1 and m[cell, STOP] == m[x, END]
         m[COUNTERS, ITEM] = item
-        if transfers[0, item]:
-            if plain:
-                m[cell, BUSY] -= ONE_SEND
-            else:
-                _end_send(m, x)
-            continue
-        if sender >= 0 and plain and m[cell, HOME_OFFSET] == NOWHERE and carried[sender, 0] != SEVERAL_RUNS:
+        if transfers[0, item] and plain:
+            m[cell, BUSY] -= ONE_SEND
+        elif transfers[0, item] and _settle(m, x, carried):
+            _end_send(m, x)
+        elif transfers[0, item]:
+            stuck = item
+            break
+        elif sender >= 0 and plain and m[cell, HOME_OFFSET] == NOWHERE:
             m[cell, BUSY] = UNREAD
             m[cell, UNIT] = m[x, UNIT]
             m[cell, STATE], m[cell, OFFSET] = PENDING, sender
-            if carried[sender, 0] != NOT_YET:
+            if carried[sender, 0] not in (NOT_YET, SEVERAL_RUNS):
                 m[cell, STATE], m[cell, OFFSET] = carried[sender, 0], NOWHERE
                 if carried[sender, 1] != NOWHERE:
                     m[cell, OFFSET] = carried[sender, 1] - m[x, BEGIN]
-        elif sender >= 0 and carried[sender, 0] == NOT_YET:
+        elif (sender >= 0 and carried[sender, 0] == NOT_YET) or not _settle(m, x, carried):
             stuck = item
             break
         else:
@@ -305,6 +314,10 @@ def _launch(m: Ints, transfers: Ints, carried: Ints, base: int, first: int, end:
                 carried[item, 0], carried[item, 1] = state, m[cell, OFFSET] + m[x, BEGIN]
                 m[cell, BUSY] = (busy & ~UNREAD) + ONE_SEND
                 m[cell, STATE] = VALUE if state == VALUE else SPENT
+            elif plain and state == PENDING and _relays(m, x, cell, carried):
+                sender = m[cell, OFFSET]
+                carried[item, 0], carried[item, 1] = carried[sender, 0], carried[sender, 1]
+                m[cell, BUSY] = (busy & ~UNREAD) + ONE_SEND
             elif _settle(m, x, carried):
                 _start_send(m, x, carried, item)
             else:
@@ -418,27 +431,38 @@ def _work(
 
 @lean
 def _settle(m: Ints, x: int, carried: Ints) -> bool:
-    """Looks up what pending cells of x received. False where a sender has not come so far."""
+    """Makes operand x a whole number of cells, and looks up what pending ones received. False where a sender has not
+    come so far."""
     for lane in range(m[x, LANES]):
         cell = _first_cell(m, x, lane)
+        if m[cell, STOP] == GONE and not _bring_back(m, x, cell, carried):
+            return False
         while cell >= 0:
-            if m[cell, STATE] == PENDING:
-                sender = m[cell, OFFSET]
-                if carried[sender, 0] == NOT_YET:
-                    return False
-                if carried[sender, 0] == SEVERAL_RUNS:
-                    cell = _settle_runs(m, cell, carried[sender, 1])
-                else:
-                    token = carried[sender, 1]
-                    m[cell, STATE] = carried[sender, 0]
-                    m[cell, OFFSET] = NOWHERE if token == NOWHERE else token - m[cell, ROW]
+            if m[cell, STATE] == PENDING and not settle_cell(m, cell, carried):
+                return False
+            if m[cell, STOP] > m[x, END]:
+                _split(m, cell, m[x, END])
             cell = _next_cell(m, x, cell)
     return True
 
 
 @lean
-def _settle_runs(m: Ints, cell: int, start: int) -> int:
-    """Cuts a pending cell into the runs that were sent; the last of its parts."""
+def settle_cell(m: Ints, cell: int, carried: Ints) -> bool:
+    """Gives a pending cell what was sent, cut into runs where these are several. False where nothing was sent yet."""
+    sender = m[cell, OFFSET]
+    if carried[sender, 0] == NOT_YET:
+        return False
+    if carried[sender, 0] == SEVERAL_RUNS:
+        _settle_runs(m, cell, carried[sender, 1])
+    else:
+        token = carried[sender, 1]
+        m[cell, STATE] = carried[sender, 0]
+        m[cell, OFFSET] = NOWHERE if token == NOWHERE else token - m[cell, ROW]
+    return True
+
+
+@lean
+def _settle_runs(m: Ints, cell: int, start: int) -> None:
     row, count = m[cell, ROW], m[start, RUNS]
     for run in range(start, start + count):
         end = row + m[run, 1] + m[run, 2]
@@ -449,7 +473,14 @@ def _settle_runs(m: Ints, cell: int, start: int) -> int:
         m[cell, OFFSET] = NOWHERE if token == NOWHERE else token - m[cell, ROW]
         if run < start + count - 1:
             cell = m[cell, NEXT]
-    return cell
+
+
+@lean
+def _relays(m: Ints, x: int, cell: int, carried: Ints) -> bool:
+    """Whether a pending cell can be sent on as it came, by the runs that its sender noted: a tile that goes round a
+    ring is looked at where it is used. Partials cannot, for they leave the rows."""
+    several = carried[m[cell, OFFSET], 0] == SEVERAL_RUNS
+    return several and (_ACCUMULATOR_BITS >> m[x, TENSOR]) & 1 == 0
 
 
 @lean
@@ -492,13 +523,16 @@ def _start_send(m: Ints, x: int, carried: Ints, item: int) -> None:
 @lean
 def _start_receive(m: Ints, x: int) -> None:
     for lane in range(m[x, LANES]):
-        cell = _first_cell(m, x, lane)
+        first, last = _first_cell(m, x, lane), -1
+        cell = first
         while cell >= 0:
+            used = m[cell, STATE] != EMPTY
             _check_untouched(m, x, cell)
             _check_unneeded(m, x, cell)
-            m[cell, STATE] = EMPTY
+            m[cell, STATE], m[cell, OFFSET], m[cell, UNIT] = EMPTY, NOWHERE, _unit_of(m, x, lane)
             m[cell, BUSY] |= IN_FLIGHT
-            cell = _next_cell(m, x, cell)
+            last = _join(m, first, last, cell) if used else cell
+            cell = _next_cell(m, x, last)
 
 
 @lean
@@ -684,7 +718,8 @@ def _fill_runs(m: Ints, y: int, start: int, count: int, how: int) -> None:
     lanes = m[y, LANES]
     paired = count > 0 and m[start + count - 1, 0] == lanes - 1
     for lane in range(lanes):
-        cell, unit = _first_cell(m, y, lane), _unit_of(m, y, lane)
+        first, last, unit = _first_cell(m, y, lane), -1, _unit_of(m, y, lane)
+        cell = first
         for run in range(start, start + count):
             if not paired or m[run, 0] == lane:
                 row = m[y, BEGIN] + m[run, 1]
@@ -693,17 +728,22 @@ def _fill_runs(m: Ints, y: int, start: int, count: int, how: int) -> None:
                     if m[cell, STOP] > row + m[run, 2]:
                         _split(m, cell, row + m[run, 2])
                     _fill_cell(m, y, cell, m[run, 4], offset, unit, how)
-                    cell = _next_cell(m, y, cell)
+                    last = _join(m, first, last, cell)
+                    cell = _next_cell(m, y, last)
 
 
 @lean
 def _split(m: Ints, cell: int, row: int) -> None:
     """Cuts a cell at `row`; the left part keeps the number. New cells are written from the end of `m` down."""
-    new = m[COUNTERS, NEW_CELL]
-    if new < m[COUNTERS, PART_LINE] + 2:
-        m[FULL_LINE, FULL] = 1
-        return
-    m[COUNTERS, NEW_CELL] = new - 2
+    new = m[FULL_LINE, FREE]
+    if new:
+        m[FULL_LINE, FREE] = _behind(m[new, NEXT])
+    else:
+        new = m[COUNTERS, NEW_CELL]
+        if new < m[COUNTERS, PART_LINE] + 2:
+            m[FULL_LINE, FULL] = 1
+            return
+        m[COUNTERS, NEW_CELL] = new - 2
     for column in range(8):
         m[new, column] = m[cell, column]
     m[new + 1, 0] = cell if cell < m[COUNTERS, PART_LINE] else m[cell + 1, 0]
@@ -713,14 +753,88 @@ def _split(m: Ints, cell: int, row: int) -> None:
 
 
 @lean
+def _behind(cell: int) -> int:
+    """A cell's number as NEXT of a cell that is gone: negative, as at the end of a lane. Its own inverse."""
+    return -2 - cell
+
+
+@lean
+def _join(m: Ints, first: int, last: int, cell: int) -> int:
+    """Joins a cell of work rows to `last`, the one before it, where the two are alike; the cell that now ends there.
+
+    Work rows are used for one tile after another, each cut in its own way: without this they would stay cut in all
+    those ways. first: the first cell of the operand, which is no cut-off one and so stays in its place.
+    """
+    if last < 0 or m[cell, HOME_OFFSET] != NOWHERE:
+        return cell
+    if m[last, STATE] != m[cell, STATE] or m[last, OFFSET] != m[cell, OFFSET]:
+        return cell
+    if m[last, BUSY] != m[cell, BUSY] or m[last, UNIT] != m[cell, UNIT]:
+        return cell
+    m[last, STOP], m[last, NEXT] = m[cell, STOP], m[cell, NEXT]
+    _drop(m, cell, first)
+    return last
+
+
+@lean
+def _drop(m: Ints, cell: int, first: int) -> None:
+    m[cell, STOP], m[cell, NEXT] = GONE, _behind(first)
+    if cell >= m[COUNTERS, PART_LINE]:
+        m[cell, NEXT] = _behind(m[FULL_LINE, FREE])
+        m[FULL_LINE, FREE] = cell
+
+
+@lean
+def _bring_back(m: Ints, x: int, cell: int, carried: Ints) -> bool:
+    """Cuts the cell that now has its rows so that `cell`, where operand x begins, is one again. False where those
+    rows are pending and nothing was sent yet.
+
+    Operands are mostly used in rising order, so the search starts at the cell of the same tensor brought back last
+    where it is on the way: cells of the start are numbered lane after lane in the order of their rows.
+    """
+    row, before, tensor = m[cell, ROW], cell, m[x, TENSOR]
+    while m[before, STOP] == GONE:
+        before = _behind(m[before, NEXT])
+    hint = m[HINT_LINES + (tensor >> 3), tensor & 7]
+    if before < hint < cell and m[hint, STOP] != GONE:
+        before = hint
+    before, at = _seek(m, before, row)
+    if m[at, STATE] == PENDING:
+        if not settle_cell(m, at, carried):
+            return False
+        before, at = _seek(m, at, row)
+    for column in range(NEXT, 8):
+        m[cell, column] = m[at, column]
+    m[cell, STOP] = m[at, STOP]
+    if m[at, ROW] == row:  # one that was cut off here since
+        m[before, NEXT] = cell
+        _drop(m, at, cell)
+    else:
+        m[at, STOP], m[at, NEXT] = row, cell
+    m[HINT_LINES + (tensor >> 3), tensor & 7] = cell
+    return True
+
+
+@lean
+def _seek(m: Ints, cell: int, row: int) -> tuple[int, int]:
+    """(the cell before it, the cell that has a row), sought from a cell that begins at or above it."""
+    before = cell
+    while m[cell, STOP] <= row:
+        before, cell = cell, m[cell, NEXT]
+    return before, cell
+
+
+@lean
 def _fill(m: Ints, y: int, state: int, token: int, how: int) -> None:
     """Fills y with consecutive tokens from `token`."""
     offset = NOWHERE if token == NOWHERE else token - m[y, BEGIN]
     for lane in range(m[y, LANES]):
-        cell, unit = _first_cell(m, y, lane), _unit_of(m, y, lane)
+        first, last, unit = _first_cell(m, y, lane), -1, _unit_of(m, y, lane)
+        cell = first
         while cell >= 0:
             _fill_cell(m, y, cell, state, offset, unit, how)
-            cell = _next_cell(m, y, cell)
+            last = _join(m, first, last, cell)
+            cell = _next_cell(m, y, last)
 
 
 @lean
@@ -846,25 +960,44 @@ def _check_lanes(m: Ints, x: int) -> None:
 def _place_parts(m: Ints, item: int, q: int, kv: int) -> None:
     a = _first_cell(m, q, 0)
     while a >= 0:
-        b = _first_cell(m, kv, 0)
+        a_last, b = _run_end(m, q, a), _first_cell(m, kv, 0)
         while b >= 0:
+            b_last = _run_end(m, kv, b)
             line = m[COUNTERS, PART_LINE] - m[COUNTERS, PARTS] - 1
             if line < m[COUNTERS, RUN_LINE]:
                 m[FULL_LINE, FULL] = 1
                 return
             m[COUNTERS, PARTS] += 1
             m[line, 0] = item
-            _note_part(m, line, 1, q, a)
-            _note_part(m, line, 4, kv, b)
-            b = _next_cell(m, kv, b)
-        a = _next_cell(m, q, a)
+            _note_part(m, line, 1, q, a, a_last)
+            _note_part(m, line, 4, kv, b, b_last)
+            b = _next_cell(m, kv, b_last)
+        a = _next_cell(m, q, a_last)
 
 
 @lean
-def _note_part(m: Ints, line: int, column: int, x: int, cell: int) -> None:
-    m[line, column] = m[cell, ROW] - m[x, BEGIN]
-    m[line, column + 1] = m[cell, STOP] - m[cell, ROW]
-    m[line, column + 2] = m[cell, ROW] + m[cell, OFFSET]
+def _run_end(m: Ints, x: int, cell: int) -> int:
+    """The last of the cells from `cell` on that hold consecutive tokens."""
+    after = _next_cell(m, x, cell)
+    while after >= 0 and m[after, OFFSET] == m[cell, OFFSET]:
+        cell, after = after, _next_cell(m, x, after)
+    return cell
+
+
+@lean
+def _note_part(m: Ints, line: int, column: int, x: int, first: int, last: int) -> None:
+    m[line, column] = m[first, ROW] - m[x, BEGIN]
+    m[line, column + 1] = m[last, STOP] - m[first, ROW]
+    m[line, column + 2] = m[first, ROW] + m[first, OFFSET]
+
+
+@lean
+def settle_rest(m: Ints, cells: int, carried: Ints) -> None:
+    """Settles what was received and never used. cells: how many there were at the start."""
+    for cell in range(FIRST_CELL, FIRST_CELL + cells):
+        pending = m[cell, STATE] == PENDING and m[cell, STOP] != GONE
+        if pending and not settle_cell(m, cell, carried):
+            m[cell, STATE], m[cell, OFFSET] = UNKNOWN, NOWHERE
 
 
 @lean

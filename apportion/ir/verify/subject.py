@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 # Runs of consecutive tokens a task or transfer that are made room for, in turn: few are the rule.
-_ROOM = (2, 32, 1024)
+_ROOM = (8, 64, 1024)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit
-from apportion.planner.solvers.status import Status
+from apportion.planner.solvers.contracts import Partition, PartitionProblem
+from apportion.planner.solvers.status import Budget, Status, Termination
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -56,6 +57,22 @@ def lpt(
     )
     status = Status.FEASIBLE if (assigned >= 0).all() else Status.NO_SOLUTION
     return LptResult(assigned, load, used, status, makespan_bound(weights, speed))
+
+
+def solve(problem: PartitionProblem, budget: Budget) -> Partition:
+    """LPT behind the contract of its kind. It ends by itself, long before any deadline, so the budget is not looked at."""
+    speed = np.ones(problem.bins) if problem.speeds is None else problem.speeds
+    found = lpt(problem.weights, problem.sizes, problem.bins, problem.cap, speed)
+    return Partition(found.bin, _termination(problem, found, float((found.load / speed).max())))
+
+
+def _termination(problem: PartitionProblem, found: LptResult, value: float) -> Termination:
+    if found.status is Status.FEASIBLE:
+        status = Status.OPTIMAL if value <= found.bound else Status.FEASIBLE
+        return Termination(status, min(found.bound, value), value)
+    sizes, cap = problem.sizes, problem.cap
+    hopeless = int(sizes.max()) > cap or int(sizes.sum()) > cap * problem.bins
+    return Termination(Status.INFEASIBLE if hopeless else Status.NO_SOLUTION, found.bound)
 
 
 def makespan_bound(weights: Ints, speeds: Floats) -> float:

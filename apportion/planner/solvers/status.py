@@ -1,8 +1,13 @@
-"""What a solver says of its answer (after OR-tools MathOpt). Nothing is "OK"."""
+"""What a solver is allowed to spend, and what it says of its answer (after OR-tools MathOpt). Nothing is "OK"."""
 
 from __future__ import annotations
 
+import math
+import time
+from dataclasses import dataclass
 from enum import StrEnum
+
+from apportion.ir.errors import ConfigError
 
 
 class Status(StrEnum):
@@ -12,3 +17,83 @@ class Status(StrEnum):
     FEASIBLE = "FEASIBLE"
     INFEASIBLE = "INFEASIBLE"
     NO_SOLUTION = "NO_SOLUTION"
+
+
+class Limit(StrEnum):
+    """What stopped a solver before it had proven its answer."""
+
+    TIME = "time"
+    STEPS = "steps"
+    GAP = "gap"  # the answer is as near to the bound as was asked for
+
+
+@dataclass(frozen=True)
+class Termination:
+    """Why a solver stopped and what is proven: `bound` <= optimum <= `value`, which is None without an answer.
+
+    limit: None where the solver ran to its own end (a heuristic always does).
+    """
+
+    status: Status
+    bound: float
+    value: float | None = None
+    limit: Limit | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """Value over bound, 1.0 where they agree; None without a value or with a bound of 0 below the value."""
+        if self.value is None:
+            return None
+        if self.bound > 0:
+            return self.value / self.bound
+        return 1.0 if self.value == self.bound else None
+
+    @property
+    def solved(self) -> bool:
+        """Whether there is an answer."""
+        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+    def __str__(self) -> str:
+        return f"{self.status}({self.limit})" if self.limit else str(self.status)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a solver may spend. Results that only `steps` or `gap` cut are the same on every machine and every day.
+
+    deadline_s: seconds of wall clock, None for no end. steps: the solver's own unit (for `ilp`, nodes of its search
+    trees), None for the solver's default. gap: good enough when value <= (1 + gap) * bound. Raises ConfigError.
+    """
+
+    deadline_s: float | None = None
+    steps: int | None = None
+    gap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("deadline_s", self.deadline_s), ("steps", self.steps), ("gap", self.gap)):
+            if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ConfigError(f"budget.{name}", value, "must be a number, not negative", "leave it out")
+
+    def start(self) -> Clock:
+        """A clock that runs from now to the deadline."""
+        return Clock(math.inf if self.deadline_s is None else time.monotonic() + self.deadline_s)
+
+    def reached(self, value: float, bound: float) -> bool:
+        """Whether `value` is as near to `bound` as was asked for."""
+        return value <= (1 + self.gap) * bound
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Wall clock up to a deadline on `time.monotonic`."""
+
+    deadline: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, 0.0 at the end, infinity without a deadline."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    @property
+    def expired(self) -> bool:
+        return self.left_s <= 0

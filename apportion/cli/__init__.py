@@ -1,0 +1,73 @@
+"""The command line. Every command has `--json`: one JSON object on stdout, everything else on stderr.
+
+    exit 0  done, and every check passed
+    exit 1  a check failed: a plan breaks a rule, two plans differ, losses differ
+    exit 2  the input is wrong: an option, a file, a request that cannot be served, a part not installed
+
+Heavy imports (numpy, torch) happen inside the commands, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from apportion.cli import bench, catalogue, hardware, house, plans, simulate, worth
+from apportion.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, drop_stdout, refuse
+from apportion.ir.errors import ApportionError, VerifyError
+
+__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "OK", "app", "main"]
+
+app = typer.Typer(
+    help="Plans context-parallel attention: which rank holds which tokens, computes which piece of "
+    "attention, and moves which bytes.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+for name, command in (
+    ("plan", plans.plan),
+    ("verify", plans.verify),
+    ("show", plans.show),
+    ("diff", plans.diff),
+    ("compare", worth.compare),
+    ("simulate", simulate.simulate),
+    ("profile", hardware.profile),
+    ("recipes", catalogue.recipes),
+    ("solvers", catalogue.solvers),
+    ("demo", house.demo),
+    ("selftest", house.selftest),
+    ("version", house.version),
+):
+    app.command(name)(command)
+app.add_typer(bench.app, name="bench")
+
+# click's UsageError, wherever the installed typer keeps its click
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. The console script `apportion`."""
+    args = sys.argv[1:] if args is None else list(args)
+    try:
+        code = int(app(args=args, prog_name="apportion", standalone_mode=False) or OK)
+        print(end="", flush=True)
+        return code
+    except UsageError as error:
+        return refuse(error.format_message(), error, "--json" in args)  # type: ignore[attr-defined]
+    except VerifyError as error:
+        return refuse(str(error), error, "--json" in args, FAILED)
+    except ApportionError as error:
+        return refuse(str(error), error, "--json" in args)
+    except BrokenPipeError:  # the reader of a pipe has seen enough, as in `apportion show P.plan | head`
+        drop_stdout()
+        return OK
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        message = reason if error.filename is None else f"{error.filename}: {reason}"
+        return refuse(message, error, "--json" in args)
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED

@@ -1,0 +1,60 @@
+"""Files that commands read and write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apportion.ir.plan import Plan
+
+
+def read_plan(path: Path, check_id: bool = True) -> Plan:
+    """The plan of a file. Raises DecodeError, which names the file."""
+    from apportion.ir.codec import decode
+    from apportion.ir.errors import DecodeError
+
+    try:
+        return decode(path.read_bytes(), check_id)
+    except DecodeError as error:
+        raise type(error)(f"{path} is not a plan that this release reads: {error}") from error
+
+
+def check_output(option: str, path: Path) -> None:
+    """Refuse before the work what could not be written after it."""
+    wrong = _unwritable(path.resolve())
+    if wrong is not None:
+        raise ConfigError(option, str(path), *wrong)
+
+
+def _unwritable(path: Path) -> tuple[str, str] | None:
+    """Why the file cannot be written and what to do about it, None where it can."""
+    folder = path.parent
+    if path.is_dir():
+        return "it is a folder", "name a file in it"
+    if not folder.is_dir():
+        return f"there is no folder {folder}", "make it first"
+    if not os.access(path if _is_device(path) else folder, os.W_OK):
+        return f"{folder} cannot be written", "choose another folder"
+    return None
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file()  # as /dev/null, which must not be replaced by a file
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write the whole file or none: under another name beside it, then renamed."""
+    path = path.resolve()  # a link stays a link
+    if _is_device(path):
+        path.write_bytes(data)
+        return
+    part = path.with_name(f".apportion-{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,160 @@
+"""What the options of a request mean: cluster, model, hardware, batch, recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apportion.cli.output import count, note
+from apportion.ir.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from apportion.ir.batch import Batch
+    from apportion.ir.cluster import Cluster
+    from apportion.ir.hardware import Hardware
+    from apportion.ir.masks import Mask
+    from apportion.ir.model import Model
+    from apportion.ir.policy import Recipe
+
+
+def need(package: str, extra: str, purpose: str) -> None:
+    """Raise MissingDependencyError where a package is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise MissingDependencyError(package, extra, purpose)
+
+
+def hardware_of(name: str | None) -> Hardware | None:
+    """The hardware of that name or file, None where none is named."""
+    if name is None:
+        return None
+    from apportion.ir.hardware import Hardware
+
+    return Hardware.load(name)
+
+
+def cluster_of(
+    file: Path | None, ranks: int | None, per_node: int | None, hardware: Hardware | None = None
+) -> Cluster:
+    """The cluster of the file, or of so many ranks with the links of the hardware (None: the default links).
+
+    Where both are given, the file counts, and what the hardware says otherwise is a warning.
+    """
+    from apportion import bench
+    from apportion.ir.cluster import Cluster
+
+    if file is None:
+        ranks = 64 if ranks is None else ranks
+        if per_node is not None and ranks % per_node:
+            raise ConfigError("--ranks-per-node", per_node, f"must divide --ranks {ranks}", "write a divisor")
+        return bench.cluster_of(ranks, per_node, hardware)
+    for option, value in (("--ranks", ranks), ("--ranks-per-node", per_node)):
+        if value is not None:
+            raise ConfigError(
+                option, value, "the cluster file says this already", f"drop {option} or --cluster"
+            )
+    cluster = Cluster.load(file)
+    warn_of_mismatch(hardware, cluster)
+    return cluster
+
+
+def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
+    """Say on stderr where the hardware was measured on other links than the cluster has."""
+    for difference in [] if hardware is None else hardware.mismatch(cluster):
+        note(f"warning: {difference}")
+
+
+def model_of(file: Path | None) -> Model:
+    from apportion.ir.model import Model
+
+    return Model() if file is None else Model.load(file)
+
+
+def mask_of(text: str | None) -> Mask | None:
+    """The mask of a name, or of YAML as batch files have it; None where nothing is given. Raises ConfigError."""
+    import yaml
+
+    from apportion.ir import masks
+
+    if text is None:
+        return None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(
+            "--mask", text, "is not YAML", "write a name or '{sliding_window: {window: 1024}}'"
+        ) from None
+    return masks.from_data({data: {}} if isinstance(data, str) else data, "--mask")
+
+
+def batch_of(
+    batch: Path | None, lengths: Path | None, workload: Path | None, tokens: int, seed: int
+) -> tuple[Batch, int]:
+    """The batch, and how many samples were larger than `tokens` and so skipped."""
+    from apportion.ir.batch import Batch
+    from apportion.ir.workload import read_lengths, read_workload, sample
+
+    given = [path for path in (batch, lengths, workload) if path is not None]
+    if len(given) != 1:
+        rule = "exactly one of --batch, --lengths and --workload must be there"
+        raise ConfigError("--batch", [str(path) for path in given], rule, "name one file")
+    if batch is not None:
+        return Batch.load(batch), 0
+    drawn, skipped = sample((read_lengths if lengths else read_workload)(given[0]), tokens, tokens, seed)
+    warn_of_skipped(skipped, tokens)
+    return drawn, skipped
+
+
+def warn_of_skipped(skipped: int, tokens: int) -> None:
+    """Say on stderr that samples were too large."""
+    if skipped:
+        note(f"warning: skipped {count(skipped, 'sample')} of more tokens than all ranks hold ({tokens:,})")
+
+
+def recipes_of(text: str) -> list[Recipe]:
+    """The recipes of a comma-separated list of names and files, each once, or `all` that there are."""
+    from apportion.planner.recipes import entries
+
+    names = list(entries()) if text == "all" else [name.strip() for name in text.split(",")]
+    chosen = list(dict.fromkeys(recipe_of(name) for name in names))
+    held = [recipe.name for recipe in chosen]
+    for twice in (name for name in held if held.count(name) > 1):
+        raise ConfigError("--recipes", twice, "two of the recipes have this name", "rename one in its file")
+    return chosen
+
+
+def recipe_of(name: str, block: str | None = None) -> Recipe:
+    """The recipe of that name or file, with its block size replaced where `block` is given."""
+    from apportion.ir.policy import Recipe
+    from apportion.planner import recipes
+
+    is_file = Path(name).suffix in (".yaml", ".yml", ".json")
+    recipe = Recipe.load(name) if is_file else recipes.find_recipe(name)
+    return recipe if block is None else recipes.with_block(recipe, _block(block))
+
+
+def _block(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not (text.isascii() and text.isdigit() and 0 < len(text.lstrip("0")) < 10):
+        raise ConfigError(
+            "--block",
+            text,
+            "must be one positive whole number, or auto",
+            "write --block 2048 or --block auto",
+        )
+    return int(text)
+
+
+def integers(option: str, text: str, low: int, high: int) -> list[int]:
+    """The integers in [low, high] of a comma-separated list."""
+    from apportion.ir.fields import integer
+
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            option, text, "must be whole numbers, separated by commas", f"write {option} 8,64"
+        ) from None
+    return [integer(option, number, low, high) for number in numbers]

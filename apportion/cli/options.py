@@ -1,0 +1,54 @@
+"""Options and arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SAMPLED = 32768  # tokens for each rank, where the batch is drawn
+
+PlanFile = Annotated[
+    Path, typer.Argument(help="A plan file, as `apportion plan -o` writes it.", metavar="PLAN")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+BatchFile = Annotated[
+    Path | None, typer.Option("--batch", help="Batch file (JSON or YAML), taken whole.", metavar="B.json")
+]
+LengthsFile = Annotated[
+    Path | None, typer.Option("--lengths", help="One length a line; sampled.", metavar="L.jsonl")
+]
+WorkloadFile = Annotated[
+    Path | None, typer.Option("--workload", help="Workload file: samples of a data set.", metavar="W.json")
+]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="Cluster file (YAML or JSON).", metavar="C.yaml")
+]
+ModelFile = Annotated[
+    Path | None, typer.Option("--model", help="Model file (YAML or JSON).", metavar="M.yaml")
+]
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        help="Kernel times and links: a built-in name (h100, h200, a100, a800, h20) or a file of "
+        "`apportion profile`.",
+        metavar="NAME|H.json",
+    ),
+]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Ranks. Default: 64.", min=1)]
+RanksPerNode = Annotated[
+    int | None, typer.Option("--ranks-per-node", help="Default: 8, or the largest divisor below.", min=1)
+]
+TokensPerRank = Annotated[
+    int | None,
+    typer.Option("--tokens-per-rank", help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1),
+]
+RecipeName = Annotated[
+    str, typer.Option("--recipe", help="A recipe by name, or a recipe file (YAML or JSON).")
+]
+Block = Annotated[
+    str | None, typer.Option("--block", help="Tokens per block, or `auto`. Default: what the recipe says.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)]

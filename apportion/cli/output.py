@@ -1,0 +1,83 @@
+"""What commands print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+WIDTH = 108  # the widest table; narrower terminals wrap its lines rather than lose figures
+
+
+def refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT) -> int:
+    """Say what is wrong, in one paragraph on stderr or as JSON on stdout."""
+    if as_json:
+        facts = {
+            name: str(getattr(error, name))
+            for name in ("field", "value", "rule", "remedy")
+            if hasattr(error, name)
+        }
+        said = json.dumps({"error": {"type": type(error).__name__, "message": message} | facts}) + "\n"
+    else:
+        said = ""
+        print(f"apportion: {message}", file=sys.stderr)
+    try:
+        print(said, end="", flush=True)
+    except OSError:  # nobody reads it; the exit code still tells
+        drop_stdout()
+    return code
+
+
+def drop_stdout() -> None:
+    """Send what stdout still holds nowhere: flushing it when Python exits would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def emit(
+    record: Mapping[str, Any], as_json: bool, *views: Callable[[], RenderableType], width: int = WIDTH
+) -> None:
+    """The result: `record` as one line of JSON, or the views of it for people, at least `width` columns wide."""
+    if as_json:
+        print(json.dumps(record, allow_nan=False))
+        return
+    console = Console(highlight=False)
+    console.width = max(console.width, width)
+    for view in views:
+        shown = view()
+        if isinstance(shown, str):
+            print(shown)  # rich would take brackets for markup and wrap lines
+        else:
+            console.print(shown)
+
+
+def note(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+@contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, where that is a terminal; call what is yielded with the name of each item that is done, and
+    with the total where it is known only then."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+
+        def report(done: str, total: int | None = total) -> None:
+            bar.update(task, advance=1, total=total, description=f"{title} {done}".rstrip())
+
+        yield report

@@ -1,0 +1,177 @@
+"""Commands that make, check and show one plan: plan, verify, show, diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from apportion.cli import files, inputs, options
+from apportion.cli.output import FAILED, OK, count, emit
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apportion.ir.plan import Plan
+
+
+def plan(
+    batch: options.BatchFile = None,
+    lengths: options.LengthsFile = None,
+    workload: options.WorkloadFile = None,
+    cluster: options.ClusterFile = None,
+    model: options.ModelFile = None,
+    hardware: options.HardwareName = None,
+    ranks: options.Ranks = None,
+    ranks_per_node: options.RanksPerNode = None,
+    tokens_per_rank: options.TokensPerRank = None,
+    recipe: options.RecipeName = "fcp",
+    block: options.Block = None,
+    seed: options.Seed = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan here.", metavar="P.plan")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Plan one batch, verify the plan, and say what it costs.
+
+    The batch is a file, or is drawn from a list of lengths or a workload until the ranks are full.
+
+    [bold]Examples[/bold]
+
+      apportion plan --batch examples/batch.json --ranks 8 -o first.plan
+
+      apportion plan --workload examples/code_lengths.json --ranks 64 --block 2048 -o code.plan
+
+      apportion plan --lengths lengths.jsonl --cluster cluster.yaml --model model.yaml --json
+    """
+    from apportion import views
+    from apportion.bench import Job, measure, warm_up
+
+    if output is not None:
+        files.check_output("--output", output)
+    the_hardware = inputs.hardware_of(hardware)
+    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
+    if batch is not None and tokens_per_rank is not None:
+        rule = "a batch file is planned whole, only --lengths and --workload are sampled"
+        raise ConfigError("--tokens-per-rank", tokens_per_rank, rule, "drop it or --batch")
+    tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
+    the_batch, skipped = inputs.batch_of(batch, lengths, workload, tokens, seed)
+    the_recipe = inputs.recipe_of(recipe, block)
+    job = Job(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware)
+    with Console(stderr=True).status("compiling (the first run of all, half a minute) and planning"):
+        warm_up(the_recipe)
+        row = measure(job)
+    if output is not None:
+        files.write(output, row.plan.encode())
+    record = row.record() | {
+        "seed": seed,
+        "id": row.plan.id.hex(),
+        "skipped_samples": skipped,
+        "file": None if output is None else str(output),
+    }
+    title = f"plan {record['id'][:16]}, verified"
+    emit(record, as_json, lambda: views.summary(title, views.plan_rows(record)))
+
+
+def verify(plan: options.PlanFile, as_json: options.AsJson = False) -> None:
+    """Check a plan against every rule, from its bytes alone. Exit code 1 if it breaks one.
+
+    [bold]Example[/bold]
+
+      apportion verify first.plan
+    """
+    from apportion.ir.verify import check
+
+    the_plan = files.read_plan(plan, check_id=False)  # a wrong id is for the verifier to tell
+    violations = check(the_plan)
+    record = {
+        "id": the_plan.id.hex(),
+        "ok": not violations,
+        "violations": [_violation(item) for item in violations],
+    }
+    verdict = count(len(violations), "violation") if violations else "every rule holds"
+    emit(
+        record,
+        as_json,
+        lambda: f"{plan}: {verdict} (id {the_plan.id.hex()[:16]})",
+        *(lambda item=item: str(item) for item in violations),
+    )
+    raise typer.Exit(FAILED if violations else OK)
+
+
+def _violation(item: Any) -> dict[str, Any]:
+    names = ("rule", "rank", "kind", "phase", "instruction", "message", "excerpt")
+    return {name: getattr(item, name) for name in names}
+
+
+def show(
+    plan: options.PlanFile,
+    rank: Annotated[int | None, typer.Option("--rank", help="Print this rank's program.", min=0)] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show a plan: its figures and a picture of the ranks, or the program of one rank as text.
+
+    [bold]Examples[/bold]
+
+      apportion show first.plan
+
+      apportion show first.plan --rank 3
+    """
+    the_plan = files.read_plan(plan)
+    if rank is None:
+        _show_plan(the_plan, as_json)
+    else:
+        _show_rank(the_plan, rank, as_json)
+
+
+def _show_plan(plan: Plan, as_json: bool) -> None:
+    from apportion import views
+
+    record = {
+        "id": plan.id.hex(),
+        "kinds": list(plan.header.kinds),
+        "report": dict(plan.report),
+        "programs": views.program_sizes(plan),
+        "load": views.loads(plan).tolist(),
+        "tokens": views.tokens(plan).tolist(),
+    }
+    title = f"plan {record['id'][:16]}, recipe {plan.header.recipe}"
+    emit(
+        record,
+        as_json,
+        lambda: views.summary(title, views.plan_rows(plan.report)),
+        lambda: views.picture(plan),
+        lambda: views.programs_table(record["programs"]),
+    )
+
+
+def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
+    from apportion import views
+
+    if rank >= plan.header.ranks:
+        raise ConfigError(
+            "--rank", rank, f"the plan has ranks 0 to {plan.header.ranks - 1}", "name one of these"
+        )
+    text = plan.text(rank).rstrip("\n")
+    programs = views.program_sizes(plan, rank)
+    emit({"id": plan.id.hex(), "rank": rank, "programs": programs, "text": text}, as_json, lambda: text)
+
+
+def diff(
+    left: Annotated[Path, typer.Argument(help="A plan file.", metavar="A")],
+    right: Annotated[Path, typer.Argument(help="Another plan file.", metavar="B")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Say how two plans differ. Exit code 1 if they do.
+
+    [bold]Example[/bold]
+
+      apportion diff monday.plan tuesday.plan
+    """
+    from apportion.ir.diff import diff as compare
+
+    found = compare(files.read_plan(left), files.read_plan(right))
+    emit(found.to_data(), as_json, lambda: "\n".join(found.lines()))
+    raise typer.Exit(OK if found.equal else FAILED)

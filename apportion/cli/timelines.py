@@ -1,0 +1,90 @@
+"""What `apportion simulate` prints: timelines as bars, and the critical path in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from apportion.cli.output import count
+from apportion.ir.isa import Op
+from apportion.planner.simulate import Run, Simulation, Step
+
+CELLS = 60  # of a timeline
+MIXED = 0.15, 0.85  # shares of work in a cell, between which it is drawn as part work, part waiting
+
+
+def headline(found: Simulation) -> str:
+    """The whole simulation in two lines."""
+    return (
+        f"recipe {found.plan.header.recipe} on {found.plan.header.ranks} ranks, hardware {found.hardware}: forward "
+        f"{found.forward_ms:.3f} ms, backward {found.backward_ms:.3f} ms\n{100 * found.efficiency:.1f} % of the time "
+        f"is what balanced work without communication needs; the rank that waits longest waits "
+        f"{found.exposed_ms:.3f} ms"
+    )
+
+
+def run_view(run: Run, ranks: int, steps: int) -> RenderableType:
+    """One phase: timelines, and the critical path in words."""
+    title = f"\n{run.kind} {run.phase}: {run.makespan_us / 1e3:.3f} ms"
+    parts: list[RenderableType] = [Text(title, "bold")]
+    if ranks:
+        parts += [_timelines(run, ranks)]
+    return Group(
+        *parts, *(Text(line, no_wrap=True, overflow="ignore") for line in _path(run.critical_path(), steps))
+    )
+
+
+def _timelines(run: Run, most: int) -> RenderableType:
+    """A bar for each of the ranks that wait longest, with its milliseconds."""
+    shown = np.sort(np.argsort(-run.exposed_us, kind="stable")[:most])
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("rank", f"0 to {run.makespan_us / 1e3:.3f} ms", "work", "waiting", "ends"):
+        table.add_column(name, justify="left" if name[0] == "0" else "right", no_wrap=True)
+    for rank in shown.tolist():
+        times = (column[rank] / 1e3 for column in (run.compute_us, run.exposed_us, run.finish_us))
+        table.add_row(str(rank), _bar(run, rank), *(f"{time:.3f}" for time in times))
+    hidden = len(run.exposed_us) - len(shown)
+    return Group(table, Text(f"and {count(hidden, 'rank')} that wait less", "dim")) if hidden else table
+
+
+def _bar(run: Run, rank: int) -> Text:
+    edges = np.linspace(0.0, run.makespan_us, CELLS + 1)
+    work, waiting = (_share(run, rank, waits, edges) for waits in (False, True))
+    low, high = MIXED
+    cells = [
+        "█" if busy >= high else "▒" if busy > low else "·" if idle > low else " "
+        for busy, idle in zip(work, waiting, strict=True)
+    ]
+    return Text("".join(cells), "cyan")
+
+
+def _share(run: Run, rank: int, waits: bool, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64 [cells]: share of the time between two edges that the rank's compute stream waits, or works."""
+    spans = run.spans
+    mine = (spans.rank == rank) & (spans.stream == 0) & ((spans.op == Op.WAIT) == waits)
+    start, end = spans.start_us[mine], spans.end_us[mine]
+    if not len(start):
+        return np.zeros(len(edges) - 1)
+    points = np.stack([start, end], axis=1).ravel()
+    done = np.stack([np.cumsum(end - start) - (end - start), np.cumsum(end - start)], axis=1).ravel()
+    return np.asarray(np.diff(np.interp(edges, points, done)) / np.diff(edges), np.float64)
+
+
+def _path(path: Sequence[Step], most: int) -> Iterator[str]:
+    """The longest steps of a critical path, in order, under a line that sums all of them."""
+    sums = {
+        kind: sum(step.us for step in path if step.kind == kind) / 1e3 for kind in ("compute", "transfer")
+    }
+    longest = sorted(sorted(path, key=lambda step: -step.us)[:most], key=lambda step: step.start_us)
+    which = "" if len(longest) == len(path) else f", the longest {len(longest)}"
+    yield (
+        f"critical path: {count(len(path), 'step')}, {sums['compute']:.3f} ms of work, {sums['transfer']:.3f} ms of "
+        f"transfers{which}:"
+    )
+    for step in longest:
+        yield f"  {step.start_us / 1e3:9.3f} ms  {step.text}"

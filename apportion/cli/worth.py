@@ -1,0 +1,139 @@
+"""`apportion compare`: what recipes are worth on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apportion.cli import inputs, options
+from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apportion.compare import Setting
+    from apportion.ir.batch import Batch
+
+BATCHES = 5  # drawn where the option is not given
+WIDE = 260  # columns of the table that has everything
+
+
+def compare(
+    workload: options.WorkloadFile = None,
+    lengths: options.LengthsFile = None,
+    batch: options.BatchFile = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            "--mask",
+            help="Mask of plain documents: a name, or YAML as in a batch file. Default: causal.",
+            metavar="MASK",
+        ),
+    ] = None,
+    ranks: options.Ranks = None,
+    ranks_per_node: options.RanksPerNode = None,
+    cluster: options.ClusterFile = None,
+    tokens_per_rank: options.TokensPerRank = None,
+    recipes: Annotated[
+        str,
+        typer.Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all."),
+    ] = "all",
+    baseline: Annotated[
+        str, typer.Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")
+    ] = "ring",
+    batches: Annotated[
+        int | None,
+        typer.Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1),
+    ] = None,
+    seed: options.Seed = 0,
+    model: options.ModelFile = None,
+    hardware: options.HardwareName = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check every plan.")] = True,
+    wide: Annotated[bool, typer.Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Plan the same batches by several recipes, verify and simulate the plans, and put them into one table.
+
+    Times are simulated milliseconds of one attention call of each kind, medians over batches; the speed-up is that
+    of forward and backward together. A recipe that cannot serve the batch keeps its row, with the reason. Without a
+    batch, workload or lengths file the documents are log-normal (median 2048, sigma 1.5, at most 512K tokens).
+
+    [bold]Examples[/bold]
+
+      apportion compare --workload examples/code_lengths.json --ranks 8 --tokens-per-rank 8192
+
+      apportion compare --ranks 64 --recipes ring,fcp,mine.yaml --baseline ring --batches 20 --json
+
+      apportion compare --ranks 16 --mask '{sliding_window: {window: 1024}}' --hardware a800 --wide
+    """
+    from apportion import compare as engine
+    from apportion.cli import tables
+
+    the_hardware = inputs.hardware_of(hardware)
+    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
+    chosen, reference = inputs.recipes_of(recipes), inputs.recipe_of(baseline)
+    if batch is None:
+        tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
+        drawn, skipped = _drawn(workload, lengths, mask, tokens, range(seed, seed + (batches or BATCHES)))
+    else:
+        _refuse_with_batch(batch, workload, lengths, mask, tokens_per_rank, batches)
+        drawn, skipped = [inputs.batch_of(batch, None, None, 0, seed)[0]], 0
+    setting = engine.Setting(the_cluster, inputs.model_of(model), the_hardware, seed, verify)
+    with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
+        found = engine.compare(drawn, chosen, reference, setting, report)
+    record = {
+        "rows": [row.record() for row in found.rows],
+        "baseline": found.baseline,
+        "batches": len(drawn),
+        "skipped_samples": skipped,
+        "workload": str(batch or workload or lengths or "log-normal documents"),
+        **_setting(setting),
+    }
+    emit(record, as_json, *tables.comparison(record, wide), width=WIDE if wide else WIDTH)
+    raise typer.Exit(FAILED if found.broken else OK)
+
+
+def _drawn(
+    workload: Path | None, lengths: Path | None, mask: str | None, tokens: int, seeds: Sequence[int]
+) -> tuple[list[Batch], int]:
+    """(a batch for each seed, number of samples that were too large for it)."""
+    from apportion.bench import Source
+    from apportion.ir.workload import read_lengths, read_workload
+
+    if workload is not None and lengths is not None:
+        rule = "at most one of --batch, --lengths and --workload may be there"
+        raise ConfigError("--workload", str(workload), rule, "name one file")
+    samples = read_workload(workload) if workload else read_lengths(lengths) if lengths else None
+    source = Source(samples, inputs.mask_of(mask))
+    batches, skips = zip(*(source.batch(tokens, seed) for seed in seeds), strict=True)
+    inputs.warn_of_skipped(sum(skips), tokens)
+    return list(batches), sum(skips)
+
+
+def _refuse_with_batch(
+    batch: Path, workload: Any, lengths: Any, mask: Any, tokens: Any, batches: Any
+) -> None:
+    given = {
+        "--workload": workload,
+        "--lengths": lengths,
+        "--mask": mask,
+        "--tokens-per-rank": tokens,
+        "--batches": batches,
+    }
+    for option, value in given.items():
+        if value is not None:
+            rule = f"the batch {batch} is taken as it is, nothing is drawn"
+            raise ConfigError(option, str(value), rule, f"drop {option} or --batch")
+
+
+def _setting(setting: Setting) -> dict[str, Any]:
+    hardware = setting.hardware
+    return {
+        "seed": setting.seed,
+        "cluster": setting.cluster.to_data(),
+        "model": setting.model.to_data(),
+        "hardware": None if hardware is None else {"name": hardware.name, "digest": hardware.digest()},
+        "verified": setting.verify,
+    }

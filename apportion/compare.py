@@ -1,0 +1,246 @@
+"""Holds recipes against each other: every recipe plans the same batches, and what its plans cost is simulated.
+
+    batches × recipes ──plan, verify, simulate──► Trial or Refusal ──median over batches──► Row
+
+A recipe that cannot serve a batch keeps its row, with the reason. Everything but the measured milliseconds
+(`planning_ms`, `verify_ms`) is a function of batches, recipes, cluster, model, hardware and seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from apportion.bench import Job, Times, timed_plan, timed_verify, warm_up
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ApportionError, VerifyError
+from apportion.ir.model import Model
+from apportion.ir.plan import Plan
+from apportion.ir.policy import Recipe
+from apportion.planner.simulate import simulate
+
+if TYPE_CHECKING:
+    from apportion.ir.hardware import Hardware
+
+#: called after each plan with what was planned
+Progress = Callable[[str], None]
+
+#: names that a row takes from the reports of its plans as they are
+REPORTED = (
+    *("ranks", "tokens", "block_tokens", "heaviest_piece_over_mean", "imbalance_bound", "imbalance"),
+    *("bytes", "slots", "max_degree", "rounds", "plan_bytes"),
+)
+UNVERIFIED = "cannot be verified"  # how the verifier begins where a plan is too large for one of its rules
+SIMULATED = ("forward_ms", "backward_ms", "efficiency", "exposed_ms", "peak_rows")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all recipes are given. hardware: None is the built-in default; verify: check every plan, but for those of
+    the recipes in `unverified`, name -> why not."""
+
+    cluster: Cluster
+    model: Model
+    hardware: Hardware | None = None
+    seed: int = 0
+    verify: bool = True
+    unverified: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One recipe on one batch: milliseconds simulated for one attention call of each kind, and measured.
+
+    efficiency: ideal balanced time without communication over the simulated time. exposed_ms: of the rank that waits
+    longest for rounds. peak_rows: most work rows that a rank holds at a time. verify_ms: None where the plan was not
+    verified, because nobody asked for it or, as `unverified` says, because it is too large for the verifier.
+    """
+
+    report: Mapping[str, Any]
+    forward_ms: float
+    backward_ms: float
+    efficiency: float
+    exposed_ms: float
+    peak_rows: int
+    planning_ms: float
+    verify_ms: float | None
+    unverified: str | None = None
+
+    @property
+    def total_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    def value(self, name: str) -> Any:
+        return getattr(self, name) if name in SIMULATED else self.report[name]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a recipe does not serve a batch. broken: it made a plan that breaks a rule."""
+
+    reason: str
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe over all batches: its trials and refusals, and the baseline's, batch by batch."""
+
+    recipe: str
+    outcomes: tuple[Trial | Refusal, ...]
+    baseline: tuple[Trial | Refusal, ...]
+
+    @property
+    def trials(self) -> list[Trial]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Trial)]
+
+    @property
+    def refusals(self) -> list[Refusal]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Refusal)]
+
+    @property
+    def reason(self) -> str | None:
+        """Why batches were refused: the first reason, and how many there were; None where all were served."""
+        refused, batches = self.refusals, len(self.outcomes)
+        if not refused:
+            return None
+        of = "" if len(refused) == batches else f"{len(refused)} of {batches} batches: "
+        return of + refused[0].reason
+
+    @property
+    def speedups(self) -> list[float]:
+        """The baseline's simulated time over this recipe's, for each batch that both serve."""
+        return [
+            base.total_ms / mine.total_ms
+            for base, mine in zip(self.baseline, self.outcomes, strict=True)
+            if isinstance(base, Trial) and isinstance(mine, Trial)
+        ]
+
+    def record(self) -> dict[str, Any]:
+        """The row: names, nesting and units are documented in docs/comparison.md. Medians over batches."""
+        trials = self.trials
+        names = (*SIMULATED, *REPORTED)
+        return {
+            "recipe": self.recipe,
+            "status": "ok" if trials else "refused",
+            "reason": self.reason,
+            "batches": len(trials),
+            "refused": len(self.refusals),
+            "verified": bool(trials) and all(trial.verify_ms is not None for trial in trials),
+            "unverified": next((trial.unverified for trial in trials if trial.unverified), None),
+            **{name: _median([trial.value(name) for trial in trials]) for name in names},
+            "speedup": _spread(self.speedups),
+            "bounds": _median([_bounds(trial.report) for trial in trials]),
+            "planning_ms": _times([trial.planning_ms for trial in trials]),
+            "verify_ms": _times([trial.verify_ms for trial in trials if trial.verify_ms is not None]),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows in the order of the recipes; `baseline` names the one that speed-ups refer to."""
+
+    rows: tuple[Row, ...]
+    baseline: str
+
+    @property
+    def broken(self) -> list[str]:
+        """Recipes of which a plan broke a rule."""
+        return [row.recipe for row in self.rows if any(refusal.broken for refusal in row.refusals)]
+
+
+def compare(
+    batches: Iterable[Batch],
+    recipes: Sequence[Recipe],
+    baseline: Recipe,
+    setting: Setting,
+    progress: Progress = lambda done: None,
+) -> Comparison:
+    """Every recipe on every batch; the baseline gets a row first where it is not among them."""
+    recipes = recipes if baseline in recipes else [baseline, *recipes]
+    for recipe in recipes:
+        warm_up(recipe)
+    outcomes = [
+        tuple(_progressing(batch, recipe, setting, progress) for recipe in recipes) for batch in batches
+    ]
+    columns = dict(zip(recipes, zip(*outcomes, strict=True), strict=True))
+    rows = tuple(Row(recipe.name, columns[recipe], columns[baseline]) for recipe in recipes)
+    return Comparison(rows, baseline.name)
+
+
+def _progressing(batch: Batch, recipe: Recipe, setting: Setting, progress: Progress) -> Trial | Refusal:
+    outcome = attempt(batch, recipe, setting)
+    progress(recipe.name)
+    return outcome
+
+
+def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
+    """Plan, verify and simulate one batch by one recipe."""
+    job = Job(batch, setting.cluster, setting.model, recipe, setting.seed, setting.hardware)
+    try:
+        plan, planning_ms, _ = timed_plan(job)
+        skip = setting.unverified.get(recipe.name)
+        verify_ms, unverified = _verified(plan) if setting.verify and skip is None else (None, skip)
+        simulation = simulate(plan, setting.hardware)
+    except VerifyError as error:
+        return Refusal(f"the plan breaks a rule: {error}", broken=True)
+    except ApportionError as error:
+        return Refusal(str(error))
+    return Trial(
+        plan.report,
+        simulation.forward_ms,
+        simulation.backward_ms,
+        simulation.efficiency,
+        simulation.exposed_ms,
+        simulation.peak_work_rows,
+        planning_ms,
+        verify_ms,
+        unverified,
+    )
+
+
+def _verified(plan: Plan) -> tuple[float | None, str | None]:
+    """(milliseconds of verification, why there was none). Raises VerifyError for a plan that breaks a rule."""
+    try:
+        return timed_verify(plan), None
+    except VerifyError as error:
+        held = [violation.message for violation in error.violations]
+        if not all(message.startswith(UNVERIFIED) for message in held):
+            raise
+        return None, held[0]
+
+
+def _bounds(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> bound, value and gap: None where the bound is void."""
+    return {
+        name: {key: bound[key] for key in ("bound", "value", "gap")}
+        for name, bound in report["bounds"].items()
+    }
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """The median, of each entry where the values are mappings; None without a value. An integer stays one."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return None
+    if isinstance(values[0], Mapping):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _median([value.get(name) for value in values]) for name in names}
+    if all(isinstance(value, int) for value in values):
+        return median_low(values)
+    return float(np.median(values))
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"min": min(values), "median": float(np.median(values)), "max": max(values)}
+
+
+def _times(values: Sequence[float]) -> dict[str, Any] | None:
+    return Times(tuple(values)).summary() if values else None

@@ -1,0 +1,285 @@
+"""The event loop: all ranks' scripts against time.
+
+    compute stream of a rank   work · launch (takes no time) · wait, until the launch is complete
+    channel of a rank          its launches one after another: *reached* when launched and the one before is complete
+    transfer                   ready when both its launches are reached; starts when both its ports are free
+    launch                     complete when its last transfer is: latency after the wire is free
+
+Events are launches, ports that become free, and completions. All that happens at one time is taken together: freed
+ports first choose among those that wait for them, the longest waiting first, skipping those whose other port is busy
+(list scheduling); then what became ready starts or queues, in the order of `Traffic`. So the order in which
+simultaneous events are found never shows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from apportion.ir.jit import jit
+from apportion.planner.simulate.ports import (
+    NONE,
+    Ports,
+    can_start,
+    dequeue,
+    enqueue,
+    first_startable,
+    free_ports,
+    left_by,
+    occupy,
+    release,
+)
+from apportion.planner.simulate.program import LAUNCH, WORK, Floats, Ints, Script, Traffic
+
+NOT_YET = -1.0
+#: kinds of events
+_LAUNCHED, _FREED, _COMPLETE = range(3)
+
+
+class Times(NamedTuple):
+    """What the event loop finds, float64 microseconds; NOT_YET where it never happened.
+
+    begin, end: [instructions]. reached, done: [launches], when its channel took it up and when it was complete.
+    ready, start: [transfers]. last: int64 [launches], the transfer that was complete last, NONE without transfers.
+    cause: int64 [transfers], the transfer that left the port it had waited for, NONE where it did not wait.
+    """
+
+    begin: Floats
+    end: Floats
+    reached: Floats
+    done: Floats
+    ready: Floats
+    start: Floats
+    last: Ints
+    cause: Ints
+
+
+class _State(NamedTuple):
+    """clock: float64 and cursor, blocked (a launch or NONE): int64 [ranks], of the compute streams. open: int64
+    [launches], transfers not yet started; launched, settled: int8 [launches]. sides: int8 [transfers], launches that
+    were reached."""
+
+    clock: Floats
+    cursor: Ints
+    blocked: Ints
+    open: Ints
+    launched: Ints
+    settled: Ints
+    sides: Ints
+
+
+def run(script: Script, traffic: Traffic, ports: int) -> tuple[Times, Floats, Ints]:
+    """The times of a program, when each rank's compute stream ends [ranks], and the launch that it still waits for
+    [ranks], NONE where it ran to its end."""
+    launches, transfers = len(script.rank), len(traffic.sender)
+    instructions = len(script.role)
+    times = Times(
+        np.full(instructions, NOT_YET),
+        np.full(instructions, NOT_YET),
+        np.full(launches, NOT_YET),
+        np.full(launches, NOT_YET),
+        np.full(transfers, NOT_YET),
+        np.full(transfers, NOT_YET),
+        np.full(launches, NONE),
+        np.full(transfers, NONE),
+    )
+    state = _initial(script, launches, transfers)
+    _run(script, traffic, times, state, free_ports(traffic, ports))
+    return times, state.clock, state.blocked
+
+
+def _initial(script: Script, launches: int, transfers: int) -> _State:
+    ranks = len(script.ptr) - 1
+    return _State(
+        np.zeros(ranks),
+        script.ptr[:-1].copy(),
+        np.full(ranks, NONE),
+        np.diff(script.end_ptr),
+        np.zeros(launches, np.int8),
+        np.zeros(launches, np.int8),
+        np.zeros(transfers, np.int8),
+    )
+
+
+@jit
+def _run(script: Script, traffic: Traffic, times: Times, state: _State, ports: Ports) -> None:
+    events = [(0.0, 0, 0)]
+    events.clear()
+    fresh, freed = [0], [0]
+    for rank in range(len(state.clock)):
+        _advance(script, times, state, events, rank)
+    while len(events) > 0:
+        now = events[0][0]
+        fresh.clear()
+        freed.clear()
+        while len(events) > 0 and events[0][0] == now:
+            _, kind, item = heapq.heappop(events)
+            if kind == _LAUNCHED:
+                _launch(script, times, state, events, fresh, now, item)
+            elif kind == _FREED:
+                freed.append(traffic.out_port[item])
+                freed.append(traffic.in_port[item])
+            else:
+                _settle(script, times, state, events, fresh, now, item)
+        _hand_over(script, traffic, times, state, ports, events, freed, now)
+        fresh.sort()
+        for transfer in fresh:
+            times.ready[transfer] = now
+            if can_start(ports, traffic, transfer):
+                _start(script, traffic, times, state, ports, events, now, transfer)
+            else:
+                enqueue(ports, traffic, transfer)
+
+
+@jit
+def _advance(
+    script: Script, times: Times, state: _State, events: list[tuple[float, int, int]], rank: int
+) -> None:
+    """Runs a rank's compute stream up to its next launch, or to a wait for a time that is not known yet."""
+    clock, at = state.clock[rank], state.cursor[rank]
+    while at < script.ptr[rank + 1]:
+        times.begin[at] = clock
+        if script.role[at] == WORK:
+            clock += script.work_us[at]
+        elif script.role[at] == LAUNCH:
+            times.end[at] = clock
+            heapq.heappush(events, (clock, _LAUNCHED, at))
+            break
+        else:
+            launch = script.launch[at]
+            if state.open[launch] > 0 or times.done[launch] < 0:
+                state.blocked[rank] = launch
+                break
+            clock = max(clock, times.done[launch])
+        times.end[at] = clock
+        at += 1
+    state.clock[rank], state.cursor[rank] = clock, at
+
+
+@jit
+def _launch(
+    script: Script,
+    times: Times,
+    state: _State,
+    events: list[tuple[float, int, int]],
+    fresh: list[int],
+    now: float,
+    at: int,
+) -> None:
+    launch = script.launch[at]
+    state.launched[launch] = 1
+    before = script.before[launch]
+    if before < 0 or state.settled[before] == 1:
+        _reach(script, times, state, events, fresh, now, launch)
+    rank = script.rank[launch]
+    state.cursor[rank] = at + 1
+    _advance(script, times, state, events, rank)
+
+
+@jit
+def _reach(
+    script: Script,
+    times: Times,
+    state: _State,
+    events: list[tuple[float, int, int]],
+    fresh: list[int],
+    now: float,
+    launch: int,
+) -> None:
+    """The channel takes up a launch; one without transfers is complete at once, and the next has its turn."""
+    while True:
+        times.reached[launch] = now
+        for end in range(script.end_ptr[launch], script.end_ptr[launch + 1]):
+            transfer = script.ends[end]
+            state.sides[transfer] += 1
+            if state.sides[transfer] == 2:
+                fresh.append(transfer)
+        if state.open[launch] > 0:
+            return
+        times.done[launch] = now
+        state.settled[launch] = 1
+        _wake(script, times, state, events, launch)
+        launch = script.after[launch]
+        if launch < 0 or state.launched[launch] == 0:
+            return
+
+
+@jit
+def _settle(
+    script: Script,
+    times: Times,
+    state: _State,
+    events: list[tuple[float, int, int]],
+    fresh: list[int],
+    now: float,
+    launch: int,
+) -> None:
+    """A launch is complete: the channel takes up the next one, where it was launched."""
+    state.settled[launch] = 1
+    after = script.after[launch]
+    if after >= 0 and state.launched[after] == 1:
+        _reach(script, times, state, events, fresh, now, after)
+
+
+@jit
+def _hand_over(
+    script: Script,
+    traffic: Traffic,
+    times: Times,
+    state: _State,
+    ports: Ports,
+    events: list[tuple[float, int, int]],
+    freed: list[int],
+    now: float,
+) -> None:
+    """Each freed port takes the first of its queue that can start."""
+    freed.sort()
+    for port in freed:
+        release(ports, port)
+    for port in freed:
+        if ports.user[port] >= 0 or ports.waiting[port] == 0:
+            continue
+        transfer = first_startable(ports, traffic, times.ready, port)
+        if transfer >= 0:
+            times.cause[transfer] = left_by(ports, port)
+            dequeue(ports, traffic, transfer)
+            _start(script, traffic, times, state, ports, events, now, transfer)
+
+
+@jit
+def _start(
+    script: Script,
+    traffic: Traffic,
+    times: Times,
+    state: _State,
+    ports: Ports,
+    events: list[tuple[float, int, int]],
+    now: float,
+    transfer: int,
+) -> None:
+    """Puts a transfer on the wire. Who waits for its launches goes on once their completion is known."""
+    times.start[transfer] = now
+    occupy(ports, traffic, transfer)
+    free = now + traffic.wire_us[transfer]
+    complete = free + traffic.latency_us[transfer]
+    heapq.heappush(events, (free, _FREED, transfer))
+    for launch in (traffic.sender[transfer], traffic.receiver[transfer]):
+        if complete > times.done[launch]:
+            times.done[launch], times.last[launch] = complete, transfer
+        state.open[launch] -= 1
+        if state.open[launch] == 0:
+            heapq.heappush(events, (times.done[launch], _COMPLETE, launch))
+            _wake(script, times, state, events, launch)
+
+
+@jit
+def _wake(
+    script: Script, times: Times, state: _State, events: list[tuple[float, int, int]], launch: int
+) -> None:
+    """A launch's completion is known: its rank goes on, if that is what it waits for."""
+    rank = script.rank[launch]
+    if state.blocked[rank] == launch:
+        state.blocked[rank] = NONE
+        _advance(script, times, state, events, rank)

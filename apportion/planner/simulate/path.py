@@ -1,0 +1,159 @@
+"""The critical path: why a program takes as long as it does.
+
+From what ended last, back to time 0. Every step ends because of one other thing:
+
+    work on a rank        begins after the last wait that found something to wait for
+    a wait                ends with the last transfer of its launch on this rank
+    a transfer            began when its second rank took up the round, or when another transfer left the port
+    a round in a channel  was taken up when it was launched, or when the round before it was complete
+
+so the steps are contiguous and their durations sum to the makespan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Tensor
+from apportion.planner.simulate.engine import Times
+from apportion.planner.simulate.ports import NONE
+from apportion.planner.simulate.program import WAIT, Floats, Ints, Script, Traffic, launch_instructions
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the critical path, in microseconds: `kind` is "compute" (of `rank`) or "transfer" (from `peer` to
+    `rank` in `round`; both -1 in compute). `text` says in words what it is and what was waiting for it."""
+
+    kind: str
+    rank: int
+    start_us: float
+    end_us: float
+    round: int
+    peer: int
+    text: str
+
+    @property
+    def us(self) -> float:
+        return self.end_us - self.start_us
+
+    def later(self, us: float) -> Step:
+        """The same step in a timeline that begins earlier."""
+        return replace(self, start_us=self.start_us + us, end_us=self.end_us + us)
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self) | {"start_us": round(self.start_us, 3), "end_us": round(self.end_us, 3)}
+
+
+def walk_back(op: Ints, finish_us: Floats, script: Script, traffic: Traffic, times: Times) -> list[Step]:
+    """The steps of a run, first step first; none where nothing takes time."""
+    return _Walk(op, script, traffic, times).steps(finish_us)
+
+
+def milliseconds(us: float) -> str:
+    """Three significant digits: `2.10 ms`."""
+    ms = us / 1e3
+    return f"{ms:.{max(0, 2 - int(np.floor(np.log10(ms)))) if ms > 0 else 0}f} ms"
+
+
+class _Walk:
+    """A walk through the times of one run. The steps are collected last first."""
+
+    def __init__(self, op: Ints, script: Script, traffic: Traffic, times: Times) -> None:
+        self._op, self._script, self._traffic, self._times = op, script, traffic, times
+        self._launch_at = launch_instructions(script)
+        idle = (script.role == WAIT) & (times.end > times.begin)
+        self._idle = np.maximum.accumulate(np.where(idle, np.arange(len(idle)), NONE))
+        self._steps: list[Step] = []
+
+    def steps(self, finish_us: Floats) -> list[Step]:
+        done = self._times.done
+        rank = int(np.argmax(finish_us))
+        at: tuple[int, int, float] | None
+        if done.max(initial=0.0) > finish_us[rank]:
+            last = int(np.argmax(done))
+            at = self._complete(last, f"rank {self._script.rank[last]} is busy with round", float(done[last]))
+        else:
+            at = self._work(rank, int(self._script.ptr[rank + 1]), float(finish_us[rank]))
+        while at is not None:
+            at = self._work(*at)
+        return self._steps[::-1]
+
+    def _work(self, rank: int, before: int, end: float) -> tuple[int, int, float] | None:
+        """Work on a rank up to an instruction and a time, and what the wait before it waited for."""
+        first = int(self._script.ptr[rank])
+        wait = int(self._idle[before - 1]) if before > first else NONE
+        begin = float(self._times.end[wait]) if wait >= first else 0.0
+        if end > begin:
+            text = f"rank {rank} computes {milliseconds(end - begin)} ({self._ops(max(wait + 1, first), before)})"
+            self._steps.append(Step("compute", rank, begin, end, NONE, NONE, text))
+        if wait < first:
+            return None
+        idle = milliseconds(float(self._times.end[wait] - self._times.begin[wait]))
+        return self._complete(int(self._script.launch[wait]), f"rank {rank} waits {idle} in round", begin)
+
+    def _ops(self, first: int, end: int) -> str:
+        ops = dict.fromkeys(self._op[first:end].tolist())
+        return ", ".join(OP_NAMES[Op(op)] for op in ops if op not in (Op.LAUNCH, Op.WAIT))
+
+    def _complete(self, launch: int, why: str, end: float) -> tuple[int, int, float]:
+        """What a launch's completion depended on, back to work on some rank: rank, instruction, time."""
+        while True:
+            transfer = int(self._times.last[launch])
+            if transfer >= 0:
+                launch, end = self._transfers(transfer, launch, why, end)
+            script, reached = self._script, float(self._times.reached[launch])
+            at, rank = int(self._launch_at[launch]), int(script.rank[launch])
+            if reached <= self._times.begin[at]:
+                return rank, at, reached
+            why = f"channel {script.channel[launch]} of rank {rank} is busy with round"
+            launch, end = int(script.before[launch]), reached
+
+    def _transfers(self, transfer: int, launch: int, why: str, end: float) -> tuple[int, float]:
+        """A transfer and those that kept it from its ports; returns the launch that the first one waited for."""
+        times, traffic = self._times, self._traffic
+        words = f"{why} {self._script.round[launch]} {self._for_what(transfer, launch)}"
+        while True:
+            start = float(times.start[transfer])
+            self._steps.append(self._transfer_step(transfer, start, end, words))
+            if start <= times.ready[transfer]:
+                break
+            kept, transfer, end = transfer, int(times.cause[transfer]), start
+            words = (
+                f"{self._tile(transfer)} goes before {self._tile(kept)} on the {self._port(transfer, kept)}"
+            )
+        sides = int(traffic.sender[transfer]), int(traffic.receiver[transfer])
+        return max(sides, key=lambda side: times.reached[side]), float(times.ready[transfer])
+
+    def _transfer_step(self, transfer: int, start: float, end: float, words: str) -> Step:
+        source, target, round_ = self._ends(transfer)
+        text = f"{words} ({self._traffic.bytes[transfer] / 1e6:.3g} MB, {milliseconds(end - start)})"
+        return Step("transfer", target, start, end, round_, source, text)
+
+    def _ends(self, transfer: int) -> tuple[int, int, int]:
+        sender, receiver = self._traffic.sender[transfer], self._traffic.receiver[transfer]
+        script = self._script
+        return int(script.rank[sender]), int(script.rank[receiver]), int(script.round[sender])
+
+    def _name(self, transfer: int) -> str:
+        return TENSOR_NAMES[Tensor(int(self._traffic.tensor[transfer]))]
+
+    def _tile(self, transfer: int) -> str:
+        source, target, round_ = self._ends(transfer)
+        return f"{self._name(transfer)} from rank {source} to rank {target} (round {round_})"
+
+    def _for_what(self, transfer: int, launch: int) -> str:
+        source, target, _ = self._ends(transfer)
+        if self._traffic.receiver[transfer] == launch:
+            return f"for {self._name(transfer)} from rank {source}"
+        return f"until rank {target} has {self._name(transfer)}"
+
+    def _port(self, first: int, second: int) -> str:
+        """The port that both use."""
+        source, target, _ = self._ends(second)
+        out = self._traffic.out_port
+        kind = "link" if out[second] < len(self._script.ptr) - 1 else "NIC"
+        return f"{kind} out of rank {source}" if out[first] == out[second] else f"{kind} into rank {target}"

@@ -1,0 +1,146 @@
+"""Timelines as Chrome trace events, the JSON that ui.perfetto.dev and chrome://tracing open.
+
+    process   a rank
+    thread 0  its compute stream: instructions, and waits that found something to wait for
+    thread c  channel c - 1: rounds, from when the channel takes one up until it is complete
+    arrow     a transfer, from the sender's round to the receiver's; it ends where the transfer is halfway, so that it
+              points into the round and not to its edge
+
+Format: "Trace Event Format" (Google), complete events (X), metadata (M) and flows (s, f); times in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Tensor
+from apportion.ir.plan import Plan
+from apportion.planner.simulate.path import Step
+from apportion.planner.simulate.program import LAUNCH, Ints
+
+if TYPE_CHECKING:
+    from apportion.planner.simulate.timeline import Run
+
+DEFAULT_RANKS = 64
+
+Event = dict[str, Any]
+
+
+def build_trace(
+    plan: Plan, runs: Sequence[Run], path: Sequence[Step], ranks: Sequence[int] | None, most: int
+) -> dict[str, Any]:
+    """The trace of some ranks. Raises ConfigError for a rank that is not there."""
+    shown = _chosen(plan.header.ranks, path, ranks, most)
+    events = [event for rank in shown for event in _names(plan, rank, _channels(runs, rank))]
+    start, flow = 0.0, 0
+    for run in runs:
+        events += [event for rank in shown for event in _slices(run, rank, start)]
+        arrows = list(_arrows(run, np.array(shown), start, flow))
+        events += arrows
+        flow += len(arrows) // 2
+        start += run.makespan_us
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _about(plan, shown)}
+
+
+def _chosen(count: int, path: Sequence[Step], ranks: Sequence[int] | None, most: int) -> list[int]:
+    if ranks is None:
+        first = dict.fromkeys([step.rank for step in path][::-1] + list(range(count)))
+        return sorted(list(first)[:most])
+    for rank in ranks:
+        if not 0 <= rank < count:
+            raise ConfigError("ranks", rank, f"must be in [0, {count})", "name ranks that are there")
+    return sorted(set(ranks))
+
+
+def _about(plan: Plan, shown: list[int]) -> dict[str, Any]:
+    return {
+        "recipe": plan.header.recipe,
+        "plan": plan.id.hex(),
+        "ranks": plan.header.ranks,
+        "ranks_shown": shown,
+        "complete": len(shown) == plan.header.ranks,
+    }
+
+
+def _channels(runs: Sequence[Run], rank: int) -> list[int]:
+    return sorted({int(c) for run in runs for c in np.unique(run.script.channel[run.script.rank == rank])})
+
+
+def _names(plan: Plan, rank: int, channels: list[int]) -> Iterator[Event]:
+    node = plan.request.cluster.node_of(rank)
+    yield _meta("process_name", rank, 0, name=f"rank {rank} (node {node})")
+    yield _meta("process_sort_index", rank, 0, sort_index=rank)
+    threads = {0: "compute"} | {1 + channel: f"channel {channel}" for channel in channels}
+    for thread, name in threads.items():
+        yield _meta("thread_name", rank, thread, name=name)
+        yield _meta("thread_sort_index", rank, thread, sort_index=thread)
+
+
+def _meta(what: str, rank: int, thread: int, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+
+
+def _slices(run: Run, rank: int, start: float) -> Iterator[Event]:
+    script, times = run.script, run.times
+    first = int(script.ptr[rank])
+    for at in range(first, int(script.ptr[rank + 1])):
+        name, launch = OP_NAMES[Op(int(run.op[at]))], int(script.launch[at])
+        if launch >= 0:
+            name += f" {script.round[launch]}"
+        if times.end[at] > times.begin[at]:
+            yield _slice(run, rank, 0, name, start, times.begin[at], times.end[at], instruction=at - first)
+        if script.role[at] == LAUNCH:
+            yield _round(run, rank, launch, start)
+
+
+def _round(run: Run, rank: int, launch: int, start: float) -> Event:
+    script, traffic, times = run.script, run.traffic, run.times
+    mine: Ints = script.ends[script.end_ptr[launch] : script.end_ptr[launch + 1]]
+    args = {
+        way: int(traffic.bytes[mine[side[mine] == launch]].sum())
+        for way, side in (("sent_bytes", traffic.sender), ("received_bytes", traffic.receiver))
+    }
+    name, thread = f"round {script.round[launch]}", 1 + int(script.channel[launch])
+    return _slice(run, rank, thread, name, start, times.reached[launch], times.done[launch], **args)
+
+
+def _slice(
+    run: Run, rank: int, thread: int, name: str, start: float, begin: float, end: float, **args: int
+) -> Event:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": f"{run.kind} {run.phase}",
+        "pid": rank,
+        "tid": thread,
+        "ts": round(float(start + begin), 3),
+        "dur": round(float(end - begin), 3),
+        "args": {name: int(value) for name, value in args.items()},
+    }
+
+
+def _arrows(run: Run, shown: Ints, start: float, number: int) -> Iterator[Event]:
+    """Two events for each transfer between ranks that are shown."""
+    script, traffic, times = run.script, run.traffic, run.times
+    ends = [(script.rank[side], 1 + script.channel[side]) for side in (traffic.sender, traffic.receiver)]
+    begin = start + times.start
+    halfway = begin + (traffic.wire_us + traffic.latency_us) / 2
+    for transfer in np.flatnonzero(np.isin(ends[0][0], shown) & np.isin(ends[1][0], shown)).tolist():
+        name = TENSOR_NAMES[Tensor(int(traffic.tensor[transfer]))]
+        for (rank, thread), when, ph in zip(
+            ends, (begin, halfway), ({"ph": "s"}, {"ph": "f", "bp": "e"}), strict=True
+        ):
+            yield {
+                **ph,
+                "id": number,
+                "name": name,
+                "cat": "transfer",
+                "pid": int(rank[transfer]),
+                "tid": int(thread[transfer]),
+                "ts": round(float(when[transfer]), 3),
+            }
+        number += 1

@@ -1,0 +1,215 @@
+"""The four kinds of solvers: what goes in and what comes out, as arrays and nothing else.
+
+    kind        problem              result        built in
+    partition   PartitionProblem     Partition     lpt
+    colouring   ColouringProblem     Colouring     matching
+    transport   TransportProblem     Transport     flow
+    grouping    GroupingProblem      Grouping      ilp
+
+A solver is a function (problem, budget) -> result. It is deterministic unless the wall clock cut it, its value does
+not depend on the order of the items, it says why it stopped, and it keeps to the budget. `kit` checks all of that.
+A problem that no answer can serve ends INFEASIBLE; arrays that do not fit together raise ConfigError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import ConfigError
+from apportion.planner.solvers.status import Budget, Termination
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionProblem:
+    """K items into `bins` so that the heaviest bin (weight over speed) is light.
+
+    weights, sizes: int64 [K], >= 0; cap: the largest sum of sizes in one bin; speeds: float64 [bins], default 1.
+    """
+
+    weights: Ints
+    sizes: Ints
+    bins: int
+    cap: int
+    speeds: Floats | None = None
+
+    def __post_init__(self) -> None:
+        same_length("weights", self.weights, "sizes", self.sizes)
+        positive("bins", self.bins)
+        if self.speeds is not None and len(self.speeds) != self.bins:
+            raise ConfigError("speeds", len(self.speeds), f"must be {self.bins}, one a bin", "leave it out")
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """bin: int64 [K], -1 where no bin had room. The value is the heaviest bin's weight over its speed."""
+
+    bin: Ints
+    termination: Termination
+
+
+@dataclass(frozen=True, eq=False)
+class ColouringProblem:
+    """Edges src -> dst, integers [E] in [0, ranks), into as few matchings as possible."""
+
+    src: Ints
+    dst: Ints
+    ranks: int
+
+    def __post_init__(self) -> None:
+        same_length("src", self.src, "dst", self.dst)
+        positive("ranks", self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class Colouring:
+    """colour: integers [E]; edges of one colour share no sender and no receiver. The value is the number of colours."""
+
+    colour: Ints
+    termination: Termination
+
+
+@dataclass(frozen=True)
+class TwoLevelCost:
+    """A row costs `intra` within a node of `ranks_per_node` consecutive ranks and `inter` between nodes, which is no
+    less."""
+
+    ranks_per_node: int
+    intra: float
+    inter: float
+
+    def __post_init__(self) -> None:
+        positive("cost.ranks_per_node", self.ranks_per_node)
+        if not 0 <= self.intra <= self.inter < np.inf:
+            rule = "must be costs with 0 <= intra <= inter"
+            raise ConfigError("cost", (self.intra, self.inter), rule, "give any other cost as a matrix")
+
+    def matrix(self, ranks: int) -> Floats:
+        """float64 [ranks, ranks]"""
+        node = np.arange(ranks) // self.ranks_per_node
+        return np.where(node[:, None] == node[None, :], self.intra, self.inter).astype(np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class TransportProblem:
+    """Move rows from ranks that have too many to ranks that have too few.
+
+    surplus: int64 [ranks], adds up to 0; positive sends, negative receives.
+    cost: of one row from rank to rank, float64 [ranks, ranks] >= 0, or two levels.
+    objective: "sum" of all costs, or "minmax": the rank that pays most, for what it sends or for what it receives.
+    """
+
+    surplus: Ints
+    cost: Floats | TwoLevelCost
+    objective: Literal["sum", "minmax"] = "sum"
+
+    def __post_init__(self) -> None:
+        if int(self.surplus.sum()):
+            raise ConfigError(
+                "surplus", int(self.surplus.sum()), "must add up to 0", "send no more than is wanted"
+            )
+        if self.objective not in ("sum", "minmax"):
+            raise ConfigError("objective", self.objective, "must be sum or minmax", "write minmax")
+        _check_cost(self.cost, len(self.surplus))
+
+    @property
+    def matrix(self) -> Floats:
+        """float64 [ranks, ranks]: cost of one row."""
+        return self.cost.matrix(len(self.surplus)) if isinstance(self.cost, TwoLevelCost) else self.cost
+
+
+@dataclass(frozen=True, eq=False)
+class Transport:
+    """`rows` rows go from rank `src` to rank `dst`: int64 [flows], rows > 0, each pair once, ordered by src and dst."""
+
+    src: Ints
+    dst: Ints
+    rows: Ints
+    termination: Termination
+
+
+@dataclass(frozen=True, eq=False)
+class GroupingProblem:
+    """FlexSP's problem: groups of ranks, and a group for each of K sequences, so that the slowest group is quick.
+
+    times: float64 [K, D], the time of each sequence in a group of each degree, infinity where it must not be;
+    sizes: int64 [K] tokens; degrees: int64 [D] ranks of a group, rising; ranks: of all groups together, at most;
+    cap: tokens a rank, so a group of P ranks holds at most P * cap.
+    """
+
+    times: Floats
+    sizes: Ints
+    degrees: Ints
+    ranks: int
+    cap: int
+
+    def __post_init__(self) -> None:
+        same_length("times", self.times, "sizes", self.sizes)
+        positive("ranks", self.ranks)
+        if self.times.ndim != 2 or self.times.shape[1] != len(self.degrees) or not len(self.degrees):
+            raise ConfigError(
+                "times", self.times.shape, "must have a column a degree", "write one time for each"
+            )
+        if self.degrees[0] < 1 or (np.diff(self.degrees) <= 0).any():
+            raise ConfigError("degrees", self.degrees.tolist(), "must rise from 1 or more", "sort them")
+        if np.isnan(self.times).any() or (self.times < 0).any():
+            raise ConfigError("times", float(self.times.min()), "must not be negative", "use inf to forbid")
+
+
+@dataclass(frozen=True, eq=False)
+class Grouping:
+    """degree: int64 [groups], falling; group: int64 [K], -1 without an answer; time: float64 [groups].
+
+    The value is the largest time."""
+
+    degree: Ints
+    group: Ints
+    time: Floats
+    termination: Termination
+
+
+P = TypeVar("P", contravariant=True)
+R = TypeVar("R", covariant=True)
+
+
+class Solver(Protocol[P, R]):
+    """What an Entry loads."""
+
+    def __call__(self, problem: P, budget: Budget) -> R: ...
+
+
+#: kind -> (problem, result)
+KINDS: dict[str, tuple[type[Any], type[Any]]] = {
+    "partition": (PartitionProblem, Partition),
+    "colouring": (ColouringProblem, Colouring),
+    "transport": (TransportProblem, Transport),
+    "grouping": (GroupingProblem, Grouping),
+}
+
+
+def same_length(name: str, one: NDArray[Any], other_name: str, other: NDArray[Any]) -> None:
+    """Raises ConfigError where two columns differ in length."""
+    if len(one) != len(other):
+        rule = f"must have as many entries as {other_name} ({len(other)})"
+        raise ConfigError(name, len(one), rule, "give one entry an item")
+
+
+def positive(name: str, value: int) -> None:
+    """Raises ConfigError for a count below 1."""
+    if value < 1:
+        raise ConfigError(name, value, "must be at least 1", "use 1 or more")
+
+
+def _check_cost(cost: Floats | TwoLevelCost, ranks: int) -> None:
+    if isinstance(cost, TwoLevelCost):
+        return
+    if cost.shape != (ranks, ranks):
+        raise ConfigError("cost", cost.shape, f"must be [{ranks}, {ranks}]", "write a cost for each pair")
+    if not np.isfinite(cost).all() or (cost < 0).any():
+        raise ConfigError("cost", float(cost.min()), "must be finite and not negative", "price every pair")

@@ -1,0 +1,90 @@
+"""PuLP models on HiGHS: one thread, a fixed seed, and a status that says what happened.
+
+PuLP calls an answer optimal that a time limit cut, and knows no name for the one that a node limit cut; HiGHS itself
+tells both apart, so it is asked. Needs pulp and highspy: import this inside a function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import highspy
+import pulp
+
+from apportion.planner.solvers.status import Clock, Limit, Status
+
+_SEED = 0
+_ENDS = {
+    highspy.HighsModelStatus.kOptimal: (Status.OPTIMAL, None),
+    highspy.HighsModelStatus.kInfeasible: (Status.INFEASIBLE, None),
+    highspy.HighsModelStatus.kObjectiveTarget: (Status.FEASIBLE, Limit.GAP),
+    highspy.HighsModelStatus.kTimeLimit: (Status.FEASIBLE, Limit.TIME),
+    highspy.HighsModelStatus.kSolutionLimit: (Status.FEASIBLE, Limit.STEPS),
+    highspy.HighsModelStatus.kIterationLimit: (Status.FEASIBLE, Limit.STEPS),
+    highspy.HighsModelStatus.kInterrupt: (Status.FEASIBLE, Limit.TIME),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a model was left: its variables hold an answer where `status` is OPTIMAL or FEASIBLE.
+
+    bound: of the objective (minimised), minus infinity where nothing is known."""
+
+    status: Status
+    limit: Limit | None
+    bound: float
+
+
+class _Engine(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's HiGHS, started from the values that the variables hold."""
+
+    run: Run
+
+    def callSolver(self, lp: pulp.LpProblem) -> None:
+        start = [variable.varValue for variable in lp.variables()]
+        if all(value is not None for value in start):
+            solution = highspy.HighsSolution()
+            solution.col_value = start
+            lp.solverModel.setSolution(solution)
+        lp.solverModel.run()
+
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
+        info = lp.solverModel.getInfo()
+        found = info.primal_solution_status == highspy.kSolutionStatusFeasible
+        self.run = _run(lp.solverModel.getModelStatus(), found, info.mip_dual_bound)
+        if found:
+            values = lp.solverModel.getSolution().col_value
+            for variable, value in zip(lp.variables(), values, strict=True):
+                variable.varValue = value
+        if self.run.status is Status.OPTIMAL:
+            return pulp.LpStatusOptimal, pulp.LpSolutionOptimal
+        if found:
+            return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
+        return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
+
+
+def _run(end: highspy.HighsModelStatus, found: bool, bound: float) -> Run:
+    status, limit = _ENDS.get(end, (Status.FEASIBLE, None))
+    if status is Status.FEASIBLE and not found:
+        status = Status.NO_SOLUTION
+    return Run(status, limit, bound)
+
+
+def solve_model(
+    model: pulp.LpProblem, clock: Clock, nodes: int, gap: float = 0.0, target: float | None = None
+) -> Run:
+    """Minimise a PuLP model; its variables get the answer, and give the start where all of them have a value.
+
+    nodes: of the search tree, at most; gap: relative, good enough; target: an objective that is good enough.
+    """
+    if clock.expired:
+        return Run(Status.NO_SOLUTION, Limit.TIME, -float("inf"))
+    options: dict[str, Any] = {"random_seed": _SEED, "mip_max_nodes": nodes, "parallel": "off"}
+    if target is not None:
+        options["objective_target"] = target
+    left = clock.left_s if clock.left_s < 1e9 else None
+    engine = _Engine(msg=False, threads=1, gapRel=gap, timeLimit=left, **options)
+    model.solve(engine)
+    return engine.run

@@ -1,0 +1,244 @@
+"""Group sizes, and sequences to groups, so that the slowest group is quick (FlexSP, section 4).
+
+From both sides: a greedy mix and local search (`mixing`) give answers; integer programs (`mixed_programs`) give bounds
+and better answers. First the small program is asked for time limits between the bound and the best answer, by
+bisection: each no raises the bound, each yes proposes counts of groups to the search. What gap is left goes to the
+program of the whole problem, started from the best answer. Where that program is small it is complete, its own bound
+counts, and the answer may be proven; else it sees the most promising counts only.
+
+FlexSP solves one program a count of microbatches under a wall clock. Here the search ends by steps, so that equal
+problems have equal answers, unless a deadline is given and comes first; then the status says FEASIBLE(time).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import CapacityError, MissingDependencyError
+from apportion.planner.solvers.contracts import Grouping, GroupingProblem
+from apportion.planner.solvers.mixing import Mix, greedy_mix, improve, polish
+from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+
+#: nodes of each search tree where the budget says nothing
+DEFAULT_NODES = 200
+# counts of groups that local search tries, and kicks that each of the best gets, for this many sequences x ranks
+_STEPS, _POLISHED, _KICKS, _USUAL_SIZE = 1500, 10, 200, 4096
+# effort of the searches that follow a program, which start nearer
+_LATER = 0.4
+# local search does not aim below this share of the best value: what it cannot reach only misleads it
+_AIM = 0.985
+# bisection ends here: what is left is not for want of a better limit
+_PROBES, _FINE = 16, 1.0005
+# programs of the whole problem with at most this many choices are complete
+_COMPLETE = 1200
+# HiGHS keeps constraints within 1e-6
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is known: the best mix, a lower bound, counts of groups that no program has refuted, and
+    how many programs were asked."""
+
+    best: Mix | None
+    bound: float
+    counts: tuple[int, ...] | None = None
+    probes: int = 0
+
+    def with_mix(self, mix: Mix | None) -> _State:
+        better = mix is not None and (self.best is None or mix.value < self.best.value)
+        return replace(self, best=mix) if better else self
+
+    def done(self, budget: Budget) -> bool:
+        return self.best is not None and budget.reached(self.best.value, self.bound * (1 + _TOLERANCE))
+
+
+def solve(problem: GroupingProblem, budget: Budget) -> Grouping:
+    """Groups and assignment, never slower than `greedy`'s.
+
+    OPTIMAL where value and bound agree within 1e-6; FEASIBLE(gap) where they are as near as the budget asks;
+    else FEASIBLE or NO_SOLUTION with the limit that came first. Raises CapacityError where a sequence, or all together,
+    are more than the ranks hold, and MissingDependencyError.
+    """
+    clock = budget.start()
+    order, case = _canonical(problem)
+    check_capacity(case)
+    state = _State(None, _simple_bound(case))
+    if not np.isfinite(state.bound):
+        return _no_groups(problem, Termination(Status.INFEASIBLE, state.bound))
+    state = state.with_mix(greedy_mix(case, state.bound))
+    state, limit = _search(case, state, budget, clock)
+    if state.best is None:
+        status = Status.INFEASIBLE if limit is None else Status.NO_SOLUTION
+        return _no_groups(problem, Termination(status, state.bound, limit=limit))
+    return _answer(problem, order, state.best, state.bound, limit)
+
+
+def greedy(problem: GroupingProblem) -> Grouping:
+    """The greedy mix alone, with the simple bound: rank-time over ranks, and the slowest sequence at its quickest."""
+    order, case = _canonical(problem)
+    check_capacity(case)
+    bound = _simple_bound(case)
+    mix = greedy_mix(case, bound) if np.isfinite(bound) else None
+    if mix is None:
+        return _no_groups(problem, Termination(Status.NO_SOLUTION, bound))
+    return _answer(problem, order, mix, bound, None)
+
+
+def check_capacity(problem: GroupingProblem) -> None:
+    """Raises CapacityError where a sequence, or all together, are more than the ranks hold."""
+    degrees = problem.degrees[problem.degrees <= problem.ranks]
+    largest = int(degrees.max(initial=0))
+    longest, total = int(problem.sizes.max(initial=0)), int(problem.sizes.sum())
+    if longest > largest * problem.cap:
+        raise CapacityError(
+            f"a sequence of {longest} tokens: the largest group, {largest} of {problem.ranks} ranks at {problem.cap} "
+            f"tokens each, holds {largest * problem.cap}: use more ranks, a higher cap or a shorter sequence"
+        )
+    if total > problem.ranks * problem.cap:
+        raise CapacityError(
+            f"{total} tokens: {problem.ranks} ranks at {problem.cap} tokens each hold {problem.ranks * problem.cap}: "
+            f"use more ranks, a higher cap or fewer sequences"
+        )
+
+
+def _canonical(problem: GroupingProblem) -> tuple[Ints, GroupingProblem]:
+    """The sequences by falling size, so that their order does not matter, with degrees that there are ranks for and
+    no degree that cannot hold a sequence."""
+    order = np.lexsort((*(-problem.times.T), -problem.sizes))
+    degrees = problem.degrees[problem.degrees <= problem.ranks]
+    times, sizes = problem.times[order][:, : len(degrees)].copy(), problem.sizes[order]
+    times[sizes[:, None] > problem.cap * degrees] = np.inf
+    if not len(degrees):
+        degrees, times = problem.degrees[:1], np.full((len(order), 1), np.inf)
+    return order, replace(problem, times=times, sizes=sizes, degrees=degrees)
+
+
+def _simple_bound(problem: GroupingProblem) -> float:
+    slowest = problem.times.min(1).max(initial=0.0)
+    return float(max(slowest, (problem.times * problem.degrees).min(1).sum() / problem.ranks))
+
+
+def _search(
+    case: GroupingProblem, state: _State, budget: Budget, clock: Clock
+) -> tuple[_State, Limit | None]:
+    if state.best is not None and not state.done(budget):
+        state = _by_local_search(case, state, [state.best.counts(len(case.degrees))], budget, clock)
+    if state.done(budget):
+        return state, Limit.GAP
+    _need_programs()
+    nodes = DEFAULT_NODES if budget.steps is None else int(budget.steps)
+    complete = _is_complete(case)
+    if state.best is not None and not complete:
+        state = _by_bisection(case, state, budget, clock, nodes)
+    if state.done(budget) or clock.expired:
+        return state, Limit.TIME if clock.expired else Limit.GAP
+    return _by_slots(case, state, budget, clock, nodes, complete)
+
+
+def _by_local_search(
+    case: GroupingProblem,
+    state: _State,
+    seeds: list[tuple[int, ...]],
+    budget: Budget,
+    clock: Clock,
+    effort: float = 1.0,
+) -> _State:
+    goal = state.bound * (1 + budget.gap)
+    if state.best is not None:
+        goal = max(goal, _AIM * state.best.value)
+    share = effort * min(1.0, _USUAL_SIZE / (len(case.sizes) * case.ranks))
+    mixes = improve(case, seeds, max(20, int(_STEPS * share)), goal, clock)
+    for mix in mixes[: max(2, int(_POLISHED * share))]:
+        state = state.with_mix(polish(case, mix, max(20, int(_KICKS * share)), goal, clock, state.probes))
+        if state.done(budget):
+            break
+    return state
+
+
+def _by_bisection(case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int) -> _State:
+    """Raise the bound by what the small program refutes; follow the counts that it finds."""
+    from apportion.planner.solvers.mixed_programs import mix_for
+
+    high = np.inf if state.best is None else state.best.value
+    limit = high / (1 + budget.gap)
+    for probe in range(_PROBES):
+        answer = mix_for(case, limit, clock, nodes)
+        state = replace(state, probes=probe + 1)
+        if answer.refuted:
+            state = replace(state, bound=max(state.bound, limit))
+        else:
+            high = limit
+        if answer.counts:
+            state = replace(state, counts=answer.counts)
+            state = _by_local_search(case, state, [answer.counts], budget, clock, _LATER)
+        if state.done(budget) or clock.expired or high <= _FINE * state.bound:
+            break
+        limit = (max(state.bound, 1e-9 * high) * high) ** 0.5
+    return state
+
+
+def _most_counts(case: GroupingProblem) -> Ints:
+    """int64 [degrees]: groups of each degree that an answer may need."""
+    return np.minimum(case.ranks // case.degrees, np.isfinite(case.times).sum(0))
+
+
+def _is_complete(case: GroupingProblem) -> bool:
+    return int(_most_counts(case).sum()) * len(case.sizes) <= _COMPLETE
+
+
+def _by_slots(
+    case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int, complete: bool
+) -> tuple[_State, Limit | None]:
+    """The program of the whole problem, over all counts or the promising ones."""
+    from apportion.planner.solvers.mixed_programs import slots
+
+    counts = _most_counts(case)
+    if not complete and state.best is not None:
+        seen = [state.best.counts(len(counts)), state.counts or ()]
+        counts = np.array([max(some) for some in zip(*(c for c in seen if c), strict=True)], np.int64)
+    mix, run = slots(case, counts, state.best, state.bound, clock, nodes, budget.gap)
+    state = state.with_mix(mix)
+    if not complete:
+        return state, Limit.GAP if state.done(budget) else run.limit or Limit.STEPS
+    if run.status is Status.INFEASIBLE and state.best is None:
+        return replace(state, bound=np.inf), None
+    return replace(state, bound=max(state.bound, run.bound)), run.limit
+
+
+def _need_programs() -> None:
+    for package in ("pulp", "highspy"):
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise MissingDependencyError(package, "solvers", "solver ilp") from error
+
+
+def _no_groups(problem: GroupingProblem, termination: Termination) -> Grouping:
+    none = np.zeros(0, np.int64)
+    return Grouping(none, np.full(len(problem.sizes), -1), none.astype(np.float64), termination)
+
+
+def _answer(problem: GroupingProblem, order: Ints, mix: Mix, bound: float, limit: Limit | None) -> Grouping:
+    """The mix in the caller's order of sequences: empty groups left out, the largest groups first, then the slowest."""
+    used = np.unique(mix.group)
+    ranked = used[np.lexsort((used, -mix.time[used], -mix.column[used]))]
+    place = np.full(len(mix.column), -1)
+    place[ranked] = np.arange(len(ranked))
+    group = np.empty(len(order), np.int64)
+    group[order] = place[mix.group]
+    degree, time = problem.degrees[mix.column[ranked]], mix.time[ranked]
+    return Grouping(degree, group, time, _termination(mix.value, bound, limit))
+
+
+def _termination(value: float, bound: float, limit: Limit | None) -> Termination:
+    if value <= bound * (1 + _TOLERANCE):
+        return Termination(Status.OPTIMAL, min(bound, value), value)
+    return Termination(Status.FEASIBLE, bound, value, limit)

@@ -1,0 +1,347 @@
+"""A quick mix of group sizes, and its improvement by local search: what `ilp` starts from.
+
+The mix is first-fit decreasing for a time limit T, the least T found by bisection (the dual approximation of Hochbaum
+and Shmoys, 1987): each sequence needs the smallest degree that keeps it within T, goes where its rank-time is least
+and the fit tightest, and opens a group of its own degree otherwise.
+
+The search then walks over counts of groups: one group is split or some are merged, the sequences are spread anew, and
+moves and swaps out of the slowest group follow while they help.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.jit import jit
+from apportion.planner.solvers.contracts import GroupingProblem
+from apportion.planner.solvers.status import Clock
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+
+_BISECTIONS = 24
+# a descent ends much earlier; this is for degenerate ties
+_MOST_EXCHANGES = 500
+_LEAST_GAIN = 1e-12
+# sequences that a kick sends elsewhere: with three, descents still end near by
+_KICK = 3
+# steps of annealing for each kick; temperatures as shares of the goal, from and to (0.003 to 0.3 and 0.0003 to 0.003
+# were tried)
+_ANNEALS, _HOT, _COLD = 500, 0.01, 0.001
+
+
+@dataclass(frozen=True, eq=False)
+class Mix:
+    """column: int64 [groups], the column of each group's degree; group: int64 [K]; time: float64 [groups]."""
+
+    column: Ints
+    group: Ints
+    time: Floats
+
+    @property
+    def value(self) -> float:
+        return float(self.time.max(initial=0.0))
+
+    def counts(self, columns: int) -> tuple[int, ...]:
+        """How many groups of each degree."""
+        return tuple(np.bincount(self.column, minlength=columns).tolist())
+
+
+def greedy_mix(problem: GroupingProblem, bound: float) -> Mix | None:
+    """The greedy mix, or None where it runs out of ranks or tokens at any speed. bound: below the optimum."""
+    finite = problem.times[np.isfinite(problem.times)]
+    low, high = bound, float(finite.sum())
+    best = _first_fit_mix(problem, max(low, high))
+    if best is None:
+        return None
+    for _ in range(_BISECTIONS):
+        if best.value <= low * (1 + 1e-6):
+            break
+        middle = (max(low, 1e-9 * best.value) * best.value) ** 0.5
+        tried = _first_fit_mix(problem, middle)
+        low, best = (middle, best) if tried is None else (low, tried)
+    return best
+
+
+def _first_fit_mix(problem: GroupingProblem, limit: float) -> Mix | None:
+    rooms = problem.cap * problem.degrees
+    columns, group = _first_fit(
+        problem.times, problem.sizes, problem.degrees, rooms, problem.ranks, limit * (1 + 1e-12)
+    )
+    return None if len(group) < len(problem.sizes) else mix_of(problem, columns, group)
+
+
+def mix_of(problem: GroupingProblem, column: Ints, group: Ints) -> Mix:
+    """The mix of these groups, with its times."""
+    return Mix(column, group, _times(problem, column, group))
+
+
+def _times(problem: GroupingProblem, column: Ints, group: Ints) -> Floats:
+    own = problem.times[np.arange(len(group)), column[group]]
+    return np.bincount(group, own, len(column)).astype(np.float64, copy=False)
+
+
+@jit
+def _first_fit(
+    times: Floats, sizes: Ints, degrees: Ints, rooms: Ints, ranks: int, limit: float
+) -> tuple[Ints, Ints]:
+    """(columns, group), an empty group where not all fit."""
+    items, columns = times.shape
+    need = np.zeros(items, np.int64)
+    for k in range(items):
+        while need[k] < columns and not times[k, need[k]] <= limit:
+            need[k] += 1
+        if need[k] == columns:
+            return need, np.zeros(0, np.int64)
+    keys = np.empty(items, np.float64)
+    for k in range(items):
+        keys[k] = -need[k] * 4.0 - times[k, need[k]] / limit
+    group, left = np.zeros(items, np.int64), ranks
+    column, load, used = np.zeros(ranks, np.int64), np.zeros(ranks, np.float64), np.zeros(ranks, np.int64)
+    groups = 0
+    for k in np.argsort(keys, kind="mergesort"):
+        best, least, tightest = -1, np.inf, np.inf
+        for g in range(groups):
+            c = column[g]
+            room = limit - load[g] - times[k, c]
+            if room < 0 or used[g] + sizes[k] > rooms[c]:
+                continue
+            spent = times[k, c] * degrees[c]
+            if spent < least or (spent == least and room < tightest):
+                best, least, tightest = g, spent, room
+        if best < 0:
+            if degrees[need[k]] > left:
+                return need, np.zeros(0, np.int64)
+            best, groups = groups, groups + 1
+            column[best] = need[k]
+            left -= degrees[need[k]]
+        group[k] = best
+        load[best] += times[k, column[best]]
+        used[best] += sizes[k]
+    return column[:groups].copy(), group
+
+
+# ---- search over counts of groups
+
+
+def improve(
+    problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, goal: float, clock: Clock
+) -> list[Mix]:
+    """Mixes of `steps` counts, best first: the seeds' and, from the best known on, their neighbours'. Ends at `goal`."""
+    seen: set[tuple[int, ...]] = set()
+    queue: list[tuple[float, tuple[int, ...]]] = []
+    mixes: list[Mix] = []
+    waiting = [_filled(problem, seed) for seed in seeds]
+    while len(seen) < steps and (waiting or queue) and not clock.expired:
+        if not waiting:
+            waiting = _neighbours(problem, heapq.heappop(queue)[1])
+            continue
+        counts = waiting.pop()
+        if counts in seen:
+            continue
+        seen.add(counts)
+        mix = spread(problem, counts)
+        heapq.heappush(queue, (np.inf if mix is None else mix.value, counts))
+        if mix is not None:
+            mixes.append(mix)
+            if mix.value <= goal:
+                break
+    return sorted(mixes, key=lambda mix: mix.value)
+
+
+def polish(problem: GroupingProblem, mix: Mix, kicks: int, goal: float, clock: Clock, seed: int) -> Mix:
+    """The mix after annealing towards `goal`, and then `kicks` times sending some sequences elsewhere and descending
+    again; never worse."""
+    draw = np.random.Generator(np.random.PCG64(seed))
+    mix = _annealed(problem, mix, kicks * _ANNEALS, goal, draw)
+    for _ in range(kicks):
+        if mix.value <= goal or clock.expired:
+            break
+        group = mix.group.copy()
+        group[draw.integers(len(group), size=_KICK)] = draw.integers(len(mix.column), size=_KICK)
+        if _fits(problem, mix.column, group):
+            tried = descend(problem, mix_of(problem, mix.column, group))
+            mix = tried if tried.value <= mix.value else mix
+    return mix
+
+
+def _fits(problem: GroupingProblem, column: Ints, group: Ints) -> bool:
+    used = np.bincount(group, problem.sizes, len(column))
+    allowed = np.isfinite(problem.times[np.arange(len(group)), column[group]]).all()
+    return bool(allowed and (used <= problem.cap * problem.degrees[column]).all())
+
+
+def _annealed(problem: GroupingProblem, mix: Mix, steps: int, goal: float, draw: np.random.Generator) -> Mix:
+    items, groups = len(mix.group), len(mix.column)
+    moved, to = draw.integers(items, size=steps), draw.integers(groups + items, size=steps)
+    rooms = problem.cap * problem.degrees[mix.column]
+    group = mix.group.copy()
+    _anneal(problem.times, problem.sizes, rooms, mix.column, group, goal, moved, to, draw.random(steps))
+    tried = descend(problem, mix_of(problem, mix.column, group))
+    return tried if tried.value < mix.value else mix
+
+
+@jit
+def _anneal(
+    times: Floats,
+    sizes: Ints,
+    rooms: Ints,
+    column: Ints,
+    group: Ints,
+    goal: float,
+    moved: Ints,
+    to: Ints,
+    chance: Floats,
+) -> None:
+    """Simulated annealing of the time above `goal`, summed over groups; `group` is left at the best one seen. Step s
+    moves sequence moved[s] to group to[s], or swaps it with sequence to[s] - groups. Tokens always fit."""
+    groups, steps = len(column), len(moved)
+    load, left = np.zeros(groups, np.float64), rooms.copy()
+    for k in range(len(group)):
+        load[group[k]] += times[k, column[group[k]]]
+        left[group[k]] -= sizes[k]
+    above = 0.0
+    for g in range(groups):
+        above += max(0.0, load[g] - goal)
+    now, least = group.copy(), above
+    heat = _HOT * goal
+    cooling = (_COLD / _HOT) ** (1.0 / max(1, steps))
+    for s in range(steps):
+        heat *= cooling
+        k, other = moved[s], to[s] - groups
+        g = now[k]
+        h = to[s] if other < 0 else now[other]
+        grows = sizes[k] if other < 0 else sizes[k] - sizes[other]
+        if h == g or left[h] < grows or left[g] < -grows:
+            continue
+        here, there = load[g] - times[k, column[g]], load[h] + times[k, column[h]]
+        if other >= 0:
+            here += times[other, column[g]]
+            there -= times[other, column[h]]
+        if not (here < np.inf and there < np.inf):
+            continue
+        worse = max(0.0, here - goal) - max(0.0, load[g] - goal)
+        worse += max(0.0, there - goal) - max(0.0, load[h] - goal)
+        if worse > 0 and chance[s] >= np.exp(-worse / heat):
+            continue
+        load[g], load[h], now[k] = here, there, h
+        left[g] += grows
+        left[h] -= grows
+        if other >= 0:
+            now[other] = g
+        above += worse
+        if above < least - _LEAST_GAIN * goal:
+            least = above
+            group[:] = now
+            if least <= _LEAST_GAIN * goal:
+                return
+
+
+def _filled(problem: GroupingProblem, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The counts, with idle ranks in groups as large as possible."""
+    filled, idle = list(counts), problem.ranks - int(np.dot(counts, problem.degrees))
+    for c in reversed(range(len(filled))):
+        more = idle // int(problem.degrees[c])
+        filled[c] += more
+        idle -= more * int(problem.degrees[c])
+    return tuple(filled)
+
+
+def _neighbours(problem: GroupingProblem, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Counts with one group split into the next smaller degree, or some merged into one of the next larger."""
+    found, degrees = [], problem.degrees.tolist()
+    for small in range(len(degrees) - 1):
+        parts = -(-degrees[small + 1] // degrees[small])
+        if counts[small] >= parts:
+            found.append(_changed(counts, small, -parts, 1))
+        if counts[small + 1]:
+            found.append(_changed(counts, small, degrees[small + 1] // degrees[small], -1))
+    return [_filled(problem, changed) for changed in found]
+
+
+def _changed(counts: tuple[int, ...], small: int, more: int, more_large: int) -> tuple[int, ...]:
+    changed = list(counts)
+    changed[small] += more
+    changed[small + 1] += more_large
+    return tuple(changed)
+
+
+def spread(problem: GroupingProblem, counts: tuple[int, ...]) -> Mix | None:
+    """A mix with these counts of groups, or None where the spreading finds no room for a sequence."""
+    column = np.repeat(np.arange(len(counts)), counts)[::-1].copy()
+    rooms = problem.cap * problem.degrees[column]
+    group = _list_schedule(problem.times, problem.sizes, column, rooms)
+    if (group < 0).any():
+        return None
+    return descend(problem, mix_of(problem, column, group))
+
+
+@jit
+def _list_schedule(times: Floats, sizes: Ints, column: Ints, rooms: Ints) -> Ints:
+    """Each sequence, longest first, to the group that it leaves quickest; -1 from the first one without room on."""
+    items, groups = len(times), len(column)
+    group, load, left = np.full(items, -1, np.int64), np.zeros(groups, np.float64), rooms.copy()
+    shortest = np.empty(items, np.float64)
+    for k in range(items):
+        shortest[k] = -times[k].min()
+    for k in np.argsort(shortest, kind="mergesort"):
+        best, least = -1, np.inf
+        for g in range(groups):
+            end = load[g] + times[k, column[g]]
+            if sizes[k] <= left[g] and end < least:
+                best, least = g, end
+        if best < 0:
+            return group
+        group[k] = best
+        load[best] = least
+        left[best] -= sizes[k]
+    return group
+
+
+def descend(problem: GroupingProblem, mix: Mix) -> Mix:
+    """Moves and swaps out of the slowest group, the best first, while the larger of the two times falls."""
+    column, group, time = mix.column, mix.group.copy(), mix.time.copy()
+    used = np.bincount(group, problem.sizes, len(column))
+    rooms = (problem.cap * problem.degrees[column]).astype(np.float64)
+    for _ in range(_MOST_EXCHANGES):
+        slow = int(time.argmax())
+        exchange = _best_exchange(problem, column, group, time, rooms - used, slow)
+        if exchange is None:
+            break
+        for item, to in exchange:
+            group[item] = to
+        used = np.bincount(group, problem.sizes, len(column))
+        time = _times(problem, column, group)
+    return Mix(column, group, time)
+
+
+def _best_exchange(
+    problem: GroupingProblem, column: Ints, group: Ints, time: Floats, left: Floats, slow: int
+) -> list[tuple[int, int]] | None:
+    """(sequence, its new group) of the move or swap after which the slower of its two groups is quickest."""
+    inside, outside = np.flatnonzero(group == slow), np.flatnonzero(group != slow)
+    times, sizes = problem.times, problem.sizes
+    here = times[inside, column[slow]]
+    moved = np.maximum(time[slow] - here[:, None], time + times[np.ix_(inside, column)])
+    moved[:, slow] = np.inf
+    moved[sizes[inside, None] > left] = np.inf
+    there = group[outside]
+    with np.errstate(invalid="ignore"):
+        back = time[slow] - here[:, None] + times[outside, column[slow]]
+        away = time[there] - times[outside, column[there]] + times[np.ix_(inside, column[there])]
+        swapped = np.maximum(back, away)
+    grows = sizes[inside, None] - sizes[outside]
+    swapped[(grows > left[there]) | (-grows > left[slow])] = np.inf
+    least = min(moved.min(initial=np.inf), swapped.min(initial=np.inf))
+    if not least < time[slow] * (1 - _LEAST_GAIN):
+        return None
+    if moved.min(initial=np.inf) == least:
+        i, g = divmod(int(moved.argmin()), moved.shape[1])
+        return [(int(inside[i]), g)]
+    i, j = divmod(int(swapped.argmin()), swapped.shape[1])
+    return [(int(inside[i]), int(there[j])), (int(outside[j]), slow)]

@@ -1,0 +1,325 @@
+"""The comparison: recipes on the shipped workloads and in the papers' settings, planned, verified and simulated.
+
+Run: python benchmarks/comparison.py (a quarter of an hour on one core). Writes all rows to
+benchmarks/results/comparison.json and the tables between the markers of docs/comparison.md. `--only NAME,...` measures
+some cases anew and keeps the other rows; `--only none` writes the tables alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apportion.bench import Source, cluster_of
+from apportion.cli.house import versions
+from apportion.cli.tables import COLUMNS, comparison_cells, remarks
+from apportion.compare import Setting, compare
+from apportion.ir import masks
+from apportion.ir.batch import Batch
+from apportion.ir.batch import Sequence as Sample
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.ir.policy import Recipe
+from apportion.ir.workload import lognormal_lengths, read_workload
+from apportion.planner.cost import CostModel
+from apportion.planner.recipes import entries, find_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/comparison.json"
+PAGE = ROOT / "docs/comparison.md"
+
+LLAMA_8B = Model(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, ffn=14336, layers=32)
+LLAMA_70B = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, layers=80)
+#: multi-head, as the paper says; the sizes are those of 3B models of that family (assumed)
+LLAMA_3B = Model(q_heads=32, kv_heads=32, head_dim=100, hidden=3200, ffn=8640, layers=26)
+
+Draw = Callable[[int, int], Batch]  # (tokens, seed) -> batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table: `draw` fills `ranks` x `tokens_per_rank` tokens for each seed."""
+
+    name: str
+    title: str
+    draw: Draw
+    ranks: int
+    tokens_per_rank: int
+    seeds: int
+    recipes: tuple[Recipe, ...]
+    baseline: str = "ring"
+    hardware: str = "h100"
+    model: Model = LLAMA_8B
+    unverified: tuple[str, ...] = ()
+
+    @property
+    def setting(self) -> Setting:
+        hardware = Hardware.load(self.hardware)
+        unverified = dict.fromkeys(self.unverified, "that takes more than a minute or 8 GB for one of them")
+        return Setting(cluster_of(self.ranks, None, hardware), self.model, hardware, unverified=unverified)
+
+
+# --- batches
+
+
+def code(tokens: int, seed: int) -> Batch:
+    """Source files of public repositories."""
+    return Source(read_workload(ROOT / "examples/code_lengths.json")).batch(tokens, seed)[0]
+
+
+def lognormal(tokens: int, seed: int) -> Batch:
+    """The documents of docs/performance.md."""
+    return Source().batch(tokens, seed)[0]
+
+
+def window(tokens: int, seed: int) -> Batch:
+    """The same, each token sees the 4096 up to itself."""
+    return Source(mask=masks.sliding_window(4096)).batch(tokens, seed)[0]
+
+
+def one_document(tokens: int, seed: int) -> Batch:
+    return Batch.from_lengths([tokens])
+
+
+def questions(tokens: int, seed: int) -> Batch:
+    """Prompts (log-normal, median 1024, sigma 1) with eight answers each (median 1024, sigma 1, at most 16K), until
+    the next would not fit; a causal document fills the rest."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    samples: list[Sample] = []
+    left = tokens
+    while True:
+        drawn = np.clip(np.rint(1024 * np.exp(rng.standard_normal(9))), 1, 16384).astype(np.int64).tolist()
+        if sum(drawn) >= left:
+            return Batch.from_sequences([*samples, Sample(left)])
+        samples.append(Sample(sum(drawn), masks.shared_question(drawn[0], drawn[1:])))
+        left -= sum(drawn)
+
+
+def documents(median: float, sigma: float) -> Draw:
+    """Log-normal documents of at most 512K tokens."""
+    return lambda tokens, seed: Batch.from_lengths(lognormal_lengths(seed, tokens, median, sigma))
+
+
+#: FCP publishes the family of its trace and its longest sequence, 512K, and neither median nor sigma. Two readings:
+#: half of the tokens in documents below 4K (its section 3.1), with sigma 1.5 assumed; and a heavy tail, assumed
+FCP_TRACES = {
+    "short": documents(median=4096 / float(np.exp(1.5**2)), sigma=1.5),
+    "long": documents(median=4096, sigma=1.6),
+}
+#: Zeppelin, Table 2: shares of sequences in bins of 0-1, 1-2, 2-4, ... 128-256 thousand tokens
+ZEPPELIN = {
+    "arxiv": (0.032, 0.03, 0.08, 0.219, 0.338, 0.224, 0.077, 0, 0),
+    "github": (0, 0.34, 0.095, 0.104, 0.107, 0.102, 0.088, 0.064, 0.045),
+    "prolong64k": (0.231, 0.042, 0.021, 0.012, 0.013, 0.008, 0.673, 0, 0),
+}
+
+
+def zeppelin(data: str) -> Draw:
+    """Lengths of one of Zeppelin's data sets: log-uniform inside the bins (assumed), those that do not fit skipped, the
+    last one cut."""
+    shares = np.array(ZEPPELIN[data]) / sum(ZEPPELIN[data])
+    edges = 1024 * 2.0 ** np.arange(-1, 9)  # the first bin from 512: shorter ones weigh nothing
+
+    def draw(tokens: int, seed: int) -> Batch:
+        rng = np.random.Generator(np.random.PCG64(seed))
+        bins = rng.choice(len(shares), 4096, p=shares)
+        drawn = edges[bins] * (edges[bins + 1] / edges[bins]) ** rng.random(4096)
+        lengths = np.rint(drawn[drawn <= tokens]).astype(np.int64)
+        last = int(np.searchsorted(np.cumsum(lengths), tokens))
+        kept = lengths[: last + 1]
+        return Batch.from_lengths([*kept[:-1].tolist(), tokens - int(kept[:-1].sum())])
+
+    return draw
+
+
+# --- recipes
+
+
+def with_steps(name: str, recipe: str, **steps: Any) -> Recipe:
+    """A named recipe with steps added or replaced."""
+    return Recipe(name, {**find_recipe(recipe).to_data()["steps"], **steps})
+
+
+def ulysses(name: str) -> Recipe:
+    """The recipe between nodes of eight, with heads split inside a node, as FCP's evaluation has it."""
+    return with_steps(name, name, inner={"ulysses": {"degree": 8}})
+
+
+ALL = tuple(entry.recipe for entry in entries().values())
+BLOCKS_2K = with_steps("fcp-2k", "fcp", shard={"blocks": {"block": 2048, "zigzag": True}})
+FCP_4K = with_steps(
+    "fcp",
+    "fcp",
+    shard={"blocks": {"block": 4096, "zigzag": True}},
+    schedule={"matchings": {"coalesce": 16, "buffers": 3}},
+    inner={"ulysses": {"degree": 8}},
+)
+NODE = with_steps(
+    "fcp-2k-node",
+    "fcp",
+    shard={"blocks": {"block": 2048, "zigzag": True}},
+    route={"node": {}},
+)
+OF_FCP = (
+    *(ulysses(name) for name in ("ring", "hybrid_dp", "wlb")),
+    FCP_4K,
+    replace(FCP_4K, name="fcp-reshuffled", steps={**FCP_4K.to_data()["steps"], "reshuffle": True}),
+)
+OF_ZEPPELIN = (*(find_recipe(name) for name in ("ring", "allgather", "hybrid_dp", "fcp")), NODE)
+
+SHIPPED = (
+    Case("code-8", "source files, causal, 8 ranks", code, 8, 32768, 5, (*ALL, BLOCKS_2K)),
+    Case("code-64", "source files, causal, 64 ranks", code, 64, 32768, 3, (*ALL, BLOCKS_2K)),
+    Case("code-256", "source files, causal, 256 ranks", code, 256, 32768, 1, (*ALL, BLOCKS_2K)),
+    Case("question-64", "a prompt and eight answers, 64 ranks", questions, 64, 32768, 3, (*ALL, BLOCKS_2K)),
+    Case("window-64", "window of 4096, 64 ranks", window, 64, 32768, 3, (*ALL, BLOCKS_2K)),
+    Case(
+        "document-64",
+        "one causal document of 2M tokens, 64 ranks",
+        one_document,
+        64,
+        32768,
+        1,
+        (*ALL, BLOCKS_2K),
+    ),
+)
+FCP = tuple(
+    Case(f"fcp-{trace}-{n}", f"FCP's setting, {trace} documents, {n} ranks", draw, n, 32768, 3, OF_FCP, "ring", "h20",
+         LLAMA_70B)
+    for trace, draw in FCP_TRACES.items()
+    for n in (16, 128, 256)
+)  # fmt: skip
+ZEP = tuple(
+    Case(f"zeppelin-{data}-{n}", f"Zeppelin's setting, {data}, {n} ranks", zeppelin(data), n, 4096, 10, OF_ZEPPELIN,
+         "ring", "a800", LLAMA_3B)
+    for data in ZEPPELIN
+    for n in (16, 32, 64)
+)  # fmt: skip
+SHARING = (
+    Case("node-1024", "1024 ranks, tiles straight or once a node", lognormal, 1024, 32768, 1, (BLOCKS_2K, NODE),
+         BLOCKS_2K.name),
+)  # fmt: skip
+CASES = (*SHIPPED, *FCP, *ZEP, *SHARING)
+
+
+# --- measuring
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The rows of a case, with what it takes to read them."""
+    batches = [case.draw(case.ranks * case.tokens_per_rank, seed) for seed in range(case.seeds)]
+    baseline = next(recipe for recipe in case.recipes if recipe.name == case.baseline)
+    start = time.perf_counter()
+    found = compare(
+        batches, case.recipes, baseline, case.setting, lambda done: print(".", end="", file=sys.stderr)
+    )
+    print(f" {case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    if found.broken:
+        raise SystemExit(f"{case.name}: plans of {', '.join(found.broken)} break a rule")
+    return {
+        "name": case.name,
+        "title": case.title,
+        "ranks": case.ranks,
+        "tokens_per_rank": case.tokens_per_rank,
+        "batches": case.seeds,
+        "sequences": [len(batch.lengths) for batch in batches],
+        "longest": [int(batch.lengths.max()) for batch in batches],
+        "hardware": case.hardware,
+        "cluster": case.setting.cluster.to_data(),
+        "model": case.model.to_data(),
+        "baseline": case.baseline,
+        "rows": [row.record() | _throughput(case, row.record()) for row in found.rows],
+    }
+
+
+def _throughput(case: Case, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Thousand tokens a second of whole layers, forward and backward: attention as simulated, then linear layers as
+    long as the rank with most tokens takes, their backward twice their forward."""
+    if row["status"] != "ok":
+        return {"ktokens_per_s": None}
+    fullest = row["tokens"] / row["ranks"] * (1 + row["imbalance"]["tokens"])
+    linear_us = 3 * float(CostModel(Hardware.load(case.hardware), case.model).linear_us(round(fullest)))
+    layer_ms = row["forward_ms"] + row["backward_ms"] + linear_us / 1e3
+    layers = case.model.layers_of("default")
+    return {"ktokens_per_s": round(row["tokens"] / (layer_ms * layers), 3)}
+
+
+# --- the page
+
+
+NOT_ON_PAGE = (
+    "busiest\nrank",
+    "peak work\nrows",
+    "verify\nms",
+    "largest\npart",
+    "remote pairs\n/ bound",
+    "block\ntokens",
+)
+
+
+def table(case: Mapping[str, Any]) -> str:
+    """A case as a Markdown table, with its refusals below."""
+    columns = [column for column in COLUMNS if column.title not in NOT_ON_PAGE]
+    extra = case["name"].startswith("zeppelin")
+    titles = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
+    lines = [
+        f"{case['ranks']} ranks x {case['tokens_per_rank']:,} tokens, {case['hardware']}, batches: {case['batches']}; "
+        f"sequences: {_range(case['sequences'])}, the longest {_range(case['longest'])} tokens",
+        "",
+        _line([*titles, *(["thousand tokens/s, whole layers"] if extra else [])]),
+        _line(["---"] + ["--:"] * (len(columns) - 1 + extra)),
+    ]
+    for row in case["rows"]:
+        cells = comparison_cells(row, columns)
+        lines.append(_line([*cells, *([f"{row['ktokens_per_s'] or 0:.1f}"] if extra else [])]))
+    return "\n".join([*lines, *(f"\n{remark}" for remark in remarks(case["rows"]))])
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def write_tables(cases: Sequence[Mapping[str, Any]]) -> None:
+    """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->` on the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    for case in cases:
+        marker = f"<!-- table: {case['name']} -->\n"
+        pattern = re.escape(marker) + r".*?<!-- end -->"
+        text = re.sub(pattern, lambda _: f"{marker}{table(case)}\n<!-- end -->", text, flags=re.DOTALL)  # noqa: B023
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", help="names of cases, separated by commas; none writes the tables alone")
+    only = parser.parse_args().only
+    known = {case.name: case for case in CASES}
+    names = list(known) if only is None else [] if only == "none" else only.split(",")
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no case {', '.join(unknown)}: there is {', '.join(known)}")
+    held = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else []
+    rows = {case["name"]: case for case in held if case["name"] in known}
+    for name in names:
+        rows[name] = measure(known[name])
+        cases = [rows[name] for name in known if name in rows]
+        RESULTS.write_text(json.dumps({"versions": versions(), "cases": cases}, indent=1) + "\n")
+    write_tables([rows[name] for name in known if name in rows])
+    print(f"rows are in {RESULTS}, tables in {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

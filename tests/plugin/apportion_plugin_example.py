@@ -1,0 +1,74 @@
+"""What a package needs to add a solver, a pass and a recipe: three names, and the entry points in pyproject.toml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.policy import Recipe
+from apportion.planner.passes.refusals import obey_token_cap, refuse_home_ranks
+from apportion.planner.passes.shard import row_weights
+from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.recipes import Entry as RecipeEntry
+from apportion.planner.solvers.contracts import Partition, PartitionProblem
+from apportion.planner.solvers.registry import Entry
+from apportion.planner.solvers.status import Budget, Status, Termination
+
+
+def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
+    """The largest items first, each to the bin with most room, whatever they weigh."""
+    speeds = np.ones(problem.bins) if problem.speeds is None else problem.speeds
+    bound = float(problem.weights.sum() / speeds.sum())
+    used, bins = np.zeros(problem.bins, np.int64), np.full(len(problem.sizes), -1)
+    for item in np.lexsort((-problem.weights, -problem.sizes)):
+        bins[item] = used.argmin()
+        used[bins[item]] += problem.sizes[item]
+    if used.max() > problem.cap:
+        return Partition(bins, Termination(Status.NO_SOLUTION, bound))
+    value = float((np.bincount(bins, problem.weights, problem.bins) / speeds).max())
+    return Partition(bins, Termination(Status.FEASIBLE, bound, value))
+
+
+@dataclass(frozen=True)
+class RoundRobin:
+    """Blocks to ranks in turn. first: the rank of the first block. Raises ConfigError, CapacityError."""
+
+    first: int = 0
+    own_cap: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if type(self.first) is not int or self.first < 0:
+            rule = "must be a rank"
+            raise ConfigError("recipe.place.round_robin.first", self.first, rule, "use 0")
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        refuse_home_ranks(problem, "round_robin")
+        home = (self.first + np.arange(len(shards.starts) - 1)) % problem.ranks
+        obey_token_cap(problem, shards.starts, home, "round_robin")
+        weight = row_weights(problem, shards.starts)
+        return Placement(shards.starts, home, weight, float(weight.sum() / problem.speeds.sum()))
+
+
+EMPTIEST = Entry(
+    "emptiest",
+    "partition",
+    "apportion_plugin_example:emptiest",
+    "an example",
+    "the largest item to the emptiest bin",
+)
+
+ROUND_ROBIN = RecipeEntry(
+    Recipe(
+        "round_robin",
+        {
+            "shard": {"blocks": {"block": 256, "zigzag": False}},
+            "place": {"round_robin": {}},
+            "schedule": {"matchings": {}},
+        },
+    ),
+    "blocks to ranks in turn",
+    "an example",
+)

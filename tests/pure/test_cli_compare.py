@@ -1,0 +1,279 @@
+"""compare, simulate, recipes, solvers and profile as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from apportion import cli
+from apportion.cli import hardware as profiling
+from apportion.ir.hardware import Hardware
+from apportion.ir.policy import Recipe
+from apportion.planner.recipes import entries, find_recipe
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = ("--ranks", 4, "--tokens-per-rank", 1024, "--batches", 2)
+MINE = """\
+# FCP's placement under a ring
+name: mine
+steps:
+  shard:
+    blocks: {block: 256, zigzag: true}
+  place:
+    lpt: {}
+  schedule:
+    ring: {over: ranks}
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one JSON object on stdout."""
+        assert self.out.count("\n") == 1
+        return dict(json.loads(self.out))
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a command and gives back its exit code and what it printed."""
+
+    def call(*args: object) -> Result:
+        code = cli.main([str(arg) for arg in args])
+        printed = capsys.readouterr()
+        return Result(code, printed.out, printed.err)
+
+    return call
+
+
+@pytest.fixture
+def plan_file(run: Cli, tmp_path: Path) -> Path:
+    path = tmp_path / "ring.plan"
+    assert (
+        run("plan", "--batch", EXAMPLES / "batch.json", "--recipe", "ring", "--ranks", 4, "-o", path).code
+        == 0
+    )
+    return path
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(MINE)
+    return path
+
+
+@pytest.mark.parametrize("command", ["compare", "simulate", "profile", "recipes", "solvers"])
+def test_help_explains_and_shows_an_example(run: Cli, command: str) -> None:
+    result = run(command, "--help")
+    assert result.code == 0
+    assert "--json" in result.out
+    assert f"apportion {command}" in result.out.split("Options")[0].split("Example")[1]
+
+
+# --- compare
+
+
+def test_compare_has_a_row_a_recipe(run: Cli, mine: Path) -> None:
+    args = ("compare", "--workload", EXAMPLES / "doc_lengths.json", "--recipes", f"ring,fcp,{mine}", *SMALL)
+    result = run(*args, "--json")
+    record = result.json
+    assert result.code == 0
+    assert re.fullmatch("(warning: skipped .*\n)?", result.err)
+    assert [row["recipe"] for row in record["rows"]] == ["ring", "fcp", "mine"]
+    assert (record["baseline"], record["batches"]) == ("ring", 2)
+    for row in record["rows"]:
+        assert (row["status"], row["reason"], row["verified"]) == ("ok", None, True)
+        assert set(row["speedup"]) == {"min", "median", "max"}
+        assert set(row["imbalance"]) == {"compute", "tokens"}
+        assert {"total", "max_rank", "inter_node"} <= set(row["bytes"])
+        assert {"makespan", "kv_bytes", "slots"} <= set(row["bounds"])
+        assert {"forward_ms", "backward_ms", "efficiency", "exposed_ms", "peak_rows", "rounds"} <= set(row)
+
+
+def test_compare_names_a_row_as_plan_names_a_plan(run: Cli) -> None:
+    batch = ("--batch", EXAMPLES / "batch.json", "--ranks", 4)
+    row = run("compare", *batch, "--recipes", "ring", "--json").json["rows"][0]
+    planned = run("plan", *batch, "--recipe", "ring", "--json").json
+    assert set(planned) - set(row) == {"id", "file", "seed", "skipped_samples"}
+    timed = {"planning_ms", "verify_ms", "bounds"}
+    assert all(row[name] == planned[name] for name in set(planned) & set(row) - timed)
+
+
+def test_compare_prints_a_table(run: Cli, mine: Path) -> None:
+    result = run("compare", "--recipes", f"ring,{mine}", *SMALL)
+    assert result.code == 0
+    assert max(map(len, result.out.splitlines())) <= 110
+    assert all(word in result.out for word in ("4 ranks, 2 batches of 4,096 tokens", "speed-up", "mine"))
+    assert "slots" in run("compare", "--recipes", "ring", *SMALL, "--wide").out
+
+
+def test_compare_says_why_a_recipe_is_refused(run: Cli, tmp_path: Path) -> None:
+    batch = tmp_path / "homes.json"
+    homes = [{"length": 1000, "mask": {"causal": {}}} for _ in range(4)]
+    batch.write_text(json.dumps({"sequences": [{**homes[0], "home_ranks": [1]}, *homes[1:]]}))
+    args = ("compare", "--batch", batch, "--ranks", 4, "--recipes", "fcp,ring", "--baseline", "fcp")
+    rows = {row["recipe"]: row for row in run(*args, "--json").json["rows"]}
+    assert (rows["fcp"]["status"], rows["ring"]["status"]) == ("ok", "refused")
+    assert "home_ranks" in rows["ring"]["reason"]
+    printed = run(*args)
+    assert printed.code == 0
+    assert "ring: batch.home_ranks" in printed.out
+
+
+def test_compare_all_has_every_recipe(run: Cli) -> None:
+    rows = run("compare", *SMALL[:-1], 1, "--json").json["rows"]
+    assert [row["recipe"] for row in rows] == list(entries())
+
+
+def test_compare_under_a_window_and_on_other_hardware(run: Cli) -> None:
+    args = ("compare", "--recipes", "ring", *SMALL, "--json")
+    plain = run(*args).json["rows"][0]
+    windowed = run(*args, "--mask", "{sliding_window: {window: 64}}").json["rows"][0]
+    other = run(*args, "--hardware", "a100").json
+    assert windowed["forward_ms"] < plain["forward_ms"] < other["rows"][0]["forward_ms"]
+    assert other["hardware"]["name"] == "a100"
+    assert other["cluster"]["intra_gbs"] == Hardware.load("a100").intra_gbs.value
+
+
+def test_a_cluster_that_the_hardware_does_not_know_is_a_warning(run: Cli) -> None:
+    args = ("--batch", EXAMPLES / "batch.json", "--cluster", EXAMPLES / "cluster.yaml", "--hardware", "a800")
+    for command in (("compare", "--recipes", "ring"), ("plan", "--recipe", "ring")):
+        result = run(*command, *args, "--json")
+        assert result.code == 0
+        assert "warning: cluster.intra_gbs" in result.err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--recipes", "ring,nonesuch"], "nonesuch"),
+        (["--recipes", "nowhere.yaml"], "nowhere.yaml"),
+        (["--baseline", "nonesuch"], "nonesuch"),
+        (["--recipes", "MINE,OTHER"], "two of the recipes have this name"),
+        (["--workload", "W", "--lengths", "W"], "at most one of"),
+        (["--batch", "BATCH", "--batches", "3"], "--batches"),
+        (["--batch", "BATCH", "--workload", "BATCH"], "--workload"),
+        (["--mask", "nonesuch"], "nonesuch"),
+        (["--mask", "{"], "is not YAML"),
+        (["--hardware", "nonesuch"], "nonesuch"),
+        (["--batches", "0"], "--batches"),
+    ],
+)
+def test_bad_input_is_refused_in_one_paragraph(
+    run: Cli, mine: Path, tmp_path: Path, args: list[str], says: str
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(MINE.replace("256", "512"))
+    files = {
+        "MINE": mine,
+        "OTHER": other,
+        "BATCH": EXAMPLES / "batch.json",
+        "W": EXAMPLES / "doc_lengths.json",
+    }
+    args = [",".join(str(files.get(part, part)) for part in arg.split(",")) for arg in args]
+    result = run("compare", *args)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("apportion: ")
+    assert says in result.err
+    assert run("compare", *args, "--json").json["error"]["message"]
+
+
+# --- simulate
+
+
+def test_simulate_draws_ranks_and_tells_the_critical_path(run: Cli, plan_file: Path) -> None:
+    result = run("simulate", plan_file)
+    assert result.code == 0
+    assert all(f"default {phase}:" in result.out for phase in ("forward", "backward"))
+    assert result.out.count("critical path: ") == 2
+    assert result.out.count("█") > 50
+    one = run("simulate", plan_file, "--ranks", 1, "--steps", 2).out
+    assert "and 3 ranks that wait less" in one
+    assert "the longest 2" in one
+
+
+def test_simulate_json_has_every_run(run: Cli, plan_file: Path) -> None:
+    record = run("simulate", plan_file, "--json").json
+    assert [(item["kind"], item["phase"]) for item in record["runs"]] == [
+        ("default", "forward"),
+        ("default", "backward"),
+    ]
+    assert record["forward_ms"] > 0
+    assert record["hardware"] == "h100"
+
+
+def test_simulate_writes_a_trace(run: Cli, plan_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert run("simulate", plan_file, "--trace", path, "--json").json["trace"] == str(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+
+
+def test_simulate_refuses_a_trace_that_cannot_be_written(run: Cli, plan_file: Path) -> None:
+    result = run("simulate", plan_file, "--trace", "nowhere/t.json")
+    assert (result.code, "there is no folder" in result.err) == (2, True)
+
+
+# --- recipes, solvers, profile
+
+
+def test_recipes_lists_what_there_is(run: Cli) -> None:
+    record = run("recipes", "--json").json
+    assert [row["name"] for row in record["recipes"]] == list(entries())
+    assert all(row["summary"] for row in record["recipes"])
+    printed = run("recipes").out
+    assert all(name in printed for name in entries())
+
+
+@pytest.mark.parametrize("name", list(entries()))
+def test_a_recipe_prints_as_a_recipe_file(run: Cli, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "copy.yaml"
+    path.write_text(run("recipes", name).out)
+    assert Recipe.load(path) == find_recipe(name)
+    assert yaml.safe_load(path.read_text()) == {
+        k: run("recipes", name, "--json").json[k] for k in ("name", "steps")
+    }
+
+
+def test_an_unknown_recipe_is_refused_with_the_names(run: Cli) -> None:
+    result = run("recipes", "rign")
+    assert result.code == 2
+    assert "ring" in result.err
+
+
+def test_solvers_say_what_they_need(run: Cli) -> None:
+    rows = {row["name"]: row for row in run("solvers", "--json").json["solvers"]}
+    assert {"lpt", "matching", "flow", "ilp"} <= set(rows)
+    assert rows["ilp"]["extra"] == "solvers"
+    assert all(row["source"] for row in rows.values())
+    assert "lpt" in run("solvers").out
+
+
+def test_a_profile_needs_torch_and_a_place_to_write(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--output" in run("profile").err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run("profile", "-o", "x.json")
+    assert (result.code, "apportion[torch]" in result.err) == (2, True)
+
+
+def test_a_profile_is_shown_with_its_sources(tmp_path: Path) -> None:
+    record = profiling._record(Hardware.load("h100"), tmp_path / "mine.json")
+    text = profiling._text(record)
+    assert "linear_tflops" in text
+    assert "(assumed)" in text

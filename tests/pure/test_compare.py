@@ -1,0 +1,166 @@
+"""Comparisons: the same batches, one row a recipe, and a reason where there are no figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from apportion import compare as engine
+from apportion.bench import Source, cluster_of
+from apportion.compare import Comparison, Refusal, Row, Setting, Trial, compare
+from apportion.ir import masks
+from apportion.ir.batch import Batch
+from apportion.ir.errors import ConfigError, VerifyError
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.ir.policy import Recipe
+from apportion.ir.workload import workload_from_data
+from apportion.planner.api import plan
+from apportion.planner.recipes import find_recipe, with_block
+from apportion.planner.simulate import simulate
+
+MODEL = Model(q_heads=8, kv_heads=2, head_dim=64, layers=2)
+SETTING = Setting(cluster_of(4), MODEL)
+RING, FCP = find_recipe("ring"), with_block(find_recipe("fcp"), 256)
+TIMED = ("planning_ms", "verify_ms")
+
+
+def drawn(count: int = 3) -> list[Batch]:
+    return [Source().batch(4096, seed)[0] for seed in range(count)]
+
+
+def records(found: Comparison) -> list[dict[str, Any]]:
+    """Rows without what was measured."""
+    return [{k: v for k, v in row.record().items() if k not in TIMED} for row in found.rows]
+
+
+def trial(total_ms: float) -> Trial:
+    return Trial({}, total_ms / 4, 3 * total_ms / 4, 0.5, 0.0, 0, 1.0, None)
+
+
+def test_a_row_holds_what_plan_and_simulation_say() -> None:
+    (batch,) = drawn(1)
+    row = compare([batch], [FCP], FCP, SETTING).rows[0].record()
+    made = plan(batch, SETTING.cluster, MODEL, recipe=FCP)
+    found = simulate(made)
+    assert {name: row[name] for name in engine.REPORTED} == {
+        name: made.report[name] for name in engine.REPORTED
+    }
+    assert (row["forward_ms"], row["backward_ms"]) == (found.forward_ms, found.backward_ms)
+    assert (row["efficiency"], row["exposed_ms"]) == (found.efficiency, found.exposed_ms)
+    assert row["peak_rows"] == found.peak_work_rows > 0
+    gaps = {name: bound["gap"] for name, bound in made.report["bounds"].items()}
+    assert {name: bound["gap"] for name, bound in row["bounds"].items()} == gaps
+    assert row["verified"]
+
+
+def test_everything_but_measured_times_repeats() -> None:
+    first, second = (records(compare(drawn(), [RING, FCP], RING, SETTING)) for _ in range(2))
+    assert first == second
+    assert [row["recipe"] for row in first] == ["ring", "fcp"]
+
+
+def test_the_baseline_gets_a_row_and_a_speed_up_of_one() -> None:
+    found = compare(drawn(), [FCP], RING, SETTING)
+    assert [row.recipe for row in found.rows] == ["ring", "fcp"]
+    assert found.rows[0].record()["speedup"] == {"min": 1.0, "median": 1.0, "max": 1.0}
+
+
+def test_speed_ups_are_of_forward_and_backward_together_batch_by_batch() -> None:
+    base = (trial(8.0), trial(6.0), Refusal("no"))
+    row = Row("mine", (trial(4.0), trial(6.0), trial(1.0)), base)
+    assert row.speedups == [2.0, 1.0]
+    assert Row("mine", (Refusal("no"),) * 3, base).speedups == []
+
+
+def test_a_recipe_that_serves_no_batch_keeps_its_row_with_the_reason() -> None:
+    homes = Batch.from_lengths([1000] * 4, home_ranks=[[1], None, None, None])
+    rows = {row.recipe: row.record() for row in compare([homes], [RING, FCP], FCP, SETTING).rows}
+    assert (rows["fcp"]["status"], rows["fcp"]["reason"]) == ("ok", None)
+    refused = rows["ring"]
+    assert (refused["status"], refused["batches"], refused["refused"]) == ("refused", 0, 1)
+    assert "home_ranks" in refused["reason"]
+    assert refused["speedup"] is refused["forward_ms"] is refused["bytes"] is None
+    assert set(refused) == set(rows["fcp"])
+
+
+def test_a_recipe_that_serves_some_batches_says_how_many_it_does_not() -> None:
+    batches = [*drawn(2), Batch.from_lengths([1000] * 4, home_ranks=[[1], None, None, None])]
+    row = compare(batches, [RING], RING, SETTING).rows[0].record()
+    assert (row["status"], row["batches"], row["refused"]) == ("ok", 2, 1)
+    assert row["reason"].startswith("1 of 3 batches: ")
+
+
+def test_medians_are_over_batches_and_integers_stay_integers() -> None:
+    rows = [compare([batch], [FCP], FCP, SETTING).rows[0].record() for batch in drawn()]
+    row = compare(drawn(), [FCP], FCP, SETTING).rows[0].record()
+    for name in ("forward_ms", "efficiency", "slots"):
+        assert row[name] == sorted(one[name] for one in rows)[1]
+    assert row["bytes"]["total"] == sorted(one["bytes"]["total"] for one in rows)[1]
+    assert isinstance(row["bytes"]["total"], int)
+
+
+def test_hardware_changes_times_and_nothing_else() -> None:
+    slow = replace(SETTING, hardware=Hardware.load("h20"))
+    fast, slowed = (compare(drawn(1), [RING], RING, setting).rows[0].record() for setting in (SETTING, slow))
+    assert slowed["forward_ms"] > fast["forward_ms"]
+    assert slowed["bytes"] == fast["bytes"]
+
+
+def test_progress_is_told_of_every_plan() -> None:
+    done: list[str] = []
+    compare(drawn(2), [FCP], RING, SETTING, done.append)
+    assert done == ["ring", "fcp", "ring", "fcp"]
+
+
+def raising(message: str) -> Callable[[object], float]:
+    class Violation:
+        def __init__(self) -> None:
+            self.message = message
+
+    def fail(plan: object) -> float:
+        raise VerifyError(f"the plan breaks 1 promise: {message}", (Violation(),))
+
+    return fail
+
+
+def test_a_plan_that_breaks_a_rule_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "timed_verify", raising("rows are read before they arrive"))
+    found = compare(drawn(1), [RING], RING, SETTING)
+    assert found.broken == ["ring"]
+    assert "breaks a rule" in str(found.rows[0].record()["reason"])
+    assert compare(drawn(1), [RING], RING, replace(SETTING, verify=False)).broken == []
+
+
+def test_a_plan_too_large_to_verify_keeps_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "timed_verify", raising("cannot be verified: too many pieces"))
+    found = compare(drawn(1), [RING], RING, SETTING)
+    row = found.rows[0].record()
+    assert (found.broken, row["status"], row["verified"], row["verify_ms"]) == ([], "ok", False, None)
+    assert "too many pieces" in row["unverified"]
+
+
+def test_ten_lines_of_yaml_are_a_recipe_among_the_others() -> None:
+    mine = Recipe.from_data(
+        {
+            "name": "mine",
+            "steps": {
+                "shard": {"blocks": {"block": 256}},
+                "place": {"lpt": {}},
+                "schedule": {"ring": {"over": "ranks"}},
+            },
+        }
+    )
+    row = compare(drawn(), [RING, mine], RING, SETTING).rows[1].record()
+    assert (row["recipe"], row["status"], row["verified"]) == ("mine", "ok", True)
+
+
+def test_a_mask_is_for_plain_documents() -> None:
+    batch, _ = Source(mask=masks.sliding_window(64)).batch(4096, 0)
+    assert batch.area("default") < Source().batch(4096, 0)[0].area("default")
+    groups = workload_from_data({"groups": [[100, [50, 60]]]})
+    with pytest.raises(ConfigError, match="masks of their own"):
+        Source(groups, masks.causal())

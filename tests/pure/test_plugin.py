@@ -1,0 +1,70 @@
+"""A package that adds a solver, a pass and a recipe: `pip install -e tests/plugin --no-deps` makes them known."""
+
+from pathlib import Path
+
+import pytest
+
+import apportion as ap
+from apportion.planner import plugins
+from apportion.planner.recipes import entries, passes
+from apportion.planner.solvers import kit
+from apportion.planner.solvers.registry import GROUP, SOLVERS, find_solver, list_solvers
+
+
+def test_its_solver_is_listed_and_keeps_the_contract():
+    assert [entry.name for entry in list_solvers()] == [*SOLVERS, "emptiest"]
+    kit.check(find_solver("partition", "emptiest"))
+
+
+def test_its_recipe_uses_its_pass():
+    assert "round_robin" in passes("place")
+    assert entries()["round_robin"].summary == "blocks to ranks in turn"
+    batch, cluster = ap.Batch.from_lengths([1000, 300, 700]), ap.Cluster(nodes=1, ranks_per_node=4)
+    plan = ap.plan(batch, cluster, ap.Model(), recipe="round_robin")
+    layout = next(iter(plan.layouts.values()))
+    assert sorted(set(layout.rank.tolist())) == [0, 1, 2, 3]
+
+
+def test_its_pass_takes_parameters_and_refuses_others():
+    steps = {
+        "shard": {"blocks": {"block": 256}},
+        "place": {"round_robin": {"first": -1}},
+        "schedule": {"matchings": {}},
+    }
+    batch, cluster = ap.Batch.from_lengths([1000]), ap.Cluster(nodes=1, ranks_per_node=4)
+    with pytest.raises(ap.ConfigError, match=r"round_robin\.first = -1: must be a rank"):
+        ap.plan(batch, cluster, ap.Model(), recipe={"name": "mine", "steps": steps})
+
+
+def install(folder: Path, name: str, value: str, module: str = "") -> None:
+    """A distribution `broken 2.0` with one solver."""
+    info = folder / "broken-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 2.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {value}\n")
+    (folder / "broken_plugin.py").write_text(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "module", "fault"),
+    [
+        ("mine", "no_such_module:ENTRY", "", "broken 2.0 cannot be loaded: ModuleNotFoundError"),
+        ("mine", "broken_plugin:ENTRY", "ENTRY = 3", "broken 2.0 gives a int where a Entry is expected"),
+        ("mine", "broken_plugin:ENTRY", "1 / 0", "broken 2.0 cannot be loaded: ZeroDivisionError"),
+        (
+            "lpt",
+            "broken_plugin:ENTRY",
+            "from apportion.planner.solvers.registry import Entry\n"
+            "ENTRY = Entry('lpt', 'partition', 'broken_plugin:solve', '', '')",
+            "broken 2.0 adds solver lpt",
+        ),
+    ],
+)
+def test_a_broken_package_is_named(tmp_path, monkeypatch, name, value, module, fault):
+    install(tmp_path, name, value, module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "broken_plugin", raising=False)
+    with pytest.raises(ap.ConfigError, match=fault):
+        list_solvers()
+    assert find_solver("partition").name == "lpt"
+    assert name in plugins.found(GROUP)

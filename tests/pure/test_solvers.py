@@ -1,0 +1,155 @@
+"""The registry, the words for results, and the conformance kit on every built-in solver."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from apportion.ir.errors import ConfigError, MissingDependencyError, UnknownNameError
+from apportion.planner.solvers import kit, registry
+from apportion.planner.solvers.contracts import Partition, PartitionProblem, TransportProblem, TwoLevelCost
+from apportion.planner.solvers.lpt import solve as lpt_solve
+from apportion.planner.solvers.registry import SOLVERS, Entry, find_solver
+from apportion.planner.solvers.status import Budget, Limit, Status, Termination
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_keeps_the_contract(name):
+    kit.check(SOLVERS[name])
+
+
+def test_listing_imports_no_engine():
+    code = (
+        "import sys, apportion.planner.solvers.registry as r; [e.installed for e in r.SOLVERS.values()]; "
+        "print([m for m in ('scipy', 'pulp', 'highspy', 'numba') if m in sys.modules])"
+    )
+    env = os.environ | {"PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_first_of_a_kind_is_its_default():
+    names = {kind: find_solver(kind).name for kind in ("partition", "colouring", "transport", "grouping")}
+    assert list(names.values()) == list(SOLVERS)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("partition", "nope"), ("partition", "ilp"), ("nope", None)])
+def test_an_unknown_name_lists_what_there_is(kind, name):
+    with pytest.raises(UnknownNameError, match="there is (lpt|partition)"):
+        find_solver(kind, name)
+
+
+def test_a_missing_engine_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr(registry, "find_spec", lambda package: None)
+    assert not SOLVERS["ilp"].installed
+    with pytest.raises(
+        MissingDependencyError, match=r"solver ilp needs pulp: pip install 'apportion\[solvers\]'"
+    ):
+        SOLVERS["ilp"].load()
+
+
+def test_flow_without_scipy_still_has_its_closed_form():
+    code = (
+        "import sys; sys.modules['scipy'] = None\n"
+        "import numpy as np\n"
+        "from apportion.planner.solvers.contracts import TransportProblem, TwoLevelCost\n"
+        "from apportion.planner.solvers.flow import solve\n"
+        "from apportion.planner.solvers.status import Budget\n"
+        "cost = TwoLevelCost(2, 1.0, 3.0)\n"
+        "print(solve(TransportProblem(np.array([2, -1, -1, 0]), cost), Budget()).termination.value)\n"
+        "try:\n    solve(TransportProblem(np.array([2, -1, -1, 0]), cost.matrix(4)), Budget())\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "4.0"
+    assert "pip install 'apportion[solvers]'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("status", "bound", "value", "limit", "words", "gap"),
+    [
+        (Status.OPTIMAL, 4.0, 4.0, None, "OPTIMAL", 1.0),
+        (Status.FEASIBLE, 4.0, 5.0, Limit.TIME, "FEASIBLE(time)", 1.25),
+        (Status.FEASIBLE, 0.0, 5.0, None, "FEASIBLE", None),
+        (Status.OPTIMAL, 0.0, 0.0, None, "OPTIMAL", 1.0),
+        (Status.NO_SOLUTION, 4.0, None, Limit.STEPS, "NO_SOLUTION(steps)", None),
+        (Status.INFEASIBLE, float("inf"), None, None, "INFEASIBLE", None),
+    ],
+)
+def test_terminations_in_words(status, bound, value, limit, words, gap):
+    end = Termination(status, bound, value, limit)
+    assert (str(end), end.gap, end.solved) == (words, gap, value is not None)
+
+
+@pytest.mark.parametrize("field", ["deadline_s", "steps", "gap"])
+def test_a_budget_is_not_negative(field):
+    with pytest.raises(ConfigError, match=rf"budget\.{field} = -1: must be a number, not negative"):
+        Budget(**{field: -1})
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (
+            lambda: PartitionProblem(np.ones(2), np.ones(3), 2, 9),
+            "weights = 2: must have as many entries as sizes",
+        ),
+        (lambda: TransportProblem(np.array([1]), TwoLevelCost(1, 0.0, 1.0)), "surplus = 1: must add up to 0"),
+        (lambda: TwoLevelCost(8, 2.0, 1.0), "0 <= intra <= inter"),
+        (
+            lambda: Entry("mine", "knapsack", "a:b", "", ""),
+            "must be partition, colouring, transport, grouping",
+        ),
+        (lambda: Entry("mine", "partition", "a.b", "", ""), "must be module:function"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(make, fault):
+    with pytest.raises(ConfigError, match=fault):
+        make()
+
+
+# ---- the kit itself finds what is wrong
+
+
+def overfull(problem: PartitionProblem, budget: Budget) -> Partition:
+    found = lpt_solve(problem, budget)
+    return Partition(np.zeros_like(found.bin), found.termination)
+
+
+def boastful(problem: PartitionProblem, budget: Budget) -> Partition:
+    found = lpt_solve(problem, budget)
+    end = found.termination
+    return Partition(found.bin, replace(end, status=Status.OPTIMAL, bound=end.value) if end.solved else end)
+
+
+def ordered(problem: PartitionProblem, budget: Budget) -> Partition:
+    """Each item to the bin after the last one's."""
+    bins = np.arange(len(problem.sizes)) % problem.bins
+    if np.bincount(bins, problem.sizes, problem.bins).max() > problem.cap:
+        return Partition(np.full(len(bins), -1), Termination(Status.NO_SOLUTION, 0.0))
+    speeds = np.ones(problem.bins) if problem.speeds is None else problem.speeds
+    value = float((np.bincount(bins, problem.weights, problem.bins) / speeds).max())
+    return Partition(bins, Termination(Status.FEASIBLE, 0.0, value))
+
+
+def hopeful(problem: PartitionProblem, budget: Budget) -> Partition:
+    found = lpt_solve(problem, budget)
+    return found if found.termination.solved else Partition(found.bin, Termination(Status.FEASIBLE, 0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("solver", "fault"),
+    [
+        (overfull, "the cap is|claims the value"),
+        (boastful, "bound .* above the optimum"),
+        (ordered, "in another order"),
+        (hopeful, "there is no answer|are not one of"),
+    ],
+)
+def test_the_kit_finds_a_solver_that_does_not_keep_it(solver, fault):
+    entry = Entry("bad", "partition", f"{__name__}:{solver.__name__}", "", "")
+    with pytest.raises(kit.ConformanceError, match=fault):
+        kit.check(entry)

@@ -1,0 +1,138 @@
+"""FlexSP's problem: never above the greedy mix, its own bound below the optimum, and an oracle for LPT."""
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from apportion.ir.errors import CapacityError, MissingDependencyError
+from apportion.planner.solvers import ilp
+from apportion.planner.solvers.contracts import GroupingProblem
+from apportion.planner.solvers.kit_cases import GroupingCases
+from apportion.planner.solvers.lpt import lpt, makespan_bound
+from apportion.planner.solvers.status import Budget, Limit, Status
+
+
+def drawn(seed: int, sequences: int, ranks: int, room: float = 2.0) -> GroupingProblem:
+    """Quadratic work, an all-to-all that costs more in larger groups, degrees that are powers of two."""
+    draw = np.random.default_rng(seed)
+    degrees = 2 ** np.arange(int(np.log2(ranks)) + 1)
+    sizes = np.rint(1000 * np.exp(1.2 * draw.standard_normal(sequences))).astype(np.int64)
+    times = sizes[:, None] ** 2 / 1e3 / degrees + sizes[:, None] / degrees * 0.2 * (degrees - 1) / degrees
+    cap = int(max(room * sizes.sum() / ranks, sizes.max() / degrees[-1] + 1))
+    return GroupingProblem(times, sizes, degrees, ranks, cap)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_problems_are_proven_and_right(seed):
+    problem = GroupingCases().small(np.random.default_rng(100 + seed))
+    found = ilp.solve(problem, Budget())
+    best = GroupingCases().optimum(problem)
+    assert found.termination.status is Status.OPTIMAL
+    assert found.termination.value == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_never_above_the_greedy_mix_and_never_below_its_bound(seed):
+    problem = drawn(seed, 24, 16)
+    start, found = ilp.greedy(problem), ilp.solve(problem, Budget(gap=0.01, steps=20))
+    assert found.termination.bound <= found.termination.value <= start.termination.value
+    assert start.termination.bound <= found.termination.bound
+    assert not list(GroupingCases().faults(problem, found))
+    if found.termination.limit is Limit.GAP:
+        assert found.termination.gap <= 1.01 + 1e-5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_oracle_for_lpt(seed):
+    """With groups of one rank the problem is LPT's, whose guarantee and bound are held against the optimum."""
+    draw = np.random.default_rng(seed)
+    weights, ones = draw.integers(1, 100, 10), np.ones(10, np.int64)
+    problem = GroupingProblem(weights[:, None].astype(float), ones, np.array([1]), 3, 4)
+    best = ilp.solve(problem, Budget(steps=100_000))
+    greedy = lpt(weights, ones, 3, 4)
+    assert best.termination.status is Status.OPTIMAL
+    assert makespan_bound(weights, np.ones(3)) <= best.termination.value + 1e-6
+    assert best.termination.value <= greedy.load.max()
+    assert np.bincount(best.group, weights).max() == pytest.approx(best.termination.value)
+
+
+def test_degrees_need_not_be_powers_of_two():
+    problem = GroupingProblem(
+        np.array([[9.0, 3.0, 1.8], [9.0, 3.0, 1.8], [1.0, 0.4, 0.2]]),
+        np.ones(3, np.int64),
+        np.array([1, 3, 5]),
+        7,
+        9,
+    )
+    found = ilp.solve(problem, Budget())
+    assert found.termination.status is Status.OPTIMAL
+    assert sorted(found.degree.tolist()) == [1, 3, 3]
+    assert found.termination.value == 3.0
+
+
+def test_groups_come_largest_first_and_none_is_empty():
+    found = ilp.solve(drawn(3, 24, 16), Budget(gap=0.05))
+    assert all(a >= b for a, b in pairwise(found.degree.tolist()))
+    assert set(found.group.tolist()) == set(range(len(found.degree)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fault"),
+    [
+        ([10, 41], "a sequence of 41 tokens: the largest group, 4 of 5 ranks at 10 tokens each, holds 40"),
+        ([20, 20, 11], "51 tokens: 5 ranks at 10 tokens each hold 50"),
+    ],
+)
+def test_what_the_cluster_cannot_hold_is_refused_at_once(sizes, fault):
+    times = np.ones((len(sizes), 4))
+    problem = GroupingProblem(times, np.array(sizes), np.array([1, 2, 4, 8]), 5, 10)
+    for solve in (lambda: ilp.solve(problem, Budget()), lambda: ilp.greedy(problem)):
+        with pytest.raises(CapacityError, match=fault):
+            solve()
+
+
+def test_a_sequence_that_may_go_nowhere_is_infeasible():
+    problem = GroupingProblem(
+        np.array([[np.inf, np.inf], [1.0, 1.0]]), np.array([1, 1]), np.array([1, 2]), 4, 9
+    )
+    assert ilp.solve(problem, Budget()).termination.status is Status.INFEASIBLE
+
+
+def test_sequences_that_no_packing_holds_are_infeasible():
+    """Three of 6 tokens on two ranks of 10: enough in all, but no two share a rank or both ranks."""
+    problem = GroupingProblem(np.ones((3, 1)), np.array([6, 6, 6]), np.array([1]), 2, 10)
+    assert ilp.solve(problem, Budget()).termination.status is Status.INFEASIBLE
+
+
+def test_a_deadline_cuts_and_says_so():
+    found = ilp.solve(drawn(0, 48, 32), Budget(deadline_s=0.0))
+    assert (found.termination.status, found.termination.limit) == (Status.FEASIBLE, Limit.TIME)
+    assert found.termination.bound <= found.termination.value
+
+
+def test_steps_cut_and_repeat():
+    one, other = (ilp.solve(drawn(1, 30, 16), Budget(steps=1)) for _ in range(2))
+    assert one.termination == other.termination
+    assert np.array_equal(one.group, other.group)
+
+
+def test_bound_grows_with_what_is_refuted():
+    problem = drawn(2, 24, 16)
+    assert ilp.solve(problem, Budget(steps=20)).termination.bound > ilp.greedy(problem).termination.bound
+
+
+def test_without_pulp_it_names_the_extra():
+    code = (
+        "import sys; sys.modules['pulp'] = None\n"
+        "from apportion.planner.solvers import ilp\n"
+        "from apportion.planner.solvers.kit_cases import GroupingCases\n"
+        "from apportion.planner.solvers.status import Budget\n"
+        "import numpy as np\n"
+        "try:\n    ilp.solve(GroupingCases().medium(np.random.default_rng(0)), Budget())\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(MissingDependencyError("pulp", "solvers", "solver ilp"))
