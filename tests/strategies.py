@@ -36,7 +36,7 @@ STRATEGIES: dict[str, dict] = {
     "relays": BLOCKS | MATCHINGS | {"route": {"ring": {"over": "holders"}}},
     "ring_of_blocks": BLOCKS | {"schedule": {"ring": {}}},
     "ring_of_holders": BLOCKS | {"schedule": {"ring": {"over": "holders", "turns": True}}},
-    "gather_by_node": BLOCKS | {"schedule": {"gather": {"overlap": True}}, "route": {"node": {}}},
+    "gather_by_node": BLOCKS | {"schedule": {"gather": {"local": "first"}}, "route": {"node": {}}},
     "inner": BLOCKS | MATCHINGS | INNER,
     "inner_reshuffled": BLOCKS | MATCHINGS | INNER | {"reshuffle": True},
     "inner_node": BLOCKS | MATCHINGS | INNER | {"route": {"node": {}}},

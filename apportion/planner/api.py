@@ -175,8 +175,8 @@ def _schedule(
         check_groups(groups, len(edges))
         schedule = passes.schedule(_routed(passes, edges, site), len(groups))
         tasks = tasks.arriving(schedule.routed.arrives)
-        tasks, members = program_order(tasks, members, schedule, len(groups))
-        lowered[kind] = Lowering(rows, tasks, members, schedule, exchange, groups, sets)
+        tasks, members, stage = program_order(tasks, members, schedule, len(groups))
+        lowered[kind] = Lowering(rows, tasks, members, stage, schedule, exchange, groups, sets)
     return lowered
 
 

@@ -93,7 +93,7 @@ _ENTRIES = (
         shard={"sequences": {}},
         place={"zigzag": {"over": "sequence"}},
         route={"node": {}},
-        schedule={"gather": {"overlap": False, "whole": True}},
+        schedule={"gather": {"whole": True}},
     ),
     _entry(
         "ulysses",
@@ -143,7 +143,7 @@ _ENTRIES = (
         shard={"sequences": {}},
         place={"wlb": {"shard": "auto"}},
         route={"node": {}},
-        schedule={"gather": {"overlap": False, "whole": True}},
+        schedule={"gather": {"whole": True}},
     ),
     _entry(
         "flexsp",
@@ -161,7 +161,7 @@ _ENTRIES = (
         "the floor to compare with",
         shard={"sequences": {}},
         place={"contiguous": {}},
-        schedule={"gather": {"overlap": False}},
+        schedule={"gather": {}},
     ),
 )
 

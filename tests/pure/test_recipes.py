@@ -179,7 +179,7 @@ def test_a_tile_crosses_to_a_node_once() -> None:
         (BLOCKS | MATCHINGS | {"route": {"tree": {"fanout": 0}}}, "recipe.route.tree.fanout"),
         (BLOCKS | {"schedule": {"ring": {"over": "nodes"}}}, "recipe.schedule.ring.over"),
         (BLOCKS | {"schedule": {"ring": {"turns": 1}}}, "recipe.schedule.ring.turns"),
-        (BLOCKS | {"schedule": {"gather": {"overlap": "no"}}}, "recipe.schedule.gather.overlap"),
+        (BLOCKS | {"schedule": {"gather": {"local": "no"}}}, "recipe.schedule.gather.local"),
         (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": 0}}}, "recipe.inner.ulysses.degree"),
         (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": 3}}}, "recipe.inner.ulysses.degree"),
         (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"size": 2}}}, "recipe.steps.inner.ulysses"),

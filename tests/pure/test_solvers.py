@@ -38,7 +38,7 @@ def test_the_first_of_a_kind_is_its_default():
 
 @pytest.mark.parametrize(("kind", "name"), [("partition", "nope"), ("partition", "ilp"), ("nope", None)])
 def test_an_unknown_name_lists_what_there_is(kind, name):
-    with pytest.raises(UnknownNameError, match="there is (lpt|partition)"):
+    with pytest.raises(UnknownNameError, match=r"there is (lpt|partition)"):
         find_solver(kind, name)
 
 

@@ -58,7 +58,7 @@ _SPARE = 4096
 class Cells:
     """lines: int64 [lines, 8], all that the interpreter reads and writes of memory:
 
-        counters │ faults │ suspects │ full │ hints │ cells │ slots │ pieces, 4 a line │ runs ─►  ◄─ parts │ ◄─ new cells
+        counters │ faults │ suspects │ full │ hints │ cells │ slots │ pieces, 4 a line │ runs ─►  ◄─ parts │ ◄ new cells
         0        1                                    68      slots                               part_line         end
 
     A slot is an operand: where it begins in its first lane; a piece, the same in its other lanes (a cell's line and

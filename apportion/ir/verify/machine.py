@@ -95,7 +95,7 @@ _VALUES = 1 << VALUE
 _PARTIALS = (1 << LIVE) | (1 << CLEARED)
 
 # what a look finds where it is not one offset; NOWHERE: all rows are cleared
-_MIXED, _HIDDEN = NOWHERE + 1, NOWHERE + 2
+_STUCK, _MIXED, _HIDDEN = NOWHERE - 1, NOWHERE + 1, NOWHERE + 2
 
 # how rows are filled
 _PUT, _ARRIVE, _ADD, _ADD_FIRST = range(4)
@@ -277,11 +277,8 @@ def _wait(m: Ints, transfers: Ints, mate: Ints, carried: Ints, base: int, first:
         m[COUNTERS, ITEM] = item
         if transfers[0, item] and plain:
             m[cell, BUSY] -= ONE_SEND
-        elif transfers[0, item] and _settle(m, x, carried):
-            _end_send(m, x)
         elif transfers[0, item]:
-            stuck = item
-            break
+            _end_send(m, x)
         elif sender >= 0 and plain and m[cell, HOME_OFFSET] == NOWHERE:
             m[cell, BUSY] = UNREAD
             m[cell, UNIT] = m[x, UNIT]
@@ -318,9 +315,7 @@ def _launch(m: Ints, transfers: Ints, carried: Ints, base: int, first: int, end:
                 sender = m[cell, OFFSET]
                 carried[item, 0], carried[item, 1] = carried[sender, 0], carried[sender, 1]
                 m[cell, BUSY] = (busy & ~UNREAD) + ONE_SEND
-            elif _settle(m, x, carried):
-                _start_send(m, x, carried, item)
-            else:
+            elif not _start_send(m, x, carried, item):
                 stuck = item
                 break
         elif plain and busy == 0 and state < LIVE and m[cell, HOME_OFFSET] == NOWHERE:
@@ -376,16 +371,12 @@ def _work(
                 if plain and (script[k, 3] >> state) & 1 and busy & IN_FLIGHT == 0:
                     m[cell, BUSY] = busy & ~UNREAD
                     found[column] = m[cell, OFFSET]
-                elif _settle(m, x, carried):
-                    found[column] = _look(m, x, script[k, 3])
-                elif (
-                    plain
-                    and op in (_MERGE, _SUM)
-                    and not rows[flags, item]
-                    and _promise(m, x, base + rows[2, item], promised)
-                ):
-                    break
-                else:
+                    continue
+                if plain and state == PENDING and op in (_MERGE, _SUM):  # noqa: SIM102  as above
+                    if _take(m, x, base + rows[2, item], rows[flags, item], carried, promised):
+                        break
+                found[column] = _look(m, x, script[k, 3], carried)
+                if found[column] == _STUCK:
                     stuck = item
                     break
                 continue
@@ -431,18 +422,32 @@ def _work(
 
 @lean
 def _settle(m: Ints, x: int, carried: Ints) -> bool:
-    """Makes operand x a whole number of cells, and looks up what pending ones received. False where a sender has not
-    come so far."""
+    """Makes operand x a whole number of cells that know what they hold. False where a sender has not come so far."""
     for lane in range(m[x, LANES]):
-        cell = _first_cell(m, x, lane)
-        if m[cell, STOP] == GONE and not _bring_back(m, x, cell, carried):
+        cell = _enter(m, x, lane, carried)
+        if cell < 0:
             return False
         while cell >= 0:
-            if m[cell, STATE] == PENDING and not settle_cell(m, cell, carried):
+            if not _prepare(m, x, cell, carried):
                 return False
-            if m[cell, STOP] > m[x, END]:
-                _split(m, cell, m[x, END])
             cell = _next_cell(m, x, cell)
+    return True
+
+
+@lean
+def _enter(m: Ints, x: int, lane: int, carried: Ints) -> int:
+    """The first cell of operand x in a lane, cut out again where it has to be; -1 where that must wait."""
+    cell = _first_cell(m, x, lane)
+    return cell if m[cell, STOP] != GONE or _bring_back(m, x, cell, carried) else -1
+
+
+@lean
+def _prepare(m: Ints, x: int, cell: int, carried: Ints) -> bool:
+    """Makes a cell on the way through operand x know what it holds and end where x does. False: that must wait."""
+    if m[cell, STATE] == PENDING and not settle_cell(m, cell, carried):
+        return False
+    if m[cell, STOP] > m[x, END]:
+        _split(m, cell, m[x, END])
     return True
 
 
@@ -484,6 +489,31 @@ def _relays(m: Ints, x: int, cell: int, carried: Ints) -> bool:
 
 
 @lean
+def _take(m: Ints, x: int, y: int, first: int, carried: Ints, promised: Ints) -> bool:
+    """Adds a pending partial x to y without a look at its rows, where that can be; whether it was done."""
+    sender = m[m[x, CELL], OFFSET]
+    if carried[sender, 0] == NOT_YET:
+        return first == 0 and _promise(m, x, y, promised)
+    return carried[sender, 0] == SEVERAL_RUNS and _take_runs(
+        m, x, y, carried[sender, 1], _ADD_FIRST if first else _ADD
+    )
+
+
+@lean
+def _take_runs(m: Ints, x: int, y: int, start: int, how: int) -> bool:
+    """Adds the runs that a sender noted, all of them partials: x itself need never be cut into them."""
+    cell, end = m[x, CELL], start + m[start, RUNS]
+    if m[cell, BUSY] & ~UNREAD:
+        return False
+    for run in range(start, end):
+        if not (_PARTIALS >> m[run, 4]) & 1:
+            return False
+    _fill_runs(m, y, start, end - start, how)
+    m[cell, STATE], m[cell, OFFSET], m[cell, BUSY] = SPENT, NOWHERE, 0
+    return True
+
+
+@lean
 def _promise(m: Ints, x: int, y: int, promised: Ints) -> bool:
     """Adds the pending partial x to y, a cell with a partial of known tokens, before it is known: the tokens that it
     must have are written down and compared in the end."""
@@ -500,13 +530,16 @@ def _promise(m: Ints, x: int, y: int, promised: Ints) -> bool:
 
 
 @lean
-def _start_send(m: Ints, x: int, carried: Ints, item: int) -> None:
-    """Notes what the rows hold; a partial leaves them."""
-    found = _look(m, x, _VALUES | _PARTIALS)
+def _start_send(m: Ints, x: int, carried: Ints, item: int) -> bool:
+    """Notes what the rows hold; a partial leaves them. False where that is not known yet."""
+    found = _look(m, x, _VALUES | _PARTIALS, carried)
+    if found == _STUCK:
+        return False
     if found == _MIXED:
-        carried[item, 0], carried[item, 1] = SEVERAL_RUNS, m[COUNTERS, RUN_LINE]
+        start = m[COUNTERS, RUN_LINE]
+        carried[item, 0], carried[item, 1] = SEVERAL_RUNS, start
         count = _note_runs(m, x)
-        m[m[COUNTERS, RUN_LINE], RUNS] = count
+        m[start, RUNS] = count
         m[COUNTERS, RUN_LINE] += count
     else:
         carried[item, 0] = UNKNOWN if found == _HIDDEN else m[m[x, CELL], STATE]
@@ -514,10 +547,11 @@ def _start_send(m: Ints, x: int, carried: Ints, item: int) -> None:
     for lane in range(m[x, LANES]):
         cell = _first_cell(m, x, lane)
         while cell >= 0:
-            if m[cell, STATE] in (LIVE, CLEARED):
+            if (_PARTIALS >> m[cell, STATE]) & 1:
                 m[cell, STATE] = SPENT
             m[cell, BUSY] += ONE_SEND
             cell = _next_cell(m, x, cell)
+    return True
 
 
 @lean
@@ -573,7 +607,6 @@ def _once(m: Ints, x: int) -> None:
 
 @lean
 def _finish(m: Ints, x: int) -> None:
-    _look(m, x, _PARTIALS | _VALUES)
     for lane in range(m[x, LANES]):
         cell = _first_cell(m, x, lane)
         while cell >= 0:
@@ -627,13 +660,18 @@ def _note_fault(m: Ints, line: int, code: int, x: int, cell: int, holds: int, wa
 
 
 @lean
-def _look(m: Ints, x: int, accepted: int) -> int:
+def _look(m: Ints, x: int, accepted: int, carried: Ints) -> int:
     """Reads operand x, whose states must be among `accepted`. Returns the offset of its rows where they have one and
-    one state, NOWHERE where all are cleared, _MIXED where they differ, _HIDDEN where some are unknown."""
+    one state, NOWHERE where all are cleared, _MIXED where they differ, _HIDDEN where some are unknown, _STUCK where
+    some are pending and nothing was sent yet."""
     found, state_found = NOWHERE, -1
     for lane in range(m[x, LANES]):
-        cell, unit = _first_cell(m, x, lane), _unit_of(m, x, lane)
+        cell, unit = _enter(m, x, lane, carried), _unit_of(m, x, lane)
+        if cell < 0:
+            return _STUCK
         while cell >= 0:
+            if not _prepare(m, x, cell, carried):
+                return _STUCK
             state, offset = m[cell, STATE], m[cell, OFFSET]
             if not (accepted >> state) & 1 or m[cell, UNIT] != unit or m[cell, BUSY] & IN_FLIGHT:
                 _refuse(m, x, cell, unit, accepted)
@@ -681,7 +719,7 @@ def _spend(m: Ints, x: int) -> None:
 def _pass_on(m: Ints, x: int, found: int, y: int, how: int) -> None:
     """Fills y with what a look at x found."""
     if found == _MIXED:
-        _fill_runs(m, y, m[COUNTERS, RUN_LINE], _note_runs(m, x), how)
+        _fill_alike(m, x, y, how)
     elif found == _HIDDEN:
         _fill(m, y, UNKNOWN, NOWHERE, how)
     else:
@@ -733,6 +771,26 @@ def _fill_runs(m: Ints, y: int, start: int, count: int, how: int) -> None:
 
 
 @lean
+def _fill_alike(m: Ints, x: int, y: int, how: int) -> None:
+    """Fills y with what x holds, row by row; the one lane of X, which has no heads, goes to every lane of y."""
+    shift = m[y, BEGIN] - m[x, BEGIN]
+    for lane in range(m[y, LANES]):
+        source, unit = _first_cell(m, x, lane if m[x, LANES] > 1 else 0), _unit_of(m, y, lane)
+        first, last = _first_cell(m, y, lane), -1
+        cell = first
+        while cell >= 0:
+            stop = m[source, STOP] + shift
+            if m[cell, STOP] > stop:
+                _split(m, cell, stop)
+            offset = NOWHERE if m[source, OFFSET] == NOWHERE else m[source, OFFSET] - shift
+            _fill_cell(m, y, cell, m[source, STATE], offset, unit, how)
+            if m[cell, STOP] >= stop:
+                source = m[source, NEXT]
+            last = _join(m, first, last, cell)
+            cell = _next_cell(m, y, last)
+
+
+@lean
 def _split(m: Ints, cell: int, row: int) -> None:
     """Cuts a cell at `row`; the left part keeps the number. New cells are written from the end of `m` down."""
     new = m[FULL_LINE, FREE]
@@ -763,13 +821,14 @@ def _join(m: Ints, first: int, last: int, cell: int) -> int:
     """Joins a cell of work rows to `last`, the one before it, where the two are alike; the cell that now ends there.
 
     Work rows are used for one tile after another, each cut in its own way: without this they would stay cut in all
-    those ways. first: the first cell of the operand, which is no cut-off one and so stays in its place.
+    those ways. Rows being sent stay as they are until the end of it. first: the first cell of the operand, which is no
+    cut-off one and so stays in its place.
     """
     if last < 0 or m[cell, HOME_OFFSET] != NOWHERE:
         return cell
     if m[last, STATE] != m[cell, STATE] or m[last, OFFSET] != m[cell, OFFSET]:
         return cell
-    if m[last, BUSY] != m[cell, BUSY] or m[last, UNIT] != m[cell, UNIT]:
+    if m[last, BUSY] != m[cell, BUSY] or m[last, UNIT] != m[cell, UNIT] or m[cell, BUSY] >= ONE_SEND:
         return cell
     m[last, STOP], m[last, NEXT] = m[cell, STOP], m[cell, NEXT]
     _drop(m, cell, first)

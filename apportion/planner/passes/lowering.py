@@ -52,6 +52,7 @@ class Lowering:
     rows: Rows
     tasks: Tasks
     members: Members
+    stage: Ints  # int32 [tasks]
     schedule: Schedule
     exchange: Exchange | None
     groups: Groups
@@ -80,11 +81,6 @@ class Lowering:
     def remote(self) -> Ints:
         """Indexes of the tasks whose keys arrive in a tile."""
         return np.flatnonzero(self.tasks.edge >= 0)
-
-    @cached_property
-    def stage(self) -> Ints:
-        """int32 [tasks]: 0 for local tasks, 1 + round of their tile for the others."""
-        return stages(self.tasks, self.schedule)
 
     @cached_property
     def query_ranges(self) -> RangeSet:
@@ -200,8 +196,11 @@ class Lowering:
 
     @cached_property
     def key_openers(self) -> Openers:
-        """By key block at home."""
-        return _openers(self.local, self.tasks.k, self.tasks.k1 - self.tasks.k0, self.rows.lengths)
+        """By key block at home. Gradients of blocks that others see too may come back before a later stage."""
+        sent = np.zeros(len(self.rows.home), bool)
+        sent[self.tasks.k[self.remote]] = True
+        first = self.local[(self.stage[self.local] == 0) | ~sent[self.tasks.k[self.local]]]
+        return _openers(first, self.tasks.k, self.tasks.k1 - self.tasks.k0, self.rows.lengths)
 
     @cached_property
     def tile_openers(self) -> Openers:
@@ -213,22 +212,49 @@ _NO_ROWS = np.zeros(0, np.int64)
 _NO_RANGES = (_NO_ROWS, _NO_ROWS, _NO_ROWS)
 
 
-def stages(tasks: Tasks, schedule: Schedule) -> Ints:
-    """int32 [tasks]: 1 + round of their tile; for local tasks 0, or the last where nothing overlaps."""
-    local = np.int32(0 if schedule.overlap else schedule.rounds)
-    rounds = np.append(1 + schedule.round, local)  # edge -1, a local task, picks the last
-    return rounds[tasks.edge]
-
-
-def program_order(tasks: Tasks, members: Members, schedule: Schedule, ranks: int) -> tuple[Tasks, Members]:
-    """The tasks by rank and stage. Within a stage those with a band that is not full come first: they have one block
-    each, so that they can open it, and the rest keep the order in which they were found."""
-    count = 2 * (schedule.rounds + 1)
-    key = tasks.exec.astype(np.int64) * count + 2 * stages(tasks, schedule) + tasks.full
-    order = sort_order(key, ranks * count)
+def program_order(
+    tasks: Tasks, members: Members, schedule: Schedule, ranks: int
+) -> tuple[Tasks, Members, Ints]:
+    """The tasks by rank and stage, and their stages, int32 [tasks]. Within a stage those with a band that is not full
+    come first: they have one block each, so that they can open it, and the rest keep the order in which they were
+    found."""
+    count = schedule.rounds + 1
+    stage = stages(tasks, schedule, ranks)
+    key = 2 * (tasks.exec.astype(np.int64) * count + stage) + tasks.full
+    order = sort_order(key, 2 * ranks * count)
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
-    return tasks.take(order), replace(members, task=place[members.task])
+    return tasks.take(order), replace(members, task=place[members.task]), stage[order]
+
+
+def stages(tasks: Tasks, schedule: Schedule, ranks: int) -> Ints:
+    """int32 [tasks]: 1 + round of their tile. Tasks that need none run in the first stage, in the last, or where they
+    make every rank compute evenly from stage to stage, so that none keeps others waiting for its rounds."""
+    first = np.int32(schedule.rounds if schedule.local == "last" else 0)
+    stage = np.append(1 + schedule.round, first)[tasks.edge].astype(np.int32)  # edge -1 picks the last
+    if schedule.local == "even":
+        _fill(stage, tasks.exec, tasks.edge, tasks.work, ranks, schedule.rounds + 1)
+    return stage
+
+
+@jit
+def _fill(stage: Ints, rank: Ints, edge: Ints, work: Ints, ranks: int, stages: int) -> None:
+    """Give tasks without an edge the first stage, not before that of the one before, up to which their rank has
+    computed less than the stage's share of its work; into `stage`, in place."""
+    load, total = np.zeros((ranks, stages), np.int64), np.zeros(ranks, np.int64)
+    for task in range(len(rank)):
+        total[rank[task]] += work[task]
+        if edge[task] >= 0:
+            load[rank[task], stage[task]] += work[task]
+    now, done = np.zeros(ranks, np.int64), load[:, 0].copy()
+    for task in range(len(rank)):
+        if edge[task] < 0:
+            r = rank[task]
+            while now[r] < stages - 1 and done[r] / (now[r] + 1) >= total[r] / stages:
+                now[r] += 1
+                done[r] += load[r, now[r]]
+            stage[task] = now[r]
+            done[r] += work[task]
 
 
 def allot(rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints) -> Ints:

@@ -19,6 +19,12 @@ from apportion.planner.solvers.matching import matchings, max_degree
 Ints = NDArray[np.integer[Any]]
 
 
+# When tasks run that need no tile: before the first round is waited for, after the last, or spread over the stages so
+# that a rank's work is even.
+Local = Literal["first", "last", "even"]
+LOCAL = ("first", "last", "even")
+
+
 @dataclass(frozen=True)
 class Slots:
     """Tiles without relays: slot int32 [tiles]; `slots` of them in all, `coalesce` to a round."""
@@ -43,8 +49,7 @@ class Schedule:
 
     round: int32 [edges], numbered in the order in which rounds are waited for; a relay comes after its parent.
     when: int64 [rounds], never falling: a round may start once those more than `buffers` - 1 before it are used up.
-    channel: int64 [rounds]. slots: matchings in all rounds. overlap: tasks that need no tile run before the first round
-    is waited for, else after the last.
+    channel: int64 [rounds]. slots: matchings in all rounds. local: when tasks run that need no tile.
     """
 
     routed: Routed
@@ -53,7 +58,7 @@ class Schedule:
     channel: Ints
     slots: int
     buffers: int
-    overlap: bool = True
+    local: Local = "first"
 
     @property
     def edges(self) -> Edges:
@@ -86,15 +91,18 @@ class Matchings:
     section 4.2). Relays follow, each level in rounds of its own on another channel.
 
     coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
+    local: when tasks run that need no tile.
     """
 
     coalesce: int | Literal["auto"] = "auto"
     buffers: int = 3
+    local: Local = "even"
 
     def __post_init__(self) -> None:
         if self.coalesce != "auto":
             _positive("coalesce", self.coalesce)
         _positive("buffers", self.buffers)
+        choice("recipe.schedule.matchings.local", self.local, LOCAL)
 
     def __call__(self, routed: Routed, ranks: int) -> Schedule:
         edges = routed.edges
@@ -103,7 +111,9 @@ class Matchings:
         first = self.slots(edges.src[roots], edges.dst[roots], edges.rows[roots], ranks, min(levels, 2))
         if len(roots) == len(edges):
             when = np.arange(first.rounds)
-            return Schedule(routed, first.round, when, np.zeros_like(when), first.slots, self.buffers)
+            return Schedule(
+                routed, first.round, when, np.zeros_like(when), first.slots, self.buffers, self.local
+            )
         depth, time = depths(edges.parent), np.zeros(len(edges), np.int64)
         time[roots] = first.round
         for level in range(1, levels):
@@ -113,7 +123,9 @@ class Matchings:
         keys, round_ = np.unique(time * levels + (levels - 1 - depth), return_inverse=True)
         channel = np.minimum(levels - 1 - keys % levels, 1)
         slots = first.slots + _degrees(edges, round_, np.flatnonzero(keys % levels < levels - 1), ranks)
-        return Schedule(routed, round_.astype(np.int32), keys // levels, channel, slots, self.buffers)
+        return Schedule(
+            routed, round_.astype(np.int32), keys // levels, channel, slots, self.buffers, self.local
+        )
 
     def slots(self, src: Ints, dst: Ints, rows: Ints, ranks: int, times: int = 1) -> Slots:
         """Slots of the tiles src -> dst of so many rows each, integers [tiles]; automatic rounds are `times` as
@@ -186,16 +198,16 @@ def _turns(ring: Ints) -> Ints:
 class Gather:
     """Everything in one round, as an all-gather of KV does it; relays in one more round a level.
 
-    overlap: whether tasks that need no tile run while it is under way. whole: what leaves a rank leaves it as one
-    tile for all that need any of it, as the collective does it; else everybody receives what it needs.
+    local: when tasks run that need no tile: while it is under way, or after it. whole: what leaves a rank leaves it as
+    one tile for all that need any of it, as the collective does it; else everybody receives what it needs.
     """
 
-    overlap: bool = False
+    local: Local = "last"
     whole: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("overlap", "whole"):
-            _switch(f"gather.{name}", getattr(self, name))
+        choice("recipe.schedule.gather.local", self.local, LOCAL)
+        _switch("gather.whole", self.whole)
 
     def tiles(self, edges: Edges) -> Routed:
         """Larger tiles, before they are routed."""
@@ -208,7 +220,7 @@ class Gather:
         levels, round_ = np.unique(depths(routed.edges.parent), return_inverse=True)
         slots = _degrees(routed.edges, round_, np.arange(len(levels)), ranks)
         channel, when = np.zeros(len(levels), np.int64), np.arange(len(levels))
-        return Schedule(routed, round_.astype(np.int32), when, channel, slots, len(levels), self.overlap)
+        return Schedule(routed, round_.astype(np.int32), when, channel, slots, len(levels), self.local)
 
 
 def _switch(name: str, value: Any) -> None:

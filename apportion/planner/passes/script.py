@@ -26,7 +26,7 @@ Ints = NDArray[np.integer[Any]]
 @dataclass
 class Fetches:
     """Positions of the steps that fetch tiles and compute with them. launch, wait: int64 [rounds]; stage: [1 + rounds],
-    the local stage first, `local` the one in which tasks that need no tile run."""
+    the one before all rounds first."""
 
     asm: Assembler
     schedule: Schedule
@@ -58,11 +58,6 @@ class Fetches:
     def compute(self, stage: int, op: Op) -> None:
         """The tasks of a stage."""
         self.stage[stage] = self.asm.step(op)
-
-    @property
-    def local(self) -> int:
-        """The stage of tasks that need no tile."""
-        return 0 if self.schedule.overlap else self.schedule.rounds
 
 
 def forward_script(asm: Assembler, schedule: Schedule) -> Fetches:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.bands import area
 from apportion.ir.jit import jit
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.sorting import counting_order
@@ -53,6 +54,18 @@ class Tasks:
     def full(self) -> NDArray[np.bool_]:
         """bool [tasks]: every row sees every key."""
         return (self.dmin <= self.k0 - self.k1 + 1) & (self.dmax >= self.rows - 1)
+
+    @property
+    def work(self) -> Ints:
+        """int64 [tasks]: pairs."""
+        keys = self.k1 - self.k0
+        work = self.rows.astype(np.int64) * keys
+        part = np.flatnonzero(~self.full)
+        zero = np.zeros(len(part), np.int64)
+        work[part] = area(
+            np.stack([zero, self.rows[part], zero, keys[part], self.dmin[part], self.dmax[part]], axis=1)
+        )
+        return work
 
     def take(self, order: Ints) -> Tasks:
         """The tasks in another order."""

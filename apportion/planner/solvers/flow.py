@@ -71,7 +71,8 @@ def _two_level(surplus: Ints, cost: TwoLevelCost, level: bool) -> tuple[Ints, In
 
 def _first_come(rows: Ints, total: int) -> Ints:
     """The first `total` of the rows, rank by rank."""
-    return np.diff(np.minimum(np.cumsum(np.append(0, rows)), total))
+    taken: Ints = np.diff(np.minimum(np.cumsum(np.append(0, rows)), total))
+    return taken
 
 
 def _water_fill(rows: Ints, total: int, cost: TwoLevelCost) -> Ints:
@@ -82,7 +83,7 @@ def _water_fill(rows: Ints, total: int, cost: TwoLevelCost) -> Ints:
     saving = cost.inter - cost.intra
     if saving <= 0 or total >= int(rows.sum()):
         return _first_come(rows, total)
-    prices = cost.inter * rows
+    prices = (cost.inter * rows).astype(np.float64)
     falling = np.sort(prices)[::-1]
     # above a level at the i-th price, the i dearest ranks have this much to lose
     above = np.cumsum(falling) - np.arange(1, len(falling) + 1) * falling

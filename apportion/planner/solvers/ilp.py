@@ -3,8 +3,8 @@
 From both sides: a greedy mix and local search (`mixing`) give answers; integer programs (`mixed_programs`) give bounds
 and better answers. First the small program is asked for time limits between the bound and the best answer, by
 bisection: each no raises the bound, each yes proposes counts of groups to the search. What gap is left goes to the
-program of the whole problem, started from the best answer. Where that program is small it is complete, its own bound
-counts, and the answer may be proven; else it sees the most promising counts only.
+program of a few groups at a time, started from what they hold. A small problem is given to that program as a whole,
+whose own bound counts, so that the answer is proven.
 
 FlexSP solves one program a count of microbatches under a wall clock. Here the search ends by steps, so that equal
 problems have equal answers, unless a deadline is given and comes first; then the status says FEASIBLE(time).
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError, MissingDependencyError
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
-from apportion.planner.solvers.mixing import Mix, greedy_mix, improve, polish
+from apportion.planner.solvers.mixing import Mix, anneal, greedy_mix, improve, mix_of, polish
 from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
 
 Ints = NDArray[np.integer[Any]]
@@ -28,16 +28,21 @@ Floats = NDArray[np.float64]
 
 #: nodes of each search tree where the budget says nothing
 DEFAULT_NODES = 200
-# counts of groups that local search tries, and kicks that each of the best gets, for this many sequences x ranks
-_STEPS, _POLISHED, _KICKS, _USUAL_SIZE = 1500, 10, 200, 4096
-# effort of the searches that follow a program, which start nearer
-_LATER = 0.4
+# For this many sequences x ranks (larger problems get as much work in all, not each):
+_USUAL_SIZE = 4096
+# counts of groups that local search tries; of the best of them, how many are annealed, in so many steps; of the best
+# of those, how many are kicked how often
+_STEPS, _ANNEALED, _ANNEALS, _POLISHED, _KICKS = 1500, 40, 100_000, 12, 500
+# effort of the searches that follow each program
+_BRIEF = 0.3
 # local search does not aim below this share of the best value: what it cannot reach only misleads it
 _AIM = 0.985
 # bisection ends here: what is left is not for want of a better limit
 _PROBES, _FINE = 16, 1.0005
-# programs of the whole problem with at most this many choices are complete
+# a problem of at most this many choices is given to its program as a whole
 _COMPLETE = 1200
+# how many parts of a larger one are solved, and the choices of each
+_PARTS, _PART = 6, 150
 # HiGHS keeps constraints within 1e-6
 _TOLERANCE = 1e-6
 
@@ -56,8 +61,13 @@ class _State:
         better = mix is not None and (self.best is None or mix.value < self.best.value)
         return replace(self, best=mix) if better else self
 
+    def seeds(self, columns: int) -> list[tuple[int, ...]]:
+        """Counts of groups to search from."""
+        known = [] if self.best is None else [self.best.counts(columns)]
+        return known if self.counts is None else [*known, self.counts]
+
     def done(self, budget: Budget) -> bool:
-        return self.best is not None and budget.reached(self.best.value, self.bound * (1 + _TOLERANCE))
+        return self.best is not None and budget.reached(self.best.value, self.bound)
 
 
 def solve(problem: GroupingProblem, budget: Budget) -> Grouping:
@@ -129,34 +139,38 @@ def _simple_bound(problem: GroupingProblem) -> float:
 def _search(
     case: GroupingProblem, state: _State, budget: Budget, clock: Clock
 ) -> tuple[_State, Limit | None]:
-    if state.best is not None and not state.done(budget):
-        state = _by_local_search(case, state, [state.best.counts(len(case.degrees))], budget, clock)
     if state.done(budget):
         return state, Limit.GAP
     _need_programs()
     nodes = DEFAULT_NODES if budget.steps is None else int(budget.steps)
-    complete = _is_complete(case)
-    if state.best is not None and not complete:
-        state = _by_bisection(case, state, budget, clock, nodes)
-    if state.done(budget) or clock.expired:
-        return state, Limit.TIME if clock.expired else Limit.GAP
-    return _by_slots(case, state, budget, clock, nodes, complete)
+    if _is_complete(case):
+        state = _by_local_search(case, state, budget, clock, _BRIEF)
+        return _by_slots(case, state, budget, clock, nodes)
+    state = _by_bisection(case, state, budget, clock, nodes)
+    if not state.done(budget):
+        state = _by_parts(case, _by_local_search(case, state, budget, clock), budget, clock, nodes)
+    if state.best is None and not np.isfinite(state.bound):
+        return state, None
+    if state.done(budget):
+        return state, Limit.GAP
+    return state, Limit.TIME if clock.expired else Limit.STEPS
 
 
 def _by_local_search(
-    case: GroupingProblem,
-    state: _State,
-    seeds: list[tuple[int, ...]],
-    budget: Budget,
-    clock: Clock,
-    effort: float = 1.0,
+    case: GroupingProblem, state: _State, budget: Budget, clock: Clock, effort: float = 1.0
 ) -> _State:
+    """Search from the counts of the best mix and those that no program has refuted."""
     goal = state.bound * (1 + budget.gap)
     if state.best is not None:
         goal = max(goal, _AIM * state.best.value)
     share = effort * min(1.0, _USUAL_SIZE / (len(case.sizes) * case.ranks))
-    mixes = improve(case, seeds, max(20, int(_STEPS * share)), goal, clock)
-    for mix in mixes[: max(2, int(_POLISHED * share))]:
+    mixes = improve(case, state.seeds(len(case.degrees)), max(20, int(_STEPS * share)), goal, clock)
+    steps = max(1000, int(_ANNEALS * share))
+    tried = [
+        mix if clock.expired else anneal(case, mix, steps, goal, state.probes)
+        for mix in mixes[: max(4, int(_ANNEALED * share))]
+    ]
+    for mix in sorted(tried, key=lambda mix: mix.value)[: max(2, int(_POLISHED * share))]:
         state = state.with_mix(polish(case, mix, max(20, int(_KICKS * share)), goal, clock, state.probes))
         if state.done(budget):
             break
@@ -167,18 +181,18 @@ def _by_bisection(case: GroupingProblem, state: _State, budget: Budget, clock: C
     """Raise the bound by what the small program refutes; follow the counts that it finds."""
     from apportion.planner.solvers.mixed_programs import mix_for
 
-    high = np.inf if state.best is None else state.best.value
-    limit = high / (1 + budget.gap)
+    high = float(case.times[np.isfinite(case.times)].sum()) if state.best is None else state.best.value
+    # a hair more, so that a value is no more than was asked for above the bound that a no gives
+    limit = high / (1 + max(budget.gap, _FINE - 1)) * (1 + _TOLERANCE)
     for probe in range(_PROBES):
         answer = mix_for(case, limit, clock, nodes)
-        state = replace(state, probes=probe + 1)
         if answer.refuted:
-            state = replace(state, bound=max(state.bound, limit))
+            state = replace(state, bound=limit if state.best or probe else np.inf, probes=probe + 1)
         else:
             high = limit
-        if answer.counts:
-            state = replace(state, counts=answer.counts)
-            state = _by_local_search(case, state, [answer.counts], budget, clock, _LATER)
+            state = replace(state, counts=answer.counts or state.counts, probes=probe + 1)
+            state = _by_local_search(case, state, budget, clock, _BRIEF)
+        high = high if state.best is None else min(high, state.best.value)
         if state.done(budget) or clock.expired or high <= _FINE * state.bound:
             break
         limit = (max(state.bound, 1e-9 * high) * high) ** 0.5
@@ -195,22 +209,56 @@ def _is_complete(case: GroupingProblem) -> bool:
 
 
 def _by_slots(
-    case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int, complete: bool
+    case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int
 ) -> tuple[_State, Limit | None]:
-    """The program of the whole problem, over all counts or the promising ones."""
+    """The program of the whole problem."""
     from apportion.planner.solvers.mixed_programs import slots
 
-    counts = _most_counts(case)
-    if not complete and state.best is not None:
-        seen = [state.best.counts(len(counts)), state.counts or ()]
-        counts = np.array([max(some) for some in zip(*(c for c in seen if c), strict=True)], np.int64)
-    mix, run = slots(case, counts, state.best, state.bound, clock, nodes, budget.gap)
-    state = state.with_mix(mix)
-    if not complete:
-        return state, Limit.GAP if state.done(budget) else run.limit or Limit.STEPS
+    mix, run = slots(case, _most_counts(case), state.best, state.bound, clock, nodes, budget.gap)
     if run.status is Status.INFEASIBLE and state.best is None:
         return replace(state, bound=np.inf), None
-    return replace(state, bound=max(state.bound, run.bound)), run.limit
+    state = replace(state.with_mix(mix), bound=max(state.bound, run.bound))
+    return state, Limit.GAP if state.done(budget) else run.limit
+
+
+def _by_parts(case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int) -> _State:
+    """The program of the slowest group and some others, again and again: what they hold, dealt anew among them."""
+    from apportion.planner.solvers.mixed_programs import slots
+
+    draw = np.random.Generator(np.random.PCG64(0))
+    for _ in range(_PARTS):
+        if state.best is None or state.done(budget) or clock.expired:
+            break
+        part = _part(state.best, draw)
+        items = np.flatnonzero(np.isin(state.best.group, part))
+        column = state.best.column[part]
+        start = Mix(column, np.searchsorted(part, state.best.group[items]), state.best.time[part])
+        few = replace(
+            case, times=case.times[items], sizes=case.sizes[items], ranks=int(case.degrees[column].sum())
+        )
+        counts = np.bincount(column, minlength=len(case.degrees))
+        mix, _ = slots(few, counts, start, 0.0, clock, nodes, _FINE - 1)
+        if mix is not None and mix.value < start.value:
+            state = state.with_mix(_merged(case, state.best, part, items, mix))
+    return state
+
+
+def _part(mix: Mix, draw: np.random.Generator) -> Ints:
+    """Numbers of the slowest group and of others, rising: as many as make a program of `_PART` choices."""
+    slowest = int(mix.time.argmax())
+    others = draw.permutation(len(mix.time))
+    order = np.append(slowest, others[others != slowest])
+    held = np.cumsum(np.bincount(mix.group, minlength=len(mix.time))[order])
+    count = max(2, int((held * np.arange(1, len(order) + 1) <= _PART).sum()))
+    return np.sort(order[:count])
+
+
+def _merged(case: GroupingProblem, mix: Mix, part: Ints, items: Ints, dealt: Mix) -> Mix:
+    """The mix with the groups of a part dealt anew; these are as many of each degree, in the order of degrees."""
+    column, group = mix.column.copy(), mix.group.copy()
+    column[part] = dealt.column
+    group[items] = part[dealt.group]
+    return mix_of(case, column, group)
 
 
 def _need_programs() -> None:

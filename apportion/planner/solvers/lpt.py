@@ -60,7 +60,7 @@ def lpt(
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    """LPT behind the contract of its kind. It ends by itself, long before any deadline, so the budget is not looked at."""
+    """LPT behind the contract of its kind. It ends by itself, so the budget is not looked at."""
     speed = np.ones(problem.bins) if problem.speeds is None else problem.speeds
     found = lpt(problem.weights, problem.sizes, problem.bins, problem.cap, speed)
     return Partition(found.bin, _termination(problem, found, float((found.load / speed).max())))

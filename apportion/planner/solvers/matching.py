@@ -36,7 +36,7 @@ def matchings(src: Ints, dst: Ints, ranks: int) -> Ints:
 
 
 def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
-    """`matchings` behind the contract of its kind: always OPTIMAL. It ends by itself, so the budget is not looked at."""
+    """`matchings` behind the contract of its kind: always OPTIMAL. It ends by itself: no budget is looked at."""
     colour = matchings(problem.src, problem.dst, problem.ranks)
     degree = float(max_degree(problem.src, problem.dst, problem.ranks))
     return Colouring(colour, Termination(Status.OPTIMAL, degree, degree))

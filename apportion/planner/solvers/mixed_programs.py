@@ -58,7 +58,7 @@ def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) ->
     model += pulp.LpAffineExpression([(n, float(d)) for n, d in zip(count, problem.degrees, strict=True)])
     model += model.objective <= problem.ranks
     for k in range(len(fits)):
-        model += _sum(chosen, [(k, c) for c in np.flatnonzero(fits[k])]) == 1
+        model += _sum(chosen, [(k, int(c)) for c in np.flatnonzero(fits[k])]) == 1
     for c, variable in enumerate(count):
         items = np.flatnonzero(fits[:, c])
         for shares in _shares(problem, items, c, limit):

@@ -5,7 +5,8 @@ and Shmoys, 1987): each sequence needs the smallest degree that keeps it within 
 and the fit tightest, and opens a group of its own degree otherwise.
 
 The search then walks over counts of groups: one group is split or some are merged, the sequences are spread anew, and
-moves and swaps out of the slowest group follow while they help.
+moves and swaps out of the slowest group follow while they help. The best of these mixes are annealed, and the best of
+those kicked out of their local optima.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ _MOST_EXCHANGES = 500
 _LEAST_GAIN = 1e-12
 # sequences that a kick sends elsewhere: with three, descents still end near by
 _KICK = 3
-# steps of annealing for each kick; temperatures as shares of the goal, from and to (0.003 to 0.3 and 0.0003 to 0.003
-# were tried)
-_ANNEALS, _HOT, _COLD = 500, 0.01, 0.001
+# temperatures of annealing as shares of the goal, from and to (0.01 to 0.3 and 0.0003 to 0.003 were tried)
+_HOT, _COLD = 0.01, 0.001
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,8 @@ def _first_fit(
 def improve(
     problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, goal: float, clock: Clock
 ) -> list[Mix]:
-    """Mixes of `steps` counts, best first: the seeds' and, from the best known on, their neighbours'. Ends at `goal`."""
+    """Mixes of `steps` counts, best first: those of the seeds and, from the best known on, of their neighbours. Ends
+    at `goal`."""
     seen: set[tuple[int, ...]] = set()
     queue: list[tuple[float, tuple[int, ...]]] = []
     mixes: list[Mix] = []
@@ -155,10 +156,8 @@ def improve(
 
 
 def polish(problem: GroupingProblem, mix: Mix, kicks: int, goal: float, clock: Clock, seed: int) -> Mix:
-    """The mix after annealing towards `goal`, and then `kicks` times sending some sequences elsewhere and descending
-    again; never worse."""
+    """The mix after `kicks` times sending some sequences elsewhere and descending again; never worse."""
     draw = np.random.Generator(np.random.PCG64(seed))
-    mix = _annealed(problem, mix, kicks * _ANNEALS, goal, draw)
     for _ in range(kicks):
         if mix.value <= goal or clock.expired:
             break
@@ -176,7 +175,9 @@ def _fits(problem: GroupingProblem, column: Ints, group: Ints) -> bool:
     return bool(allowed and (used <= problem.cap * problem.degrees[column]).all())
 
 
-def _annealed(problem: GroupingProblem, mix: Mix, steps: int, goal: float, draw: np.random.Generator) -> Mix:
+def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: int) -> Mix:
+    """The mix after so many steps of simulated annealing towards `goal`; never worse."""
+    draw = np.random.Generator(np.random.PCG64(seed))
     items, groups = len(mix.group), len(mix.column)
     moved, to = draw.integers(items, size=steps), draw.integers(groups + items, size=steps)
     rooms = problem.cap * problem.degrees[mix.column]
