@@ -43,8 +43,8 @@ Floats = NDArray[np.float64]
 
 RANKS = 2
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=64, dtype="fp32", layers=1)
-BATCHES = ((3000,), (2000, 600, 300, 150), (550, 500, 450, 400, 350, 350, 250, 150))
-BLOCKS = (128, 512, 1024)
+BATCHES = ((6000,), (4000, 1200, 600, 300), (2000, 1500, 1000, 700, 400, 300))
+BLOCKS = (256, 512, 1024)
 NAMES = (
     "fcp",
     "ring",
@@ -57,7 +57,8 @@ NAMES = (
     "flexsp",
     "contiguous",
 )
-NOT_COALESCED = (128, 1)  # block, coalesce
+SAME = 1e-4  # of the logarithms of two times
+NOT_COALESCED = (256, 1)  # block, coalesce
 
 
 @dataclass(frozen=True)
@@ -136,21 +137,32 @@ def measure(plans: Sequence[Plan], rounds: int) -> Floats:
 
 
 def agreement(measured: Floats, simulated: Floats) -> dict[str, float]:
-    """Of times [plans]: rank correlation (Spearman), the share of pairs in the same order, of all and of those that
-    the simulator sees more than a tenth apart, and the ratio of the times. Empty for a single plan."""
+    """Of times [plans]: rank correlation (Spearman), the share of pairs in the same order, of those that the simulator
+    tells apart and of those that it sees more than a tenth apart, and the ratio of the times. `noise` is how far (a
+    ratio) measured times of plans are apart that the simulator takes for the same: closer pairs say nothing."""
     first, second = np.triu_indices(len(measured), 1)
-    if not len(first):
-        return {}
+    apart = np.abs(np.log(simulated[first] / simulated[second]))
     same = (measured[first] < measured[second]) == (simulated[first] < simulated[second])
-    apart = np.abs(np.log(simulated[first] / simulated[second])) > np.log(1.1)
-    places = [np.argsort(np.argsort(times)) for times in (measured, simulated)]
-    return {
-        "spearman": round(float(np.corrcoef(*places)[0, 1]), 3),
-        "pairs_in_order": round(float(same.mean()), 3),
-        "pairs_apart": int(apart.sum()),
-        "pairs_apart_in_order": round(float(same[apart].mean()), 3) if apart.any() else 1.0,
-        "simulated_over_measured": round(float(np.median(simulated / measured)), 3),
+    noise = np.exp(np.abs(np.log(measured[first] / measured[second])))[apart < SAME]
+    found = {
+        "spearman": np.corrcoef(_places(measured), _places(simulated))[0, 1] if len(first) else 1.0,
+        "pairs_in_order": _share(same[apart >= SAME]),
+        "pairs_a_tenth_apart": (apart > np.log(1.1)).sum(),
+        "of_these_in_order": _share(same[apart > np.log(1.1)]),
+        "simulated_over_measured": np.median(simulated / measured),
+        "noise": noise.max(initial=1.0),
     }
+    return {name: round(float(value), 3) for name, value in found.items()}
+
+
+def _places(times: Floats) -> Floats:
+    """Place of each time in their order; equal ones share theirs."""
+    _, place, count = np.unique(np.round(times, 3), return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - count / 2)[place]
+
+
+def _share(found: NDArray[np.bool_]) -> float:
+    return float(found.mean()) if len(found) else 1.0
 
 
 def compared(lengths: Sequence[int], names: Sequence[str], hardware: Hardware, rounds: int) -> dict[str, Any]:
@@ -208,7 +220,7 @@ def main() -> None:
     parser.add_argument(
         "--lengths", default="", help="one batch of these lengths instead of the built-in ones"
     )
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     job = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ from apportion.cli import options
 from apportion.cli.output import emit
 
 if TYPE_CHECKING:
+    from apportion.ir.policy import Recipe
     from apportion.planner.recipes import Entry
     from apportion.planner.solvers import registry
 
@@ -45,7 +46,15 @@ def recipes(
 
 def _recipe(entry: Entry) -> dict[str, Any]:
     facts = {"summary": entry.summary, "paper": entry.paper, "section": entry.section, "needs": entry.needs}
-    return {**entry.recipe.to_data(), **facts}
+    return {**entry.recipe.to_data(), **facts, "parameters": _parameters(entry.recipe)}
+
+
+def _parameters(recipe: Recipe) -> dict[str, list[str]]:
+    """Step -> what its pass may be told; switches have nothing."""
+    from apportion.planner.recipes import parameters
+
+    passes = {step.step: step.name for step in recipe if step.name not in ("on", "off")}
+    return {step: [name for name, _ in parameters(step, held)] for step, held in passes.items()}
 
 
 def solvers(as_json: options.AsJson = False) -> None:

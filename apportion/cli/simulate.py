@@ -29,9 +29,8 @@ def simulate(
 ) -> None:
     """Run a plan's programs against the cost model and say how long each rank takes, and what it waits for.
 
-    One attention call of each kind, forward and backward, with the links of the plan's cluster. In the timelines
-    [bold]█[/bold] is work, [bold]▒[/bold] work and waiting, [bold]·[/bold] waiting for a round; the rest is idle. With
-    --json every span of every rank is printed.
+    One attention call of each kind, forward and backward, on the links of the plan's cluster. In the timelines █ is
+    work, ▒ work and waiting, · waiting for a round, and the rest idle. --json prints every span of every rank.
 
     [bold]Examples[/bold]
 

@@ -135,7 +135,13 @@ def recipe_file(row: Record) -> str:
     """A recipe as YAML that `--recipe` reads, under a comment that says what it is."""
     import yaml
 
-    facts = (row["summary"], f"from: {_source(row)}", f"needs: {row['needs'] or 'nothing'}")
+    told = "; ".join(f"{step} {', '.join(names)}" for step, names in row["parameters"].items() if names)
+    facts = (
+        row["summary"],
+        f"from: {_source(row)}",
+        f"needs: {row['needs'] or 'nothing'}",
+        f"parameters: {told or 'none'}",
+    )
     steps = {"name": row["name"], "steps": row["steps"]}
     body = yaml.safe_dump(steps, sort_keys=False, default_flow_style=None)
     return "".join(f"# {fact}\n" for fact in facts) + body.rstrip("\n")

@@ -183,7 +183,7 @@ def _schedule(
 def _routed(passes: Pipeline, edges: Edges, site: Site) -> Routed:
     """How the tiles travel that the schedule makes of the edges."""
     tiles = getattr(passes.schedule, "tiles", None)
-    if tiles is None:
+    if tiles is None or getattr(passes.route, "by_block", False):
         return passes.route(edges, site)
     star = tiles(edges)
     routed = passes.route(star.edges, site)

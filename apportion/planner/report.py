@@ -191,5 +191,6 @@ def _kv_bound(
     }
     value = sum(int(item.tile_bytes.sum()) for item in traffic if item.name in ("fetch", "return"))
     caps = {kind: int(pairs.max()) for kind, pairs in loads.items()}
-    cap = problem.token_cap * int(low.groups.sizes.max())
+    # groups of a strategy without a cap of its own may hold more than their ranks' caps
+    cap = max(problem.token_cap * int(low.groups.sizes.max()), int(low.rows.per_rank.max()))
     return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value))

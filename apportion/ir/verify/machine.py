@@ -283,7 +283,7 @@ def _wait(m: Ints, transfers: Ints, mate: Ints, carried: Ints, base: int, first:
             m[cell, BUSY] = UNREAD
             m[cell, UNIT] = m[x, UNIT]
             m[cell, STATE], m[cell, OFFSET] = PENDING, sender
-            if carried[sender, 0] not in (NOT_YET, SEVERAL_RUNS):
+            if carried[sender, 0] > NOT_YET:  # and not SEVERAL_RUNS
                 m[cell, STATE], m[cell, OFFSET] = carried[sender, 0], NOWHERE
                 if carried[sender, 1] != NOWHERE:
                     m[cell, OFFSET] = carried[sender, 1] - m[x, BEGIN]

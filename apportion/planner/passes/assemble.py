@@ -175,7 +175,7 @@ class Operands:
         tensors = sorted(self._reach)
         reach = np.array([self._reach[tensor] for tensor in tensors], np.int64).reshape(-1, self.ranks).T
         width = np.array(
-            [sets.key_heads if tensor in KV_SIDE else sets.query_heads for tensor in tensors], np.int64
+            [sets.key_columns if tensor in KV_SIDE else sets.query_heads for tensor in tensors], np.int64
         )
         rank, index = np.nonzero(reach)
         width = width.reshape(-1, self.ranks)[index, rank]

@@ -172,6 +172,6 @@ def _bound(problem: Problem, weight: Ints, degrees: Ints) -> float:
 def _no_mix(case: GroupingProblem, found: Grouping) -> CapacityError:
     return CapacityError(
         f"no groups found for {len(case.sizes)} sequences of {int(case.sizes.sum())} tokens on {case.ranks} ranks of "
-        f"at most {case.cap} tokens each, with degrees {case.degrees.tolist()} ({found.termination}): raise token_cap or "
-        f"capacity, give more nodes, or use a recipe that cuts sequences, such as fcp"
+        f"at most {case.cap} tokens each, with degrees {case.degrees.tolist()} ({found.termination}): raise "
+        f"token_cap or capacity, give more nodes, or use a recipe that cuts sequences, such as fcp"
     )

@@ -101,6 +101,14 @@ class HeadSets:
     query_heads: Ints
     key_heads: Ints
     shared: NDArray[np.bool_]
+    groups: Groups
+
+    @cached_property
+    def key_columns(self) -> Ints:
+        """int64 [ranks]: head columns of KV arenas; what arrives from another rank of the group may be wider."""
+        widest = np.maximum.reduceat(self.key_heads, self.groups.first[:-1])
+        columns: Ints = widest[self.groups.of_rank]
+        return columns
 
     @staticmethod
     def of(model: Model, groups: Groups) -> HeadSets:
@@ -117,7 +125,7 @@ class HeadSets:
             columns[:, inside] = table[groups.member[inside]].T
             shared[groups.sizes == size] = sum(len(kv) for _, kv in members) > model.kv_heads
         query, key, query_heads, key_heads = columns
-        return HeadSets(tuple(numbers), query, key, query_heads, key_heads, shared)
+        return HeadSets(tuple(numbers), query, key, query_heads, key_heads, shared, groups)
 
 
 def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -248,6 +248,11 @@ class Ring:
     def __post_init__(self) -> None:
         choice("recipe.route.ring.over", self.over, ("ranks", "holders"))
 
+    @property
+    def by_block(self) -> bool:
+        """Whether tiles must be blocks, because the ring is that of the block's sequences."""
+        return self.over == "holders"
+
     def __call__(self, edges: Edges, site: Site) -> Routed:
         if not len(edges):
             return Routed(edges, np.zeros(0, np.int32), carry=True, ring=np.zeros(0, np.int32))

@@ -38,7 +38,7 @@ _BRIEF = 0.3
 # local search does not aim below this share of the best value: what it cannot reach only misleads it
 _AIM = 0.985
 # bisection ends here: what is left is not for want of a better limit
-_PROBES, _FINE = 16, 1.0005
+_PROBES, _FINE = 16, 1.001
 # a problem of at most this many choices is given to its program as a whole
 _COMPLETE = 1200
 # how many parts of a larger one are solved, and the choices of each
@@ -181,13 +181,15 @@ def _by_bisection(case: GroupingProblem, state: _State, budget: Budget, clock: C
     """Raise the bound by what the small program refutes; follow the counts that it finds."""
     from apportion.planner.solvers.mixed_programs import mix_for
 
-    high = float(case.times[np.isfinite(case.times)].sum()) if state.best is None else state.best.value
+    # without any answer yet, a time that none can exceed
+    most = 4 * float(case.times[np.isfinite(case.times)].sum())
+    high = most if state.best is None else state.best.value
     # a hair more, so that a value is no more than was asked for above the bound that a no gives
     limit = high / (1 + max(budget.gap, _FINE - 1)) * (1 + _TOLERANCE)
     for probe in range(_PROBES):
         answer = mix_for(case, limit, clock, nodes)
         if answer.refuted:
-            state = replace(state, bound=limit if state.best or probe else np.inf, probes=probe + 1)
+            state = replace(state, bound=_refuted(state, limit, most), probes=probe + 1)
         else:
             high = limit
             state = replace(state, counts=answer.counts or state.counts, probes=probe + 1)
@@ -199,9 +201,15 @@ def _by_bisection(case: GroupingProblem, state: _State, budget: Budget, clock: C
     return state
 
 
+def _refuted(state: _State, limit: float, most: float) -> float:
+    """The bound after a no: infinity where even half the time that none can exceed is not enough."""
+    return np.inf if limit >= most / 2 else max(state.bound, limit)
+
+
 def _most_counts(case: GroupingProblem) -> Ints:
     """int64 [degrees]: groups of each degree that an answer may need."""
-    return np.minimum(case.ranks // case.degrees, np.isfinite(case.times).sum(0))
+    most: Ints = np.minimum(case.ranks // case.degrees, np.isfinite(case.times).sum(0))
+    return most
 
 
 def _is_complete(case: GroupingProblem) -> bool:
@@ -250,7 +258,8 @@ def _part(mix: Mix, draw: np.random.Generator) -> Ints:
     order = np.append(slowest, others[others != slowest])
     held = np.cumsum(np.bincount(mix.group, minlength=len(mix.time))[order])
     count = max(2, int((held * np.arange(1, len(order) + 1) <= _PART).sum()))
-    return np.sort(order[:count])
+    part: Ints = np.sort(order[:count])
+    return part
 
 
 def _merged(case: GroupingProblem, mix: Mix, part: Ints, items: Ints, dealt: Mix) -> Mix:

@@ -69,11 +69,16 @@ def greedy_mix(problem: GroupingProblem, bound: float) -> Mix | None:
 
 
 def _first_fit_mix(problem: GroupingProblem, limit: float) -> Mix | None:
+    fits = problem.times <= limit
+    if not fits.any(1).all():
+        return None
+    need = fits.argmax(1)
+    order = np.lexsort((-problem.times[np.arange(len(need)), need], -need))
     rooms = problem.cap * problem.degrees
-    columns, group = _first_fit(
-        problem.times, problem.sizes, problem.degrees, rooms, problem.ranks, limit * (1 + 1e-12)
+    column, group = _first_fit(
+        order, need, problem.times, problem.sizes, problem.degrees, rooms, problem.ranks, limit
     )
-    return None if len(group) < len(problem.sizes) else mix_of(problem, columns, group)
+    return mix_of(problem, column, group) if len(column) else None
 
 
 def mix_of(problem: GroupingProblem, column: Ints, group: Ints) -> Mix:
@@ -88,23 +93,19 @@ def _times(problem: GroupingProblem, column: Ints, group: Ints) -> Floats:
 
 @jit
 def _first_fit(
-    times: Floats, sizes: Ints, degrees: Ints, rooms: Ints, ranks: int, limit: float
+    order: Ints,
+    need: Ints,
+    times: Floats,
+    sizes: Ints,
+    degrees: Ints,
+    rooms: Ints,
+    ranks: int,
+    limit: float,
 ) -> tuple[Ints, Ints]:
-    """(columns, group), an empty group where not all fit."""
-    items, columns = times.shape
-    need = np.zeros(items, np.int64)
-    for k in range(items):
-        while need[k] < columns and not times[k, need[k]] <= limit:
-            need[k] += 1
-        if need[k] == columns:
-            return need, np.zeros(0, np.int64)
-    keys = np.empty(items, np.float64)
-    for k in range(items):
-        keys[k] = -need[k] * 4.0 - times[k, need[k]] / limit
-    group, left = np.zeros(items, np.int64), ranks
+    """(column of each group, group of each sequence); no groups where not all sequences fit."""
+    group, groups, left = np.zeros(len(order), np.int64), 0, ranks
     column, load, used = np.zeros(ranks, np.int64), np.zeros(ranks, np.float64), np.zeros(ranks, np.int64)
-    groups = 0
-    for k in np.argsort(keys, kind="mergesort"):
+    for k in order:
         best, least, tightest = -1, np.inf, np.inf
         for g in range(groups):
             c = column[g]
@@ -116,7 +117,7 @@ def _first_fit(
                 best, least, tightest = g, spent, room
         if best < 0:
             if degrees[need[k]] > left:
-                return need, np.zeros(0, np.int64)
+                return column[:0], group
             best, groups = groups, groups + 1
             column[best] = need[k]
             left -= degrees[need[k]]
@@ -170,19 +171,21 @@ def polish(problem: GroupingProblem, mix: Mix, kicks: int, goal: float, clock: C
 
 
 def _fits(problem: GroupingProblem, column: Ints, group: Ints) -> bool:
-    used = np.bincount(group, problem.sizes, len(column))
+    used = _tokens(problem, column, group)
     allowed = np.isfinite(problem.times[np.arange(len(group)), column[group]]).all()
     return bool(allowed and (used <= problem.cap * problem.degrees[column]).all())
 
 
 def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: int) -> Mix:
-    """The mix after so many steps of simulated annealing towards `goal`; never worse."""
+    """The mix after so many steps of simulated annealing of the time above `goal`, summed over groups; never worse."""
     draw = np.random.Generator(np.random.PCG64(seed))
     items, groups = len(mix.group), len(mix.column)
     moved, to = draw.integers(items, size=steps), draw.integers(groups + items, size=steps)
-    rooms = problem.cap * problem.degrees[mix.column]
+    # a step that is worse by less than this is taken: Metropolis' rule, drawn beforehand
+    bar = draw.standard_exponential(steps) * goal * np.geomspace(_HOT, _COLD, steps)
+    left = problem.cap * problem.degrees[mix.column] - _tokens(problem, mix.column, mix.group)
     group = mix.group.copy()
-    _anneal(problem.times, problem.sizes, rooms, mix.column, group, goal, moved, to, draw.random(steps))
+    _anneal(problem.times[:, mix.column], problem.sizes, group, mix.time.copy(), left, goal, moved, to, bar)
     tried = descend(problem, mix_of(problem, mix.column, group))
     return tried if tried.value < mix.value else mix
 
@@ -191,48 +194,34 @@ def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: in
 def _anneal(
     times: Floats,
     sizes: Ints,
-    rooms: Ints,
-    column: Ints,
     group: Ints,
+    load: Floats,
+    left: Ints,
     goal: float,
     moved: Ints,
     to: Ints,
-    chance: Floats,
+    bar: Floats,
 ) -> None:
-    """Simulated annealing of the time above `goal`, summed over groups; `group` is left at the best one seen. Step s
-    moves sequence moved[s] to group to[s], or swaps it with sequence to[s] - groups. Tokens always fit."""
-    groups, steps = len(column), len(moved)
-    load, left = np.zeros(groups, np.float64), rooms.copy()
-    for k in range(len(group)):
-        load[group[k]] += times[k, column[group[k]]]
-        left[group[k]] -= sizes[k]
-    above = 0.0
-    for g in range(groups):
-        above += max(0.0, load[g] - goal)
-    now, least = group.copy(), above
-    heat = _HOT * goal
-    cooling = (_COLD / _HOT) ** (1.0 / max(1, steps))
-    for s in range(steps):
-        heat *= cooling
-        k, other = moved[s], to[s] - groups
+    """Step s moves sequence moved[s] to group to[s], or swaps it with sequence to[s] - groups; tokens always fit.
+    times: float64 [K, groups]; load: time and left: tokens of each group. `group` ends as the best one seen."""
+    now, above = group.copy(), np.maximum(load - goal, 0.0).sum()
+    least = above
+    for s in range(len(moved)):
+        k, other = moved[s], to[s] - len(load)
         g = now[k]
         h = to[s] if other < 0 else now[other]
         grows = sizes[k] if other < 0 else sizes[k] - sizes[other]
         if h == g or left[h] < grows or left[g] < -grows:
             continue
-        here, there = load[g] - times[k, column[g]], load[h] + times[k, column[h]]
+        here, there = load[g] - times[k, g], load[h] + times[k, h]
         if other >= 0:
-            here += times[other, column[g]]
-            there -= times[other, column[h]]
-        if not (here < np.inf and there < np.inf):
-            continue
+            here, there = here + times[other, g], there - times[other, h]
         worse = max(0.0, here - goal) - max(0.0, load[g] - goal)
         worse += max(0.0, there - goal) - max(0.0, load[h] - goal)
-        if worse > 0 and chance[s] >= np.exp(-worse / heat):
+        if not worse < bar[s]:
             continue
         load[g], load[h], now[k] = here, there, h
-        left[g] += grows
-        left[h] -= grows
+        left[g], left[h] = left[g] + grows, left[h] - grows
         if other >= 0:
             now[other] = g
         above += worse
@@ -241,6 +230,11 @@ def _anneal(
             group[:] = now
             if least <= _LEAST_GAIN * goal:
                 return
+
+
+def _tokens(problem: GroupingProblem, column: Ints, group: Ints) -> Ints:
+    """int64 [groups]: tokens that each group holds."""
+    return np.bincount(group, problem.sizes, len(column)).astype(np.int64)
 
 
 def _filled(problem: GroupingProblem, counts: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,96 @@
+"""Steps in random combinations: every plan that is not refused verifies, equals dense attention, and simulates."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_reference_matrix import LAYERS, SEQUENCES, compare
+
+import apportion as ap
+from apportion.ir import masks
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.cluster import Cluster
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy, Recipe
+
+#: with heads that divide unevenly: six query heads on three KV heads, or on two
+HEADS = [*LAYERS, (6, 3, 4, 4, True, None), (4, 4, 4, 2, False, None), (6, 2, 2, 4, False, None)]
+PLACES = [
+    {"lpt": {}},
+    {"zigzag": {"chunk": 1}},
+    {"zigzag": {"chunk": 3}},
+    {"zigzag": {"chunk": 1, "over": "batch"}},
+    {"contiguous": {}},
+    {"whole": {}},
+    {"hybrid_dp": {}},
+    {"megatron_hybrid": {}},
+    {"wlb": {"chunk": 1}},
+]
+ROUTES = [
+    {"star": {}},
+    {"node": {"proxies": True}},
+    {"node": {"proxies": False}},
+    {"tree": {"fanout": 1}},
+    {"tree": {"fanout": 3}},
+    {"ring": {"over": "ranks"}},
+    {"ring": {"over": "holders"}},
+]
+
+
+def random_recipe(draw: random.Random) -> Recipe:
+    place = draw.choice([PLACES[0], *PLACES])
+    local = draw.choice(["first", "last", "even"])
+    schedule = draw.choice(
+        [
+            {
+                "matchings": {
+                    "coalesce": draw.choice([1, 2, "auto"]),
+                    "buffers": draw.choice([1, 2, 3]),
+                    "local": local,
+                }
+            },
+            {"ring": {"over": draw.choice(["ranks", "holders"]), "turns": draw.random() < 0.5}},
+            {"gather": {"local": local, "whole": draw.random() < 0.5}},
+        ]
+    )
+    steps = {"shard": {"sequences": {}}, "place": place, "schedule": schedule}
+    if "lpt" in place:
+        steps["shard"] = {"blocks": {"block": draw.choice([1, 3, 5, 16])}}
+    if "ring" not in schedule:
+        steps["route"] = draw.choice(ROUTES)
+    if draw.random() < 0.4:
+        steps["inner"] = {"ulysses": {"degree": draw.choice(["auto", "node", 2, 3])}}
+    return Recipe("mix", {**steps, "reshuffle": draw.random() < 0.3})
+
+
+def random_batch(draw: random.Random) -> Batch:
+    causal = [(length, masks.causal()) for length in (1, 2, 7, 20, 33, 64)]
+    chosen = draw.choices([*causal, *causal, *SEQUENCES.values()], k=draw.randint(1, 4))
+    return Batch.from_sequences([Sequence(*some) for some in chosen])
+
+
+def plan_of(seed: int) -> tuple[ap.Plan, tuple] | None:
+    """A plan with its layer, or None where the mixture is refused."""
+    draw = random.Random(seed)
+    ranks = draw.choice([1, 2, 3, 4, 6, 8, 12])
+    per_node = draw.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
+    recipe, batch, layer = random_recipe(draw), random_batch(draw), draw.choice(HEADS)
+    cap = batch.tokens if recipe.step("place").name == "lpt" else None
+    model = Model(*layer[:4], dtype="fp64", layers=1)
+    try:
+        return ap.plan(
+            batch, Cluster(ranks // per_node, per_node), model, policy=Policy(recipe, token_cap=cap)
+        ), layer
+    except (ap.ConfigError, ap.CapacityError):
+        return None
+
+
+@pytest.mark.parametrize("start", range(0, 160, 16))
+def test_random_mixtures_equal_dense_attention(start: int) -> None:
+    made = [found for found in map(plan_of, range(start, start + 16)) if found is not None]
+    assert len(made) >= 8
+    for plan, layer in made:
+        compare(plan, "default", layer, start)
+        assert ap.simulate(plan).forward_ms > 0
+        assert all(bound["gap"] is None or bound["gap"] >= 1 for bound in plan.report["bounds"].values())

@@ -1,0 +1,117 @@
+"""The place pass flexsp: groups that can run, under the cap, with the slowest group as quick as the solver made it."""
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion.planner.passes.flexsp import FlexSp, feasible_degrees, grouping_problem
+from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.recipes import find_recipe
+from apportion.planner.solvers import ilp
+
+LENGTHS = np.rint(2000 * np.exp(1.2 * np.random.default_rng(0).standard_normal(24))).astype(int).tolist()
+
+
+def problem(lengths=LENGTHS, nodes=2, per_node=8, token_cap=None, **cluster):
+    batch = ap.Batch.from_lengths(lengths)
+    policy = ap.Policy(find_recipe("flexsp"), token_cap=token_cap)
+    return Problem(
+        batch, ap.Cluster(nodes=nodes, ranks_per_node=per_node, **cluster), ap.Model(q_heads=8), policy
+    )
+
+
+def place(case: Problem, **parameters) -> Placement:
+    axis = case.batch.starts
+    shards = Shards(axis, np.arange(len(axis) - 1), np.ones(len(axis) - 1, np.int64), 1)
+    return FlexSp(**parameters)(case, shards)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 8), (2, 8), (3, 6), (5, 1), (1, 7)])
+def test_groups_are_aligned_powers_of_two_and_small_ones_stay_in_a_node(nodes, per_node):
+    case = problem(nodes=nodes, per_node=per_node)
+    found = place(case)
+    first, size = found.groups[:-1], np.diff(found.groups)
+    assert found.groups[-1] == case.ranks
+    assert (np.bitwise_count(size) == 1).all()
+    assert (first % size == 0).all()
+    assert (8 % size == 0).all()
+    inside = size <= per_node
+    assert (first // per_node == (first + size - 1) // per_node)[inside].all()
+
+
+def test_every_group_holds_its_share_of_the_cap():
+    case = problem()
+    found = place(case, capacity=4500)
+    used = np.bincount(found.home, case.batch.lengths, len(found.groups) - 1)
+    assert (used <= 4500 * np.diff(found.groups)).all()
+
+
+def test_the_policys_cap_is_obeyed_or_refused_with_numbers():
+    longest = max(LENGTHS)
+    cap = max(-(-longest // 8), int(1.3 * sum(LENGTHS) / 16))
+    found = place(problem(token_cap=cap))
+    used = np.bincount(found.home, LENGTHS, len(found.groups) - 1)
+    assert (used <= cap * np.diff(found.groups)).all()
+    with pytest.raises(
+        ap.CapacityError, match=f"a sequence of {20 * cap} tokens: the largest group, 8 of 16 ranks"
+    ):
+        place(problem([20 * cap], token_cap=cap))
+
+
+def test_one_document_of_the_whole_batch_takes_the_largest_group():
+    found = place(problem([5000]))
+    assert found.groups.tolist() == [0, *range(8, 17)]
+    assert found.home.tolist() == [0]
+
+
+def test_more_ranks_for_a_sequence_cost_less_time_but_more_rank_time():
+    case = grouping_problem(problem())
+    assert case.degrees.tolist() == [1, 2, 4, 8]
+    assert (np.diff(case.times[case.sizes.argmax()]) < 0).all()
+    assert (np.diff(case.times * case.degrees, axis=1) > 0).all()
+
+
+def test_degrees_divide_the_heads_and_the_node():
+    assert feasible_degrees(problem(nodes=3, per_node=6)).tolist() == [1, 2, 8]
+
+
+def test_slower_than_no_greedy_mix():
+    case = grouping_problem(problem())
+    found = place(problem())
+    column = np.log2(np.diff(found.groups)).astype(int)[found.home]
+    time = np.bincount(found.home, case.times[np.arange(len(column)), column])
+    assert time.max() <= ilp.greedy(case).termination.value * (1 + 1e-9)
+
+
+def test_a_slow_rank_gets_one_of_the_quicker_groups():
+    speeds = (1.0,) * 15 + (0.5,)
+    case, found = problem(speeds=speeds), place(problem(speeds=speeds))
+    weight = np.bincount(found.home, found.weight, len(found.groups) - 1) / np.diff(found.groups)
+    alike = np.diff(found.groups) == np.diff(found.groups)[-1]
+    assert weight[-1] <= weight[alike].max()
+    assert found.bound <= (weight / np.minimum.reduceat(case.speeds, found.groups[:-1])).max()
+
+
+def test_equal_requests_have_equal_plans():
+    request = (ap.Batch.from_lengths(LENGTHS), ap.Cluster(nodes=1, ranks_per_node=8), ap.Model())
+    assert ap.plan(*request, recipe="flexsp").id == ap.plan(*request, recipe="flexsp").id
+
+
+@pytest.mark.parametrize("name", ["capacity", "gap", "nodes", "deadline_s"])
+def test_wrong_parameters_are_named(name):
+    with pytest.raises(ap.ConfigError, match=rf"recipe\.place\.flexsp\.{name} = -1: must be"):
+        FlexSp(**{name: -1})
+
+
+def test_an_unknown_solver_is_named():
+    with pytest.raises(ap.ConfigError, match="there is ilp"):
+        place(problem(), solver="nope")
+
+
+def test_home_ranks_are_refused():
+    batch = ap.Batch.from_sequences(
+        [ap.Sequence(100, ap.masks.causal(), home_ranks=(1,)), ap.Sequence(50, ap.masks.causal())]
+    )
+    case = Problem(batch, ap.Cluster(nodes=1, ranks_per_node=8), ap.Model(), ap.Policy(find_recipe("flexsp")))
+    with pytest.raises(ap.ConfigError, match=r"batch\.home_ranks"):
+        place(case)
