@@ -31,7 +31,7 @@ $(READY): pyproject.toml tests/plugin/pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet "$(TORCH)"
 	@$(BIN)/pip install --quiet --editable ".[dev]"
-	@$(BIN)/pip install --quiet --no-deps tests/plugin
+	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 	@touch $@
 
 demo: $(READY)

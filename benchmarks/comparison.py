@@ -189,11 +189,13 @@ HEAVY = {
     "fcp-short-256": ("ring", "wlb"),
     "fcp-long-256": ("ring",),
 }
-SHARED = (*ALL, BLOCKS_2K)
+#: rows left out: `flexsp` was not done with 3,766 documents after 200 s
+LEFT_OUT = {"code-256": ("flexsp",)}
 
 
 def _shipped(name: str, title: str, draw: Draw, ranks: int, seeds: int) -> Case:
-    return Case(name, title, draw, ranks, 32768, seeds, SHARED, unverified=HEAVY.get(name, ()))
+    recipes = tuple(recipe for recipe in (*ALL, BLOCKS_2K) if recipe.name not in LEFT_OUT.get(name, ()))
+    return Case(name, title, draw, ranks, 32768, seeds, recipes, unverified=HEAVY.get(name, ()))
 
 
 def _of_fcp(trace: str, ranks: int, seeds: int) -> Case:

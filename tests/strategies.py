@@ -29,6 +29,7 @@ STRATEGIES: dict[str, dict] = {
     "hybrid_dp": steps("hybrid_dp"),
     "megatron_hybrid": steps("megatron_hybrid"),
     "wlb": steps("wlb", **SHORT),
+    "flexsp": steps("flexsp"),
     "contiguous": steps("contiguous"),
     "ring_reshuffled": steps("ring", **SHORT) | {"reshuffle": True},
     "node": BLOCKS | MATCHINGS | {"route": {"node": {}}},

@@ -25,12 +25,15 @@ def simulate(
     steps: Annotated[
         int, typer.Option("--steps", help="Steps of the critical path to tell: the longest ones.", min=0)
     ] = 10,
+    spans: Annotated[
+        bool, typer.Option("--spans/--no-spans", help="With --json: what every rank does when.")
+    ] = True,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a plan's programs against the cost model and say how long each rank takes, and what it waits for.
 
     One attention call of each kind, forward and backward, on the links of the plan's cluster. In the timelines █ is
-    work, ▒ work and waiting, · waiting for a round, and the rest idle. --json prints every span of every rank.
+    work, ▒ work and waiting, · waiting for a round, and the rest idle.
 
     [bold]Examples[/bold]
 
@@ -51,7 +54,7 @@ def simulate(
     record = {
         "id": the_plan.id.hex(),
         "trace": None if trace is None else str(trace),
-        **(found.to_data() if as_json else {}),
+        **(found.to_data(spans) if as_json else {}),
     }
     views = [lambda each=each: timelines.run_view(each, ranks, steps) for each in found.runs.values()]
     emit(record, as_json, lambda: timelines.headline(found), *views)

@@ -16,6 +16,7 @@ from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 from apportion.planner.cost import CostModel
+from apportion.planner.solvers.status import Termination
 
 Ints = NDArray[np.integer[Any]]
 
@@ -117,6 +118,7 @@ class Placement:
     bound: a lower bound of the busiest rank's load over its speed, in the units of `weight`.
     groups: None, or int64 [groups + 1], the first rank of each group of consecutive ranks, and the end: then `home`
     counts groups, whose ranks share its tokens and split the heads (Ulysses).
+    termination: why the solver stopped that chose the homes, in its own units; None: a heuristic ran to its end.
     """
 
     starts: Ints
@@ -124,6 +126,7 @@ class Placement:
     weight: Ints
     bound: float
     groups: Ints | None = None
+    termination: Termination | None = None
 
     @cached_property
     def lengths(self) -> Ints:

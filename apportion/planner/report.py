@@ -15,6 +15,7 @@ from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.shard import row_areas
 from apportion.planner.problem import Placement, Problem, Shards, exact_sums
 from apportion.planner.solvers.matching import max_degree
+from apportion.planner.solvers.status import Status
 
 Ints = NDArray[np.integer[Any]]
 
@@ -94,13 +95,20 @@ def build_report(
             )
         },
         "plan_bytes": {"largest_rank": max(sizes), "total": sum(sizes)},
-        "termination": {
-            "status": "FEASIBLE",
-            "limit": None,
-            "bound": makespan.bound,
-            "value": float(time.max()),
-        },
+        "termination": _termination(placement, makespan),
     }
+
+
+def _termination(placement: Placement, makespan: bounds.Bound) -> dict[str, Any]:
+    """Why planning stopped and what is proven of the makespan; `solver`: the same of the solver that chose the homes,
+    in its own units."""
+    found = placement.termination
+    said = {"status": str(Status.FEASIBLE), "limit": None, "bound": makespan.bound, "value": makespan.value}
+    if found is None:
+        return said
+    limit = None if found.limit is None else str(found.limit)
+    solver = {"status": str(found.status), "bound": found.bound, "value": found.value, "gap": found.gap}
+    return said | {"limit": limit, "solver": solver}
 
 
 def _makespan_bound(placement: Placement, low: Lowering) -> float:

@@ -216,6 +216,9 @@ def test_simulate_json_has_every_run(run: Cli, plan_file: Path) -> None:
     ]
     assert record["forward_ms"] > 0
     assert record["hardware"] == "h100"
+    assert all("spans" in item for item in record["runs"])
+    lean = run("simulate", plan_file, "--json", "--no-spans").json
+    assert not any("spans" in item for item in lean["runs"])
 
 
 def test_simulate_writes_a_trace(run: Cli, plan_file: Path, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from apportion.ir.workload import workload_from_data
 from apportion.planner.api import plan
 from apportion.planner.recipes import find_recipe, with_block
 from apportion.planner.simulate import simulate
+from benchmarks import comparison
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=64, layers=2)
 SETTING = Setting(cluster_of(4), MODEL)
@@ -164,3 +168,37 @@ def test_a_mask_is_for_plain_documents() -> None:
     groups = workload_from_data({"groups": [[100, [50, 60]]]})
     with pytest.raises(ConfigError, match="masks of their own"):
         Source(groups, masks.causal())
+
+
+# --- the benchmark and its page
+
+
+@pytest.mark.parametrize("case", comparison.CASES, ids=lambda case: case.name)
+def test_batches_of_the_benchmark_fill_the_ranks(case: comparison.Case) -> None:
+    tokens = 2**18
+    first, again = (case.draw(tokens, 3) for _ in range(2))
+    assert first.lengths.tolist() == again.lengths.tolist()
+    assert first.tokens == tokens
+
+
+def test_every_case_has_its_table_on_the_page() -> None:
+    page = comparison.PAGE.read_text(encoding="utf-8")
+    assert re.findall("<!-- table: (.*) -->", page) == [case.name for case in comparison.CASES]
+    measured = {case["name"]: case for case in json.loads(comparison.RESULTS.read_text())["cases"]}
+    assert list(measured) == [case.name for case in comparison.CASES]
+    assert all(comparison.table(case) in page for case in measured.values())
+
+
+def test_tables_are_written_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "before\n<!-- table: tiny -->\nold\n<!-- end -->\nafter <!-- table: other -->\n<!-- end -->\n"
+    )
+    monkeypatch.setattr(comparison, "PAGE", page)
+    case = comparison.Case("tiny", "tiny", comparison.lognormal, 4, 1024, 2, (RING, FCP))
+    comparison.write_tables([comparison.measure(case)])
+    text = page.read_text()
+    assert text.startswith("before\n<!-- table: tiny -->\n4 ranks x 1,024 tokens")
+    assert text.endswith("<!-- end -->\nafter <!-- table: other -->\n<!-- end -->\n")
+    assert "| ring |" in text
+    assert "old" not in text

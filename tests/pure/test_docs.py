@@ -9,12 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import oracle
 import pytest
+import yaml
 
 from apportion import cli
+from apportion.backends import reference
+from apportion.ir import bands
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.model import Model
+from apportion.ir.policy import Recipe
+from apportion.planner.api import plan as make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,6 +44,18 @@ def test_the_batch_of_the_readme_is_a_batch() -> None:
     assert Batch.from_data(json.loads(blocks("json")[0])).tokens == 24576 + 9000 + 2700
 
 
+def test_the_recipe_of_the_readme_plans_and_runs() -> None:
+    recipe = Recipe.from_data(yaml.safe_load(blocks("yaml")[0]))
+    assert len(blocks("yaml")[0].splitlines()) <= 10
+    batch = Batch.from_lengths([3000, 1100, 50])
+    plan = make_plan(batch, Cluster(1, 4), Model(2, 1, 4, dtype="fp64", layers=1), recipe)
+    problem = oracle.Problem.random(0, batch.tokens, 2, 1, 4, 4, False, None)
+    found = reference.run(plan, "default", problem.q, problem.k, problem.v, problem.do)
+    expected = oracle.dense(problem, bands.dense(batch.bands("default"), batch.tokens, batch.tokens))
+    np.testing.assert_allclose(found.o, expected.o, atol=1e-10)
+    np.testing.assert_allclose(found.dk, expected.dk, atol=1e-10)
+
+
 def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -46,7 +65,8 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/performance.md"]
+    "document",
+    ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/performance.md", "docs/comparison.md"],
 )
 def test_files_that_the_documents_name_are_there(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")

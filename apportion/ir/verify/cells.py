@@ -149,9 +149,16 @@ def _allocate(program: Program, pieces: _Pieces, lanes: Ints, room: int) -> Cell
     runs = slots + len(program["operands"]) + len(pieces.operand) // 4 + 1
     items = sum(len(program[name]) for name in ("transfers", "tasks", "grads"))
     parts = runs + min(room * items, _MOST_PIECES) + _SPARE
-    lines = np.zeros((parts + 2 * len(lanes) + _SPARE, 8), np.int64)
+    lines = _zero_lines(parts + 2 * len(lanes) + _SPARE)
     lines[COUNTERS, [RUN_LINE, PART_LINE, NEW_CELL]] = runs, parts, len(lines) - 2
     return Cells(lines, lanes, slots, pieces.columns)
+
+
+def _zero_lines(count: int) -> Ints:
+    """int64 [count, 8], each line within one line of the processor's cache: most of them are read alone."""
+    flat = np.zeros(8 * (count + 1), np.int64)
+    skipped = -flat.ctypes.data % 64 // 8
+    return flat[skipped : skipped + 8 * count].reshape(count, 8)
 
 
 @dataclass(frozen=True)

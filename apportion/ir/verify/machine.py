@@ -29,7 +29,7 @@ from apportion.ir.plan import Ints
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
 # file changes.
 
-# columns of a cell; a line is 32 bytes, so that two of them share one of a processor's cache
+# columns of a cell; a line is 64 bytes, one of a processor's cache
 ROW, STOP, NEXT, OFFSET, UNIT, STATE, BUSY, HOME_OFFSET = range(8)
 
 # columns of `Cells.slots`; an operand's first lane stands here, the others in `pieces` from PIECE on
@@ -38,11 +38,8 @@ CELL, PIECE, BEGIN, END, _UNIT, LANES, TENSOR = range(7)  # _UNIT is UNIT: the s
 # the line of counters: lines in use of each kind, whether they ran out, and what is being executed
 COUNTERS = 0
 FAULTS, SUSPECTS, RUN_LINE, PART_LINE, PARTS, NEW_CELL, INSTRUCTION, ITEM = range(8)
-FULL, PROMISES, FREE = (
-    0,
-    1,
-    2,
-)  # of line FULL_LINE; FREE: the first cut-off cell that is out of use, 0 for none
+# of line FULL_LINE; FREE: the first cut-off cell that is out of use, 0 for none
+FULL, PROMISES, FREE, TOUCHED = range(4)
 MOST_FAULTS = 32
 FAULT_LINES, SUSPECT_LINES = 1, 1 + MOST_FAULTS
 FULL_LINE = SUSPECT_LINES + MOST_FAULTS
@@ -345,6 +342,8 @@ def _work(
 ) -> int:
     """The steps of an op for each row of its list. Returns where it must stop, -1 for nowhere."""
     stuck, flags = -1, len(rows) - 1  # `first` is the last column of tasks, grads and rowops
+    operands = flags - 2 if op in (_ATTEND, _ATTEND_GRAD) else flags
+    m[FULL_LINE, TOUCHED] = _touch(m, rows, operands, base, first, end)
     for item in range(first, end):
         m[COUNTERS, ITEM] = item
         again = item > first and op in (_ATTEND, _ATTEND_GRAD) and rows[0, item] == rows[0, item - 1]
@@ -415,6 +414,17 @@ def _work(
         if stuck >= 0:
             break
     return stuck
+
+
+@lean
+def _touch(m: Ints, rows: Ints, operands: int, base: int, first: int, end: int) -> int:
+    """Reads each operand of a list and its first cell, in no order, so that a processor fetches many of them at a
+    time; one by one, as the steps need them, it would wait for each. Returns something that depends on all."""
+    seen = 0
+    for column in range(operands):
+        for item in range(first, end):
+            seen ^= m[m[base + rows[column, item], CELL], STATE]
+    return seen
 
 
 # What follows is called for what is not usual: operands of several lanes or cells, partials, and faults.

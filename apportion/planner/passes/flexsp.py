@@ -87,7 +87,7 @@ class FlexSp:
             raise _no_mix(case, found)
         group, first = _laid_out(problem, found)
         weight = row_weights(problem, axis)
-        return Placement(axis, group, weight, _bound(problem, weight, case.degrees), first)
+        return Placement(axis, group, weight, _bound(problem, weight, case.degrees), first, found.termination)
 
 
 def grouping_problem(problem: Problem, capacity: int | None = None) -> GroupingProblem:

@@ -27,18 +27,22 @@ Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
 #: nodes of each search tree where the budget says nothing
-DEFAULT_NODES = 200
+DEFAULT_NODES = 100
 # For this many sequences x ranks (larger problems get as much work in all, not each):
 _USUAL_SIZE = 4096
 # counts of groups that local search tries; of the best of them, how many are annealed, in so many steps; of the best
 # of those, how many are kicked how often
 _STEPS, _ANNEALED, _ANNEALS, _POLISHED, _KICKS = 1500, 40, 100_000, 12, 500
 # effort of the searches that follow each program
-_BRIEF = 0.3
+_BRIEF = 0.4
+# searches after the last program, each with draws of its own
+_LAST = 2
 # local search does not aim below this share of the best value: what it cannot reach only misleads it
 _AIM = 0.985
 # bisection ends here: what is left is not for want of a better limit
 _PROBES, _FINE = 16, 1.001
+# so many that their nodes did not decide end it too: those that would follow are as hard
+_UNDECIDED = 2
 # a problem of at most this many choices is given to its program as a whole
 _COMPLETE = 1200
 # how many parts of a larger one are solved, and the choices of each
@@ -50,7 +54,7 @@ _TOLERANCE = 1e-6
 @dataclass(frozen=True)
 class _State:
     """What is known: the best mix, a lower bound, counts of groups that no program has refuted, and
-    how many programs were asked."""
+    how many programs were asked or searches made, which seeds the next."""
 
     best: Mix | None
     bound: float
@@ -147,8 +151,10 @@ def _search(
         state = _by_local_search(case, state, budget, clock, _BRIEF)
         return _by_slots(case, state, budget, clock, nodes)
     state = _by_bisection(case, state, budget, clock, nodes)
-    if not state.done(budget):
-        state = _by_parts(case, _by_local_search(case, state, budget, clock), budget, clock, nodes)
+    for _ in range(_LAST):
+        if not state.done(budget):
+            state = replace(_by_local_search(case, state, budget, clock), probes=state.probes + 1)
+    state = _by_parts(case, state, budget, clock, nodes)
     if state.best is None and not np.isfinite(state.bound):
         return state, None
     if state.done(budget):
@@ -186,8 +192,10 @@ def _by_bisection(case: GroupingProblem, state: _State, budget: Budget, clock: C
     high = most if state.best is None else state.best.value
     # a hair more, so that a value is no more than was asked for above the bound that a no gives
     limit = high / (1 + max(budget.gap, _FINE - 1)) * (1 + _TOLERANCE)
+    undecided = 0
     for probe in range(_PROBES):
         answer = mix_for(case, limit, clock, nodes)
+        undecided += not answer.refuted and answer.counts is None
         if answer.refuted:
             state = replace(state, bound=_refuted(state, limit, most), probes=probe + 1)
         else:
@@ -195,7 +203,7 @@ def _by_bisection(case: GroupingProblem, state: _State, budget: Budget, clock: C
             state = replace(state, counts=answer.counts or state.counts, probes=probe + 1)
             state = _by_local_search(case, state, budget, clock, _BRIEF)
         high = high if state.best is None else min(high, state.best.value)
-        if state.done(budget) or clock.expired or high <= _FINE * state.bound:
+        if state.done(budget) or clock.expired or high <= _FINE * state.bound or undecided == _UNDECIDED:
             break
         limit = (max(state.bound, 1e-9 * high) * high) ** 0.5
     return state

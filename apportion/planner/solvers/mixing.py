@@ -185,7 +185,8 @@ def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: in
     bar = draw.standard_exponential(steps) * goal * np.geomspace(_HOT, _COLD, steps)
     left = problem.cap * problem.degrees[mix.column] - _tokens(problem, mix.column, mix.group)
     group = mix.group.copy()
-    _anneal(problem.times[:, mix.column], problem.sizes, group, mix.time.copy(), left, goal, moved, to, bar)
+    times, above = problem.times[:, mix.column], float(np.maximum(mix.time - goal, 0.0).sum())
+    _anneal(times, problem.sizes, group, mix.time.copy(), left, goal, above, moved, to, bar)
     tried = descend(problem, mix_of(problem, mix.column, group))
     return tried if tried.value < mix.value else mix
 
@@ -198,14 +199,15 @@ def _anneal(
     load: Floats,
     left: Ints,
     goal: float,
+    above: float,
     moved: Ints,
     to: Ints,
     bar: Floats,
 ) -> None:
     """Step s moves sequence moved[s] to group to[s], or swaps it with sequence to[s] - groups; tokens always fit.
-    times: float64 [K, groups]; load: time and left: tokens of each group. `group` ends as the best one seen."""
-    now, above = group.copy(), np.maximum(load - goal, 0.0).sum()
-    least = above
+    times: float64 [K, groups]; load: time and left: tokens of each group; above: time above `goal`. `group`
+    ends as the best one seen."""
+    now, least = group.copy(), above
     for s in range(len(moved)):
         k, other = moved[s], to[s] - len(load)
         g = now[k]
