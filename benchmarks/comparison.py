@@ -185,9 +185,9 @@ HEAVY = {
     "code-64": ("ring", "allgather", "wlb"),
     "code-256": ("ring", "allgather", "usp", "wlb"),
     "question-64": ("allgather", "wlb"),
-    "fcp-short-128": ("ring",),
+    "fcp-short-128": ("ring", "wlb"),
     "fcp-short-256": ("ring", "wlb"),
-    "fcp-long-256": ("ring",),
+    "fcp-long-256": ("ring", "wlb"),
 }
 #: rows left out: `flexsp` was not done with 3,766 documents after 200 s
 LEFT_OUT = {"code-256": ("flexsp",)}

@@ -8,7 +8,7 @@
 Events are launches, ports that become free, and completions. All that happens at one time is taken together: freed
 ports first choose among those that wait for them, the longest waiting first, skipping those whose other port is busy
 (list scheduling); then what became ready starts or queues, in the order of `Traffic`. So the order in which
-simultaneous events are found never shows.
+simultaneous events are found never shows. Ports and their queues are in `ports`.
 """
 
 from __future__ import annotations

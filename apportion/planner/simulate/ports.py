@@ -27,7 +27,7 @@ class Ports(NamedTuple):
 
     user: int64 [ports], the transfer on the wire; of a free port -2 less the transfer that left last, NONE before the
     first. side: int8 [ports], OUT or IN. waiting: int64 [ports], transfers in its queue.
-    head, tail: int64 [ports + pairs] and after, before: int64 [transfers, 3], the queues of out ports, in ports, pairs.
+    head, tail: int64 [ports + pairs] and after, before: int64 [3, transfers], the queues of out ports, in ports, pairs.
     pair: int64 [transfers], and pair_key: int64 [pairs], rising, of (out port, in port).
     idle: int64 [2, ports], the free ports of each side that somebody waits for, idle_count: int64 [2] of them; place:
     int64 [ports], where a port stands among them, or NONE.
@@ -59,8 +59,8 @@ def free_ports(traffic: Traffic, count: int) -> Ports:
         np.zeros(count, np.int64),
         np.full(count + len(key), NONE),
         np.full(count + len(key), NONE),
-        np.full((transfers, 3), NONE),
-        np.full((transfers, 3), NONE),
+        np.full((3, transfers), NONE),
+        np.full((3, transfers), NONE),
         pair.astype(np.int64).reshape(-1),
         key,
         np.zeros((2, count), np.int64),
@@ -133,7 +133,7 @@ def first_startable(ports: Ports, traffic: Traffic, ready: Floats, port: int) ->
             return int(transfer)
         if walked == WALK and ports.idle_count[1 - side] < ports.waiting[port]:
             return int(_first_of_idle(ports, ready, port))
-        transfer = ports.after[transfer, side]
+        transfer = ports.after[side, transfer]
         walked += 1
     return NONE
 
@@ -179,22 +179,22 @@ def _drop_idle(ports: Ports, port: int) -> None:
 @jit
 def _append(ports: Ports, kind: int, queue: int, transfer: int) -> None:
     last = ports.tail[queue]
-    ports.before[transfer, kind] = last
+    ports.before[kind, transfer] = last
     if last < 0:
         ports.head[queue] = transfer
     else:
-        ports.after[last, kind] = transfer
+        ports.after[kind, last] = transfer
     ports.tail[queue] = transfer
 
 
 @jit
 def _remove(ports: Ports, kind: int, queue: int, transfer: int) -> None:
-    before, after = ports.before[transfer, kind], ports.after[transfer, kind]
+    before, after = ports.before[kind, transfer], ports.after[kind, transfer]
     if before < 0:
         ports.head[queue] = after
     else:
-        ports.after[before, kind] = after
+        ports.after[kind, before] = after
     if after < 0:
         ports.tail[queue] = before
     else:
-        ports.before[after, kind] = before
+        ports.before[kind, after] = before

@@ -1,0 +1,225 @@
+"""Plans that send tiles on, reduce along a tree and split heads, each broken in one place: the rule that names it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from strategies import STRATEGIES, cluster
+
+import apportion as ap
+from apportion.ir import text
+from apportion.ir.plan import Plan
+from apportion.ir.verify import Violation, check
+
+MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=1)
+#: strategy -> ranks, and lengths with several runs of tokens in a tile
+SIZES = {"ring": (8, [40, 24]), "node": (8, [40, 24, 17]), "ulysses": (4, [40, 24, 17])}
+
+
+@cache
+def good(name: str) -> str:
+    """A plan as text without its id, so that what it becomes is sealed anew."""
+    ranks, lengths = SIZES[name]
+    recipe = ap.Recipe(name, STRATEGIES[name])
+    plan = ap.plan(ap.Batch.from_lengths(lengths), cluster(ranks), MODEL, recipe, verify=False)
+    return "\n".join(line for line in plan.text().split("\n") if not line.startswith("id "))
+
+
+def broken(name: str, phase: str, old: str, new: str) -> str:
+    """The plan with a text of rank 2's program replaced where it comes first."""
+    before, section = good(name).split("\nrank 2\n")
+    section, after = section.split("\nrank 3\n")
+    head, forward, backward = section.split("\nprogram default ")
+    part = forward if phase == "forward" else backward
+    assert old in part, part
+    part = part.replace(old, new, 1)
+    parts = (head, part, backward) if phase == "forward" else (head, forward, part)
+    return f"{before}\nrank 2\n" + "\nprogram default ".join(parts) + f"\nrank 3\n{after}"
+
+
+def later(wait: str, what: str) -> tuple[str, str]:
+    """The edit that moves a wait behind what needs it."""
+    return f"  {wait}\n  {what}\n", f"  {what}\n  {wait}\n"
+
+
+# what is broken -> strategy, phase, edit, the rule that names it, words of its message
+CASES = {
+    "ring: own rows sent on": (
+        "ring",
+        "forward",
+        ("launch 3: send KV.work[0:8) to 3", "launch 3: send KV.home[0:8) to 3"),
+        "coverage",
+        "forbidden pairs",
+    ),
+    "ring: rows sent on before they came": (
+        "ring",
+        "forward",
+        later("wait 2", "launch 3: send KV.work[0:8) to 3, receive KV.work[8:16) from 1"),
+        "dataflow",
+        "in flight|not yet waited for",
+    ),
+    "ring: no wait": ("ring", "forward", ("  wait 3\n", ""), "transfers", "wait"),
+    "ring: gradient rows left out": (
+        "ring",
+        "backward",
+        ("  add dKV.work[8:14) -> dKV.work[16:22)\n", ""),
+        "delivery",
+        "has not reached its home",
+    ),
+    "ring: gradient sent on without its sum": (
+        "ring",
+        "backward",
+        ("send dKV.work[16:22) to 3", "send dKV.work[8:14) to 3"),
+        "delivery",
+        "merged, added or sent before",
+    ),
+    "ring: gradient added twice": (
+        "ring",
+        "backward",
+        ("add dKV.work[0:8) -> dKV.home[0:8)", "add" + ",".join([" dKV.work[0:8) -> dKV.home[0:8)"] * 2)),
+        "delivery",
+        "merged, added or sent before",
+    ),
+    "ring: sum into other rows": (
+        "ring",
+        "backward",
+        ("add dKV.work[0:8) -> dKV.work[8:16)", "add dKV.work[0:8) -> dKV.home[0:8)"),
+        "delivery",
+        "adds tokens",
+    ),
+    "node: other rows relayed": (
+        "node",
+        "forward",
+        ("send KV.work[0:5) to 3", "send KV.work[5:10) to 3"),
+        "coverage",
+        "pairs",
+    ),
+    "node: relayed before it came": (
+        "node",
+        "backward",
+        later("wait 0", "launch 2 channel 1: send KV.work[0:5) to 3, receive KV.work[20:25) from 3"),
+        "dataflow",
+        "not yet waited for",
+    ),
+    "node: no wait": ("node", "backward", ("  wait 3\n", ""), "transfers", "wait"),
+    "node: a branch left out of the reduction": (
+        "node",
+        "backward",
+        ("  add dKV.work[20:25) -> dKV.work[0:5)\n", ""),
+        "delivery",
+        "never reaches its home",
+    ),
+    "node: a branch added before it came": (
+        "node",
+        "backward",
+        later("wait 3", "add dKV.work[20:25) -> dKV.work[0:5)"),
+        "dataflow",
+        "not yet waited for",
+    ),
+    "node: a branch added twice": (
+        "node",
+        "backward",
+        (
+            "add dKV.work[20:25) -> dKV.work[0:5)",
+            "add" + ",".join([" dKV.work[20:25) -> dKV.work[0:5)"] * 2),
+        ),
+        "delivery",
+        "merged, added or sent before",
+    ),
+    "ulysses: heads of another rank sent": (
+        "ulysses",
+        "forward",
+        ("send Q.home[0:20).h4 to 3", "send Q.home[0:20).h1 to 3"),
+        "transfers",
+        "head set",
+    ),
+    "ulysses: heads of another rank kept": (
+        "ulysses",
+        "forward",
+        ("copy Q.home[0:20).h3 -> Q.work[40:60).h3", "copy Q.home[0:20).h4 -> Q.work[40:60).h4"),
+        "dataflow",
+        "they hold unit",
+    ),
+    "ulysses: keys of another head": (
+        "ulysses",
+        "forward",
+        ("Q.work[0:40).h3 KV.work[0:40).h2", "Q.work[0:40).h3 KV.work[0:40).h1"),
+        "heads",
+        "head",
+    ),
+    "ulysses: own output left out": (
+        "ulysses",
+        "forward",
+        ("  copy O.work[40:60).h3 -> O.home[0:20).h3 first\n", ""),
+        "dataflow",
+        "which nothing has written",
+    ),
+    "ulysses: no wait": ("ulysses", "backward", ("  wait 1\n", ""), "transfers", "wait"),
+    "ulysses: own gradient left out": (
+        "ulysses",
+        "backward",
+        ("add dKV.work[40:60).h2 -> dKV.home[0:20).h2, ", "add "),
+        "delivery",
+        "never reaches its home",
+    ),
+    "ulysses: a head's gradient added twice": (
+        "ulysses",
+        "backward",
+        ("dKV.work[101:121).h1 -> dKV", "dKV.work[101:121).h1 -> dKV.home[0:20).h1, dKV.work[101:121).h1 -> dKV"),
+        "delivery",
+        "merged, added or sent before",
+    ),
+}
+
+
+def case(name: str) -> str:
+    strategy, phase, edit, _, _ = CASES[name]
+    return broken(strategy, phase, *edit)
+
+
+def first(plan: Plan) -> Violation:
+    violations = check(plan)
+    assert violations
+    return violations[0]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_verifies(name: str) -> None:
+    recipe = ap.Recipe(name, STRATEGIES[name])
+    for lengths in ([40, 24, 17], [64], [3, 50, 9, 31]):
+        batch = ap.Batch.from_lengths(lengths)
+        policy = ap.Policy(recipe, token_cap=batch.tokens)
+        assert check(ap.plan(batch, cluster(8 if "inner" not in name else 4), MODEL, policy=policy)) == ()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_broken_is_named(name: str) -> None:
+    *_, rule, words = CASES[name]
+    violation = first(text.parse(case(name)))
+    assert violation.rule == rule, str(violation)
+    assert any(word in violation.message for word in words.split("|")), str(violation)
+
+
+VERDICTS = """
+import json, sys
+if sys.argv[1] == "plain":
+    sys.modules["numba"] = None
+from apportion.ir import text
+from apportion.ir.verify import check
+for plan in json.load(sys.stdin):
+    print(*check(text.parse(plan)))
+"""
+
+
+def test_the_same_verdicts_without_numba() -> None:
+    plans = json.dumps([*map(good, SIZES), *map(case, CASES)])
+    runs = [
+        subprocess.run([sys.executable, "-c", VERDICTS, mode], input=plans, capture_output=True, text=True)
+        for mode in ("compiled", "plain")
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs[1].stderr
+    assert runs[0].stdout == runs[1].stdout
