@@ -20,17 +20,7 @@ from apportion.planner.recipes import entries, find_recipe
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ("--ranks", 4, "--tokens-per-rank", 1024, "--batches", 2)
-MINE = """\
-# FCP's placement under a ring
-name: mine
-steps:
-  shard:
-    blocks: {block: 256, zigzag: true}
-  place:
-    lpt: {}
-  schedule:
-    ring: {over: ranks}
-"""
+MINE = (EXAMPLES / "recipe.yaml").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ def plan_file(run: Cli, tmp_path: Path) -> Path:
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.yaml"
-    path.write_text(MINE)
+    path.write_text(MINE.replace("2048", "256"))
     return path
 
 
@@ -90,12 +80,13 @@ def test_help_explains_and_shows_an_example(run: Cli, command: str) -> None:
 
 
 def test_compare_has_a_row_a_recipe(run: Cli, mine: Path) -> None:
+    assert len(MINE.splitlines()) <= 10
     args = ("compare", "--workload", EXAMPLES / "doc_lengths.json", "--recipes", f"ring,fcp,{mine}", *SMALL)
     result = run(*args, "--json")
     record = result.json
     assert result.code == 0
     assert re.fullmatch("(warning: skipped .*\n)?", result.err)
-    assert [row["recipe"] for row in record["rows"]] == ["ring", "fcp", "mine"]
+    assert [row["recipe"] for row in record["rows"]] == ["ring", "fcp", "fcp_ring"]
     assert (record["baseline"], record["batches"]) == ("ring", 2)
     for row in record["rows"]:
         assert (row["status"], row["reason"], row["verified"]) == ("ok", None, True)
@@ -119,7 +110,7 @@ def test_compare_prints_a_table(run: Cli, mine: Path) -> None:
     result = run("compare", "--recipes", f"ring,{mine}", *SMALL)
     assert result.code == 0
     assert max(map(len, result.out.splitlines())) <= 110
-    assert all(word in result.out for word in ("4 ranks, 2 batches of 4,096 tokens", "speed-up", "mine"))
+    assert all(word in result.out for word in ("4 ranks, 2 batches of 4,096 tokens", "speed-up", "fcp_ring"))
     assert "slots" in run("compare", "--recipes", "ring", *SMALL, "--wide").out
 
 
@@ -179,7 +170,7 @@ def test_bad_input_is_refused_in_one_paragraph(
     run: Cli, mine: Path, tmp_path: Path, args: list[str], says: str
 ) -> None:
     other = tmp_path / "other.yaml"
-    other.write_text(MINE.replace("256", "512"))
+    other.write_text(MINE.replace("2048", "512"))
     files = {
         "MINE": mine,
         "OTHER": other,

@@ -494,7 +494,7 @@ def _settle_runs(m: Ints, cell: int, start: int) -> None:
 def _relays(m: Ints, x: int, cell: int, carried: Ints) -> bool:
     """Whether a pending cell can be sent on as it came, by the runs that its sender noted: a tile that goes round a
     ring is looked at where it is used. Partials cannot, for they leave the rows."""
-    several = carried[m[cell, OFFSET], 0] == SEVERAL_RUNS
+    several: bool = carried[m[cell, OFFSET], 0] == SEVERAL_RUNS
     return several and (_ACCUMULATOR_BITS >> m[x, TENSOR]) & 1 == 0
 
 
