@@ -18,7 +18,7 @@ import numpy as np
 from apportion.bench import Job, Times, timed_plan, timed_verify, warm_up
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import ApportionError, VerifyError
+from apportion.ir.errors import ApportionError, ConfigError, VerifyError
 from apportion.ir.model import Model
 from apportion.ir.plan import Plan
 from apportion.ir.policy import Recipe
@@ -161,13 +161,16 @@ def compare(
     setting: Setting,
     progress: Progress = lambda done: None,
 ) -> Comparison:
-    """Every recipe on every batch; the baseline gets a row first where it is not among them."""
+    """Every recipe on every batch; the baseline gets a row first where it is not among them. Raises ConfigError where
+    there is no batch."""
     recipes = recipes if baseline in recipes else [baseline, *recipes]
     for recipe in recipes:
         warm_up(recipe)
     outcomes = [
         tuple(_progressing(batch, recipe, setting, progress) for recipe in recipes) for batch in batches
     ]
+    if not outcomes:
+        raise ConfigError("batches", [], "there is nothing to compare on", "give at least one batch")
     columns = dict(zip(recipes, zip(*outcomes, strict=True), strict=True))
     rows = tuple(Row(recipe.name, columns[recipe], columns[baseline]) for recipe in recipes)
     return Comparison(rows, baseline.name)

@@ -29,8 +29,9 @@ def profile(
 ) -> None:
     """Measure attention kernels, memory and linear layers of this machine, and write a hardware file.
 
-    Under torchrun the links are measured too: two ranks of one node and two of different nodes suffice. Without it
-    the file has the default links, marked as assumed. Give the file as --hardware.
+    Under torchrun the links are measured too: two ranks of one node and two of
+    different nodes suffice. Without it the file has the default links, marked as
+    assumed. Give the file as --hardware.
 
     [bold]Examples[/bold]
 

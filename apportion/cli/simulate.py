@@ -32,8 +32,9 @@ def simulate(
 ) -> None:
     """Run a plan's programs against the cost model and say how long each rank takes, and what it waits for.
 
-    One attention call of each kind, forward and backward, on the links of the plan's cluster. In the timelines █ is
-    work, ▒ work and waiting, · waiting for a round, and the rest idle.
+    One attention call of each kind, forward and backward, on the links of the
+    plan's cluster. In the timelines █ is work, ▒ work and waiting, · waiting for a
+    round, and the rest idle.
 
     [bold]Examples[/bold]
 

@@ -56,9 +56,11 @@ def compare(
 ) -> None:
     """Plan the same batches by several recipes, verify and simulate the plans, and put them into one table.
 
-    Times are simulated milliseconds of one attention call of each kind, medians over batches; the speed-up is that
-    of forward and backward together. A recipe that cannot serve the batch keeps its row, with the reason. Without a
-    batch, workload or lengths file the documents are log-normal (median 2048, sigma 1.5, at most 512K tokens).
+    Times are simulated milliseconds of one attention call of each kind, medians
+    over batches; the speed-up is that of forward and backward together. A recipe
+    that cannot serve the batch keeps its row, with the reason. Without a batch,
+    workload or lengths file the documents are log-normal (median 2048, sigma 1.5,
+    at most 512K tokens).
 
     [bold]Examples[/bold]
 

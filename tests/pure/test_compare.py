@@ -114,6 +114,11 @@ def test_hardware_changes_times_and_nothing_else() -> None:
     assert slowed["bytes"] == fast["bytes"]
 
 
+def test_without_a_batch_there_is_nothing_to_compare() -> None:
+    with pytest.raises(ConfigError, match="at least one batch"):
+        compare([], [RING], RING, SETTING)
+
+
 def test_progress_is_told_of_every_plan() -> None:
     done: list[str] = []
     compare(drawn(2), [FCP], RING, SETTING, done.append)

@@ -26,7 +26,8 @@ from apportion.planner.api import plan as make_plan
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^    (apportion .*)$", README, re.MULTILINE)]
+LINES = README.replace("\\\n", "")  # continued lines as one
+COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^    (apportion .*)$", LINES, re.MULTILINE)]
 
 
 def blocks(language: str) -> list[str]:
@@ -46,6 +47,7 @@ def test_the_batch_of_the_readme_is_a_batch() -> None:
 
 def test_the_recipe_of_the_readme_plans_and_runs() -> None:
     recipe = Recipe.from_data(yaml.safe_load(blocks("yaml")[0]))
+    assert recipe == Recipe.load(ROOT / "examples/recipe.yaml")
     assert len(blocks("yaml")[0].splitlines()) <= 10
     batch = Batch.from_lengths([3000, 1100, 50])
     plan = make_plan(batch, Cluster(1, 4), Model(2, 1, 4, dtype="fp64", layers=1), recipe)

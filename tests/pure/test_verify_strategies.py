@@ -169,7 +169,10 @@ CASES = {
     "ulysses: a head's gradient added twice": (
         "ulysses",
         "backward",
-        ("dKV.work[101:121).h1 -> dKV", "dKV.work[101:121).h1 -> dKV.home[0:20).h1, dKV.work[101:121).h1 -> dKV"),
+        (
+            "dKV.work[101:121).h1 -> dKV",
+            "dKV.work[101:121).h1 -> dKV.home[0:20).h1, dKV.work[101:121).h1 -> dKV",
+        ),
         "delivery",
         "merged, added or sent before",
     ),

@@ -109,12 +109,21 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
     groups, first, inverse = np.unique(member, axis=1, return_index=True, return_inverse=True)
     seen: list[Ints] = []
     for group in np.argsort(first).tolist():
-        chosen = np.flatnonzero(np.isin(sets, np.array(used)[groups[:, group]]))
+        having = np.zeros(len(program.q_sets.members), bool)
+        having[np.array(used)[groups[:, group]]] = True
+        chosen = np.flatnonzero(having[sets])
         bands = tasks.bands[:, chosen]
-        ordered = bands[:, np.lexsort(bands[::-1])]
+        ordered = bands[
+            :, _by_corner(bands)
+        ]  # of two with one corner either may come first: then both are checked
         if not any(np.array_equal(ordered, other) for other in seen):
             seen.append(ordered)
             yield f" of query heads {_few(np.flatnonzero(inverse.ravel() == group))}", chosen
+
+
+def _by_corner(bands: Ints) -> Ints:
+    """The order of bands by (q0, k0)."""
+    return stable_order(bands[0] * (int(bands[3].max(initial=0)) + 1) + bands[2])
 
 
 def _few(heads: Ints) -> str:
@@ -177,8 +186,7 @@ def _overlaps(bands: Ints) -> Ints:
     found = np.zeros((_MOST, 3), np.int64)
     if bands.shape[1] < 2:
         return found[:0]
-    stride = int(bands[3].max()) + 1
-    order = stable_order(bands[0] * stride + bands[2])
+    order = _by_corner(bands)
     budget = _FREE_STEPS + _STEPS_PER_BAND * bands.shape[1]
     count = _sweep(bands, order, budget, found)
     if count < 0:

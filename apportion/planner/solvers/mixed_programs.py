@@ -7,7 +7,9 @@ slots are used in order, and the j-th of them takes no sequence before the j-th,
 groups of it. What n groups hold is bounded by their time and tokens, and by dual feasible functions of both
 (Martello and Toth, 1990; Fekete and Schepers, 2001): numbers f(s) of a sequence's share s of a group whose sum in one
 group is at most 1 whenever the shares' is. With whole numbers for the heaviest sequences and the counts only, it is
-small, and where it has no answer, T is a lower bound.
+small, and where it has no answer, T is a lower bound. Of many sequences, those of like size are one kind, x[k, c] the
+part of its work done at degree c: each piece of work takes as little as that of any member, so the bound holds, and
+the program does not grow with the sequences.
 
 Needs pulp and highspy: import this inside a function.
 """
@@ -32,6 +34,8 @@ Floats = NDArray[np.float64]
 
 # the sequences that get whole numbers in `mix_for`: those that need this share of a rank, but not more than so many
 _HEAVY_SHARE, _MOST_HEAVY = 0.2, 32
+# of more sequences than this, the others are taken together in so many kinds
+_MOST_KINDS = 96
 # shares below which a dual feasible function drops a sequence, and above whose complement it counts it whole
 _DROPPED = (0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.45, 0.5)
 # multiples by which others round down
@@ -48,21 +52,42 @@ class Answer:
     counts: tuple[int, ...] | None
 
 
+@dataclass(frozen=True)
+class _Kinds:
+    """Sequences that `mix_for` decides on together. label: int64 [K], the kind of each sequence; part: float64 [K],
+    its weight in the kind, 1 in all; whole: bool [kinds], those of one heavy sequence."""
+
+    label: Ints
+    part: Floats
+    whole: NDArray[np.bool_]
+
+    def room(self, fits: NDArray[np.bool_]) -> Floats:
+        """float64 [kinds, degrees]: how much of each kind a degree may take."""
+        rows = [np.bincount(self.label, self.part * column, len(self.whole)) for column in fits.T]
+        return np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
+
+    def least(self, items: Ints, row: Floats) -> Floats:
+        """float64 [kinds]: what a whole kind takes at least, made of whichever of its `items` take least."""
+        taken = np.full(len(self.whole), np.inf)
+        np.minimum.at(taken, self.label[items], row / self.part[items])
+        return np.where(np.isfinite(taken), taken, 0.0)
+
+
 def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) -> Answer:
     """Whether some mix may keep a time limit."""
     fits = problem.times <= limit
     if not fits.any(1).all():
         return Answer(True, None)
+    kinds = _kinds(problem, fits, limit)
     model = pulp.LpProblem("mix", pulp.LpMinimize)
-    chosen, count = _mix_variables(model, problem, fits, limit)
+    chosen, count = _mix_variables(model, problem, kinds, kinds.room(fits))
     model += pulp.LpAffineExpression([(n, float(d)) for n, d in zip(count, problem.degrees, strict=True)])
     model += model.objective <= problem.ranks
-    for k in range(len(fits)):
-        model += _sum(chosen, [(k, int(c)) for c in np.flatnonzero(fits[k])]) == 1
+    for k in range(len(kinds.whole)):
+        model += _sum(chosen, [(k, c) for c in range(len(count)) if (k, c) in chosen]) == 1
     for c, variable in enumerate(count):
-        items = np.flatnonzero(fits[:, c])
-        for shares in _shares(problem, items, c, limit):
-            held = [(chosen[items[i], c], float(shares[i])) for i in np.flatnonzero(shares)]
+        for shares in _shares(problem, kinds, np.flatnonzero(fits[:, c]), c, limit):
+            held = [(chosen[k, c], float(shares[k])) for k in np.flatnonzero(shares)]
             model += pulp.LpAffineExpression([*held, (variable, -1.0)]) <= 0
     # any answer will do: a gap of 100 % stops at the first
     run = solve_model(model, clock, nodes, gap=1.0)
@@ -71,27 +96,45 @@ def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) ->
     return Answer(run.status is Status.INFEASIBLE, None)
 
 
-def _mix_variables(
-    model: pulp.LpProblem, problem: GroupingProblem, fits: NDArray[np.bool_], limit: float
-) -> tuple[dict[tuple[int, int], pulp.LpVariable], list[pulp.LpVariable]]:
+def _kinds(problem: GroupingProblem, fits: NDArray[np.bool_], limit: float) -> _Kinds:
+    """One kind a sequence; of many sequences, those of like size and little work together."""
     work = np.where(fits, problem.times * problem.degrees, np.inf).min(1)
     heavy = np.zeros(len(work), bool)
     heavy[np.argsort(-work, kind="stable")[:_MOST_HEAVY]] = True
     heavy &= work > _HEAVY_SHARE * limit
+    if len(work) <= _MOST_KINDS:
+        return _Kinds(np.arange(len(work)), np.ones(len(work)), heavy)
+    # no weight of zero: any weights give a bound, those by work the best
+    weight = np.maximum(work, 1e-9 * work.max() or 1.0)
+    before = np.cumsum(np.where(heavy, 0.0, weight))
+    band = np.where(heavy, -1 - np.cumsum(heavy), before * _MOST_KINDS // before[-1])
+    _, label = np.unique(band, return_inverse=True)
+    whole = np.zeros(int(label.max()) + 1, bool)
+    whole[label[heavy]] = True
+    return _Kinds(label, weight / np.bincount(label, weight)[label], whole)
+
+
+def _mix_variables(
+    model: pulp.LpProblem, problem: GroupingProblem, kinds: _Kinds, room: Floats
+) -> tuple[dict[tuple[int, int], pulp.LpVariable], list[pulp.LpVariable]]:
     chosen = {
-        (k, c): model.add_variable(f"x_{k}_{c}", 0, 1, "Integer" if heavy[k] else "Continuous")
-        for k, c in zip(*np.nonzero(fits), strict=True)
+        (int(k), int(c)): model.add_variable(
+            f"x_{k}_{c}", 0, float(room[k, c]), "Integer" if kinds.whole[k] else "Continuous"
+        )
+        for k, c in zip(*np.nonzero(room), strict=True)
     }
     most = problem.ranks // problem.degrees
     return chosen, [model.add_variable(f"n_{c}", 0, int(most[c]), "Integer") for c in range(len(most))]
 
 
-def _shares(problem: GroupingProblem, items: Ints, column: int, limit: float) -> Iterator[Floats]:
-    """Different rows of shares, each of which adds up to at most 1 in one group."""
+def _shares(
+    problem: GroupingProblem, kinds: _Kinds, items: Ints, column: int, limit: float
+) -> Iterator[Floats]:
+    """Different rows of the kinds' shares, each of which adds up to at most 1 in one group."""
     seen: set[bytes] = set()
     room = float(problem.cap * problem.degrees[column]) * (1 + _SLACK)
     for share in (problem.times[items, column] / (limit * (1 + _SLACK)), problem.sizes[items] / room):
-        for row in _dual_feasible(share):
+        for row in (kinds.least(items, row) for row in _dual_feasible(share)):
             if row.any() and row.tobytes() not in seen:
                 seen.add(row.tobytes())
                 yield row

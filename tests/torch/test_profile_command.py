@@ -1,0 +1,66 @@
+"""`apportion profile` writes a hardware file that `--hardware` reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apportion import cli
+from apportion.backends.torch.profile import Line, Links
+from apportion.ir.hardware import Hardware
+from apportion.trainer import profiling
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """What the profile finds, without the minute that it takes."""
+    hardware = Hardware.load("a100")
+
+    def profile(quick: bool, progress: Any, *, name: str, device: Any) -> Hardware:
+        for done in range(3):
+            progress(done + 1, 3)
+        return Hardware.from_data(hardware.to_data() | {"name": name})
+
+    monkeypatch.setattr(profiling, "profile", profile)
+    return hardware
+
+
+def test_a_profile_is_a_hardware_file(
+    measured: Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.json"
+    assert cli.main(["profile", "--quick", "-o", str(path), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    written = Hardware.load(path)
+    assert (written.name, written.forward) == ("mine", measured.forward)
+    assert (record["file"], record["digest"]) == (str(path), written.digest())
+    assert cli.main(["profile", "-o", str(path), "--name", "rack7"]) == 0
+    assert "linear_tflops" in capsys.readouterr().out
+    assert Hardware.load(path).name == "rack7"
+
+
+def test_links_are_measured_where_there_are_several_ranks(
+    measured: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ranks:
+        ranks, rank = 2, 0
+
+    links = Links(Line(3.0, 12.5), None, "gloo", 2)
+    monkeypatch.setattr(profiling, "Communicator", Ranks)
+    monkeypatch.setattr(profiling, "profile_links", lambda: links)
+    found = profiling.run(True, "pair", lambda done, total: None)
+    assert found is not None
+    assert (found.intra_gbs.value, found.inter_gbs) == (12.5, measured.inter_gbs)
+    monkeypatch.setattr(Ranks, "rank", 1)
+    assert profiling.run(True, "pair") is None
+
+
+def test_a_profile_that_cannot_be_written_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profiling, "run", lambda *args: pytest.fail("measured"))
+    assert cli.main(["profile", "-o", "nowhere/mine.json"]) == 2
+    assert "there is no folder" in capsys.readouterr().err
