@@ -10,7 +10,7 @@ order, so launches rise everywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,90 +23,36 @@ from apportion.planner.passes.schedule import Schedule
 Ints = NDArray[np.integer[Any]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fetches:
     """Positions of the steps that fetch tiles and compute with them. launch, wait: int64 [rounds]; stage: [1 + rounds],
     the one before all rounds first."""
 
-    asm: Assembler
-    schedule: Schedule
-    channel: int
-    launch: Ints = field(init=False)
-    wait: Ints = field(init=False)
-    stage: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        rounds = self.schedule.rounds
-        self.launch, self.wait = np.full((2, rounds), -1, np.int64)
-        self.stage = np.full(rounds + 1, -1, np.int64)
-        self._ends = [*self.schedule.when.tolist(), 2**62]
-
-    def start(self, arrived: int, used: int) -> None:
-        """Launch every round that may go when `arrived` rounds are waited for and the first `used` are used up."""
-        limit = self._ends[used] + self.schedule.buffers
-        for round_ in np.flatnonzero(self.launch < 0).tolist():
-            if self._ends[round_] >= limit:
-                return
-            if self.schedule.after[round_] < arrived:
-                self.launch[round_] = self.asm.launch(self.channel + int(self.schedule.channel[round_]))
-
-    def take(self, round_: int) -> None:
-        """Wait for a round."""
-        self.wait[round_] = self.asm.wait(int(self.launch[round_]))
-        self.start(round_ + 1, round_)
-
-    def compute(self, stage: int, op: Op) -> None:
-        """The tasks of a stage."""
-        self.stage[stage] = self.asm.step(op)
+    launch: Ints
+    wait: Ints
+    stage: Ints
 
 
-def forward_script(asm: Assembler, schedule: Schedule) -> Fetches:
-    """Append the steps of the forward between exchanges."""
-    fetches = Fetches(asm, schedule, channel=0)
-    fetches.start(0, 0)
-    fetches.compute(0, Op.ATTEND)
-    for round_ in range(schedule.rounds):
-        fetches.take(round_)
-        fetches.compute(round_ + 1, Op.ATTEND)
-        fetches.start(round_ + 1, round_ + 1)
-    return fetches
-
-
-@dataclass
+@dataclass(frozen=True)
 class Returns:
     """Positions of the steps that bring gradients home: launch, wait, add int64 [rounds]; clear: before the stage that
     first writes the gradients of a round's tiles."""
 
-    asm: Assembler
-    schedule: Schedule
-    channel: int
-    clear: Ints = field(init=False)
-    launch: Ints = field(init=False)
-    wait: Ints = field(init=False)
-    add: Ints = field(init=False)
+    clear: Ints
+    launch: Ints
+    wait: Ints
+    add: Ints
 
-    def __post_init__(self) -> None:
-        self.clear, self.launch, self.wait, self.add = np.full((4, self.schedule.rounds), -1, np.int64)
-        self.started = np.full(self.schedule.rounds, -1, np.int64)
-        self._needs, self._ready_at = _needs(self.schedule)
 
-    def start(self, computed: int) -> None:
-        """Launch the returns of the first `computed` rounds that have all they add up."""
-        for round_ in np.flatnonzero(self.launch[:computed] < 0).tolist():
-            if all(self.add[need] >= 0 for need in self._needs[round_]):
-                self.launch[round_] = self.asm.launch(self.channel + int(self.schedule.channel[round_]))
-                self.started[round_] = computed
-
-    def take(self, rounds: list[int], computed: int) -> None:
-        """Wait for these returns and add them, where the rows that they are added to have been opened."""
-        for round_ in rounds:
-            if self.add[round_] < 0 and self._ready_at[round_] < computed:
-                self.wait[round_] = self.asm.wait(int(self.launch[round_]))
-                self.add[round_] = self.asm.step(Op.ADD)
-
-    def before(self, stage: int) -> list[int]:
-        """Returns that have started in that stage or earlier and are not added yet."""
-        return [int(r) for r in np.flatnonzero((self.launch >= 0) & (self.add < 0) & (self.started <= stage))]
+def forward_script(asm: Assembler, schedule: Schedule) -> Fetches:
+    """Append the steps of the forward between exchanges."""
+    fetching = _Fetching(asm, schedule)
+    fetching.compute(Op.ATTEND)
+    for round_ in range(schedule.rounds):
+        fetching.take(round_)
+        fetching.compute(Op.ATTEND)
+        fetching.start(round_ + 1, round_ + 1)
+    return fetching.positions
 
 
 def backward_script(asm: Assembler, schedule: Schedule) -> tuple[Fetches, Returns]:
@@ -116,21 +62,94 @@ def backward_script(asm: Assembler, schedule: Schedule) -> tuple[Fetches, Return
     one stage less than there are buffers, and one more for each level of relays."""
     channels = 1 + int(schedule.channel.max(initial=0))
     behind = max(1, schedule.buffers - 1) + channels - 1
-    fetches, returns = Fetches(asm, schedule, channel=0), Returns(asm, schedule, channel=channels)
-    fetches.start(0, 0)
-    fetches.compute(0, Op.ATTEND_GRAD)
+    fetching, returning = _Fetching(asm, schedule), _Returning(asm, schedule, channels)
+    fetching.compute(Op.ATTEND_GRAD)
     for round_ in range(schedule.rounds):
-        fetches.take(round_)
-        returns.clear[round_] = asm.step(Op.CLEAR)
-        fetches.compute(round_ + 1, Op.ATTEND_GRAD)
-        returns.start(round_ + 1)
-        fetches.start(round_ + 1, round_ + 1)
-        returns.take(returns.before(round_ + 1 - behind), round_ + 1)
-        returns.start(round_ + 1)
-    while waiting := returns.before(schedule.rounds):
-        returns.take(waiting, schedule.rounds)
-        returns.start(schedule.rounds)
-    return fetches, returns
+        fetching.take(round_)
+        returning.open(round_)
+        fetching.compute(Op.ATTEND_GRAD)
+        returning.start(round_ + 1)
+        fetching.start(round_ + 1, round_ + 1)
+        returning.take(round_ + 1 - behind, round_ + 1)
+        returning.start(round_ + 1)
+    while returning.under_way:
+        returning.take(schedule.rounds, schedule.rounds)
+        returning.start(schedule.rounds)
+    return fetching.positions, returning.positions
+
+
+class _Fetching:
+    """Builds the steps of `Fetches`."""
+
+    def __init__(self, asm: Assembler, schedule: Schedule) -> None:
+        self._asm, self._buffers, self._after = asm, schedule.buffers, schedule.after
+        self._when, self._channel = [*schedule.when.tolist(), 2**62], schedule.channel.tolist()
+        self._waiting = list(range(schedule.rounds))
+        self._launch, self._wait = [-1] * schedule.rounds, [-1] * schedule.rounds
+        self._stage: list[int] = []
+        self.start(0, 0)
+
+    def start(self, arrived: int, used: int) -> None:
+        """Launch every round that may go when `arrived` rounds are waited for and the first `used` are used up."""
+        limit, left = self._when[used] + self._buffers, []
+        for index, round_ in enumerate(self._waiting):
+            if self._when[round_] >= limit:
+                left += self._waiting[index:]
+                break
+            if self._after[round_] < arrived:
+                self._launch[round_] = self._asm.launch(self._channel[round_])
+            else:
+                left.append(round_)
+        self._waiting = left
+
+    def take(self, round_: int) -> None:
+        """Wait for a round."""
+        self._wait[round_] = self._asm.wait(self._launch[round_])
+        self.start(round_ + 1, round_)
+
+    def compute(self, op: Op) -> None:
+        """The tasks of the next stage."""
+        self._stage.append(self._asm.step(op))
+
+    @property
+    def positions(self) -> Fetches:
+        return Fetches(*(np.array(steps, np.int64) for steps in (self._launch, self._wait, self._stage)))
+
+
+class _Returning:
+    """Builds the steps of `Returns`."""
+
+    def __init__(self, asm: Assembler, schedule: Schedule, channel: int) -> None:
+        self._asm, self._channel = asm, [channel + own for own in schedule.channel.tolist()]
+        self._clear, self._launch, self._wait, self._add = ([-1] * schedule.rounds for _ in range(4))
+        self._needs, self._opened = _needs(schedule)
+        self._waiting = list(range(schedule.rounds))
+        self.under_way: list[tuple[int, int]] = []  # (round, stage in which its return started)
+
+    def open(self, round_: int) -> None:
+        """The gradients of the round's tiles begin at nothing."""
+        self._clear[round_] = self._asm.step(Op.CLEAR)
+
+    def start(self, computed: int) -> None:
+        """Launch the returns of the first `computed` rounds that have all they add up."""
+        for round_ in [some for some in self._waiting if some < computed]:
+            if all(self._add[need] >= 0 for need in self._needs[round_]):
+                self._launch[round_] = self._asm.launch(self._channel[round_])
+                self._waiting.remove(round_)
+                self.under_way.append((round_, computed))
+
+    def take(self, started: int, computed: int) -> None:
+        """Wait for the returns that had started by that stage and add them, where rows to add them to are open."""
+        for round_, stage in sorted(self.under_way):
+            if stage <= started and self._opened[round_] < computed:
+                self._wait[round_] = self._asm.wait(self._launch[round_])
+                self._add[round_] = self._asm.step(Op.ADD)
+                self.under_way.remove((round_, stage))
+
+    @property
+    def positions(self) -> Returns:
+        steps = (self._clear, self._launch, self._wait, self._add)
+        return Returns(*(np.array(column, np.int64) for column in steps))
 
 
 def _needs(schedule: Schedule) -> tuple[list[set[int]], list[int]]:

@@ -40,6 +40,10 @@ _MOST_KINDS = 96
 _DROPPED = (0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.45, 0.5)
 # multiples by which others round down
 _MULTIPLES = (1, 2, 3, 4, 5, 6)
+# shares at which these functions jump
+_LEVELS = np.unique(
+    [*_DROPPED, *(1 - d for d in _DROPPED), *(j / (m + 1) for m in _MULTIPLES for j in range(1, m + 2))]
+)
 # groups are taken this much larger, so that shares that fill one exactly are not counted above it
 _SLACK = 1e-9
 
@@ -106,12 +110,24 @@ def _kinds(problem: GroupingProblem, fits: NDArray[np.bool_], limit: float) -> _
         return _Kinds(np.arange(len(work)), np.ones(len(work)), heavy)
     # no weight of zero: any weights give a bound, those by work the best
     weight = np.maximum(work, 1e-9 * work.max() or 1.0)
-    before = np.cumsum(np.where(heavy, 0.0, weight))
-    band = np.where(heavy, -1 - np.cumsum(heavy), before * _MOST_KINDS // before[-1])
-    _, label = np.unique(band, return_inverse=True)
+    done = np.cumsum(weight)
+    band = done * _MOST_KINDS // done[-1]
+    new = heavy | (band != np.roll(band, 1)) | np.roll(heavy, 1) | _steps(problem, fits, limit)
+    new[0] = True
+    label = np.cumsum(new) - 1
     whole = np.zeros(int(label.max()) + 1, bool)
     whole[label[heavy]] = True
     return _Kinds(label, weight / np.bincount(label, weight)[label], whole)
+
+
+def _steps(problem: GroupingProblem, fits: NDArray[np.bool_], limit: float) -> NDArray[np.bool_]:
+    """bool [K]: sequences that a dual feasible function tells from the one before, at some degree that fits both."""
+    new = np.zeros(len(fits), bool)
+    for c, degree in enumerate(problem.degrees):
+        for share in (problem.times[:, c] / limit, problem.sizes / float(problem.cap * degree)):
+            level = np.searchsorted(_LEVELS, np.where(fits[:, c], share, 2.0))
+            new[1:] |= (level[1:] != level[:-1]) & fits[1:, c]
+    return new
 
 
 def _mix_variables(
