@@ -143,11 +143,16 @@ class Matchings:
 
 def _degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
     """Matchings that these rounds split into: the largest degree of each."""
-    total = 0
-    for number in rounds.tolist():
-        inside = np.flatnonzero(round_ == number)
-        total += max_degree(edges.src[inside], edges.dst[inside], ranks)
-    return total
+    if not len(edges):
+        return 0
+    size = int(round_.max()) + 1
+    busiest = [
+        np.bincount(round_.astype(np.int64) * ranks + rank, minlength=size * ranks)
+        .reshape(size, ranks)
+        .max(1)
+        for rank in (edges.src, edges.dst)
+    ]
+    return int(np.maximum(*busiest)[rounds].sum())
 
 
 @dataclass(frozen=True)
