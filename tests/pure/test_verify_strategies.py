@@ -226,3 +226,13 @@ def test_the_same_verdicts_without_numba() -> None:
     ]
     assert [run.returncode for run in runs] == [0, 0], runs[1].stderr
     assert runs[0].stdout == runs[1].stdout
+
+
+def test_no_task_with_known_tokens_is_an_answer_too() -> None:
+    """Where every read of a program fails, coverage has nothing to list by head."""
+    plan = good("ulysses").replace("Q.home", "O.home").replace("KV.home", "O.home")
+    assert check(text.parse(plan))
+    lines = [
+        line for line in good("ulysses").split("\n") if not line.startswith(("  copy", "  launch", "  wait"))
+    ]
+    assert first(text.parse("\n".join(lines))).rule == "dataflow"

@@ -110,7 +110,7 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
     seen: list[Ints] = []
     for group in np.argsort(first).tolist():
         having = np.zeros(len(program.q_sets.members), bool)
-        having[np.array(used)[groups[:, group]]] = True
+        having[np.array(used, np.int64)[groups[:, group]]] = True
         chosen = np.flatnonzero(having[sets])
         bands = tasks.bands[:, chosen]
         ordered = bands[
