@@ -64,9 +64,7 @@ class Case:
     @property
     def setting(self) -> Setting:
         hardware = Hardware.load(self.hardware)
-        unverified = dict.fromkeys(
-            self.unverified, "more pieces of rows than the verifier takes, or minutes of its time"
-        )
+        unverified = dict.fromkeys(self.unverified, "verification takes minutes")
         return Setting(cluster_of(self.ranks, None, hardware), self.model, hardware, unverified=unverified)
 
 
@@ -180,22 +178,16 @@ OF_FCP = (
 )
 OF_ZEPPELIN = (*(find_recipe(name) for name in ("ring", "allgather", "hybrid_dp", "fcp")), NODE)
 
-#: rows whose plans are not verified: the verifier gives up on them, or takes minutes or more than 8 GB
+#: rows whose plans are not verified: verification takes a minute and 10 GB for each
 HEAVY = {
-    "code-64": ("ring", "allgather", "wlb"),
-    "code-256": ("ring", "allgather", "usp", "wlb"),
-    "question-64": ("allgather", "wlb"),
     "fcp-short-128": ("ring", "wlb"),
     "fcp-short-256": ("ring", "wlb"),
     "fcp-long-256": ("ring", "wlb"),
 }
-#: rows left out: `flexsp` was not done with 3,766 documents after 200 s
-LEFT_OUT = {"code-256": ("flexsp",)}
 
 
 def _shipped(name: str, title: str, draw: Draw, ranks: int, seeds: int) -> Case:
-    recipes = tuple(recipe for recipe in (*ALL, BLOCKS_2K) if recipe.name not in LEFT_OUT.get(name, ()))
-    return Case(name, title, draw, ranks, 32768, seeds, recipes, unverified=HEAVY.get(name, ()))
+    return Case(name, title, draw, ranks, 32768, seeds, (*ALL, BLOCKS_2K))
 
 
 def _of_fcp(trace: str, ranks: int, seeds: int) -> Case:

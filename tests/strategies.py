@@ -35,6 +35,8 @@ STRATEGIES: dict[str, dict] = {
     "node": BLOCKS | MATCHINGS | {"route": {"node": {}}},
     "tree": BLOCKS | MATCHINGS | {"route": {"tree": {"fanout": 2}}},
     "relays": BLOCKS | MATCHINGS | {"route": {"ring": {"over": "holders"}}},
+    "relays_of_ranks": steps("megatron_hybrid")
+    | {"schedule": {"matchings": {"coalesce": 1, "local": "last"}}, "route": {"ring": {"over": "ranks"}}},
     "ring_of_blocks": BLOCKS | {"schedule": {"ring": {}}},
     "ring_of_holders": BLOCKS | {"schedule": {"ring": {"over": "holders", "turns": True}}},
     "gather_by_node": BLOCKS | {"schedule": {"gather": {"local": "first"}}, "route": {"node": {}}},

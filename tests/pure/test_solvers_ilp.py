@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from apportion.ir.errors import CapacityError, MissingDependencyError
-from apportion.planner.solvers import ilp
+from apportion.planner.solvers import ilp, mixing
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.kit_cases import GroupingCases
 from apportion.planner.solvers.lpt import lpt, makespan_bound
@@ -117,6 +117,42 @@ def test_steps_cut_and_repeat():
     one, other = (ilp.solve(drawn(1, 30, 16), Budget(steps=1)) for _ in range(2))
     assert one.termination == other.termination
     assert np.array_equal(one.group, other.group)
+
+
+def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch):
+    """Programs do not grow with the sequences, and there are few of them and of spreadings."""
+    from apportion.planner.solvers import mixed_programs
+
+    programs, spreads = [], []
+    solve_model, spread = mixed_programs.solve_model, mixing.spread
+
+    def counted(model, *args, **options):
+        programs.append(model.numVariables())
+        return solve_model(model, *args, **options)
+
+    monkeypatch.setattr(mixed_programs, "solve_model", counted)
+    monkeypatch.setattr(mixing, "spread", lambda *args: spreads.append(1) or spread(*args))
+    problem = drawn(4, 2000, 128)
+    found = ilp.solve(problem, Budget(gap=0.001, steps=5))
+    columns = len(problem.degrees)
+    assert 1 <= len(programs) <= 16 + 6
+    assert max(programs) <= (mixed_programs._MOST_KINDS + 2 * mixed_programs._MOST_HEAVY + 2) * columns
+    assert len(spreads) <= 20 * (len(programs) + 2)
+    assert found.termination.bound <= found.termination.value <= ilp.greedy(problem).termination.value
+    assert not list(GroupingCases().faults(problem, found))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kinds_of_sequences_never_refute_what_can_be_done(seed, monkeypatch):
+    from apportion.planner.solvers import mixed_programs
+
+    problem, clock = drawn(seed, 60, 16), Budget().start()
+    start = ilp.greedy(problem).termination
+    best = ilp.solve(problem, Budget(gap=0.02, steps=5)).termination.value
+    for kinds in (1, 4, 12, 40):
+        monkeypatch.setattr(mixed_programs, "_MOST_KINDS", kinds)
+        assert not mixed_programs.mix_for(problem, best * (1 + 1e-9), clock, 20).refuted
+    assert mixed_programs.mix_for(problem, 0.9 * start.bound, clock, 20).refuted
 
 
 def test_bound_grows_with_what_is_refuted():

@@ -196,11 +196,24 @@ class Lowering:
 
     @cached_property
     def key_openers(self) -> Openers:
-        """By key block at home. Gradients of blocks that others see too may come back before a later stage."""
-        sent = np.zeros(len(self.rows.home), bool)
-        sent[self.tasks.k[self.remote]] = True
-        first = self.local[(self.stage[self.local] == 0) | ~sent[self.tasks.k[self.local]]]
+        """By key block at home. Gradients of rows that left home may come back before a later stage."""
+        early = self.stage[self.local] == 0
+        first = self.local if early.all() else self.local[early | ~self._sent[self.tasks.k[self.local]]]
         return _openers(first, self.tasks.k, self.tasks.k1 - self.tasks.k0, self.rows.lengths)
+
+    @property
+    def _sent(self) -> NDArray[np.bool_]:
+        """bool [blocks]: whether any of the block's rows leave home, needed or not."""
+        order, per_rank = self.rows.order, self.rows.per_rank
+        ends = np.cumsum(self.rows.lengths[order])
+        low = (np.cumsum(per_rank) - per_rank)[self.edges.home[self.roots]] + self.edges.row[self.roots]
+        blocks = len(order) + 1
+        first = np.searchsorted(ends, low, "right")
+        last = np.searchsorted(ends, low + self.edges.rows[self.roots] - 1, "right") + 1
+        inside = np.cumsum(np.bincount(first, minlength=blocks) - np.bincount(last, minlength=blocks))
+        sent = np.empty(len(order), bool)
+        sent[order] = inside[:-1] > 0
+        return sent
 
     @cached_property
     def tile_openers(self) -> Openers:

@@ -47,6 +47,8 @@ _UNDECIDED = 2
 _COMPLETE = 1200
 # how many parts of a larger one are solved, and the choices of each
 _PARTS, _PART = 6, 150
+# a part of more is left: it is two groups of very many sequences, where a program says less than local search
+_MOST_PART = 600
 # HiGHS keeps constraints within 1e-6
 _TOLERANCE = 1e-6
 
@@ -246,6 +248,8 @@ def _by_parts(case: GroupingProblem, state: _State, budget: Budget, clock: Clock
         if state.best is None or state.done(budget) or clock.expired:
             break
         part = _part(state.best, draw)
+        if np.isin(state.best.group, part).sum() * len(part) > _MOST_PART:
+            continue
         items = np.flatnonzero(np.isin(state.best.group, part))
         column = state.best.column[part]
         start = Mix(column, np.searchsorted(part, state.best.group[items]), state.best.time[part])

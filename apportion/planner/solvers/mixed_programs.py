@@ -35,15 +35,11 @@ Floats = NDArray[np.float64]
 # the sequences that get whole numbers in `mix_for`: those that need this share of a rank, but not more than so many
 _HEAVY_SHARE, _MOST_HEAVY = 0.2, 32
 # of more sequences than this, the others are taken together in so many kinds
-_MOST_KINDS = 96
+_MOST_KINDS = 128
 # shares below which a dual feasible function drops a sequence, and above whose complement it counts it whole
 _DROPPED = (0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.45, 0.5)
 # multiples by which others round down
 _MULTIPLES = (1, 2, 3, 4, 5, 6)
-# shares at which these functions jump
-_LEVELS = np.unique(
-    [*_DROPPED, *(1 - d for d in _DROPPED), *(j / (m + 1) for m in _MULTIPLES for j in range(1, m + 2))]
-)
 # groups are taken this much larger, so that shares that fill one exactly are not counted above it
 _SLACK = 1e-9
 
@@ -68,7 +64,8 @@ class _Kinds:
     def room(self, fits: NDArray[np.bool_]) -> Floats:
         """float64 [kinds, degrees]: how much of each kind a degree may take."""
         rows = [np.bincount(self.label, self.part * column, len(self.whole)) for column in fits.T]
-        return np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
+        most: Floats = np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
+        return most
 
     def least(self, items: Ints, row: Floats) -> Floats:
         """float64 [kinds]: what a whole kind takes at least, made of whichever of its `items` take least."""
@@ -91,7 +88,7 @@ def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) ->
         model += _sum(chosen, [(k, c) for c in range(len(count)) if (k, c) in chosen]) == 1
     for c, variable in enumerate(count):
         for shares in _shares(problem, kinds, np.flatnonzero(fits[:, c]), c, limit):
-            held = [(chosen[k, c], float(shares[k])) for k in np.flatnonzero(shares)]
+            held = [(chosen[int(k), c], float(shares[k])) for k in np.flatnonzero(shares)]
             model += pulp.LpAffineExpression([*held, (variable, -1.0)]) <= 0
     # any answer will do: a gap of 100 % stops at the first
     run = solve_model(model, clock, nodes, gap=1.0)
@@ -110,24 +107,14 @@ def _kinds(problem: GroupingProblem, fits: NDArray[np.bool_], limit: float) -> _
         return _Kinds(np.arange(len(work)), np.ones(len(work)), heavy)
     # no weight of zero: any weights give a bound, those by work the best
     weight = np.maximum(work, 1e-9 * work.max() or 1.0)
-    done = np.cumsum(weight)
+    done = np.cumsum(np.where(heavy, 0.0, weight))
     band = done * _MOST_KINDS // done[-1]
-    new = heavy | (band != np.roll(band, 1)) | np.roll(heavy, 1) | _steps(problem, fits, limit)
+    new = heavy | np.roll(heavy, 1) | (band != np.roll(band, 1))
     new[0] = True
     label = np.cumsum(new) - 1
     whole = np.zeros(int(label.max()) + 1, bool)
     whole[label[heavy]] = True
     return _Kinds(label, weight / np.bincount(label, weight)[label], whole)
-
-
-def _steps(problem: GroupingProblem, fits: NDArray[np.bool_], limit: float) -> NDArray[np.bool_]:
-    """bool [K]: sequences that a dual feasible function tells from the one before, at some degree that fits both."""
-    new = np.zeros(len(fits), bool)
-    for c, degree in enumerate(problem.degrees):
-        for share in (problem.times[:, c] / limit, problem.sizes / float(problem.cap * degree)):
-            level = np.searchsorted(_LEVELS, np.where(fits[:, c], share, 2.0))
-            new[1:] |= (level[1:] != level[:-1]) & fits[1:, c]
-    return new
 
 
 def _mix_variables(

@@ -28,6 +28,8 @@ Floats = NDArray[np.float64]
 _BISECTIONS = 24
 # a descent ends much earlier; this is for degenerate ties
 _MOST_EXCHANGES = 500
+# and this for groups of thousands of sequences
+_MOST_PAIRS = 20_000_000
 _LEAST_GAIN = 1e-12
 # sequences that a kick sends elsewhere: with three, descents still end near by
 _KICK = 3
@@ -301,44 +303,47 @@ def _list_schedule(times: Floats, sizes: Ints, column: Ints, rooms: Ints) -> Int
 
 
 def descend(problem: GroupingProblem, mix: Mix) -> Mix:
-    """Moves and swaps out of the slowest group, the best first, while the larger of the two times falls."""
+    """Moves and swaps out of the slowest group, the best first, while the larger of the two times falls; ends after
+    `_MOST_PAIRS` looks at a move or swap."""
     column, group, time = mix.column, mix.group.copy(), mix.time.copy()
-    used = np.bincount(group, problem.sizes, len(column))
-    rooms = (problem.cap * problem.degrees[column]).astype(np.float64)
+    rooms, looks = problem.cap * problem.degrees[column], 0
     for _ in range(_MOST_EXCHANGES):
         slow = int(time.argmax())
-        exchange = _best_exchange(problem, column, group, time, rooms - used, slow)
-        if exchange is None:
+        looks += int((group == slow).sum()) * (len(group) + len(time))
+        if looks > _MOST_PAIRS:
             break
-        for item, to in exchange:
-            group[item] = to
-        used = np.bincount(group, problem.sizes, len(column))
+        left = rooms - _tokens(problem, column, group)
+        item, to, other = _best_exchange(problem.times, problem.sizes, column, group, time, left, slow)
+        if item < 0:
+            break
+        group[item] = to
+        if other >= 0:
+            group[other] = slow
         time = _times(problem, column, group)
     return Mix(column, group, time)
 
 
+@jit
 def _best_exchange(
-    problem: GroupingProblem, column: Ints, group: Ints, time: Floats, left: Floats, slow: int
-) -> list[tuple[int, int]] | None:
-    """(sequence, its new group) of the move or swap after which the slower of its two groups is quickest."""
-    inside, outside = np.flatnonzero(group == slow), np.flatnonzero(group != slow)
-    times, sizes = problem.times, problem.sizes
-    here = times[inside, column[slow]]
-    moved = np.maximum(time[slow] - here[:, None], time + times[np.ix_(inside, column)])
-    moved[:, slow] = np.inf
-    moved[sizes[inside, None] > left] = np.inf
-    there = group[outside]
-    with np.errstate(invalid="ignore"):
-        back = time[slow] - here[:, None] + times[outside, column[slow]]
-        away = time[there] - times[outside, column[there]] + times[np.ix_(inside, column[there])]
-        swapped = np.maximum(back, away)
-    grows = sizes[inside, None] - sizes[outside]
-    swapped[(grows > left[there]) | (-grows > left[slow])] = np.inf
-    least = min(moved.min(initial=np.inf), swapped.min(initial=np.inf))
-    if not least < time[slow] * (1 - _LEAST_GAIN):
-        return None
-    if moved.min(initial=np.inf) == least:
-        i, g = divmod(int(moved.argmin()), moved.shape[1])
-        return [(int(inside[i]), g)]
-    i, j = divmod(int(swapped.argmin()), swapped.shape[1])
-    return [(int(inside[i]), int(there[j])), (int(outside[j]), slow)]
+    times: Floats, sizes: Ints, column: Ints, group: Ints, time: Floats, left: Ints, slow: int
+) -> tuple[int, int, int]:
+    """(sequence of the slowest group, its new group, the sequence that comes back or -1 for none) of the move or
+    swap after which the slower of its two groups is quickest, the first of equals; -1 where none helps."""
+    least, item, to, other = time[slow] * (1 - _LEAST_GAIN), -1, -1, -1
+    for i in range(len(group)):
+        if group[i] != slow:
+            continue
+        rest = time[slow] - times[i, column[slow]]
+        for g in range(len(column)):
+            end = max(rest, time[g] + times[i, column[g]])
+            if g != slow and sizes[i] <= left[g] and end < least:
+                least, item, to, other = end, i, g, -1
+        for j in range(len(group)):
+            g, grows = group[j], sizes[i] - sizes[j]
+            back = rest + times[j, column[slow]]
+            if g == slow or not back < least or grows > left[g] or -grows > left[slow]:
+                continue
+            end = max(back, time[g] - times[j, column[g]] + times[i, column[g]])
+            if end < least:
+                least, item, to, other = end, i, g, j
+    return item, to, other
