@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@sed -n 's/^#   //p' Makefile
 
-$(READY): pyproject.toml tests/plugin/pyproject.toml
+$(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "Apportion needs Python 3.11 to 3.13, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1)." \
 	       "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -32,7 +32,6 @@ $(READY): pyproject.toml tests/plugin/pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet "$(TORCH)"
 	@$(BIN)/pip install --quiet --editable ".[dev]"
-	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 	@touch $@
 
 demo: $(READY)
@@ -45,6 +44,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
+	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 	$(BIN)/pytest tests/pure tests/torch --cov --cov-report=term:skip-covered
 
 bench: $(READY)

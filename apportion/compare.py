@@ -1,6 +1,6 @@
 """Holds recipes against each other: every recipe plans the same batches, and what its plans cost is simulated.
 
-    batches × recipes ──plan, verify, simulate──► Trial or Refusal ──median over batches──► Row
+    batches × recipes ──plan, verify, simulate──► Trial or Refusal ──batch of median time──► Row
 
 A recipe that cannot serve a batch keeps its row, with the reason. Everything but the measured milliseconds
 (`planning_ms`, `verify_ms`) is a function of batches, recipes, cluster, model, hardware and seed.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,8 +121,10 @@ class Row:
         ]
 
     def record(self) -> dict[str, Any]:
-        """The row: names, nesting and units are documented in docs/comparison.md. Medians over batches."""
-        trials = self.trials
+        """The row: names, nesting and units are documented in docs/comparison.md. Figures of one batch, that of median
+        time, so that they belong together; speed-ups and times of planning are over all batches."""
+        trials = sorted(self.trials, key=lambda trial: trial.total_ms)
+        middle = trials[(len(trials) - 1) // 2] if trials else None
         names = (*SIMULATED, *REPORTED)
         return {
             "recipe": self.recipe,
@@ -133,9 +134,9 @@ class Row:
             "refused": len(self.refusals),
             "verified": bool(trials) and all(trial.verify_ms is not None for trial in trials),
             "unverified": next((trial.unverified for trial in trials if trial.unverified), None),
-            **{name: _median([trial.value(name) for trial in trials]) for name in names},
+            **{name: None if middle is None else middle.value(name) for name in names},
             "speedup": _spread(self.speedups),
-            "bounds": _median([_bounds(trial.report) for trial in trials]),
+            "bounds": None if middle is None else _bounds(middle.report),
             "planning_ms": _times([trial.planning_ms for trial in trials]),
             "verify_ms": _times([trial.verify_ms for trial in trials if trial.verify_ms is not None]),
         }
@@ -224,19 +225,6 @@ def _bounds(report: Mapping[str, Any]) -> dict[str, Any]:
         name: {key: bound[key] for key in ("bound", "value", "gap")}
         for name, bound in report["bounds"].items()
     }
-
-
-def _median(values: Sequence[Any]) -> Any:
-    """The median, of each entry where the values are mappings; None without a value. An integer stays one."""
-    values = [value for value in values if value is not None]
-    if not values:
-        return None
-    if isinstance(values[0], Mapping):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {name: _median([value.get(name) for value in values]) for name in names}
-    if all(isinstance(value, int) for value in values):
-        return median_low(values)
-    return float(np.median(values))
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:

@@ -53,7 +53,10 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
             "imbalance",
             f"compute {percent(spread['compute'])}, tokens {percent(spread['tokens'])} (max/mean - 1)",
         ),
-        ("imbalance bound", f"{record['imbalance_bound']:.4f} (max/mean of any placement is at least this)"),
+        (
+            "imbalance bound",
+            f"{record['imbalance_bound']:.4f} (the least for what this recipe keeps whole)",
+        ),
         (
             "bytes moved",
             f"{human_bytes(moved['total'])} a layer of each kind, {human_bytes(moved['inter_node'])} between nodes",
@@ -150,8 +153,9 @@ def _heads_per_set(plan: Plan) -> NDArray[np.int64]:
 
 
 def tokens(plan: Plan) -> NDArray[np.int64]:
-    """[ranks] tokens that each rank holds in the attention layout."""
-    return np.asarray(plan.layout("attention").rows_per_rank, np.int64)
+    """[ranks] tokens that each rank holds: in the attention layout where it has rows of its own."""
+    name = "attention" if "attention" in plan.layouts else plan.header.home_layout
+    return np.asarray(plan.layout(name).rows_per_rank, np.int64)
 
 
 def picture(plan: Plan) -> RenderableType:

@@ -30,6 +30,7 @@ STRATEGIES: dict[str, dict] = {
     "megatron_hybrid": steps("megatron_hybrid"),
     "wlb": steps("wlb", **SHORT),
     "flexsp": steps("flexsp"),
+    "flexsp_reshuffled": steps("flexsp") | {"reshuffle": True},
     "contiguous": steps("contiguous"),
     "ring_reshuffled": steps("ring", **SHORT) | {"reshuffle": True},
     "node": BLOCKS | MATCHINGS | {"route": {"node": {}}},

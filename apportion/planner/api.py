@@ -42,7 +42,7 @@ def plan(
     seed: int | None = None,
     policy: Policy | None = None,
     *,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     verify: bool = True,
     timings: dict[str, float] | None = None,
 ) -> Plan:
@@ -54,6 +54,7 @@ def plan(
     Raises ConfigError, CapacityError, VerifyError.
     """
     policy = policy_of(recipe, seed, policy)
+    hardware = Hardware.named(hardware)
     problem = Problem(batch, cluster, model, policy, hardware)
     watch = _Watch(timings)
     passes = pipeline(policy.recipe)
@@ -62,7 +63,7 @@ def plan(
     inner = virtual_problem(problem, groups)
     with watch("shard"):
         shards = passes.shard(inner)
-    with watch("place"):
+    with watch("place"), _in_groups(groups):
         placement = passes.place(inner, shards)
     if placement.groups is not None:
         groups = _unequal_groups(passes, placement.groups)
@@ -101,6 +102,19 @@ def policy_of(
                 name, value, "is given beside a policy, which has its own", "put it into the policy"
             )
     return policy
+
+
+@contextmanager
+def _in_groups(groups: Groups) -> Iterator[None]:
+    """Says of a refusal that ranks are groups where they are."""
+    try:
+        yield
+    except CapacityError as error:
+        if not groups.split:
+            raise
+        raise CapacityError(
+            f"{error} (heads are split: each rank here is a group of {groups.sizes[0]}, with their tokens and caps)"
+        ) from error
 
 
 class _Watch:
@@ -242,7 +256,8 @@ def _check_promises(
         raise CapacityError(
             f"compute imbalance {found:.4f} is above the tolerance {tolerance}: the heaviest piece is "
             f"{report['heaviest_piece_over_mean']:.2f} of the mean load and no plan of these pieces is below "
-            f"{report['imbalance_bound'] - 1:.4f}; use smaller blocks or raise policy.tolerance"
+            f"{report['imbalance_bound'] - 1:.4f}; use smaller blocks where the recipe "
+            f"has any, another recipe, or a higher policy.tolerance"
         )
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     rows = layouts[_home_layout(layouts)].rows_per_rank

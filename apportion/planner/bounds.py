@@ -79,8 +79,9 @@ def makespan(placed: float, loads: Ints | Floats, speeds: Floats) -> Bound:
 
 
 def slots(degrees: Iterable[int], used: Iterable[int]) -> Bound:
-    """Slots of all exchanges: a rank sends and receives at most one tile in a slot, so an exchange has no fewer than
-    the tiles that its busiest rank sends or receives (`degrees`: of each exchange). used: the slots of each."""
+    """Slots of all exchanges, of the tiles and routes that they have: a rank sends and receives at most one tile in a
+    slot, so an exchange has no fewer than its busiest rank sends or receives. degrees: these numbers, of each exchange.
+    used: the slots of each."""
     least, total = sum(degrees), sum(used)
     return Bound("slots", float(least), float(total), None if least else "nothing is exchanged")
 

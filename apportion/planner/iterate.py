@@ -26,7 +26,7 @@ def plan_iteration(
     policy: Policy | None = None,
     *,
     verify: bool = True,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> IterationPlan:
     """The plans of an iteration: the recipe's `pack` step (default: `Sequential`) puts the sequences of `batch` into
@@ -36,7 +36,7 @@ def plan_iteration(
     first with 0. Sequences that the pack step defers are in `deferred` of the result: the caller puts them in front of
     the next iteration's batch. Raises ConfigError, CapacityError, VerifyError.
     """
-    policy = api.policy_of(recipe, seed, policy)
+    policy, hardware = api.policy_of(recipe, seed, policy), Hardware.named(hardware)
     packing = pack(batch, cluster, model, policy, hardware)
     report = progress or _silent
     report(0, len(packing.microbatches))

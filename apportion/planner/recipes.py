@@ -16,7 +16,6 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import suggestion
 from apportion.ir.policy import Recipe, Step
 from apportion.planner import plugins
 from apportion.planner.passes.groups import Ulysses
@@ -246,10 +245,13 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
         return recipe
     if isinstance(recipe, Mapping):
         return Recipe.from_data(recipe)
+    if not isinstance(recipe, str):
+        rule = "must be a name, a Recipe or its data"
+        raise ConfigError("recipe", recipe, rule, "use fcp")
     known = _BUILT_IN if recipe in _BUILT_IN else entries()
     if recipe not in known:
         raise UnknownNameError(
-            "recipe", recipe, f"there is {', '.join(known)}", suggestion(recipe, known) or "give a Recipe"
+            "recipe", recipe, f"there is {', '.join(known)}", "name one of these, or give a Recipe"
         )
     return known[recipe].recipe
 

@@ -65,14 +65,15 @@ def build_report(
     load = (placement.rank_sums(placement.weight, len(low.groups)) / low.groups.sizes)[low.groups.of_rank]
     tokens = low.home.per_rank
     time, mean = load / problem.speeds, float(load.sum()) / problem.speeds.sum()
-    heaviest = int(shards.per_piece(shards.weight).max()) if shards.pieces else 0
+    block_tokens, heaviest = _largest(shards, placement)
+    heaviest /= int(low.groups.sizes.max())
     sizes = [len(part) for part in parts]
     makespan = bounds.makespan(_makespan_bound(placement, low), load, problem.speeds)
     return {
         "recipe": problem.policy.recipe.name,
         "ranks": problem.ranks,
         "tokens": problem.batch.tokens,
-        "block_tokens": shards.block_tokens,
+        "block_tokens": block_tokens,
         "heaviest_piece_over_mean": _ratio(heaviest, mean),
         "imbalance_bound": max(1.0, _ratio(makespan.bound or 0.0, mean)),
         "imbalance": {
@@ -109,6 +110,14 @@ def _termination(placement: Placement, makespan: bounds.Bound) -> dict[str, Any]
     limit = None if found.limit is None else str(found.limit)
     solver = {"status": str(found.status), "bound": found.bound, "value": found.value, "gap": found.gap}
     return said | {"limit": limit, "solver": solver}
+
+
+def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
+    """Tokens of a block and pairs of the heaviest piece; of recipes without blocks, those of the longest and of the
+    heaviest run of tokens that they keep together."""
+    if shards.block_tokens:
+        return shards.block_tokens, float(shards.per_piece(shards.weight).max())
+    return int(placement.lengths.max()), float(placement.weight.max())
 
 
 def _makespan_bound(placement: Placement, low: Lowering) -> float:

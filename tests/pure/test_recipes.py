@@ -210,3 +210,31 @@ def test_every_recipe_says_where_it_comes_from() -> None:
         assert entry.recipe.name == name
         assert entry.summary
         assert entry.paper
+
+
+def test_groups_of_several_sizes_share_kv_heads_across_a_reshuffle() -> None:
+    batch, model = Batch.from_lengths([500, *[50] * 12]), Model(8, 2, 4, dtype="fp64", layers=1)
+    recipe = Recipe("mine", STRATEGIES["flexsp_reshuffled"])
+    plan = ap.plan(batch, Cluster(nodes=2, ranks_per_node=4), model, recipe)
+    assert len({len(heads) for heads in plan.header.head_sets}) > 1
+    compare(plan, "default", (8, 2, 4, 4, False, None), 0)
+
+
+def test_usp_splits_as_many_heads_as_divide_a_node() -> None:
+    plan = ap.plan(Batch.from_lengths([96]), Cluster(1, 4), Model(6, 2, 4, dtype="fp64", layers=1), "usp")
+    assert plan.header.head_sets == ((0, 1, 2), (0,), (3, 4, 5), (1,))
+
+
+def test_a_refusal_inside_groups_says_whose_tokens_it_means() -> None:
+    model, policy = model_of(LAYERS[0]), Policy(find_recipe("ulysses"), token_cap=20)
+    with pytest.raises(ap.CapacityError, match="each rank here is a group of 2"):
+        ap.plan(Batch.from_lengths([60, 4]), cluster(4), model, policy=policy)
+
+
+def test_hardware_by_name_is_in_the_request() -> None:
+    batch, model = Batch.from_lengths([64]), model_of(LAYERS[0])
+    plan = ap.plan(batch, cluster(2), model, "wlb", hardware="h20")
+    assert plan.request.hardware == ap.Hardware.load("h20").digest()
+    assert ap.simulate(plan, "h20").forward_ms > 0
+    with pytest.raises(ap.ConfigError, match="hardware"):
+        ap.plan(batch, cluster(2), model, hardware=5)

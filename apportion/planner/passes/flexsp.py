@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.errors import CapacityError
+from apportion.ir.fields import integer, name, number
 from apportion.ir.isa import PHASES, Tensor
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_areas, row_weights
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import MOST_TOKENS, Placement, Problem, Shards
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.registry import find_solver
 from apportion.planner.solvers.status import Budget
@@ -65,16 +66,14 @@ class FlexSp:
     own_cap: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.capacity is not None and (type(self.capacity) is not int or self.capacity < 1):
-            rule = "must be a positive integer"
-            raise ConfigError("recipe.place.flexsp.capacity", self.capacity, rule, "leave it out")
-        for name in ("gap", "nodes", "deadline_s"):
-            value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float) or value < 0
-            ):
-                rule = "must be a number, not negative"
-                raise ConfigError(f"recipe.place.flexsp.{name}", value, rule, "leave it out")
+        if self.capacity is not None:
+            integer("recipe.place.flexsp.capacity", self.capacity, 1, MOST_TOKENS)
+        if self.nodes is not None:
+            integer("recipe.place.flexsp.nodes", self.nodes, 0)
+        name("recipe.place.flexsp.solver", self.solver)
+        number("recipe.place.flexsp.gap", self.gap)
+        if self.deadline_s is not None:
+            number("recipe.place.flexsp.deadline_s", self.deadline_s)
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "flexsp")

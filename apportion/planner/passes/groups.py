@@ -101,14 +101,12 @@ class HeadSets:
     query_heads: Ints
     key_heads: Ints
     shared: NDArray[np.bool_]
-    groups: Groups
 
-    @cached_property
+    @property
     def key_columns(self) -> Ints:
-        """int64 [ranks]: head columns of KV arenas; what arrives from another rank of the group may be wider."""
-        widest = np.maximum.reduceat(self.key_heads, self.groups.first[:-1])
-        columns: Ints = widest[self.groups.of_rank]
-        return columns
+        """int64 [ranks]: head columns of KV arenas. Where KV heads are shared, gradients arrive from other ranks, maybe
+        of other groups, with as many heads as those have."""
+        return np.full_like(self.key_heads, self.key_heads.max()) if self.shared.any() else self.key_heads
 
     @staticmethod
     def of(model: Model, groups: Groups) -> HeadSets:
@@ -125,7 +123,7 @@ class HeadSets:
             columns[:, inside] = table[groups.member[inside]].T
             shared[groups.sizes == size] = sum(len(kv) for _, kv in members) > model.kv_heads
         query, key, query_heads, key_heads = columns
-        return HeadSets(tuple(numbers), query, key, query_heads, key_heads, shared, groups)
+        return HeadSets(tuple(numbers), query, key, query_heads, key_heads, shared)
 
 
 def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -140,8 +138,8 @@ def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Groups of `degree` consecutive ranks. degree: a number, "node" (the ranks of a node) or "auto": the largest that
-    divides the ranks and the query heads and is not wider than the cluster."""
+    """Groups of `degree` consecutive ranks. degree: a number, "auto" (the largest that divides the ranks and the query
+    heads) or "node" (the largest that divides the ranks of a node and the query heads)."""
 
     degree: int | Literal["auto", "node"] = "auto"
 
@@ -164,7 +162,9 @@ class Ulysses:
     def _degree(self, problem: Problem) -> int:
         if self.degree == "auto":
             return gcd(problem.ranks, problem.model.q_heads)
-        return problem.cluster.ranks_per_node if self.degree == "node" else self.degree
+        if self.degree == "node":
+            return gcd(problem.cluster.ranks_per_node, problem.model.q_heads)
+        return self.degree
 
 
 def virtual_problem(problem: Problem, groups: Groups) -> Problem:

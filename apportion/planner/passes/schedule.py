@@ -100,7 +100,7 @@ class Matchings:
 
     def __post_init__(self) -> None:
         if self.coalesce != "auto":
-            _positive("coalesce", self.coalesce)
+            _positive("coalesce", self.coalesce, " or auto")
         _positive("buffers", self.buffers)
         choice("recipe.schedule.matchings.local", self.local, LOCAL)
 
@@ -233,7 +233,7 @@ def _switch(name: str, value: Any) -> None:
         raise ConfigError(f"recipe.schedule.{name}", value, "is a switch", "write true or false")
 
 
-def _positive(name: str, value: int | str) -> None:
+def _positive(name: str, value: int | str, more: str = "") -> None:
     if type(value) is not int or value < 1:
-        rule = "must be a positive integer"
+        rule = f"must be a positive integer{more}"
         raise ConfigError(f"recipe.schedule.matchings.{name}", value, rule, "use 4, or leave it out")

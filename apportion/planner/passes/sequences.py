@@ -12,8 +12,8 @@ from apportion.planner.problem import Problem, Shards
 
 @dataclass(frozen=True)
 class Sequences:
-    """Every sequence is one block and one piece; `block_tokens` is the longest of them."""
+    """Every sequence is one block and one piece; there are no blocks of one size (`block_tokens` 0)."""
 
     def __call__(self, problem: Problem) -> Shards:
         starts, lengths = problem.batch.starts, problem.batch.lengths
-        return Shards(starts, np.arange(len(lengths)), row_weights(problem, starts), int(lengths.max()))
+        return Shards(starts, np.arange(len(lengths)), row_weights(problem, starts), 0)

@@ -38,13 +38,13 @@ from apportion.planner.simulate.timeline import Run, Simulation, Spans
 __all__ = ["Costs", "Run", "Simulation", "Spans", "Step", "simulate", "simulate_with"]
 
 
-def simulate(plan: Plan, hardware: Hardware | None = None) -> Simulation:
+def simulate(plan: Plan, hardware: Hardware | str | None = None) -> Simulation:
     """Simulates one call of every attention kind, forward and backward.
 
     hardware: kernel times, default the built-in H100; links, NICs and speeds are those of the plan's cluster.
     Equal arguments give equal times, to the bit. Raises VerifyError for a plan that cannot run.
     """
-    used = Hardware.load("h100") if hardware is None else hardware
+    used = Hardware.named(hardware) or Hardware.load("h100")
     return simulate_with(plan, CostModel(used, plan.request.model), used.name)
 
 

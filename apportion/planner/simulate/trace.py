@@ -118,7 +118,7 @@ def _slice(
         "pid": rank,
         "tid": thread,
         "ts": round(float(start + begin), 3),
-        "dur": round(float(end - begin), 3),
+        "dur": round(round(float(start + end), 3) - round(float(start + begin), 3), 3),
         "args": {name: int(value) for name, value in args.items()},
     }
 
