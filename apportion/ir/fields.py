@@ -37,7 +37,8 @@ def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
 def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
     """`value` as a finite float, at least `low` (above: greater). Booleans and strings are refused."""
     if not _is_number(value):
-        raise ConfigError(field, value, "must be a number", "write a number without quotes")
+        remedy = "write a number without quotes (YAML reads 4e2 as text, 4.0e+2 as a number)"
+        raise ConfigError(field, value, "must be a number", remedy)
     real = float(value) if abs(value) < _LARGEST else math.inf
     if not math.isfinite(real):
         raise ConfigError(field, value, "must be finite", "write a finite number")
