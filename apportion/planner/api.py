@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,23 +16,29 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.hardware import Hardware
-from apportion.ir.isa import PHASES, Tensor
+from apportion.ir.isa import PHASES, Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.plan import Header, Layout, Plan, ProgramSet, Request
+from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request
 from apportion.ir.policy import Policy, Recipe
 from apportion.ir.verify import verify as verify_plan
 from apportion.ir.version import __version__
-from apportion.planner.passes.exchange import plan_exchange
+from apportion.planner.passes.cells import HeadGroups, cut_cells
+from apportion.planner.passes.exchange import Exchange, plan_exchange
 from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virtual_problem
+from apportion.planner.passes.headwise import lower_stages
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.lower import lower_backward, lower_forward
 from apportion.planner.passes.lowering import Lowering, program_order
+from apportion.planner.passes.remap import Remapping
 from apportion.planner.passes.route import Routed, Site
 from apportion.planner.passes.schedule import Matchings
-from apportion.planner.passes.tasks import Edges, find_tasks
-from apportion.planner.problem import Ints, Placement, Problem, exact_sums
+from apportion.planner.passes.tasks import Edges, Members, Tasks, find_tasks, placed_tasks
+from apportion.planner.problem import Ints, Placement, Problem, Shards, exact_sums
 from apportion.planner.recipes import Pipeline, find_recipe, pipeline
 from apportion.planner.report import build_report
+
+#: (kind, phase) -> tasks and when their tiles move; the phases of a kind share one where queries stay home
+Lowered = dict[tuple[str, str], Lowering]
 
 
 def plan(
@@ -54,11 +61,59 @@ def plan(
     Raises ConfigError, CapacityError, VerifyError.
     """
     policy = policy_of(recipe, seed, policy)
-    hardware = Hardware.named(hardware)
-    problem = Problem(batch, cluster, model, policy, hardware)
-    watch = _Watch(timings)
+    problem = Problem(batch, cluster, model, policy, Hardware.named(hardware))
+    watch = Watch(timings)
     passes = pipeline(policy.recipe)
     _check_request(problem)
+    if passes.search is None:
+        sealed = seal(draft(place(problem, passes, watch), watch), watch)
+    else:
+        sealed = passes.search(problem, watch)
+    if verify:
+        with watch("verify"):
+            verify_plan(sealed)
+    return sealed
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A problem whose blocks have homes. inner: the problem whose ranks are `groups`."""
+
+    problem: Problem
+    passes: Pipeline
+    groups: Groups
+    inner: Problem
+    shards: Shards
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan as its passes made it: neither encoded nor reported on. problem: with the token cap that it promises."""
+
+    problem: Problem
+    placed: Placed
+    lowered: Lowered
+    programs: Mapping[tuple[str, str], ProgramSet]
+    layouts: Mapping[str, Layout]
+    remapping: Remapping | None = None
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """To layouts that other layers want."""
+        return () if self.remapping is None else self.remapping.moves
+
+    def plan(self, report: Mapping[str, Any] = MappingProxyType({})) -> Plan:
+        """The plan as it will be, not sealed yet: its programs can be simulated."""
+        problem, hardware = self.problem, self.problem.hardware
+        header = _header(problem, self.layouts, next(iter(self.lowered.values())).sets)
+        digest = "" if hardware is None else hardware.digest()
+        request = Request(problem.batch, problem.cluster, problem.model, problem.policy, digest)
+        return Plan(header, request, self.layouts, self.programs, self.moves, report)
+
+
+def place(problem: Problem, passes: Pipeline, watch: Watch) -> Placed:
+    """Runs the passes up to placement. Raises ConfigError, CapacityError."""
     groups = Groups.single(problem.ranks) if passes.inner is None else passes.inner.groups(problem)
     inner = virtual_problem(problem, groups)
     with watch("shard"):
@@ -67,28 +122,46 @@ def plan(
         placement = passes.place(inner, shards)
     if placement.groups is not None:
         groups = _unequal_groups(passes, placement.groups)
+    return Placed(problem, passes, groups, inner, shards, placement)
+
+
+def schedule(placed: Placed, watch: Watch) -> Lowered:
+    """The tasks of every kind and phase and when their tiles move. Raises ConfigError, CapacityError."""
     with watch("schedule"):
-        lowered = _schedule(inner, passes, placement, groups)
-    problem = _with_own_cap(problem, passes, lowered)
+        return _schedule(placed.inner, placed.passes, placed.placement, placed.groups)
+
+
+def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None) -> Draft:
+    """Runs the passes after placement, or after `schedule`. Raises ConfigError, CapacityError."""
+    if lowered is None:
+        lowered = schedule(placed, watch)
+    problem = _with_own_cap(placed.problem, placed.passes, lowered)
     with watch("lower"):
         programs = _lower(lowered)
-        layouts = _layouts(problem, lowered, passes.reshuffle)
+        layouts = _layouts(problem, lowered, placed.passes.reshuffle)
+    if placed.passes.remap is None:
+        return Draft(problem, placed, lowered, programs, layouts)
+    with watch("remap"):
+        remapping = placed.passes.remap(problem, layouts[_home_layout(layouts)])
+    return Draft(problem, placed, lowered, programs, {**layouts, **remapping.layouts}, remapping)
+
+
+def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None) -> Plan:
+    """Encodes and reports. search: what the report says of the search that found the draft.
+
+    Raises CapacityError where the plan breaks a promise of the policy."""
+    problem, placed = draft.problem, draft.placed
     with watch("encode"):
-        parts = codec.encode_parts(layouts, programs, (), problem.ranks)
+        parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks)
     with watch("report"):
-        report = build_report(problem, shards, placement, lowered, parts)
-    _check_promises(problem, report, programs, layouts)
+        report = build_report(problem, placed.shards, placed.placement, draft.lowered, parts)
+        if draft.remapping is not None:
+            report |= {"remap": draft.remapping.said}
+        if search is not None:
+            report |= {"search": search, "termination": report["termination"] | {"limit": search["stopped"]}}
+    _check_promises(problem, report, draft.programs, draft.layouts)
     with watch("seal"):
-        sets = next(iter(lowered.values())).sets
-        header = _header(problem, layouts, sets)
-        request = Request(
-            batch, cluster, model, problem.policy, "" if hardware is None else hardware.digest()
-        )
-        sealed = codec.seal(Plan(header, request, layouts, programs, (), report), parts)
-    if verify:
-        with watch("verify"):
-            verify_plan(sealed)
-    return sealed
+        return codec.seal(draft.plan(report), parts)
 
 
 def policy_of(
@@ -117,7 +190,7 @@ def _in_groups(groups: Groups) -> Iterator[None]:
         ) from error
 
 
-class _Watch:
+class Watch:
     """Milliseconds per step, where somebody wants them."""
 
     def __init__(self, timings: dict[str, float] | None) -> None:
@@ -150,7 +223,9 @@ def _check_memory(problem: Problem) -> None:
     """Refuses before planning what cannot fit: the home rows of the fullest rank, which holds at least the mean."""
     rows = min(problem.token_cap, -(-problem.batch.tokens // problem.ranks))
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
-    need = rows * _home_row_bytes(problem.model, "backward")
+    inner = problem.policy.recipe.step("inner")
+    projects = inner is not None and inner.params.get("project") is True
+    need = rows * _home_row_bytes(problem.model, "backward", projects)
     if need > cap * 2**30:
         raise CapacityError(
             f"{rows} tokens, the least that the fullest rank can hold, need {need / 2**30:.2f} GiB of home rows for "
@@ -165,7 +240,7 @@ def _unequal_groups(passes: Pipeline, first: Ints) -> Groups:
     return Groups(first)
 
 
-def _with_own_cap(problem: Problem, passes: Pipeline, lowered: Mapping[str, Lowering]) -> Problem:
+def _with_own_cap(problem: Problem, passes: Pipeline, lowered: Lowered) -> Problem:
     """Strategies without a token cap promise what they came to, unless the policy names one."""
     if problem.policy.token_cap is not None or not getattr(passes.place, "own_cap", False):
         return problem
@@ -175,23 +250,82 @@ def _with_own_cap(problem: Problem, passes: Pipeline, lowered: Mapping[str, Lowe
     return replace(problem, policy=replace(problem.policy, token_cap=cap))
 
 
-def _schedule(
-    problem: Problem, passes: Pipeline, placement: Placement, groups: Groups
-) -> dict[str, Lowering]:
-    """The tasks of every kind and when their tiles move; `problem` has groups for ranks."""
+def _schedule(problem: Problem, passes: Pipeline, placement: Placement, groups: Groups) -> Lowered:
+    """The tasks of every kind and phase and when their tiles move; `problem` has groups for ranks."""
     rows = Rows(placement.starts, placement.home, len(groups))
-    sets = HeadSets.of(problem.model, groups)
+    heads = HeadGroups.of(problem.model, placement.head_groups)
+    sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
     matchings = passes.schedule if isinstance(passes.schedule, Matchings) else Matchings()
     exchange = plan_exchange(problem.batch.tokens, rows, groups, sets, matchings, passes.reshuffle)
-    site, lowered = Site(rows, problem.batch, problem.cluster), {}
+    site = Site(rows, problem.batch, problem.cluster)
+    lowered: Lowered = {}
     for kind, bands in problem.bands.items():
-        tasks, members, edges = find_tasks(bands, rows)
-        check_groups(groups, len(edges))
-        schedule = passes.schedule(_routed(passes, edges, site), len(groups))
-        tasks = tasks.arriving(schedule.routed.arrives)
-        tasks, members, stage = program_order(tasks, members, schedule, len(groups))
-        lowered[kind] = Lowering(rows, tasks, members, stage, schedule, exchange, groups, sets)
+        if placement.execution is None:
+            found = find_tasks(bands, rows)
+            check_groups(groups, len(found[2]))
+            low = _scheduled(passes, site, found, None, exchange, groups, sets, heads)
+            lowered |= {(kind, phase): low for phase in PHASES}
+            continue
+        cells = cut_cells(bands, rows.starts)
+        for phase in PHASES:
+            execution = placement.execution[kind, phase]
+            found = placed_tasks(cells, execution, rows, heads)
+            division = None if execution.division is None else execution.division.reshape(-1)
+            low = _scheduled(passes, site, found, division, exchange, groups, sets, heads)
+            lowered[kind, phase] = low
     return lowered
+
+
+def _scheduled(
+    passes: Pipeline,
+    site: Site,
+    found: tuple[Tasks, Members, Edges],
+    division: Ints | None,
+    exchange: Exchange | None,
+    groups: Groups,
+    sets: HeadSets,
+    heads: HeadGroups,
+) -> Lowering:
+    """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
+    tasks, members, edges = found
+    routed = _routed(passes, edges, site)
+    if tasks.queries_move and (routed.edges.parent >= 0).any():
+        rule = "queries travel in this placement, and what they add up cannot come back through relays"
+        raise ConfigError(
+            "recipe.steps.route", type(passes.route).__name__.lower(), rule, "leave the route out"
+        )
+    if division is not None:
+        routed = replace(routed, division=_first_needed(tasks, routed, division))
+    schedule = passes.schedule(routed, len(groups))
+    tasks = tasks.arriving(schedule.routed.arrives)
+    tasks, members, parts, stage = program_order(tasks, members, schedule, site.rows, division)
+    return Lowering(site.rows, tasks, members, parts, stage, schedule, exchange, groups, sets, heads)
+
+
+def _first_needed(tasks: Tasks, routed: Routed, division: Ints) -> Ints:
+    """int32 [edges]: the first division with a task that needs the edge's rows."""
+    first = np.full(len(routed.edges), np.iinfo(np.int32).max, np.int32)
+    for edge in (tasks.edge, tasks.query_edge):
+        some = np.flatnonzero(edge >= 0)
+        np.minimum.at(first, routed.arrives[edge[some]], division[some])
+    return first
+
+
+def _head_sets(problem: Problem, passes: Pipeline, groups: Groups) -> HeadSets:
+    """The heads of every rank, all at once or in stages."""
+    of = HeadSets.of if passes.inner is None else passes.inner.head_sets
+    return of(problem.model, groups)
+
+
+def _set_of_groups(passes: Pipeline, heads: HeadGroups, rows: Rows) -> HeadSets:
+    """The heads of work rows where tasks have some of the heads: all tiles have equally many of either side."""
+    if passes.inner is not None or passes.reshuffle:
+        step = "reshuffle" if passes.inner is None else "inner"
+        rule = "cannot be used where the placement splits heads"
+        raise ConfigError(f"recipe.steps.{step}", "on", rule, "leave it out or use one head group")
+    zero, ones = np.zeros(rows.ranks, np.int64), np.ones(rows.ranks, np.int64)
+    q, kv = (max(len(heads.sets[number - 1]) for number in side) for side in (heads.query, heads.key))
+    return HeadSets(heads.sets, zero, zero, q * ones, kv * ones, np.zeros(rows.ranks, bool))
 
 
 def _routed(passes: Pipeline, edges: Edges, site: Site) -> Routed:
@@ -204,12 +338,17 @@ def _routed(passes: Pipeline, edges: Edges, site: Site) -> Routed:
     return replace(routed, arrives=routed.arrives[star.arrives])
 
 
-def _lower(lowered: Mapping[str, Lowering]) -> dict[tuple[str, str], ProgramSet]:
-    lower = dict(zip(PHASES, (lower_forward, lower_backward), strict=True))
-    return {(kind, phase): lower[phase](low) for kind, low in lowered.items() for phase in PHASES}
+def _lower(lowered: Lowered) -> dict[tuple[str, str], ProgramSet]:
+    return {(kind, phase): _lower_phase(low, phase) for (kind, phase), low in lowered.items()}
 
 
-def _layouts(problem: Problem, lowered: Mapping[str, Lowering], reshuffle: bool) -> dict[str, Layout]:
+def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
+    if low.exchange is not None and low.sets.stages is not None:
+        return lower_stages(low, low.exchange, low.sets.stages, phase)
+    return lower_forward(low) if phase == "forward" else lower_backward(low)
+
+
+def _layouts(problem: Problem, lowered: Lowered, reshuffle: bool) -> dict[str, Layout]:
     """Home rows; beside the loader's also the attention layout, where one rank has each of its rows."""
     low = next(iter(lowered.values()))
     layouts = {}
@@ -262,7 +401,9 @@ def _check_promises(
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     rows = layouts[_home_layout(layouts)].rows_per_rank
     for (kind, phase), program in programs.items():
-        peak = int((rows * _home_row_bytes(problem.model, phase) + _arena_bytes(problem, program)).max())
+        projects = bool((program["instructions"]["op"] == Op.PROJECT).any())
+        home = rows * _home_row_bytes(problem.model, phase, projects)
+        peak = int((home + _arena_bytes(problem, program)).max())
         if peak > cap * 2**30:
             raise CapacityError(
                 f"the {phase} of kind {kind} needs {peak / 2**30:.2f} GiB of home and work rows on its fullest rank, "
@@ -270,10 +411,12 @@ def _check_promises(
             )
 
 
-def _home_row_bytes(model: Model, phase: str) -> int:
+def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
     """Bytes of one home row of all tensors that the phase takes and gives."""
-    forward = (Tensor.Q, Tensor.KV, Tensor.O)
-    backward = (*forward, Tensor.DO, Tensor.DELTA, Tensor.DQ, Tensor.DKV)
+    qkv, gradients = (Tensor.Q, Tensor.KV), (Tensor.DQ, Tensor.DKV)
+    taken, given = ((Tensor.X,), (Tensor.DX,)) if projects else (qkv, gradients)
+    forward = (*taken, Tensor.O)
+    backward = (*forward, Tensor.DO, Tensor.DELTA, *given)
     return sum(model.row_bytes(tensor) for tensor in (forward if phase == "forward" else backward))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 from apportion.planner.cost import CostModel
+from apportion.planner.passes.cells import Execution
 from apportion.planner.solvers.status import Termination
 
 Ints = NDArray[np.integer[Any]]
@@ -119,6 +121,8 @@ class Placement:
     groups: None, or int64 [groups + 1], the first rank of each group of consecutive ranks, and the end: then `home`
     counts groups, whose ranks share its tokens and split the heads (Ulysses).
     termination: why the solver stopped that chose the homes, in its own units; None: a heuristic ran to its end.
+    execution: (kind, phase) -> who computes the cells that `cut_cells` makes of the kind's bands and `starts`; None:
+    every rank computes what its queries see. head_groups: contiguous shares of the query heads in it.
     """
 
     starts: Ints
@@ -127,6 +131,8 @@ class Placement:
     bound: float
     groups: Ints | None = None
     termination: Termination | None = None
+    execution: Mapping[tuple[str, str], Execution] | None = None
+    head_groups: int = 1
 
     @cached_property
     def lengths(self) -> Ints:

@@ -1,6 +1,7 @@
 """Named strategies as data, and the passes that their steps may name.
 
-    recipe = [pack] · [inner] · shard · place · [route] · schedule · [reshuffle]
+    recipe = [pack] · [inner] · shard · place · [route] · schedule · [reshuffle] · [remap]
+           | [pack] · search, which finds the other steps
 
 Third parties add passes and recipes through the entry points `apportion.passes` ("step.pass" = a pass class) and
 `apportion.recipes` (a name = a `Recipe` or an `Entry`).
@@ -24,7 +25,7 @@ from apportion.planner.passes.route import Route, Star
 #: step -> pass name -> where its class is; the fields of the class are the pass's parameters
 _PASSES = {
     "pack": {"sequential": "pack:Sequential", "balanced": "pack:Balanced", "wlb": "pack:Wlb"},
-    "inner": {"ulysses": "groups:Ulysses"},
+    "inner": {"ulysses": "groups:Ulysses", "upipe": "upipe:UPipe"},
     "shard": {"blocks": "shard:Blocks", "sequences": "sequences:Sequences"},
     "place": {
         "lpt": "place:Lpt",
@@ -35,9 +36,17 @@ _PASSES = {
         "megatron_hybrid": "hybrid:MegatronHybrid",
         "wlb": "wlb:Wlb",
         "flexsp": "flexsp:FlexSp",
+        "zeppelin": "zeppelin:Zeppelin",
     },
     "route": {"star": "route:Star", "node": "route:Node", "tree": "route:Tree", "ring": "route:Ring"},
-    "schedule": {"matchings": "schedule:Matchings", "ring": "schedule:Ring", "gather": "schedule:Gather"},
+    "schedule": {
+        "matchings": "schedule:Matchings",
+        "ring": "schedule:Ring",
+        "gather": "schedule:Gather",
+        "queues": "queues:Queues",
+    },
+    "remap": {"flow": "remap:Flow"},
+    "search": {"portfolio": "search:Portfolio"},
 }
 _REQUIRED = ("shard", "place", "schedule")
 _SWITCHES = ("reshuffle",)
@@ -162,6 +171,12 @@ _ENTRIES = (
         place={"contiguous": {}},
         schedule={"gather": {}},
     ),
+    _entry(
+        "auto",
+        "several recipes and variations of the best, compared by the simulator",
+        "ours",
+        search={"portfolio": {}},
+    ),
 )
 
 _BUILT_IN: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
@@ -169,7 +184,8 @@ _BUILT_IN: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The passes of a recipe, ready to run. pack: None where the recipe does not say how to."""
+    """The passes of a recipe, ready to run. pack: None where the recipe does not say how to. search: finds the other
+    passes itself, which then are None."""
 
     pack: Any
     inner: Ulysses | None
@@ -178,6 +194,8 @@ class Pipeline:
     route: Route
     schedule: Any
     reshuffle: bool
+    remap: Any = None
+    search: Any = None
 
 
 def entries() -> dict[str, Entry]:
@@ -275,9 +293,20 @@ def pipeline(recipe: Recipe) -> Pipeline:
             raise UnknownNameError(
                 f"recipe.steps.{step.step}", step.name, f"the steps are {', '.join(known)}", "leave it out"
             )
+    if recipe.step("search") is not None:
+        _check_search(recipe)
     built = {step: _build(recipe, step) for step in _PASSES}
     built["route"] = _route(recipe, built["route"], built["schedule"])
     return Pipeline(**built, reshuffle=_switched(recipe, "reshuffle"))
+
+
+def _check_search(recipe: Recipe) -> None:
+    for step in recipe:
+        if step.step not in ("pack", "search"):
+            rule = "cannot stand beside a search, which chooses it itself"
+            raise ConfigError(
+                f"recipe.steps.{step.step}", step.name, rule, "put it into a recipe among the candidates"
+            )
 
 
 def _route(recipe: Recipe, given: Route | None, schedule: Any) -> Route:
@@ -292,7 +321,7 @@ def _route(recipe: Recipe, given: Route | None, schedule: Any) -> Route:
 def _build(recipe: Recipe, step_name: str) -> Any:
     step, where = recipe.step(step_name), f"recipe.steps.{step_name}"
     if step is None:
-        if step_name not in _REQUIRED:
+        if step_name not in _REQUIRED or recipe.step("search") is not None:
             return None
         rule = f"has no step {step_name}"
         raise ConfigError("recipe.steps", recipe.name, rule, f"add one of {', '.join(passes(step_name))}")

@@ -24,6 +24,19 @@ IN = {
     "backward": (Tensor.Q, Tensor.KV, Tensor.DO, Tensor.DELTA),
 }
 OUT = {"forward": (Tensor.O,), "backward": (Tensor.DQ, Tensor.DKV)}
+# what travels in tiles, by phase
+QUERIES = {
+    ("forward", "fetch"): (Tensor.Q,),
+    ("forward", "return"): (Tensor.O,),
+    ("backward", "fetch"): (Tensor.Q, Tensor.DO, Tensor.DELTA),
+    ("backward", "return"): (Tensor.DQ,),
+}
+KEYS: Mapping[tuple[str, str], tuple[Tensor, ...]] = {
+    ("forward", "fetch"): (Tensor.KV,),
+    ("forward", "return"): (),
+    ("backward", "fetch"): (Tensor.KV,),
+    ("backward", "return"): (Tensor.DKV,),
+}
 
 
 @dataclass(frozen=True)
@@ -56,13 +69,13 @@ def build_report(
     problem: Problem,
     shards: Shards,
     placement: Placement,
-    lowered: Mapping[str, Lowering],
+    lowered: Mapping[tuple[str, str], Lowering],
     parts: list[bytes],
 ) -> dict[str, Any]:
     """The report of a plan; byte counts are of one attention call of each kind, forward and backward."""
     low = next(iter(lowered.values()))
-    traffic = [item for kind, low in lowered.items() for item in _traffic(problem, kind, low)]
-    load = (placement.rank_sums(placement.weight, len(low.groups)) / low.groups.sizes)[low.groups.of_rank]
+    traffic = [item for (kind, phase), low in lowered.items() for item in _traffic(problem, kind, phase, low)]
+    load = (_loads(problem, placement, lowered) / low.groups.sizes)[low.groups.of_rank]
     tokens = low.home.per_rank
     time, mean = load / problem.speeds, float(load.sum()) / problem.speeds.sum()
     block_tokens, heaviest = _largest(shards, placement)
@@ -100,6 +113,20 @@ def build_report(
     }
 
 
+def _loads(
+    problem: Problem, placement: Placement, lowered: Mapping[tuple[str, str], Lowering]
+) -> NDArray[np.float64]:
+    """float64 [groups]: pairs times layers that each group computes; where the phases differ, of the less even one."""
+    groups = len(next(iter(lowered.values())).groups)
+    if placement.execution is None:
+        return placement.rank_sums(placement.weight, groups).astype(np.float64)
+    loads = {phase: np.zeros(groups) for phase in PHASES}
+    for (kind, phase), low in lowered.items():
+        work = exact_sums(low.tasks.exec, low.tasks.work, groups) / len(low.heads)
+        loads[phase] += problem.layers[kind] * work
+    return max(loads.values(), key=lambda load: float((load / problem.speeds[:groups]).max()))
+
+
 def _termination(placement: Placement, makespan: bounds.Bound) -> dict[str, Any]:
     """Why planning stopped and what is proven of the makespan; `solver`: the same of the solver that chose the homes,
     in its own units."""
@@ -130,29 +157,37 @@ def _ratio(value: float, mean: float) -> float:
     return float(value / mean) if mean else 0.0
 
 
-def _traffic(problem: Problem, kind: str, low: Lowering) -> list[Traffic]:
-    found = []
-    for phase in PHASES:
-        found.extend(_exchanged(problem, kind, low, phase, "in", IN))
-        found.append(_tiles(problem, kind, low, phase, "fetch"))
-        if phase == "backward":
-            found.append(_tiles(problem, kind, low, phase, "return"))
-        found.extend(_exchanged(problem, kind, low, phase, "out", OUT))
-    return found
+def _traffic(problem: Problem, kind: str, phase: str, low: Lowering) -> list[Traffic]:
+    found = _exchanged(problem, kind, low, phase, "in", IN)
+    found.append(_tiles(problem, kind, phase, low, "fetch"))
+    if phase == "backward" or low.tasks.queries_move:
+        found.append(_tiles(problem, kind, phase, low, "return"))
+    return found + _exchanged(problem, kind, low, phase, "out", OUT)
 
 
-def _tiles(problem: Problem, kind: str, low: Lowering, phase: str, name: str) -> Traffic:
-    """KV tiles on their way out, or their gradients on their way back."""
-    edges, schedule, groups = low.edges, low.schedule, low.groups
-    index, dst = groups.spread(edges.dst)
-    src = groups.first[edges.src[index]] + groups.member[dst]
-    tensor = Tensor.KV if name == "fetch" else Tensor.DKV
-    tile_bytes = (
-        edges.rows[index].astype(np.int64) * problem.model.row_bytes(tensor, 1) * low.sets.key_heads[dst]
+def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) -> Traffic:
+    """Tiles on their way out, or what is added up for them on its way back."""
+    schedule, groups = low.schedule, low.groups
+    ways = []
+    sides = (
+        (low.keys, KEYS[phase, name], low.sets.tile_heads),
+        (low.queries, QUERIES[phase, name], low.sets.query_heads),
     )
-    ways = {"fetch": (src, dst), "return": (dst, groups.first[low.returned_to[index]] + groups.member[dst])}
-    degree = max_degree(edges.src, edges.dst, len(groups))
-    return Traffic(kind, phase, name, schedule.slots, degree, schedule.rounds, *ways[name], tile_bytes)
+    for side, tensors, heads in sides:
+        if not tensors or not len(side.edges):
+            continue
+        index, dst = groups.spread(side.edges.dst)
+        per_head = sum(problem.model.row_bytes(tensor, 1) for tensor in tensors)
+        src = groups.first[side.edges.src[index]] + groups.member[dst]
+        tile_bytes = side.edges.rows[index].astype(np.int64) * per_head * heads[dst]
+        if name == "return":
+            src, dst = dst, groups.first[side.returned_to[index]] + groups.member[dst]
+        ways.append((src, dst, tile_bytes))
+    none = np.zeros(0, np.int64)
+    columns = [np.concatenate(column) for column in zip(*ways, strict=True)] if ways else [none] * 3
+    moved = low.edges if name == "fetch" else low.edges.take(low.returning(phase))
+    degree, turns = max_degree(moved.src, moved.dst, len(groups)), low.sets.turns
+    return Traffic(kind, phase, name, turns * schedule.slots, turns * degree, turns * schedule.rounds, *columns)
 
 
 def _exchanged(
@@ -177,8 +212,9 @@ def _exchanged(
     if way == "out":
         src, dst = dst, src
     slots = exchange.slots
+    each = (low.sets.turns * number for number in (slots.slots, slots.max_degree, slots.rounds))
     name = f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"
-    return [Traffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, src, dst, tile_bytes)]
+    return [Traffic(kind, phase, name, *each, src, dst, tile_bytes)]
 
 
 def _bytes(problem: Problem, traffic: list[Traffic]) -> dict[str, int]:
@@ -198,7 +234,10 @@ def _bytes(problem: Problem, traffic: list[Traffic]) -> dict[str, int]:
 
 
 def _kv_bound(
-    problem: Problem, placement: Placement, lowered: Mapping[str, Lowering], traffic: list[Traffic]
+    problem: Problem,
+    placement: Placement,
+    lowered: Mapping[tuple[str, str], Lowering],
+    traffic: list[Traffic],
 ) -> bounds.Bound:
     """KV goes out forward and backward and its gradient comes back, between ranks, or between groups of ranks."""
     low = next(iter(lowered.values()))
@@ -207,7 +246,8 @@ def _kv_bound(
         for kind, bands in problem.bands.items()
     }
     value = sum(int(item.tile_bytes.sum()) for item in traffic if item.name in ("fetch", "return"))
+    moving = any(low.tasks.queries_move for low in lowered.values())
     caps = {kind: int(pairs.max()) for kind, pairs in loads.items()}
     # groups of a strategy without a cap of its own may hold more than their ranks' caps
     cap = max(problem.token_cap * int(low.groups.sizes.max()), int(low.rows.per_rank.max()))
-    return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value))
+    return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value), moving)

@@ -1,10 +1,11 @@
-"""Programs that move KV to the queries, forward and backward, with or without an exchange around them.
+"""Programs that bring rows to where tasks run, forward and backward, with or without an exchange around them.
 
     forward    [in]         F0.. start | local tasks | wait F0, its tasks, start F3 | wait F1, ..         [out]  finish
     backward   delta  [in]  F0.. start | local | wait F0, its tasks, start R0, F3, wait R-1, add | ..     [out]
 
-F: rounds that fetch KV tiles. R: rounds that return their gradients, the reverse of F (on a ring: on with the tile).
-The transfers of a round overlap the tasks of the rounds before it.
+F: rounds that fetch tiles: KV rows, and where queries travel Q (backward also dO and delta) rows. R: rounds that return
+what tasks add up for rows of others, the reverse of F (on a ring: on with the tile): gradients, and where queries
+travel the partial results of the forward. The transfers of a round overlap the tasks of the rounds before it.
 
 Everything between the exchanges is lowered for groups of ranks and then spread over the members of each.
 """
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Space, Tensor
 from apportion.ir.plan import ProgramSet
 from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
+from apportion.planner.passes.exchange import WHOLE as HOME_WHOLE
 from apportion.planner.passes.exchange import (
-    WHOLE,
     bring_in,
     reserve,
     take_out,
@@ -29,186 +30,219 @@ from apportion.planner.passes.exchange import (
 from apportion.planner.passes.layouts import whole_ranges
 from apportion.planner.passes.lowering import (
     ARRIVING,
-    KEY_CLEARED,
-    KEY_PIECES,
-    QUERIES,
-    QUERY_CLEARED,
-    QUERY_PIECES,
-    QUERY_WHOLE,
-    SENT_KEYS,
+    CLEARED,
+    PIECES,
+    SENT,
     TILE,
     TILE_INSIDE,
+    WHOLE,
     Lowering,
+    Side,
     allot,
 )
-from apportion.planner.passes.script import Fetches, Returns, backward_script, forward_script
+from apportion.planner.passes.script import Fetches, Returns, append_steps
 
 Ints = NDArray[np.integer[Any]]
 
+#: operands of rows in attention order, by tensor; their requests are those of `Side.home_ranges`
+Home = dict[Tensor, Numbers]
 # What the backward takes and gives for each query row and for each key row.
 OF_QUERY = (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ)
 OF_KEY = (Tensor.KV, Tensor.DKV)
+# What a phase takes of each query row and of each key row, and what it adds up for them.
+QUERY_SIDE = {
+    "forward": ((Tensor.Q,), Tensor.O),
+    "backward": ((Tensor.Q, Tensor.DO, Tensor.DELTA), Tensor.DQ),
+}
+KEY_SIDE: dict[str, tuple[tuple[Tensor, ...], Tensor | None]] = {
+    "forward": ((Tensor.KV,), None),
+    "backward": ((Tensor.KV,), Tensor.DKV),
+}
 
 
 def lower_forward(low: Lowering) -> ProgramSet:
     """The forward programs of all ranks."""
-    asm, ops = Assembler(low.rows.ranks), Operands(low.rows.ranks)
-    q, o = ops.number((Tensor.Q, Tensor.O), low.space, low.query_ranges)
-    (kv,) = ops.number((Tensor.KV,), low.space, low.key_ranges)
-    come = reserve(asm, low.exchange)
-    _clear(asm, asm.step(Op.CLEAR), low.rows.home[low.query_openers.cleared], o[QUERY_CLEARED])
-    fetches = forward_script(asm, low.schedule)
-    tiles = _fetch(asm, ops, low, fetches, kv)
-    tasks = low.tasks
-    asm.rows(
-        "tasks",
-        tasks.exec,
-        fetches.stage[low.stage],
-        q[QUERIES],
-        low.keys(kv, tiles),
-        o[QUERIES],
-        tasks.dmin,
-        tasks.dmax,
-        low.query_openers.flags(len(tasks)),
-    )
-    leave, finish = reserve(asm, low.exchange), asm.step(Op.FINISH)
-    asm, ops = _spread(asm, ops, low)
-    results = o[QUERY_WHOLE] if low.exchange is None else _NO_ROWS
-    if low.exchange is not None and come is not None and leave is not None:
-        home = low.exchange.homes(ops, (Tensor.Q, Tensor.KV, Tensor.O))
-        bring_in(asm, low.exchange, come, home[Tensor.Q], q[QUERY_PIECES])
-        bring_in(asm, low.exchange, come, home[Tensor.KV], kv[KEY_PIECES])
-        take_out(asm, low.exchange, leave, o[QUERY_PIECES], home[Tensor.O])
-        results = home[Tensor.O][WHOLE]
+    asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
+    come = reserve(asm, exchange)
+    core = forward_core(asm, ops, low)
+    leave, finish = reserve(asm, exchange), asm.step(Op.FINISH)
+    asm, ops = spread(asm, ops, low)
+    results = core[Tensor.O][WHOLE]
+    if exchange is not None and come is not None and leave is not None:
+        home = exchange.homes(ops, (Tensor.Q, Tensor.KV, Tensor.O))
+        for tensor in (Tensor.Q, Tensor.KV):
+            bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES])
+        take_out(asm, exchange, leave, core[Tensor.O][PIECES], home[Tensor.O])
+        results = home[Tensor.O][HOME_WHOLE]
     asm.rows("rowops", whole_ranges(low.home)[0], finish, 0, 0, results, 0, 0)
     return asm.build(ops, low.sets)
 
 
 def lower_backward(low: Lowering) -> ProgramSet:
     """The backward programs of all ranks."""
-    asm, ops = Assembler(low.rows.ranks), Operands(low.rows.ranks)
-    of_query = _numbers(ops, OF_QUERY, low.space, low.query_ranges)
-    of_key = _numbers(ops, OF_KEY, low.space, low.key_ranges)
+    asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
     delta = asm.step(Op.DELTA)
-    come = reserve(asm, low.exchange)
-    clear = asm.step(Op.CLEAR)
-    _clear(asm, clear, low.rows.home[low.query_openers.cleared], of_query[Tensor.DQ][QUERY_CLEARED])
-    _clear(asm, clear, low.rows.home[low.key_openers.cleared], of_key[Tensor.DKV][KEY_CLEARED])
-    fetches, returns = backward_script(asm, low.schedule)
-    tiles = _fetch(asm, ops, low, fetches, of_key[Tensor.KV])
-    outgoing = _return(asm, ops, low, fetches, returns, of_key[Tensor.DKV])
-    _grads(asm, low, fetches, of_query, of_key, tiles, outgoing)
-    leave = reserve(asm, low.exchange)
-    asm, ops = _spread(asm, ops, low)
-    home = {} if low.exchange is None else low.exchange.homes(ops, (*OF_QUERY, *OF_KEY))
-    if low.exchange is not None and come is not None and leave is not None:
-        for tensor in (Tensor.Q, Tensor.DO, Tensor.DELTA):
-            bring_in(asm, low.exchange, come, home[tensor], of_query[tensor][QUERY_PIECES])
-        bring_in(asm, low.exchange, come, home[Tensor.KV], of_key[Tensor.KV][KEY_PIECES])
-        take_out(asm, low.exchange, leave, of_query[Tensor.DQ][QUERY_PIECES], home[Tensor.DQ])
-        dkv = of_key[Tensor.DKV][KEY_PIECES]
-        take_out_shared(asm, ops, low.exchange, leave, dkv, home[Tensor.DKV])
-    _delta(asm, ops, low, delta, of_query, home)
+    come = reserve(asm, exchange)
+    core = backward_core(asm, ops, low)
+    leave = reserve(asm, exchange)
+    asm, ops = spread(asm, ops, low)
+    rows = {tensor: core[tensor][WHOLE] for tensor in (Tensor.DO, Tensor.DELTA)}
+    if exchange is not None and come is not None and leave is not None:
+        home = exchange.homes(ops, (*OF_QUERY, *OF_KEY))
+        for tensor in (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.KV):
+            bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES])
+        take_out(asm, exchange, leave, core[Tensor.DQ][PIECES], home[Tensor.DQ])
+        take_out_shared(asm, ops, exchange, leave, core[Tensor.DKV][PIECES], home[Tensor.DKV])
+        rows = {tensor: home[tensor][HOME_WHOLE] for tensor in rows}
+    _delta(asm, ops, low, delta, rows)
     return asm.build(ops, low.sets)
 
 
-def _grads(
-    asm: Assembler,
-    low: Lowering,
-    fetches: Fetches,
-    of_query: dict[Tensor, Numbers],
-    of_key: dict[Tensor, Numbers],
-    tiles: Numbers,
-    outgoing: Numbers,
-) -> None:
-    tasks = low.tasks
-    opened_keys = low.key_openers.flags(len(tasks)) | low.tile_openers.flags(len(tasks))
-    asm.rows(
-        "grads",
-        tasks.exec,
-        fetches.stage[low.stage],
-        of_query[Tensor.Q][QUERIES],
-        low.keys(of_key[Tensor.KV], tiles),
-        of_query[Tensor.DO][QUERIES],
-        of_query[Tensor.DELTA][QUERIES],
-        of_query[Tensor.DQ][QUERIES],
-        low.keys(of_key[Tensor.DKV], outgoing),
-        tasks.dmin,
-        tasks.dmax,
-        FIRST_DQ * low.query_openers.flags(len(tasks)) + FIRST_DKV * opened_keys,
-    )
-
-
-def _fetch(asm: Assembler, ops: Operands, low: Lowering, fetches: Fetches, home: Numbers) -> Numbers:
-    """Bring KV tiles along their routes; returns the operands of the tiles that arrive."""
-    edges, turn, roots, relays = low.edges, low.schedule.round, low.roots, low.relays
-    if not len(edges):
-        return _NONE
-    # a tile is held until its tasks are done and it is passed on
-    held = np.maximum(fetches.stage[1 + turn], np.append(fetches.wait, -1)[low.last_sent])
-    row = allot(edges.dst, edges.rows, fetches.launch[turn], held, low.kept)
-    (tiles,) = ops.number((Tensor.KV,), Space.WORK, low.tile_ranges(row, relays, edges.parent[relays]))
-    sent = np.empty(len(edges), np.int32)
-    sent[roots], sent[relays] = home[SENT_KEYS], tiles[TILE_INSIDE]
-    asm.rows("transfers", edges.src, fetches.launch[turn], 1, edges.dst, sent)
-    asm.rows("transfers", edges.dst, fetches.launch[turn], 0, edges.src, tiles[TILE])
-    return tiles
-
-
-def _return(
-    asm: Assembler, ops: Operands, low: Lowering, fetches: Fetches, returns: Returns, home: Numbers
-) -> Numbers:
-    """Bring each tile's gradients to where they are added up; returns the operands of the tiles' gradients."""
-    edges, turn = low.edges, low.schedule.round
-    if not len(edges):
-        return _NONE
-    target, onward = low.returned_to, low.returns_to
-    launch, add = returns.launch[turn], returns.add[turn]
-    rank = np.concatenate([edges.dst, target])
-    start = np.concatenate([np.minimum(returns.clear, fetches.stage[1:])[turn], launch])
-    end = np.concatenate([returns.wait[turn], add])
-    row = allot(rank, np.concatenate([edges.rows, edges.rows]), start, end, low.kept)
-    staying, passed = np.flatnonzero(onward < 0), np.flatnonzero(onward >= 0)
-    leaving, arriving = np.split(row, 2)
-    ranges = low.tile_ranges(leaving, passed, onward[passed], (target, arriving, edges.rows))
-    (tiles,) = ops.number((Tensor.DKV,), Space.WORK, ranges)
-    cleared = low.tile_openers.cleared
-    _clear(asm, returns.clear[turn[cleared]], edges.dst[cleared], tiles[TILE][cleared])
-    asm.rows("transfers", edges.dst, launch, 1, target, tiles[TILE])
-    asm.rows("transfers", target, launch, 0, edges.dst, tiles[ARRIVING])
-    into = np.empty(len(edges), np.int32)
-    into[low.roots] = home[SENT_KEYS]
-    into[staying], into[passed] = into[low.root[staying]], tiles[TILE_INSIDE]
-    asm.rows("rowops", target, add, tiles[ARRIVING], 0, into, 0, 0)
-    return tiles
-
-
-def _clear(asm: Assembler, at: Ints | int, rank: Ints, operands: Ints) -> None:
-    asm.rows("rowops", rank, at, 0, 0, operands, 0, 0)
-
-
-def _delta(
-    asm: Assembler,
-    ops: Operands,
-    low: Lowering,
-    at: int,
-    of_query: dict[Tensor, Numbers],
-    home: dict[Tensor, Numbers],
-) -> None:
-    """Row statistics of all home rows; O is needed for nothing else and never travels."""
-    do, delta = (
-        home[tensor][WHOLE] if home else of_query[tensor][QUERY_WHOLE] for tensor in (Tensor.DO, Tensor.DELTA)
-    )
-    whole = whole_ranges(low.home)
-    (o,) = ops.number((Tensor.O,), Space.HOME, range_set(whole))
-    asm.rows("rowops", whole[0], at, do, o[0], delta, 0, 0)
-
-
-def _spread(asm: Assembler, ops: Operands, low: Lowering) -> tuple[Assembler, Operands]:
+def spread(asm: Assembler, ops: Operands, low: Lowering) -> tuple[Assembler, Operands]:
     """What groups do, done by each of their members."""
     if not low.groups.split:
         return asm, ops
     return asm.spread(low.groups), ops.spread(low.groups, low.sets)
+
+
+def forward_core(asm: Assembler, ops: Operands, low: Lowering) -> Home:
+    """The forward of groups between exchanges; returns the operands of rows in attention order."""
+    queries, keys, tasks = low.queries, low.keys, low.tasks
+    home = _numbers(ops, (Tensor.Q, Tensor.O), low.space, queries.home_ranges)
+    home |= _numbers(ops, (Tensor.KV,), low.space, keys.home_ranges)
+    _clear(asm, asm.step(Op.CLEAR), queries, home[Tensor.O])
+    back = low.back[low.returning("forward")]
+    fetches, returns = append_steps(asm, low.schedule, Op.ATTEND, Op.MERGE, back)
+    of = _tiles(asm, ops, low, "forward", home, fetches, returns)
+    asm.rows(
+        "tasks",
+        tasks.exec,
+        fetches.stage[low.stage],
+        *(of[tensor] for tensor in (Tensor.Q, Tensor.KV, Tensor.O)),
+        tasks.dmin,
+        tasks.dmax,
+        queries.opening,
+    )
+    return home
+
+
+def backward_core(asm: Assembler, ops: Operands, low: Lowering) -> Home:
+    """The backward of groups between exchanges; returns the operands of rows in attention order."""
+    queries, keys, tasks = low.queries, low.keys, low.tasks
+    home = _numbers(ops, OF_QUERY, low.space, queries.home_ranges)
+    home |= _numbers(ops, OF_KEY, low.space, keys.home_ranges)
+    clear = asm.step(Op.CLEAR)
+    _clear(asm, clear, queries, home[Tensor.DQ])
+    _clear(asm, clear, keys, home[Tensor.DKV])
+    fetches, returns = append_steps(asm, low.schedule, Op.ATTEND_GRAD, Op.ADD, low.back)
+    of = _tiles(asm, ops, low, "backward", home, fetches, returns)
+    columns = (Tensor.Q, Tensor.KV, Tensor.DO, Tensor.DELTA, Tensor.DQ, Tensor.DKV)
+    asm.rows(
+        "grads",
+        tasks.exec,
+        fetches.stage[low.stage],
+        *(of[tensor] for tensor in columns),
+        tasks.dmin,
+        tasks.dmax,
+        FIRST_DQ * queries.opening + FIRST_DKV * keys.opening,
+    )
+    return home
+
+
+def _tiles(
+    asm: Assembler,
+    ops: Operands,
+    low: Lowering,
+    phase: str,
+    home: Home,
+    fetches: Fetches,
+    returns: Returns,
+) -> dict[Tensor, Ints]:
+    """Bring tiles along their routes, and what they add up back; returns the operands of the tasks, by tensor."""
+    of: dict[Tensor, Ints] = {}
+    for side, (needs, result) in ((low.keys, KEY_SIDE[phase]), (low.queries, QUERY_SIDE[phase])):
+        tiles = _fetch(asm, ops, low, side, needs, fetches, home)
+        of |= {tensor: side.of_tasks(home[tensor], tiles[tensor]) for tensor in needs}
+        if result is not None:
+            outgoing = _return(asm, ops, low, side, result, fetches, returns, home[result])
+            of[result] = side.of_tasks(home[result], outgoing)
+    return of
+
+
+def _fetch(
+    asm: Assembler,
+    ops: Operands,
+    low: Lowering,
+    side: Side,
+    tensors: tuple[Tensor, ...],
+    fetches: Fetches,
+    home: Home,
+) -> dict[Tensor, Numbers]:
+    """Bring the tiles of some tensors, all of the same rows; returns the operands of those that arrive."""
+    edges, roots, relays = side.edges, side.roots, side.relays
+    if not len(edges):
+        return dict.fromkeys(tensors, _NONE)
+    launch = fetches.launch[side.round]
+    # a tile is held until its tasks are done and it is passed on
+    held = np.maximum(fetches.stage[1 + side.back], np.append(fetches.wait, -1)[side.last_sent])
+    row = allot(edges.dst, edges.rows, launch, held, low.kept, side.order)
+    tiles = _numbers(ops, tensors, Space.WORK, side.tile_ranges(row, relays, edges.parent[relays]))
+    for tensor in tensors:
+        sent = np.empty(len(edges), np.int32)
+        sent[roots], sent[relays] = home[tensor][SENT], tiles[tensor][TILE_INSIDE]
+        asm.rows("transfers", edges.src, launch, 1, edges.dst, sent)
+        asm.rows("transfers", edges.dst, launch, 0, edges.src, tiles[tensor][TILE])
+    return tiles
+
+
+def _return(
+    asm: Assembler,
+    ops: Operands,
+    low: Lowering,
+    side: Side,
+    tensor: Tensor,
+    fetches: Fetches,
+    returns: Returns,
+    home: Numbers,
+) -> Numbers:
+    """Bring what each tile adds up to where it is combined; returns the operands of the tiles' sums."""
+    edges, back = side.edges, side.back
+    if not len(edges):
+        return _NONE
+    target, onward = side.returned_to, side.returns_to
+    launch, add, clear = returns.launch[back], returns.add[back], returns.clear[side.round]
+    rank = np.concatenate([edges.dst, target])
+    start = np.concatenate([np.minimum(clear, fetches.stage[1 + side.round]), launch])
+    end = np.concatenate([returns.wait[back], add])
+    order = None if side.order is None else np.concatenate([side.order, len(edges) + side.order])
+    row = allot(rank, np.concatenate([edges.rows, edges.rows]), start, end, low.kept, order)
+    staying, passed = np.flatnonzero(onward < 0), np.flatnonzero(onward >= 0)
+    leaving, arriving = np.split(row, 2)
+    come = ((target, arriving, edges.rows), side.edge_group)
+    ranges = side.tile_ranges(leaving, passed, onward[passed], come)
+    (tiles,) = ops.number((tensor,), Space.WORK, ranges)
+    cleared = side.tile_openers.cleared
+    asm.rows("rowops", edges.dst[cleared], clear[cleared], 0, 0, tiles[TILE][cleared], 0, 0)
+    asm.rows("transfers", edges.dst, launch, 1, target, tiles[TILE])
+    asm.rows("transfers", target, launch, 0, edges.dst, tiles[ARRIVING])
+    into = np.empty(len(edges), np.int32)
+    into[side.roots] = home[SENT]
+    into[staying], into[passed] = into[side.root[staying]], tiles[TILE_INSIDE]
+    asm.rows("rowops", target, add, tiles[ARRIVING], 0, into, 0, 0)
+    return tiles
+
+
+def _clear(asm: Assembler, at: int, side: Side, operands: Numbers) -> None:
+    """Home rows that no task opens begin at nothing."""
+    block = side.openers.cleared // len(side.heads)
+    asm.rows("rowops", side.rows.home[block], at, 0, 0, operands[CLEARED], 0, 0)
+
+
+def _delta(asm: Assembler, ops: Operands, low: Lowering, at: int, rows: dict[Tensor, Ints]) -> None:
+    """Row statistics of all home rows; O is needed for nothing else and never travels."""
+    whole = whole_ranges(low.home)
+    (o,) = ops.number((Tensor.O,), Space.HOME, range_set(whole))
+    asm.rows("rowops", whole[0], at, rows[Tensor.DO], o[0], rows[Tensor.DELTA], 0, 0)
 
 
 _NO_ROWS = np.zeros(0, np.int64)

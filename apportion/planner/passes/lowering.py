@@ -12,25 +12,29 @@ from numpy.typing import NDArray
 from apportion.ir.isa import Space
 from apportion.ir.jit import jit
 from apportion.planner.passes.assemble import Numbers, RangeSet, range_set
+from apportion.planner.passes.cells import HeadGroups
 from apportion.planner.passes.exchange import Exchange
 from apportion.planner.passes.groups import Groups, HeadSets
 from apportion.planner.passes.layouts import Rows, whole_ranges
+from apportion.planner.passes.merging import KeyParts, arena_order, merge_tasks
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.sorting import sort_order
 from apportion.planner.passes.tasks import Edges, Members, Tasks
 
 Ints = NDArray[np.integer[Any]]
+#: rank, row, rows: integers [n] each
+RowRange = tuple[Ints, Ints, Ints]
 
-# Requests of the range sets, in the order in which they are made.
-QUERIES, QUERY_CLEARED, QUERY_WHOLE, QUERY_PIECES = range(4)
-LOCAL_KEYS, SENT_KEYS, KEY_CLEARED, KEY_PIECES = range(4)
-TILE_KEYS, TILE, TILE_INSIDE, ARRIVING = range(4)
+# Requests of the home ranges of a side, in the order in which they are made.
+OF_TASKS, SENT, CLEARED, PIECES, WHOLE = range(5)
+# Requests of its tiles.
+TILE_TASKS, TILE, TILE_INSIDE, ARRIVING = range(4)
 
 
 @dataclass(frozen=True)
 class Openers:
     """tasks: those that are the first on their rows and cover them all, so they may overwrite;
-    cleared: the groups of rows (blocks or tiles) that no task opens."""
+    cleared: the groups of rows (blocks, once for each head group, or tiles) that no task opens."""
 
     tasks: Ints
     cleared: Ints
@@ -43,78 +47,97 @@ class Openers:
 
 
 @dataclass(frozen=True)
-class Lowering:
-    """One attention kind, placed and scheduled, its tasks in program order; everything below is derived.
+class Side:
+    """The queries or the keys of one kind's tasks: rows at home, and tiles that bring them where they are not.
 
-    rows: of every group of ranks, which is a rank by itself unless heads are split.
+    exec, edge, row, count: integers [tasks], the rank that computes, the edge of this side (-1: at home), the first
+    row in attention order at home, and how many; edges, round, back: those of this side only: `round` brings a tile,
+    and what its tasks add up may leave after the stage of round `back`. heads: int64 [lanes] head set of the tiles of
+    each lane, and of its home rows; carry: gradients go on with the tile. openers: of home rows. pieces, whole: ranges
+    that exchanges and row statistics take.
     """
 
     rows: Rows
-    tasks: Tasks
-    members: Members
-    stage: Ints  # int32 [tasks]
-    schedule: Schedule
-    exchange: Exchange | None
-    groups: Groups
-    sets: HeadSets
-
-    @property
-    def edges(self) -> Edges:
-        return self.schedule.edges
-
-    @property
-    def space(self) -> Space:
-        """Where rows in attention order are: home, or work rows where an exchange fills them."""
-        return Space.HOME if self.exchange is None else Space.WORK
-
-    @property
-    def home(self) -> Rows:
-        """Home rows of every rank."""
-        return self.rows if self.exchange is None else self.exchange.home
+    exec: Ints
+    edge: Ints
+    row: Ints
+    count: Ints
+    group: Ints
+    edges: Edges
+    round: Ints
+    back: Ints
+    heads: Ints
+    carry: bool
+    openers: Openers
+    tile_openers: Openers
+    pieces: RowRange
+    whole: RowRange
 
     @cached_property
     def local(self) -> Ints:
-        """Indexes of the tasks whose keys are at home."""
-        return np.flatnonzero(self.tasks.edge < 0)
+        """Indexes of the tasks whose rows are at home."""
+        return np.flatnonzero(self.edge < 0)
 
     @cached_property
     def remote(self) -> Ints:
-        """Indexes of the tasks whose keys arrive in a tile."""
-        return np.flatnonzero(self.tasks.edge >= 0)
+        """Indexes of the tasks whose rows arrive in a tile."""
+        return np.flatnonzero(self.edge >= 0)
 
     @cached_property
-    def query_ranges(self) -> RangeSet:
-        rows, tasks = self.rows, self.tasks
+    def home_ranges(self) -> RangeSet:
+        """Home rows: of tasks, of tiles that leave, of blocks to be cleared, of pieces, and the whole."""
+        local, sent, edges, cleared = self.local, self.roots, self.edges, self.openers.cleared
+        block, group = np.divmod(cleared, len(self.heads))
         return range_set(
-            (tasks.exec, tasks.row, tasks.rows),
-            self._blocks(self.query_openers.cleared),
-            whole_ranges(rows) if self.exchange is None else _NO_RANGES,
-            self._pieces,
+            (self.exec[local], self.row[local], self.count[local]),
+            (edges.home[sent], edges.row[sent], edges.rows[sent]),
+            (self.rows.home[block], self.rows.row[block], self.rows.lengths[block]),
+            self.pieces,
+            self.whole,
+            heads=self._heads_of(self.group[local], self.edge_group[sent], group, None, None),
         )
 
-    @cached_property
-    def key_ranges(self) -> RangeSet:
-        tasks, local, sent = self.tasks, self.local, self.roots
+    def tile_ranges(
+        self, row: Ints, inner: Ints, outer: Ints, arriving: tuple[RowRange, Ints] | None = None
+    ) -> RangeSet:
+        """Work rows of tiles from `row` on (int64 [edges]): of tasks, whole tiles, the rows of the edges `inner` inside
+        the tiles of the edges `outer`, and other ranges, of these head groups, that `arrive`."""
+        edges, remote = self.edges, self.remote
+        edge = self.edge[remote]
+        first = row[edge] + self.row[remote] - edges.row[edge]
+        inside = row[outer] + edges.row[inner] - edges.row[outer]
+        ranges, group = ((_NO_ROWS, _NO_ROWS, _NO_ROWS), _NO_ROWS) if arriving is None else arriving
         return range_set(
-            (tasks.exec[local], self._key_row[local], (tasks.k1 - tasks.k0)[local]),
-            (self.edges.home[sent], self.edges.row[sent], self.edges.rows[sent]),
-            self._blocks(self.key_openers.cleared),
-            self._pieces,
+            (edges.dst[edge], first, self.count[remote]),
+            (edges.dst, row, edges.rows),
+            (edges.dst[outer], inside, edges.rows[inner]),
+            ranges,
+            heads=self._heads_of(self.group[remote], self.edge_group, self.edge_group[inner], group),
         )
 
-    def _blocks(self, blocks: Ints) -> tuple[Ints, Ints, Ints]:
-        """Ranges of whole blocks."""
-        rows = self.rows
-        return rows.home[blocks], rows.row[blocks], rows.lengths[blocks]
+    def _heads_of(self, *groups: Ints | None) -> list[Ints | int] | None:
+        """Head sets of requests whose entries are of these head groups, None: of all heads."""
+        if len(self.heads) == 1:
+            return None
+        return [0 if group is None else self.heads[group] for group in groups]
 
     @cached_property
-    def _key_row(self) -> Ints:
-        """int64 [tasks]: first key row of each task, in the attention order of the keys' home."""
-        return self.rows.row[self.tasks.k] + self.tasks.k0 - self.rows.starts[self.tasks.k]
+    def order(self) -> Ints | None:
+        """In which tiles lie that arrive together; None: as the edges are."""
+        return arena_order(self.edges)
 
     @property
-    def _pieces(self) -> tuple[Ints, Ints, Ints]:
-        return _NO_RANGES if self.exchange is None else self.exchange.ranges
+    def edge_group(self) -> Ints:
+        """int32 [edges]: head group of each edge."""
+        return self.edges.lane >> 1
+
+    def of_tasks(self, home: Numbers, tiles: Numbers) -> Ints:
+        """int32 [tasks]: the operand of each task's rows."""
+        found = np.empty(len(self.exec), np.int32)
+        found[self.local] = home[OF_TASKS]
+        if len(self.remote):
+            found[self.remote] = tiles[TILE_TASKS]
+        return found
 
     @cached_property
     def roots(self) -> Ints:
@@ -130,13 +153,13 @@ class Lowering:
     def last_sent(self) -> Ints:
         """int64 [edges]: the last round that passes the tile on, -1 for none."""
         last = np.full(len(self.edges), -1, np.int32)
-        np.maximum.at(last, self.edges.parent[self.relays], self.schedule.round[self.relays])
+        np.maximum.at(last, self.edges.parent[self.relays], self.round[self.relays])
         return last
 
     @cached_property
     def returns_to(self) -> Ints:
-        """int32 [edges]: the edge to whose tile the gradients of each edge's tile are added; -1: to its home rows."""
-        if not self.schedule.routed.carry:
+        """int32 [edges]: the edge to whose tile what each edge's tile adds up is added; -1: to its home rows."""
+        if not self.carry:
             return self.edges.parent
         following = np.full(len(self.edges), -1, np.int32)
         following[self.edges.parent[self.relays]] = self.relays
@@ -157,68 +180,154 @@ class Lowering:
         return root
 
     @cached_property
+    def opening(self) -> Ints:
+        """int32 [tasks]: 1 for those that overwrite the rows that they add to, at home or in a tile."""
+        tasks = len(self.exec)
+        return self.openers.flags(tasks) | self.tile_openers.flags(tasks)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One attention kind, placed and scheduled, its tasks in program order; everything below is derived.
+
+    rows: of every group of ranks, which is a rank by itself unless heads are split. heads: head groups of tasks.
+    """
+
+    rows: Rows
+    tasks: Tasks
+    members: Members
+    parts: KeyParts
+    stage: Ints  # int32 [tasks]
+    schedule: Schedule
+    exchange: Exchange | None
+    groups: Groups
+    sets: HeadSets
+    heads: HeadGroups
+
+    @property
+    def edges(self) -> Edges:
+        return self.schedule.edges
+
+    @property
+    def space(self) -> Space:
+        """Where rows in attention order are: home, or work rows where an exchange fills them."""
+        return Space.HOME if self.exchange is None else Space.WORK
+
+    @property
+    def home(self) -> Rows:
+        """Home rows of every rank."""
+        return self.rows if self.exchange is None else self.exchange.home
+
+    @cached_property
     def kept(self) -> Ints:
         """int64 [groups]: work rows that attention rows take."""
         return np.zeros(self.rows.ranks, np.int64) if self.exchange is None else self.rows.per_rank
 
-    def tile_ranges(
-        self, row: Ints, inner: Ints, outer: Ints, arriving: tuple[Ints, Ints, Ints] | None = None
-    ) -> RangeSet:
-        """Work rows of tiles from `row` on (int64 [edges]): the keys of tasks, whole tiles, the rows of the edges
-        `inner` inside the tiles of the edges `outer`, and other ranges that `arrive`."""
-        tasks, edges, remote = self.tasks, self.edges, self.remote
-        edge = tasks.edge[remote]
-        keys = row[edge] + self._key_row[remote] - edges.row[edge]
-        inside = row[outer] + edges.row[inner] - edges.row[outer]
-        return range_set(
-            (edges.dst[edge], keys, (tasks.k1 - tasks.k0)[remote]),
-            (edges.dst, row, edges.rows),
-            (edges.dst[outer], inside, edges.rows[inner]),
-            _NO_RANGES if arriving is None else arriving,
-        )
-
-    def keys(self, home: Numbers, tiles: Numbers) -> Ints:
-        """int32 [tasks]: the operand of each task's keys."""
-        keys = np.empty(len(self.tasks), np.int32)
-        keys[self.local] = home[LOCAL_KEYS]
-        if len(self.remote):
-            keys[self.remote] = tiles[TILE_KEYS]
-        return keys
+    @cached_property
+    def queries(self) -> Side:
+        tasks, whole = self.tasks, whole_ranges(self.rows) if self.exchange is None else _NO_RANGES
+        place, edges, round_, back = self._edges_of(1)
+        edge = place[tasks.query_edge]
+        remote = np.flatnonzero(edge >= 0)
+        covered = tasks.rows[remote] == edges.rows[edge[remote]]
+        in_tiles = self._openers(remote, edge[remote], covered, len(edges))
+        lane = (tasks.exec, edge, tasks.row, tasks.rows, tasks.group, edges, round_, back, self.heads.query)
+        return Side(self.rows, *lane, self._carry, self._query_openers, in_tiles, self._pieces, whole)
 
     @cached_property
-    def query_openers(self) -> Openers:
-        """By query block; a task of several blocks opens all of them or none."""
-        members = self.members
-        opens, cleared = _openers_of_many(
-            members.task, members.block, members.whole, len(self.tasks), len(self.rows.home)
-        )
-        return Openers(np.flatnonzero(opens), np.flatnonzero(cleared))
+    def keys(self) -> Side:
+        tasks, parts = self.tasks, self.parts
+        place, edges, round_, back = self._edges_of(0)
+        away = np.flatnonzero(parts.edge >= 0)
+        tile = place[parts.edge[away]]
+        in_tiles = self._openers(parts.task[away], tile, parts.keys[away] == edges.rows[tile], len(edges))
+        group = self.heads.shared[tasks.group] if len(self.heads) > 1 else tasks.group
+        lane = (tasks.exec, place[tasks.edge], self._key_row, tasks.k1 - tasks.k0, group, edges, round_, back)
+        openers = (self._key_openers, in_tiles)
+        return Side(self.rows, *lane, self.heads.key_sets, self._carry, *openers, self._pieces, _NO_RANGES)
 
-    @cached_property
-    def key_openers(self) -> Openers:
-        """By key block at home. Gradients of rows that left home may come back before a later stage."""
-        early = self.stage[self.local] == 0
-        first = self.local if early.all() else self.local[early | ~self._sent[self.tasks.k[self.local]]]
-        return _openers(first, self.tasks.k, self.tasks.k1 - self.tasks.k0, self.rows.lengths)
+    def _edges_of(self, which: int) -> tuple[Ints, Edges, Ints, Ints]:
+        """The edges of query rows (1) or key rows (0), their rounds, when results may leave, and where each of all
+        edges is among them, int32 [edges + 1] with a -1 at the end."""
+        edges = self.edges
+        if not which and not self.tasks.queries_move:
+            return np.append(np.arange(len(edges), dtype=np.int32), -1), edges, self.schedule.round, self.back
+        of = edges.lane & 1 == which
+        index, place = np.flatnonzero(of), np.append(np.cumsum(of) - 1, -1).astype(np.int32)
+        return place, edges.take(index), self.schedule.round[index], self.back[index]
 
     @property
-    def _sent(self) -> NDArray[np.bool_]:
-        """bool [blocks]: whether any of the block's rows leave home, needed or not."""
+    def _carry(self) -> bool:
+        return self.schedule.routed.carry
+
+    @property
+    def _pieces(self) -> RowRange:
+        return _NO_RANGES if self.exchange is None else self.exchange.ranges
+
+    @cached_property
+    def back(self) -> Ints:
+        """int32 [edges]: the round after whose stage the last task that uses the edge's tile has run."""
+        if not self.tasks.queries_move:
+            return self.schedule.round
+        back = np.append(self.schedule.round, 0)  # edge -1 is the last
+        np.maximum.at(back, self.tasks.query_edge, self.stage - 1)
+        np.maximum.at(back, self.parts.edge, self.stage[self.parts.task] - 1)
+        return back[:-1]
+
+    def returning(self, phase: str) -> Ints:
+        """int64 [edges]: those whose tiles' results come back: of queries, and backward those of keys."""
+        return np.arange(len(self.edges)) if phase == "backward" else np.flatnonzero(self.edges.lane & 1)
+
+    @cached_property
+    def _key_row(self) -> Ints:
+        """int64 [tasks]: first key row of each task, in the attention order of the keys' home."""
+        return self.rows.row[self.tasks.k] + self.tasks.k0 - self.rows.starts[self.tasks.k]
+
+    @property
+    def _query_openers(self) -> Openers:
+        """By query block; a task of several blocks opens all of them or none. Results of rows that left home may come
+        back before a later stage."""
+        members, groups = self.members, len(self.heads)
+        whole = members.whole
+        if self.tasks.queries_move:
+            late = (self.stage[members.task] > 0) & self._sent(1)[members.block // groups]
+            whole = np.where(late, 0, whole).astype(np.int32)
+        return self._openers(members.task, members.block, whole, groups * len(self.rows.home))
+
+    @property
+    def _key_openers(self) -> Openers:
+        """By key block at home. Gradients of rows that left home may come back before a later stage; and a head group
+        must not overwrite what another added to KV heads that both use."""
+        parts, lanes = self.parts, len(self.heads.key_sets)
+        index = np.flatnonzero(parts.edge < 0)
+        task, block = parts.task[index], parts.block[index]
+        whole = parts.keys[index] == self.rows.lengths[block]
+        late = self.stage[task] > 0
+        if late.any():
+            whole &= ~(late & self._sent(0)[block])
+        if self.heads.keys_overlap:
+            whole[:] = False
+        unit = block * lanes + self.heads.shared[parts.group[index]] if lanes > 1 else block
+        return self._openers(task, unit, whole, lanes * len(self.rows.home))
+
+    def _openers(self, task: Ints, unit: Ints, whole: Ints, units: int) -> Openers:
+        opens, cleared = _openers_of_many(task, unit, whole, len(self.tasks), units)
+        return Openers(np.flatnonzero(opens), np.flatnonzero(cleared))
+
+    def _sent(self, which: int) -> NDArray[np.bool_]:
+        """bool [blocks]: whether any of the block's query or key rows leave home, needed or not."""
+        edges = self.edges
+        roots = np.flatnonzero((edges.parent < 0) & (edges.lane & 1 == which))
         order, per_rank = self.rows.order, self.rows.per_rank
         ends = np.cumsum(self.rows.lengths[order])
-        low = (np.cumsum(per_rank) - per_rank)[self.edges.home[self.roots]] + self.edges.row[self.roots]
+        low = (np.cumsum(per_rank) - per_rank)[edges.home[roots]] + edges.row[roots]
         blocks = len(order) + 1
         first = np.searchsorted(ends, low, "right")
-        last = np.searchsorted(ends, low + self.edges.rows[self.roots] - 1, "right") + 1
+        last = np.searchsorted(ends, low + edges.rows[roots] - 1, "right") + 1
         inside = np.cumsum(np.bincount(first, minlength=blocks) - np.bincount(last, minlength=blocks))
         sent = np.empty(len(order), bool)
         sent[order] = inside[:-1] > 0
         return sent
-
-    @cached_property
-    def tile_openers(self) -> Openers:
-        """By tile that arrives."""
-        return _openers(self.remote, self.tasks.edge, self.tasks.k1 - self.tasks.k0, self.edges.rows)
 
 
 _NO_ROWS = np.zeros(0, np.int64)
@@ -226,27 +335,40 @@ _NO_RANGES = (_NO_ROWS, _NO_ROWS, _NO_ROWS)
 
 
 def program_order(
-    tasks: Tasks, members: Members, schedule: Schedule, ranks: int
-) -> tuple[Tasks, Members, Ints]:
-    """The tasks by rank and stage, and their stages, int32 [tasks]. Within a stage those with a band that is not full
-    come first: they have one block each, so that they can open it, and the rest keep the order in which they were
-    found."""
+    tasks: Tasks, members: Members, schedule: Schedule, rows: Rows, division: Ints | None = None
+) -> tuple[Tasks, Members, KeyParts, Ints]:
+    """The tasks by rank and stage, merged where they can be, and their stages, int32 [tasks]. Within a stage those with
+    a band that is not full come first: they have one block of queries each, so that they can open it, and the rest
+    keep the order in which they were found. division: int32 [tasks], where the schedule goes by them."""
     count = schedule.rounds + 1
-    stage = stages(tasks, schedule, ranks)
+    if division is None or schedule.division is None:
+        stage = stages(tasks, schedule, rows.ranks)
+    else:
+        stage = np.searchsorted(schedule.division, division, "right").astype(np.int32)
+    tasks, stage, parts, into = merge_tasks(tasks, stage, schedule, rows)
     key = 2 * (tasks.exec.astype(np.int64) * count + stage) + tasks.full
-    order = sort_order(key, 2 * ranks * count)
+    order = sort_order(key, 2 * rows.ranks * count)
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
-    return tasks.take(order), replace(members, task=place[members.task]), stage[order]
+    members = replace(members, task=place[into[members.task]])
+    return tasks.take(order), members, replace(parts, task=place[parts.task]), stage[order]
 
 
 def stages(tasks: Tasks, schedule: Schedule, ranks: int) -> Ints:
     """int32 [tasks]: 1 + round of their tile. Tasks that need none run in the first stage, in the last, or where they
     make every rank compute evenly from stage to stage, so that none keeps others waiting for its rounds."""
     first = np.int32(schedule.rounds if schedule.local == "last" else 0)
-    stage = np.append(1 + schedule.round, first)[tasks.edge].astype(np.int32)  # edge -1 picks the last
-    if schedule.local == "even":
-        _fill(stage, tasks.exec, tasks.edge, tasks.work, ranks, schedule.rounds + 1)
+    of_edge = np.append(1 + schedule.round, first)  # edge -1 picks the last
+    stage, edge = of_edge[tasks.edge].astype(np.int32), tasks.edge
+    if tasks.queries_move:
+        of_edge[-1] = -1
+        edge = np.maximum(edge, tasks.query_edge)
+        stage = np.maximum(of_edge[tasks.edge], of_edge[tasks.query_edge]).astype(np.int32)
+        stage[edge < 0] = first
+    if schedule.own is not None:
+        stage[edge < 0] = schedule.own[tasks.k[edge < 0]]
+    elif schedule.local == "even":
+        _fill(stage, tasks.exec, edge, tasks.work, ranks, schedule.rounds + 1)
     return stage
 
 
@@ -270,15 +392,21 @@ def _fill(stage: Ints, rank: Ints, edge: Ints, work: Ints, ranks: int, stages: i
             done[r] += work[task]
 
 
-def allot(rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints) -> Ints:
+def allot(rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints, order: Ints | None = None) -> Ints:
     """int64 [tiles]: first work row of each tile, so that tiles of one rank that are held at the same time (program
     positions `start` to `end`, both included) do not meet. base: int64 [ranks], the first row of each rank to use.
+    order: in which tiles are placed that arrive together; None: as they are.
 
     Tiles that arrive together at a rank lie side by side. All such rows take a place as long as the longest of the
     rank, the first that is free when they arrive, so there are as many places as are ever held at once.
     """
     span = int(start.max()) + 1
-    order = sort_order(rank * np.int64(span) + start, len(base) * span)
+    key = rank * np.int64(span) + start
+    order = (
+        sort_order(key, len(base) * span)
+        if order is None
+        else order[sort_order(key[order], len(base) * span)]
+    )
     return _allot(order, rank, rows, start, end, base)
 
 
@@ -310,24 +438,14 @@ def _allot(order: Ints, rank: Ints, rows: Ints, start: Ints, end: Ints, base: In
     return row
 
 
-def _openers(members: Ints, group: Ints, rows: Ints, lengths: Ints) -> Openers:
-    """The first of `members` on each group in program order, where it has all the group's rows.
-
-    members: indexes of tasks, which are in program order; group, rows: [tasks]; lengths: [groups].
-    """
-    opener = np.full(len(lengths), -1, np.int32)
-    opener[group[members[::-1]]] = members[::-1]  # the last assignment wins: the earliest task
-    whole = (opener >= 0) & (rows[opener] == lengths) if len(rows) else np.zeros(len(lengths), bool)
-    return Openers(opener[whole], np.flatnonzero(~whole))
-
-
 @jit
 def _openers_of_many(task: Ints, block: Ints, whole: Ints, tasks: int, blocks: int) -> tuple[Ints, Ints]:
     """Which tasks are the first on all rows of all their blocks (1 or 0), and which blocks no such task opens."""
     first = np.full(blocks, tasks, np.int32)
     for member in range(len(task)):
         first[block[member]] = min(first[block[member]], task[member])
-    opens, cleared = np.ones(tasks, np.int8), np.ones(blocks, np.int8)
+    opens, cleared = np.zeros(tasks, np.int8), np.ones(blocks, np.int8)
+    opens[task] = 1
     for member in range(len(task)):
         if first[block[member]] != task[member] or whole[member] == 0:
             opens[task[member]] = 0

@@ -41,34 +41,37 @@ class Site:
 class Routed:
     """edges: with relays, parents before their children. arrives: int32, for each edge of the star the one that now
     brings its rows. carry: gradients go on along the ring. ring: int32 [edges] members of each edge's ring, where it
-    is one."""
+    is one. division: int32 [edges], the first part of the phase that needs each edge's rows, where placement has parts.
+    """
 
     edges: Edges
     arrives: Ints
     carry: bool = False
     ring: Ints | None = None
+    division: Ints | None = None
 
     def take(self, order: Ints) -> Routed:
         """The same with its edges in another order, in which parents come before their children."""
         place = np.empty(len(order), np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)
-        ring = None if self.ring is None else self.ring[order]
-        return Routed(self.edges.take(order), place[self.arrives], self.carry, ring)
+        ring, division = (None if held is None else held[order] for held in (self.ring, self.division))
+        return Routed(self.edges.take(order), place[self.arrives], self.carry, ring, division)
 
 
 def join(edges: Edges, whole: bool) -> Routed:
     """The star with one tile for rows that lie side by side at home and go to the same rank; whole: with one tile a
     rank, the hull of all rows that leave it."""
     if whole and len(edges):
-        key = edges.home.astype(np.int64) * (int(edges.dst.max()) + 1) + edges.dst
+        leaving = edges.lane * np.int64(int(edges.home.max()) + 1) + edges.home
+        key = leaving * (int(edges.dst.max()) + 1) + edges.dst
         _, first, group = np.unique(key, return_index=True, return_inverse=True)
-        tiles = _as_tiles(replace(edges, tile=edges.home), _numbered(edges.home))
+        tiles = _as_tiles(replace(edges, tile=leaving), _numbered(leaving))
         return Routed(tiles.take(first), group.astype(np.int32))
-    order = np.lexsort((edges.row, edges.dst, edges.home))
+    order = np.lexsort((edges.row, edges.lane, edges.dst, edges.home))
     by = edges.take(order)
     fresh = np.ones(len(order), bool)
     fresh[1:] = (by.home[1:] != by.home[:-1]) | (by.dst[1:] != by.dst[:-1])
-    fresh[1:] |= by.row[1:] != by.row[:-1] + by.rows[:-1]
+    fresh[1:] |= (by.row[1:] != by.row[:-1] + by.rows[:-1]) | (by.lane[1:] != by.lane[:-1])
     first = np.flatnonzero(fresh)
     rows = np.add.reduceat(by.rows, first) if len(first) else by.rows
     joined = replace(by.take(first), tile=np.arange(len(first), dtype=np.int32), rows=rows)
@@ -183,14 +186,15 @@ def _through(
         np.append(edges.src, edges.src[some]),
         np.append(edges.dst, gate[extra]).astype(np.int32),
         np.append(parent, np.full(len(extra), -1)).astype(np.int32),
+        np.append(edges.lane, edges.lane[some]),
     )
-    return _relayed(joined, joined.parent, order)
+    return _relayed(joined, order)
 
 
-def _relayed(edges: Edges, parent: Ints, order: Ints) -> Routed:
-    """The edges with these parents, roots first; order: the star's edge of each of the first."""
-    src = np.where(parent < 0, edges.home, edges.dst[parent]).astype(np.int32)
-    relayed = Edges(edges.tile, edges.home, edges.row, edges.rows, src, edges.dst, parent)
+def _relayed(edges: Edges, order: Ints) -> Routed:
+    """The edges, roots first; order: the star's edge of each of the first."""
+    parent = edges.parent
+    relayed = replace(edges, src=np.where(parent < 0, edges.home, edges.dst[parent]).astype(np.int32))
     arrives = np.empty(len(order), np.int32)
     arrives[order] = np.arange(len(order), dtype=np.int32)
     return Routed(relayed, arrives).take(np.argsort(depths(parent), kind="stable"))
@@ -225,13 +229,23 @@ class Tree:
         first = np.flatnonzero(new)[np.cumsum(new) - 1]
         place = np.arange(len(order)) - first  # 0, 1, .. behind the home
         parent = np.where(place < self.fanout, -1, first + (place - self.fanout) // self.fanout)
-        return _relayed(_as_tiles(spread, np.cumsum(new) - 1), parent.astype(np.int32), order)
+        tiles = _as_tiles(spread, np.cumsum(new) - 1)
+        return _relayed(replace(tiles, parent=parent.astype(np.int32)), order)
 
 
 def _as_tiles(edges: Edges, group: Ints) -> Edges:
     """Each edge carries the hull of its group's rows."""
     low, rows = _hulls(edges.row, edges.rows, group, int(group.max()) + 1)
-    columns = (edges.tile, edges.home, low[group], rows[group], edges.src, edges.dst, edges.parent)
+    columns = (
+        edges.tile,
+        edges.home,
+        low[group],
+        rows[group],
+        edges.src,
+        edges.dst,
+        edges.parent,
+        edges.lane,
+    )
     return Edges(*(column.astype(np.int32) for column in columns))
 
 
@@ -281,7 +295,7 @@ def _chains(edges: Edges, tile: Ints, ring: Ints, rings: list[Ints]) -> Routed:
     hop = np.arange(len(of)) - begin[of]
     src, dst = (flat[base[of] + (start[of] + hop + step) % size[of]] for step in (0, 1))
     parent = np.where(hop == 0, -1, np.arange(len(of)) - 1)
-    columns = (ids[of], home[of], low[of], rows[of], src, dst, parent)
+    columns = (ids[of], home[of], low[of], rows[of], src, dst, parent, np.zeros_like(of))
     arrives = (begin[group] + steps - 1).astype(np.int32)
     routed = Edges(*(column.astype(np.int32) for column in columns))
     return Routed(routed, arrives, carry=True, ring=size[of].astype(np.int32))

@@ -49,7 +49,10 @@ class Schedule:
 
     round: int32 [edges], numbered in the order in which rounds are waited for; a relay comes after its parent.
     when: int64 [rounds], never falling: a round may start once those more than `buffers` - 1 before it are used up.
-    channel: int64 [rounds]. slots: matchings in all rounds. local: when tasks run that need no tile.
+    channel: int64 [rounds]. slots: matchings in all rounds. local: when tasks run that need no tile. division: int64
+    [rounds], rising: the part of the phase that needs each round first; then tasks run in their own parts.
+    own: int32 [blocks], instead of `local`: the stage, 0 to rounds, in which tasks run whose keys, of that block, are
+    at home.
     """
 
     routed: Routed
@@ -59,6 +62,8 @@ class Schedule:
     slots: int
     buffers: int
     local: Local = "first"
+    division: Ints | None = None
+    own: Ints | None = None
 
     @property
     def edges(self) -> Edges:
@@ -122,7 +127,7 @@ class Matchings:
         # a relay that arrives with a later round is used before that is waited for
         keys, round_ = np.unique(time * levels + (levels - 1 - depth), return_inverse=True)
         channel = np.minimum(levels - 1 - keys % levels, 1)
-        slots = first.slots + _degrees(edges, round_, np.flatnonzero(keys % levels < levels - 1), ranks)
+        slots = first.slots + degrees(edges, round_, np.flatnonzero(keys % levels < levels - 1), ranks)
         return Schedule(
             routed, round_.astype(np.int32), keys // levels, channel, slots, self.buffers, self.local
         )
@@ -141,7 +146,7 @@ class Matchings:
         return max(1, min(times * AUTO_ROUND_TOKENS // longest, -(-slots // AUTO_ROUNDS)))
 
 
-def _degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
+def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
     """Matchings that these rounds split into: the largest degree of each."""
     if not len(edges):
         return 0
@@ -181,7 +186,7 @@ class Ring:
             raise ConfigError("recipe.steps.schedule", "ring", "needs tiles on rings", "leave the route out")
         time = _hops(edges.parent) + (_turns(ring) if self.turns else 0)
         when, round_ = np.unique(time, return_inverse=True)
-        slots = _degrees(edges, round_, np.arange(len(when)), ranks)
+        slots = degrees(edges, round_, np.arange(len(when)), ranks)
         channel = np.zeros(len(when), np.int64)
         return Schedule(routed, round_.astype(np.int32), np.arange(len(when)), channel, slots, buffers=2)
 
@@ -223,7 +228,7 @@ class Gather:
         # no rank is everybody's first: each begins with its next neighbour
         routed = routed.take(np.lexsort(((routed.edges.dst - routed.edges.src) % ranks, depth)))
         levels, round_ = np.unique(depths(routed.edges.parent), return_inverse=True)
-        slots = _degrees(routed.edges, round_, np.arange(len(levels)), ranks)
+        slots = degrees(routed.edges, round_, np.arange(len(levels)), ranks)
         channel, when = np.zeros(len(levels), np.int64), np.arange(len(levels))
         return Schedule(routed, round_.astype(np.int32), when, channel, slots, len(levels), self.local)
 

@@ -2,7 +2,7 @@
 
     forward    start, ..                | local tasks | wait, start what may | tasks of that round | start what may | ..
     backward   the same, and after each stage: start the returns whose rows are complete, wait for those of earlier
-               stages and add them
+               stages and add them; so does a forward whose queries leave home, for their partial results
 
 A round may start when the rounds that bring its relays have arrived and the buffers allow it. All ranks share the
 order, so launches rise everywhere.
@@ -35,8 +35,8 @@ class Fetches:
 
 @dataclass(frozen=True)
 class Returns:
-    """Positions of the steps that bring gradients home: launch, wait, add int64 [rounds]; clear: before the stage that
-    first writes the gradients of a round's tiles."""
+    """Positions of the steps that bring partial results or gradients home: launch, wait, add int64 [rounds]; clear:
+    before the stage that first writes those of a round's tiles."""
 
     clear: Ints
     launch: Ints
@@ -44,30 +44,22 @@ class Returns:
     add: Ints
 
 
-def forward_script(asm: Assembler, schedule: Schedule) -> Fetches:
-    """Append the steps of the forward between exchanges."""
-    fetching = _Fetching(asm, schedule)
-    fetching.compute(Op.ATTEND)
-    for round_ in range(schedule.rounds):
-        fetching.take(round_)
-        fetching.compute(Op.ATTEND)
-        fetching.start(round_ + 1, round_ + 1)
-    return fetching.positions
-
-
-def backward_script(asm: Assembler, schedule: Schedule) -> tuple[Fetches, Returns]:
-    """Append the steps of the backward between exchanges.
+def append_steps(
+    asm: Assembler, schedule: Schedule, compute: Op, combine: Op, returned: Ints
+) -> tuple[Fetches, Returns]:
+    """Append the steps between exchanges; compute: the op of the tasks; combine: that of what comes back; returned: the
+    rounds after whose stages anything does.
 
     Returns are waited for some stages after they started, or every rank would wait for the slowest at every stage:
     one stage less than there are buffers, and one more for each level of relays."""
     channels = 1 + int(schedule.channel.max(initial=0))
     behind = max(1, schedule.buffers - 1) + channels - 1
-    fetching, returning = _Fetching(asm, schedule), _Returning(asm, schedule, channels)
-    fetching.compute(Op.ATTEND_GRAD)
+    fetching, returning = _Fetching(asm, schedule), _Returning(asm, schedule, channels, combine, returned)
+    fetching.compute(compute)
     for round_ in range(schedule.rounds):
         fetching.take(round_)
         returning.open(round_)
-        fetching.compute(Op.ATTEND_GRAD)
+        fetching.compute(compute)
         returning.start(round_ + 1)
         fetching.start(round_ + 1, round_ + 1)
         returning.take(round_ + 1 - behind, round_ + 1)
@@ -119,16 +111,18 @@ class _Fetching:
 class _Returning:
     """Builds the steps of `Returns`."""
 
-    def __init__(self, asm: Assembler, schedule: Schedule, channel: int) -> None:
+    def __init__(self, asm: Assembler, schedule: Schedule, channel: int, combine: Op, returned: Ints) -> None:
         self._asm, self._channel = asm, [channel + own for own in schedule.channel.tolist()]
+        self._combine, self._any = combine, len(returned) > 0
         self._clear, self._launch, self._wait, self._add = ([-1] * schedule.rounds for _ in range(4))
         self._needs, self._opened = _needs(schedule)
-        self._waiting = list(range(schedule.rounds))
+        self._waiting = np.unique(returned).tolist()
         self.under_way: list[tuple[int, int]] = []  # (round, stage in which its return started)
 
     def open(self, round_: int) -> None:
-        """The gradients of the round's tiles begin at nothing."""
-        self._clear[round_] = self._asm.step(Op.CLEAR)
+        """What the round's tiles add up begins at nothing."""
+        if self._any:
+            self._clear[round_] = self._asm.step(Op.CLEAR)
 
     def start(self, computed: int) -> None:
         """Launch the returns of the first `computed` rounds that have all they add up."""
@@ -143,7 +137,7 @@ class _Returning:
         for round_, stage in sorted(self.under_way):
             if stage <= started and self._opened[round_] < computed:
                 self._wait[round_] = self._asm.wait(self._launch[round_])
-                self._add[round_] = self._asm.step(Op.ADD)
+                self._add[round_] = self._asm.step(self._combine)
                 self.under_way.remove((round_, stage))
 
     @property

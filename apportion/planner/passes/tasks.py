@@ -1,9 +1,10 @@
 """What must be computed where: the tasks of one attention kind, and the tiles they need from other ranks.
 
-A task is a band cut by a (query block, key block) rectangle. Queries stay home: a task runs where its query block
+A task is a band cut by a (query block, key block) rectangle. Where queries stay home it runs where its query block
 lives, and the KV rows that it sees must reach that rank once (an *edge*: rows of a key block -> rank). Query blocks
 that lie side by side on a rank and see all of the same keys make one task: fewer and larger kernel calls (FCP's
-coalescing, section 4.2, in the query direction).
+coalescing, section 4.2, in the query direction). Where an `Execution` says who computes, each cell and head group is
+a task, and query rows may have edges too.
 
               keys of one tile
     block 4   x x x x  \
@@ -14,27 +15,31 @@ coalescing, section 4.2, in the query direction).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.bands import area
 from apportion.ir.jit import jit
+from apportion.planner.passes.cells import Cells, Execution, HeadGroups, cut_columns, pairs
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.sorting import counting_order
 
 Ints = NDArray[np.integer[Any]]
+#: above all tokens
+MOST = 2**31
 
 
 @dataclass(frozen=True)
 class Tasks:
     """Columns int32 [tasks].
 
-    exec: the rank that computes; row, rows: its query rows in attention order; k: key block; k0, k1: keys, global
-    tokens; dmin, dmax: the band counted from the first row and key, clipped; edge: the edge that brings the keys, -1
-    where they are at home.
+    exec: the rank that computes; row, rows: its query rows in the attention order of their home; k: key block; k0, k1:
+    keys, global tokens; dmin, dmax: the band counted from the first row and key, clipped; edge, query_edge: the edges
+    that bring the keys and the queries, -1 where they are at home; group: head group.
     """
 
     exec: Ints
@@ -46,6 +51,8 @@ class Tasks:
     dmin: Ints
     dmax: Ints
     edge: Ints
+    query_edge: Ints
+    group: Ints
 
     def __len__(self) -> int:
         return len(self.exec)
@@ -58,14 +65,7 @@ class Tasks:
     @property
     def work(self) -> Ints:
         """int64 [tasks]: pairs."""
-        keys = self.k1 - self.k0
-        work = self.rows.astype(np.int64) * keys
-        part = np.flatnonzero(~self.full)
-        zero = np.zeros(len(part), np.int64)
-        work[part] = area(
-            np.stack([zero, self.rows[part], zero, keys[part], self.dmin[part], self.dmax[part]], axis=1)
-        )
-        return work
+        return pairs(self.rows, self.k1 - self.k0, self.dmin, self.dmax)
 
     def take(self, order: Ints) -> Tasks:
         """The tasks in another order."""
@@ -73,12 +73,20 @@ class Tasks:
 
     def arriving(self, arrives: Ints) -> Tasks:
         """The tasks once routes have renumbered the edges; arrives: int32, the new number of each."""
-        return replace(self, edge=np.append(arrives, np.int32(-1))[self.edge])
+        arrives = np.append(arrives, np.int32(-1))
+        queries = arrives[self.query_edge] if len(arrives) and self.queries_move else self.query_edge
+        return replace(self, edge=arrives[self.edge], query_edge=queries)
+
+    @cached_property
+    def queries_move(self) -> bool:
+        """Whether any task runs away from its queries' home."""
+        return bool((self.query_edge >= 0).any())
 
 
 @dataclass(frozen=True)
 class Members:
-    """The query blocks of the tasks, int32 [members]: `task` has rows of `block`; whole: all of them (0 or 1)."""
+    """The query blocks of the tasks whose queries are at home, int32 [members]: `task` has rows of `block`, of which
+    each head group counts as one; whole: all of them (0 or 1)."""
 
     task: Ints
     block: Ints
@@ -87,9 +95,10 @@ class Members:
 
 @dataclass(frozen=True)
 class Edges:
-    """KV rows on their way, int32 [edges]: rows [row, row + rows) in the attention order of rank `home` go from rank
+    """Rows on their way, int32 [edges]: rows [row, row + rows) in the attention order of rank `home` go from rank
     `src` to rank `dst`. parent: the edge that brought them to `src`, -1 where `src` is their home. Edges with one
-    `tile` carry rows of one block (or whatever a route makes of blocks)."""
+    `tile` carry rows of one block (or whatever a route makes of blocks). lane: 2 * head group, and one more where they
+    are query rows; all others are KV rows."""
 
     tile: Ints
     home: Ints
@@ -98,6 +107,7 @@ class Edges:
     src: Ints
     dst: Ints
     parent: Ints
+    lane: Ints
 
     def __len__(self) -> int:
         return len(self.tile)
@@ -115,49 +125,67 @@ class Edges:
 def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Members, Edges]:
     """Tasks and edges of one kind; bands: int64 [bands, 6], global tokens."""
     starts = rows.starts
-    first = np.maximum(np.searchsorted(starts, bands[:, 0], "right") - 1, 0)
-    first_key = np.maximum(np.searchsorted(starts, bands[:, 2], "right") - 1, 0)
-    bands = np.ascontiguousarray(bands)
-    count = _cut(bands, starts, first, first_key, np.empty((8, 0), np.int32))
-    cells = np.empty((8, count), np.int32)
-    _cut(bands, starts, first, first_key, cells)
+    cells = cut_columns(bands, starts)
     tasks, members, edges = _gather(cells, starts, rows.home, rows.row, rows.ranks)
     block, dst, k0, k1 = edges
     home, none = rows.home[block].astype(np.int32), np.full(len(block), -1, np.int32)
     row = (rows.row[block] + k0 - starts[block]).astype(np.int32)
-    return Tasks(*tasks), Members(*members), Edges(block, home, row, k1 - k0, home, dst, none)
+    stay, zero = np.full(tasks.shape[1], -1, np.int32), np.zeros(tasks.shape[1], np.int32)
+    lane = np.zeros(len(block), np.int32)
+    found = Edges(block, home, row, k1 - k0, home, dst, none, lane)
+    return Tasks(*(*tasks, stay, zero)), Members(*members), found
 
 
-@jit
-def _reach(band: Ints, low: int, high: int) -> tuple[int, int, int, int]:
-    """Rows of the band in [low, high) and the keys that they see: q0, q1, k0, k1 (empty where q0 >= q1 or k0 >= k1)."""
-    q0, q1 = max(band[0], low), min(band[1], high)
-    return q0, q1, max(band[2], q0 - band[5]), min(band[3], q1 - band[4])
+def placed_tasks(
+    cells: Cells, execution: Execution, rows: Rows, heads: HeadGroups
+) -> tuple[Tasks, Members, Edges]:
+    """Tasks and edges of one kind and phase, where `execution` says who computes."""
+    groups, count = execution.rank.shape
+    rank = execution.rank.reshape(-1).astype(np.int64)
+    cell = np.tile(np.arange(count), groups)
+    group = np.repeat(np.arange(groups), count)
+    q, k, q0, q1, k0, k1, dmin, dmax = cells.columns[:, cell]
+    away = rows.home[q] != rank
+    query_edge, queries = _edges(rows, q, rank, 2 * group + 1, q0, q1, away)
+    edge, keys = _edges(rows, k, rank, 2 * heads.shared[group], k0, k1, rows.home[k] != rank)
+    query_edge[away] += len(keys)
+    row = rows.row[q] + q0 - rows.starts[q]
+    columns = (rank, row, q1 - q0, k, k0, k1, dmin, dmax, edge, query_edge, group)
+    stay = np.flatnonzero(~away)
+    whole = (q1 - q0 == rows.lengths[q])[stay]
+    members = Members(*_narrow(stay, (q * groups + group)[stay], whole))
+    return Tasks(*_narrow(*columns)), members, _joined(keys, queries)
 
 
-@jit
-def _cut(bands: Ints, starts: Ints, first: Ints, first_key: Ints, cell: Ints) -> int:
-    """Each band in each (query block, key block): q, k, q0, q1, k0, k1, dmin, dmax, into the columns of int32
-    `cell` [8, room] as far as there is room. Returns how many there are."""
-    c, blocks = 0, len(starts) - 1
-    for i in range(len(bands)):
-        block, key = first[i], first_key[i]
-        while block < blocks and starts[block] < bands[i, 1]:
-            q0, q1, k0, k1 = _reach(bands[i], starts[block], starts[block + 1])
-            if q0 < q1 and k0 < k1:
-                while starts[key + 1] <= k0:
-                    key += 1
-                last = key
-                while last < blocks and starts[last] < k1:
-                    if c < cell.shape[1]:
-                        a, b = max(k0, starts[last]), min(k1, starts[last + 1])
-                        cell[0, c], cell[1, c], cell[2, c], cell[3, c] = block, last, q0, q1
-                        cell[4, c], cell[5, c] = a, b
-                        cell[6, c] = max(bands[i, 4] - (q0 - a), a - b + 1)
-                        cell[7, c] = min(bands[i, 5] - (q0 - a), q1 - q0 - 1)
-                    c, last = c + 1, last + 1
-            block += 1
-    return c
+def _edges(
+    rows: Rows, block: Ints, rank: Ints, lane: Ints, low: Ints, high: Ints, away: NDArray[np.bool_]
+) -> tuple[Ints, Edges]:
+    """int32 [n]: the edge of each task, -1 where not `away`; and the edges: one for each block, rank and lane, the hull
+    of the tokens [low, high)."""
+    index = np.flatnonzero(away)
+    blocks = len(rows.home)
+    key = (lane[index] * rows.ranks + rank[index]) * blocks + block[index]
+    found, number = np.unique(key, return_inverse=True)
+    first, last = np.full(len(found), MOST), np.zeros(len(found), np.int64)
+    np.minimum.at(first, number, low[index])
+    np.maximum.at(last, number, high[index])
+    rest, of = np.divmod(found, blocks)
+    lanes, dst = np.divmod(rest, rows.ranks)
+    home, none = rows.home[of], np.full(len(found), -1)
+    row = rows.row[of] + first - rows.starts[of]
+    edge = np.full(len(away), -1, np.int32)
+    edge[index] = number
+    return edge, Edges(*_narrow(lanes * blocks + of, home, row, last - first, home, dst, none, lanes))
+
+
+def _joined(first: Edges, second: Edges) -> Edges:
+    """The edges of both, without relays."""
+    columns = (np.concatenate([getattr(edges, f.name) for edges in (first, second)]) for f in fields(Edges))
+    return Edges(*columns)
+
+
+def _narrow(*columns: Ints) -> Iterator[Ints]:
+    return (column.astype(np.int32) for column in columns)
 
 
 @jit
