@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,11 @@ class Traffic:
     src: Ints
     dst: Ints
     tile_bytes: Ints
+
+    def repeated(self, turns: int) -> Traffic:
+        """In so many turns, each with a share of the bytes."""
+        slots, degree, rounds = (turns * n for n in (self.slots, self.max_degree, self.rounds))
+        return replace(self, slots=slots, max_degree=degree, rounds=rounds)
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -185,9 +190,11 @@ def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) ->
         ways.append((src, dst, tile_bytes))
     none = np.zeros(0, np.int64)
     columns = [np.concatenate(column) for column in zip(*ways, strict=True)] if ways else [none] * 3
-    moved = low.edges if name == "fetch" else low.edges.take(low.returning(phase))
-    degree, turns = max_degree(moved.src, moved.dst, len(groups)), low.sets.turns
-    return Traffic(kind, phase, name, turns * schedule.slots, turns * degree, turns * schedule.rounds, *columns)
+    edges = low.edges
+    moved = edges if name == "fetch" or phase == "backward" else edges.take(np.flatnonzero(edges.lane & 1))
+    degree = max_degree(moved.src, moved.dst, len(groups))
+    once = Traffic(kind, phase, name, schedule.slots, degree, schedule.rounds, *columns)
+    return once.repeated(low.sets.turns)
 
 
 def _exchanged(
@@ -212,9 +219,9 @@ def _exchanged(
     if way == "out":
         src, dst = dst, src
     slots = exchange.slots
-    each = (low.sets.turns * number for number in (slots.slots, slots.max_degree, slots.rounds))
     name = f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"
-    return [Traffic(kind, phase, name, *each, src, dst, tile_bytes)]
+    once = Traffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, src, dst, tile_bytes)
+    return [once.repeated(low.sets.turns)]
 
 
 def _bytes(problem: Problem, traffic: list[Traffic]) -> dict[str, int]:

@@ -67,6 +67,7 @@ def steps(draw: random.Random) -> dict:
         "place": {"scattered": place},
         "schedule": schedule,
     }
+    found["route"] = draw.choice([{"star": {}}, {"node": {"proxies": draw.random() < 0.5}}, {"tree": {"fanout": 1}}])
     if place["head_groups"] == 1 and draw.random() < 0.4:
         found["inner"] = {"ulysses": {"degree": draw.choice(["node", 2])}}
     if place["head_groups"] == 1 and draw.random() < 0.3:
@@ -91,15 +92,15 @@ def test_any_execution_equals_dense_attention(seed: int) -> None:
     assert simulate(plan).forward_ms > 0
 
 
-def test_relays_are_refused_where_queries_travel() -> None:
+def test_queries_do_not_go_around_rings() -> None:
     draw = random.Random(5)
     steps_ = {
         "shard": {"blocks": {"block": 5}},
         "place": {"scattered": {}},
-        "route": {"tree": {"fanout": 1}},
-        "schedule": {"matchings": {}},
+        "schedule": {"ring": {}},
     }
     layer, batch = LAYERS[1], random_batch(draw)
     model = Model(*layer[:4], dtype="fp64", layers=1)
+    policy = Policy(Recipe("x", steps_), token_cap=batch.tokens)
     with pytest.raises(ConfigError, match="queries travel"):
-        make_plan(batch, Cluster(ranks_per_node=4), model, policy=Policy(Recipe("x", steps_), token_cap=batch.tokens))
+        make_plan(batch, Cluster(ranks_per_node=4), model, policy=policy)

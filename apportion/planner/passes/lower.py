@@ -111,8 +111,7 @@ def forward_core(asm: Assembler, ops: Operands, low: Lowering) -> Home:
     home = _numbers(ops, (Tensor.Q, Tensor.O), low.space, queries.home_ranges)
     home |= _numbers(ops, (Tensor.KV,), low.space, keys.home_ranges)
     _clear(asm, asm.step(Op.CLEAR), queries, home[Tensor.O])
-    back = low.back[low.returning("forward")]
-    fetches, returns = append_steps(asm, low.schedule, Op.ATTEND, Op.MERGE, back)
+    fetches, returns = append_steps(asm, low.schedule, Op.ATTEND, Op.MERGE, low.batches("forward"))
     of = _tiles(asm, ops, low, "forward", home, fetches, returns)
     asm.rows(
         "tasks",
@@ -134,7 +133,7 @@ def backward_core(asm: Assembler, ops: Operands, low: Lowering) -> Home:
     clear = asm.step(Op.CLEAR)
     _clear(asm, clear, queries, home[Tensor.DQ])
     _clear(asm, clear, keys, home[Tensor.DKV])
-    fetches, returns = append_steps(asm, low.schedule, Op.ATTEND_GRAD, Op.ADD, low.back)
+    fetches, returns = append_steps(asm, low.schedule, Op.ATTEND_GRAD, Op.ADD, low.batches("backward"))
     of = _tiles(asm, ops, low, "backward", home, fetches, returns)
     columns = (Tensor.Q, Tensor.KV, Tensor.DO, Tensor.DELTA, Tensor.DQ, Tensor.DKV)
     asm.rows(
@@ -164,7 +163,8 @@ def _tiles(
         tiles = _fetch(asm, ops, low, side, needs, fetches, home)
         of |= {tensor: side.of_tasks(home[tensor], tiles[tensor]) for tensor in needs}
         if result is not None:
-            outgoing = _return(asm, ops, low, side, result, fetches, returns, home[result])
+            batch = low.batches(phase).batch[side.index]
+            outgoing = _return(asm, ops, low, side, result, batch, fetches, returns, home[result])
             of[result] = side.of_tasks(home[result], outgoing)
     return of
 
@@ -201,19 +201,21 @@ def _return(
     low: Lowering,
     side: Side,
     tensor: Tensor,
+    batch: Ints,
     fetches: Fetches,
     returns: Returns,
     home: Numbers,
 ) -> Numbers:
-    """Bring what each tile adds up to where it is combined; returns the operands of the tiles' sums."""
-    edges, back = side.edges, side.back
+    """Bring what each tile adds up to where it is combined, in batches int32 [edges]; returns the operands of the
+    tiles' sums."""
+    edges = side.edges
     if not len(edges):
         return _NONE
     target, onward = side.returned_to, side.returns_to
-    launch, add, clear = returns.launch[back], returns.add[back], returns.clear[side.round]
+    launch, add, clear = returns.launch[batch], returns.add[batch], returns.clear[side.round]
     rank = np.concatenate([edges.dst, target])
     start = np.concatenate([np.minimum(clear, fetches.stage[1 + side.round]), launch])
-    end = np.concatenate([returns.wait[back], add])
+    end = np.concatenate([returns.wait[batch], add])
     order = None if side.order is None else np.concatenate([side.order, len(edges) + side.order])
     row = allot(rank, np.concatenate([edges.rows, edges.rows]), start, end, low.kept, order)
     staying, passed = np.flatnonzero(onward < 0), np.flatnonzero(onward >= 0)

@@ -18,6 +18,7 @@ from apportion.planner.passes.groups import Groups, HeadSets
 from apportion.planner.passes.layouts import Rows, whole_ranges
 from apportion.planner.passes.merging import KeyParts, arena_order, merge_tasks
 from apportion.planner.passes.schedule import Schedule
+from apportion.planner.passes.script import Batches
 from apportion.planner.passes.sorting import sort_order
 from apportion.planner.passes.tasks import Edges, Members, Tasks
 
@@ -51,10 +52,10 @@ class Side:
     """The queries or the keys of one kind's tasks: rows at home, and tiles that bring them where they are not.
 
     exec, edge, row, count: integers [tasks], the rank that computes, the edge of this side (-1: at home), the first
-    row in attention order at home, and how many; edges, round, back: those of this side only: `round` brings a tile,
-    and what its tasks add up may leave after the stage of round `back`. heads: int64 [lanes] head set of the tiles of
-    each lane, and of its home rows; carry: gradients go on with the tile. openers: of home rows. pieces, whole: ranges
-    that exchanges and row statistics take.
+    row in attention order at home, and how many; index: the edges of this side among all; edges, round, back: theirs:
+    `round` brings a tile, and what its tasks add up may leave after the stage of round `back`. heads: int64 [lanes]
+    head set of the tiles of each lane, and of its home rows; carry: gradients go on with the tile. openers: of home
+    rows. pieces, whole: ranges that exchanges and row statistics take.
     """
 
     rows: Rows
@@ -63,6 +64,7 @@ class Side:
     row: Ints
     count: Ints
     group: Ints
+    index: Ints
     edges: Edges
     round: Ints
     back: Ints
@@ -226,35 +228,61 @@ class Lowering:
     @cached_property
     def queries(self) -> Side:
         tasks, whole = self.tasks, whole_ranges(self.rows) if self.exchange is None else _NO_RANGES
-        place, edges, round_, back = self._edges_of(1)
+        place, index, edges, round_, back = self._edges_of(1)
         edge = place[tasks.query_edge]
         remote = np.flatnonzero(edge >= 0)
         covered = tasks.rows[remote] == edges.rows[edge[remote]]
         in_tiles = self._openers(remote, edge[remote], covered, len(edges))
-        lane = (tasks.exec, edge, tasks.row, tasks.rows, tasks.group, edges, round_, back, self.heads.query)
+        lane = (
+            tasks.exec,
+            edge,
+            tasks.row,
+            tasks.rows,
+            tasks.group,
+            index,
+            edges,
+            round_,
+            back,
+            self.heads.query,
+        )
         return Side(self.rows, *lane, self._carry, self._query_openers, in_tiles, self._pieces, whole)
 
     @cached_property
     def keys(self) -> Side:
         tasks, parts = self.tasks, self.parts
-        place, edges, round_, back = self._edges_of(0)
+        place, index, edges, round_, back = self._edges_of(0)
         away = np.flatnonzero(parts.edge >= 0)
-        tile = place[parts.edge[away]]
-        in_tiles = self._openers(parts.task[away], tile, parts.keys[away] == edges.rows[tile], len(edges))
+        task, tile = parts.task[away], place[parts.edge[away]]
+        whole = parts.keys[away] == edges.rows[tile]
+        if self.tasks.queries_move:  # gradients may come back to a tile that is passed on before a later stage
+            passed_on = np.isin(np.arange(len(edges)), edges.parent)
+            whole &= ~((self.stage[task] > 1 + round_[tile]) & passed_on[tile])
+        in_tiles = self._openers(task, tile, whole, len(edges))
         group = self.heads.shared[tasks.group] if len(self.heads) > 1 else tasks.group
-        lane = (tasks.exec, place[tasks.edge], self._key_row, tasks.k1 - tasks.k0, group, edges, round_, back)
+        lane = (
+            tasks.exec,
+            place[tasks.edge],
+            self._key_row,
+            tasks.k1 - tasks.k0,
+            group,
+            index,
+            edges,
+            round_,
+            back,
+        )
         openers = (self._key_openers, in_tiles)
         return Side(self.rows, *lane, self.heads.key_sets, self._carry, *openers, self._pieces, _NO_RANGES)
 
-    def _edges_of(self, which: int) -> tuple[Ints, Edges, Ints, Ints]:
-        """The edges of query rows (1) or key rows (0), their rounds, when results may leave, and where each of all
-        edges is among them, int32 [edges + 1] with a -1 at the end."""
+    def _edges_of(self, which: int) -> tuple[Ints, Ints, Edges, Ints, Ints]:
+        """Where each of all edges is among those of query rows (1) or key rows (0), int32 [edges + 1] with a -1 at the
+        end; and of these the indexes, the edges, their rounds, and when results may leave."""
         edges = self.edges
         if not which and not self.tasks.queries_move:
-            return np.append(np.arange(len(edges), dtype=np.int32), -1), edges, self.schedule.round, self.back
+            index = np.arange(len(edges), dtype=np.int32)
+            return np.append(index, -1), index, edges, self.schedule.round, self.back
         of = edges.lane & 1 == which
         index, place = np.flatnonzero(of), np.append(np.cumsum(of) - 1, -1).astype(np.int32)
-        return place, edges.take(index), self.schedule.round[index], self.back[index]
+        return place, index, edges.take(index), self.schedule.round[index], self.back[index]
 
     @property
     def _carry(self) -> bool:
@@ -269,14 +297,15 @@ class Lowering:
         """int32 [edges]: the round after whose stage the last task that uses the edge's tile has run."""
         if not self.tasks.queries_move:
             return self.schedule.round
-        back = np.append(self.schedule.round, 0)  # edge -1 is the last
+        back = np.append(self.schedule.round, np.int32(0))  # edge -1 is the last
         np.maximum.at(back, self.tasks.query_edge, self.stage - 1)
         np.maximum.at(back, self.parts.edge, self.stage[self.parts.task] - 1)
-        return back[:-1]
+        return np.asarray(back[:-1])
 
-    def returning(self, phase: str) -> Ints:
-        """int64 [edges]: those whose tiles' results come back: of queries, and backward those of keys."""
-        return np.arange(len(self.edges)) if phase == "backward" else np.flatnonzero(self.edges.lane & 1)
+    def batches(self, phase: str) -> Batches:
+        """In which batches results come back: of queries, and backward also of keys."""
+        every = np.full(len(self.edges), phase == "backward")
+        return Batches.of(self.schedule.round, self.back, every | (self.edges.lane & 1 == 1))
 
     @cached_property
     def _key_row(self) -> Ints:

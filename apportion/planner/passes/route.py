@@ -23,7 +23,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice, integer
 from apportion.ir.jit import jit
 from apportion.planner.passes.layouts import Rows
-from apportion.planner.passes.tasks import Edges
+from apportion.planner.passes.tasks import Edges, joined
 
 Ints = NDArray[np.integer[Any]]
 
@@ -97,6 +97,26 @@ class Star:
 
     def __call__(self, edges: Edges, site: Site) -> Routed:
         return Routed(edges, np.arange(len(edges), dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class KeysOnly:
+    """KV rows by a route, query rows, which nobody shares, straight to where they are needed. Raises ConfigError for a
+    ring."""
+
+    route: Route
+
+    def __call__(self, edges: Edges, site: Site) -> Routed:
+        queries = edges.lane & 1 == 1
+        keys, straight = np.flatnonzero(~queries), np.flatnonzero(queries)
+        routed = self.route(edges.take(keys), site)
+        if routed.carry:
+            rule = "queries travel in this placement, and these do not go around rings"
+            raise ConfigError("recipe.steps.route", "ring", rule, "use star, node or tree")
+        arrives = np.empty(len(edges), np.int32)
+        arrives[keys] = routed.arrives
+        arrives[straight] = len(routed.edges) + np.arange(len(straight))
+        return Routed(joined(routed.edges, edges.take(straight)), arrives)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class Fetches:
 
 @dataclass(frozen=True)
 class Returns:
-    """Positions of the steps that bring partial results or gradients home: launch, wait, add int64 [rounds]; clear:
-    before the stage that first writes those of a round's tiles."""
+    """Positions of the steps that bring partial results or gradients home: launch, wait, add int64 [batches]; clear:
+    int64 [rounds], before the stage that first writes those of a round's tiles."""
 
     clear: Ints
     launch: Ints
@@ -44,17 +44,40 @@ class Returns:
     add: Ints
 
 
+@dataclass(frozen=True)
+class Batches:
+    """What tiles' tasks add up goes back in batches: batch int32 [edges], of the edges that return anything (-1: none);
+    those of one batch came in one round and are complete after the stage of one round, int64 [batches] each."""
+
+    batch: Ints
+    round: Ints
+    complete: Ints
+
+    @staticmethod
+    def of(round_: Ints, complete: Ints, returning: NDArray[np.bool_]) -> Batches:
+        """round_, complete: int32 [edges]; returning: bool [edges]."""
+        rounds = int(round_.max(initial=0)) + 1
+        keys, number = np.unique(
+            complete[returning] * np.int64(rounds) + round_[returning], return_inverse=True
+        )
+        batch = np.full(len(round_), -1, np.int32)
+        batch[returning] = number
+        return Batches(batch, keys % rounds, keys // rounds)
+
+    def __len__(self) -> int:
+        return len(self.round)
+
+
 def append_steps(
-    asm: Assembler, schedule: Schedule, compute: Op, combine: Op, returned: Ints
+    asm: Assembler, schedule: Schedule, compute: Op, combine: Op, batches: Batches
 ) -> tuple[Fetches, Returns]:
-    """Append the steps between exchanges; compute: the op of the tasks; combine: that of what comes back; returned: the
-    rounds after whose stages anything does.
+    """Append the steps between exchanges; compute: the op of the tasks; combine: that of what comes back.
 
     Returns are waited for some stages after they started, or every rank would wait for the slowest at every stage:
     one stage less than there are buffers, and one more for each level of relays."""
     channels = 1 + int(schedule.channel.max(initial=0))
     behind = max(1, schedule.buffers - 1) + channels - 1
-    fetching, returning = _Fetching(asm, schedule), _Returning(asm, schedule, channels, combine, returned)
+    fetching, returning = _Fetching(asm, schedule), _Returning(asm, schedule, channels, combine, batches)
     fetching.compute(compute)
     for round_ in range(schedule.rounds):
         fetching.take(round_)
@@ -111,34 +134,38 @@ class _Fetching:
 class _Returning:
     """Builds the steps of `Returns`."""
 
-    def __init__(self, asm: Assembler, schedule: Schedule, channel: int, combine: Op, returned: Ints) -> None:
-        self._asm, self._channel = asm, [channel + own for own in schedule.channel.tolist()]
-        self._combine, self._any = combine, len(returned) > 0
-        self._clear, self._launch, self._wait, self._add = ([-1] * schedule.rounds for _ in range(4))
-        self._needs, self._opened = _needs(schedule)
-        self._waiting = np.unique(returned).tolist()
-        self.under_way: list[tuple[int, int]] = []  # (round, stage in which its return started)
+    def __init__(
+        self, asm: Assembler, schedule: Schedule, channel: int, combine: Op, batches: Batches
+    ) -> None:
+        self._asm, self._combine = asm, combine
+        self._channel = (channel + schedule.channel[batches.round]).tolist()
+        self._complete = batches.complete.tolist()
+        self._clear = [-1] * schedule.rounds
+        self._launch, self._wait, self._add = ([-1] * len(batches) for _ in range(3))
+        self._needs, self._opened = _needs(schedule, batches)
+        self._waiting = list(range(len(batches)))
+        self.under_way: list[tuple[int, int]] = []  # (batch, stage in which its return started)
 
     def open(self, round_: int) -> None:
         """What the round's tiles add up begins at nothing."""
-        if self._any:
+        if self._complete:
             self._clear[round_] = self._asm.step(Op.CLEAR)
 
     def start(self, computed: int) -> None:
-        """Launch the returns of the first `computed` rounds that have all they add up."""
-        for round_ in [some for some in self._waiting if some < computed]:
-            if all(self._add[need] >= 0 for need in self._needs[round_]):
-                self._launch[round_] = self._asm.launch(self._channel[round_])
-                self._waiting.remove(round_)
-                self.under_way.append((round_, computed))
+        """Launch the batches complete in the first `computed` rounds that have all they add up."""
+        for batch in [some for some in self._waiting if self._complete[some] < computed]:
+            if all(self._add[need] >= 0 for need in self._needs[batch]):
+                self._launch[batch] = self._asm.launch(self._channel[batch])
+                self._waiting.remove(batch)
+                self.under_way.append((batch, computed))
 
     def take(self, started: int, computed: int) -> None:
-        """Wait for the returns that had started by that stage and add them, where rows to add them to are open."""
-        for round_, stage in sorted(self.under_way):
-            if stage <= started and self._opened[round_] < computed:
-                self._wait[round_] = self._asm.wait(self._launch[round_])
-                self._add[round_] = self._asm.step(self._combine)
-                self.under_way.remove((round_, stage))
+        """Wait for the batches that had started by that stage and add them, where rows to add them to are open."""
+        for batch, stage in sorted(self.under_way):
+            if stage <= started and self._opened[batch] < computed:
+                self._wait[batch] = self._asm.wait(self._launch[batch])
+                self._add[batch] = self._asm.step(self._combine)
+                self.under_way.remove((batch, stage))
 
     @property
     def positions(self) -> Returns:
@@ -146,18 +173,18 @@ class _Returning:
         return Returns(*(np.array(column, np.int64) for column in steps))
 
 
-def _needs(schedule: Schedule) -> tuple[list[set[int]], list[int]]:
-    """For each round: the rounds whose returns its own adds up; and the last round that opens rows it is added to."""
-    needs: list[set[int]] = [set() for _ in range(schedule.rounds)]
-    ready = [-1] * schedule.rounds
-    parent, round_ = schedule.edges.parent, schedule.round
-    relays = np.flatnonzero(parent >= 0)
-    pairs = np.unique(np.stack([round_[parent[relays]], round_[relays]]), axis=1).T.tolist()
+def _needs(schedule: Schedule, batches: Batches) -> tuple[list[set[int]], list[int]]:
+    """For each batch: those that its own adds up; and the last round that opens rows it is added to."""
+    needs: list[set[int]] = [set() for _ in range(len(batches))]
+    ready = [-1] * len(batches)
+    parent, batch = schedule.edges.parent, batches.batch
+    relays = np.flatnonzero((parent >= 0) & (batch >= 0))
+    pairs = np.unique(np.stack([batch[parent[relays]], batch[relays]]), axis=1).T.tolist()
     for earlier, later in pairs:
         if schedule.routed.carry:  # the tile's gradient goes on to the next rank, and is added there
             needs[later].add(earlier)
-            ready[earlier] = max(ready[earlier], later)
+            ready[earlier] = max(ready[earlier], int(batches.round[later]))
         else:
             needs[earlier].add(later)
-            ready[later] = max(ready[later], earlier)
+            ready[later] = max(ready[later], int(batches.round[earlier]))
     return needs, ready

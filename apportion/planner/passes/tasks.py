@@ -113,11 +113,11 @@ class Edges:
         return len(self.tile)
 
     def take(self, order: Ints) -> Edges:
-        """The edges in another order, in which parents may not come after their children."""
+        """These edges, in this order, in which parents may not come after their children, nor be missing."""
         taken = Edges(*(np.take(getattr(self, column.name), order) for column in fields(self)))
         if (taken.parent < 0).all():
             return taken
-        place = np.append(np.empty(len(order), np.int32), np.int32(-1))
+        place = np.full(len(self) + 1, -1, np.int32)  # parent -1 is the last
         place[order] = np.arange(len(order), dtype=np.int32)
         return replace(taken, parent=place[taken.parent])
 
@@ -154,7 +154,7 @@ def placed_tasks(
     stay = np.flatnonzero(~away)
     whole = (q1 - q0 == rows.lengths[q])[stay]
     members = Members(*_narrow(stay, (q * groups + group)[stay], whole))
-    return Tasks(*_narrow(*columns)), members, _joined(keys, queries)
+    return Tasks(*_narrow(*columns)), members, joined(keys, queries)
 
 
 def _edges(
@@ -178,8 +178,8 @@ def _edges(
     return edge, Edges(*_narrow(lanes * blocks + of, home, row, last - first, home, dst, none, lanes))
 
 
-def _joined(first: Edges, second: Edges) -> Edges:
-    """The edges of both, without relays."""
+def joined(first: Edges, second: Edges) -> Edges:
+    """The edges of both; the second have no relays."""
     columns = (np.concatenate([getattr(edges, f.name) for edges in (first, second)]) for f in fields(Edges))
     return Edges(*columns)
 
