@@ -23,6 +23,7 @@ from apportion.planner.passes.sorting import sort_order
 from apportion.planner.passes.tasks import Edges, Members, Tasks
 
 Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
 #: rank, row, rows: integers [n] each
 RowRange = tuple[Ints, Ints, Ints]
 
@@ -254,7 +255,9 @@ class Lowering:
         away = np.flatnonzero(parts.edge >= 0)
         task, tile = parts.task[away], place[parts.edge[away]]
         whole = parts.keys[away] == edges.rows[tile]
-        if self.tasks.queries_move:  # gradients may come back to a tile that is passed on before a later stage
+        if (
+            self.tasks.queries_move
+        ):  # gradients may come back to a tile that is passed on before a later stage
             passed_on = np.isin(np.arange(len(edges)), edges.parent)
             whole &= ~((self.stage[task] > 1 + round_[tile]) & passed_on[tile])
         in_tiles = self._openers(task, tile, whole, len(edges))
@@ -279,7 +282,7 @@ class Lowering:
         edges = self.edges
         if not which and not self.tasks.queries_move:
             index = np.arange(len(edges), dtype=np.int32)
-            return np.append(index, -1), index, edges, self.schedule.round, self.back
+            return np.append(index, np.int32(-1)), index, edges, self.schedule.round, self.back
         of = edges.lane & 1 == which
         index, place = np.flatnonzero(of), np.append(np.cumsum(of) - 1, -1).astype(np.int32)
         return place, index, edges.take(index), self.schedule.round[index], self.back[index]
@@ -369,8 +372,9 @@ def program_order(
     """The tasks by rank and stage, merged where they can be, and their stages, int32 [tasks]. Within a stage those with
     a band that is not full come first: they have one block of queries each, so that they can open it, and the rest
     keep the order in which they were found. division: int32 [tasks], where the schedule goes by them."""
-    count = schedule.rounds + 1
+    count = schedule.stages
     if division is None or schedule.division is None:
+        tasks, members = strips(tasks, members, schedule, rows.ranks)
         stage = stages(tasks, schedule, rows.ranks)
     else:
         stage = np.searchsorted(schedule.division, division, "right").astype(np.int32)
@@ -397,15 +401,18 @@ def stages(tasks: Tasks, schedule: Schedule, ranks: int) -> Ints:
     if schedule.own is not None:
         stage[edge < 0] = schedule.own[tasks.k[edge < 0]]
     elif schedule.local == "even":
-        _fill(stage, tasks.exec, edge, tasks.work, ranks, schedule.rounds + 1)
+        share = np.ones(schedule.stages)
+        if schedule.tails > 1:  # others wait for what this rank relays
+            share[0] /= 2
+        _fill(stage, tasks.exec, edge, tasks.work, ranks, np.cumsum(share) / share.sum())
     return stage
 
 
 @jit
-def _fill(stage: Ints, rank: Ints, edge: Ints, work: Ints, ranks: int, stages: int) -> None:
+def _fill(stage: Ints, rank: Ints, edge: Ints, work: Ints, ranks: int, share: Floats) -> None:
     """Give tasks without an edge the first stage, not before that of the one before, up to which their rank has
-    computed less than the stage's share of its work; into `stage`, in place."""
-    load, total = np.zeros((ranks, stages), np.int64), np.zeros(ranks, np.int64)
+    computed less than `share` [stages] of its work; into `stage`, in place."""
+    load, total = np.zeros((ranks, len(share)), np.int64), np.zeros(ranks, np.int64)
     for task in range(len(rank)):
         total[rank[task]] += work[task]
         if edge[task] >= 0:
@@ -414,11 +421,60 @@ def _fill(stage: Ints, rank: Ints, edge: Ints, work: Ints, ranks: int, stages: i
     for task in range(len(rank)):
         if edge[task] < 0:
             r = rank[task]
-            while now[r] < stages - 1 and done[r] / (now[r] + 1) >= total[r] / stages:
+            while now[r] < len(share) - 1 and done[r] >= total[r] * share[now[r]]:
                 now[r] += 1
                 done[r] += load[r, now[r]]
             stage[task] = now[r]
             done[r] += work[task]
+
+
+# A strip has at least this many query rows: shorter ones cost more than they hide (the kernel's efficiency falls).
+STRIP_ROWS = 2048
+
+
+def strips(tasks: Tasks, members: Members, schedule: Schedule, ranks: int) -> tuple[Tasks, Members]:
+    """Large tasks that need no tile, cut into strips of query rows, so that each stage can have its share of them."""
+    if schedule.local != "even" or not schedule.rounds or schedule.own is not None:
+        return tasks, members
+    local = np.flatnonzero((tasks.edge < 0) & (tasks.query_edge < 0) & (tasks.rows >= 2 * STRIP_ROWS))
+    if not len(local):
+        return tasks, members
+    work, total = tasks.work, np.zeros(ranks, np.int64)
+    np.add.at(total, tasks.exec, work)
+    parts = np.ones(len(tasks), np.int64)
+    parts[local] = 2 * schedule.stages * work[local] // np.maximum(total[tasks.exec[local]], 1)
+    parts[local] = np.clip(parts[local], 1, tasks.rows[local] // STRIP_ROWS)
+    return _cut_rows(tasks, parts), _of_strips(members, parts)
+
+
+def _cut_rows(tasks: Tasks, parts: Ints) -> Tasks:
+    """Each task cut into so many strips, each with the keys that its rows see."""
+    cut = tasks.take(np.repeat(np.arange(len(tasks)), parts))
+    count = np.repeat(parts, parts)
+    place = np.arange(len(cut)) - np.repeat(np.cumsum(parts) - parts, parts)
+    low, high = (cut.rows.astype(np.int64) * (place + step) // count for step in (0, 1))
+    keys = (cut.k1 - cut.k0).astype(np.int64)
+    first, last = np.maximum(low - cut.dmax, 0), np.minimum(high - 1 - cut.dmin + 1, keys)
+    shift = low - first  # a row and a key of the strip are this much nearer
+    columns = {
+        "row": cut.row + low,
+        "rows": high - low,
+        "k0": cut.k0 + first,
+        "k1": cut.k0 + last,
+        "dmin": np.maximum(cut.dmin - shift, 1 - (last - first)),
+        "dmax": np.minimum(cut.dmax - shift, high - low - 1),
+    }
+    return replace(cut, **{name: column.astype(np.int32) for name, column in columns.items()})
+
+
+def _of_strips(members: Members, parts: Ints) -> Members:
+    """The query blocks of strips; one with several strips is not covered by any of them."""
+    several = parts[members.task]
+    index = np.repeat(np.arange(len(members.task)), several)
+    place = np.arange(len(index)) - np.repeat(np.cumsum(several) - several, several)
+    task = (np.cumsum(parts) - parts)[members.task[index]] + place
+    whole = np.where(several[index] > 1, 0, members.whole[index])
+    return Members(task.astype(np.int32), members.block[index], whole.astype(np.int32))
 
 
 def allot(rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints, order: Ints | None = None) -> Ints:

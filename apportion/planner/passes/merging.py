@@ -42,8 +42,8 @@ def merge_tasks(
 ) -> tuple[Tasks, Ints, KeyParts, Ints]:
     """Larger tasks, by rank and stage, the stage of each, their parts, and int32 [tasks] the one that each is now part
     of."""
-    step = tasks.exec.astype(np.int64) * (schedule.rounds + 1) + stage
-    order = sort_order(step, rows.ranks * (schedule.rounds + 1))
+    step = tasks.exec.astype(np.int64) * schedule.stages + stage
+    order = sort_order(step, rows.ranks * schedule.stages)
     ordered, step = tasks.take(order), step[order]
     edges = schedule.edges
     row = (rows.row[ordered.k] + ordered.k0 - rows.starts[ordered.k]).astype(np.int64)

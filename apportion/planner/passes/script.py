@@ -25,8 +25,8 @@ Ints = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Fetches:
-    """Positions of the steps that fetch tiles and compute with them. launch, wait: int64 [rounds]; stage: [1 + rounds],
-    the one before all rounds first."""
+    """Positions of the steps that fetch tiles and compute with them. launch, wait: int64 [rounds]; stage: [stages of
+    the schedule], the one before all rounds first."""
 
     launch: Ints
     wait: Ints
@@ -87,6 +87,10 @@ def append_steps(
         fetching.start(round_ + 1, round_ + 1)
         returning.take(round_ + 1 - behind, round_ + 1)
         returning.start(round_ + 1)
+    for _ in range(schedule.tails):
+        fetching.compute(compute)
+        returning.take(schedule.rounds, schedule.rounds)
+        returning.start(schedule.rounds)
     while returning.under_way:
         returning.take(schedule.rounds, schedule.rounds)
         returning.start(schedule.rounds)
