@@ -42,8 +42,18 @@ STRATEGIES: dict[str, dict] = {
     "ring_of_holders": BLOCKS | {"schedule": {"ring": {"over": "holders", "turns": True}}},
     "gather_by_node": BLOCKS | {"schedule": {"gather": {"local": "first"}}, "route": {"node": {}}},
     "inner": BLOCKS | MATCHINGS | INNER,
+    "inner_overlapped": BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": 2, "overlap": True}}},
     "inner_reshuffled": BLOCKS | MATCHINGS | INNER | {"reshuffle": True},
     "inner_node": BLOCKS | MATCHINGS | INNER | {"route": {"node": {}}},
+    "distca": steps("distca"),
+    "distca_relayed": steps("distca") | {"route": {"node": {}}},
+    "dcp": steps("dcp") | {"shard": {"blocks": {"block": 5, "zigzag": False}}},
+    "zeppelin": steps("zeppelin", remap={"when": "always"}),
+    "zeppelin_proxies": steps("zeppelin", remap={"when": "always"})
+    | {
+        "place": {"zeppelin": {"cap": "paper", "inter_tokens": 30, "parts": 2}},
+        "schedule": {"queues": {"proxies": 2, "local": "even"}},
+    },
 }
 
 

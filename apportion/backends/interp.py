@@ -5,17 +5,22 @@
 A backend implements `Machine`: `view` says once per call what an operand is in its own memory, and each op
 has one method that takes a `Step` and finds its operands in `self.views`. A program is compiled once and may
 run many times; views, arenas and rounds in flight belong to one machine, that is, to one call.
+
+Two calls may take turns on a rank, so that one computes while the other's rounds are under way: a program falls into
+dispatch, compute and collect (`ir.segments`), each executed as a whole.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
 
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import (
@@ -32,6 +37,7 @@ from apportion.ir.isa import (
     Tensor,
 )
 from apportion.ir.plan import Header, ProgramSet
+from apportion.ir.segments import Cuts, Ints, own_cuts, segment_ends
 
 View = TypeVar("View")
 
@@ -168,6 +174,14 @@ class Step:
         return f"{name} × {len(self.tasks or self.grads or self.rowops)}"
 
 
+class Segments(NamedTuple):
+    """The steps of a program in three parts, each executed as a whole."""
+
+    dispatch: tuple[Step, ...]
+    compute: tuple[Step, ...]
+    collect: tuple[Step, ...]
+
+
 class Arena(NamedTuple):
     """Work rows of one tensor: `rows` × `heads` head columns."""
 
@@ -194,6 +208,20 @@ class Program:
     def uses_project(self) -> bool:
         """Whether the program calls the layer's projection: then it takes hidden states and not q, k, v."""
         return any(step.op in (Op.PROJECT, Op.PROJECT_GRAD) for step in self.steps)
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where this rank alone would cut; see `ir.segments`."""
+        return own_cuts(*self._columns)
+
+    def segments(self, cuts: Cuts) -> Segments:
+        """The program cut where all ranks agreed."""
+        dispatch, compute = segment_ends(*self._columns, cuts)
+        return Segments(self.steps[:dispatch], self.steps[dispatch:compute], self.steps[compute:])
+
+    @property
+    def _columns(self) -> tuple[Ints, Ints]:
+        return np.array([step.op for step in self.steps]), np.array([step.round for step in self.steps])
 
 
 def compile_program(program: ProgramSet, header: Header) -> Program:
@@ -319,8 +347,12 @@ class Machine(ABC, Generic[View]):
 
     def run(self) -> None:
         """Executes the program from the first instruction to the last."""
+        self.execute(self.program.steps)
+
+    def execute(self, steps: Iterable[Step]) -> None:
+        """Executes some steps; whoever calls this executes all of them once and in order."""
         handlers = self.handlers
-        for step in self.program.steps:
+        for step in steps:
             handlers[step.op](step)
 
     @abstractmethod

@@ -10,19 +10,19 @@ in other languages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
 
 import numpy as np
 
 from apportion.ir import sections as plain
 from apportion.ir import structure, wire
-from apportion.ir.columns import Cell, Gather, cells
+from apportion.ir.columns import Gather, encode_table
 from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
 from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id, tree
 from apportion.ir.isa import FORMAT, MAX_RANKS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION
+from apportion.ir.parts import join_parts
 from apportion.ir.plan import Header, Ints, Layout, Move, Plan, ProgramSet, Table
 
 SLICE_FORMAT = "apportion.slice"
@@ -70,9 +70,11 @@ class Parts(list[bytes]):
     def __init__(self, parts: Iterable[bytes], columns: Iterable[Named]) -> None:
         super().__init__(parts)
         self._made, self._columns = tuple(self), tuple(columns)
-        if all(_owned(column) for _, column in self._columns):
-            for _, column in self._columns:
-                column.setflags(write=False)
+        memory = [_memory(column) for _, column in self._columns]
+        if all(owner is not None for owner in memory):
+            for array in (*(column for _, column in self._columns), *memory):
+                if array is not None:
+                    array.setflags(write=False)
 
     def are_of(
         self, layouts: Mapping[str, Layout], programs: Mapping[Pair, ProgramSet], moves: Sequence[Move]
@@ -82,7 +84,7 @@ class Parts(list[bytes]):
         columns = _named_columns(layouts, programs, moves)
         same = tuple(self) == self._made and len(self._columns) == len(columns)
         return same and all(
-            name == known and column is source and _owned(source) and not source.flags.writeable
+            name == known and column is source and _is_sealed(source)
             for (name, column), (known, source) in zip(columns, self._columns, strict=True)
         )
 
@@ -105,9 +107,15 @@ def _named_columns(
     ]
 
 
-def _owned(column: Ints) -> bool:
-    """Whether a column looks into nobody else's memory."""
-    return type(column) is np.ndarray and column.base is None
+def _memory(column: Ints) -> Ints | None:
+    """The array whose memory a column is, or is a part of; None where it looks into somebody else's."""
+    owner = column if column.base is None else column.base
+    return owner if type(owner) is np.ndarray and owner.base is None else None
+
+
+def _is_sealed(column: Ints) -> bool:
+    owner = _memory(column)
+    return owner is not None and not column.flags.writeable and not owner.flags.writeable
 
 
 def encode_parts(
@@ -118,28 +126,22 @@ def encode_parts(
 ) -> Parts:
     """The part of every rank. A column is encoded alike in all parts, as suits the whole plan.
 
-    Columns that own their memory are read-only from then on: the verifier need not encode them again.
+    Columns, and the arrays that they are parts of, are read-only from then on: the verifier need not encode them again.
     """
-    spans = _by_rank({name: cells(layout.spans, SPAN_COLUMNS) for name, layout in layouts.items()}, ranks)
-    remaps = zip(*(cells(move.table, MOVE_COLUMNS) for move in moves), strict=True) if moves else repeat(())
-    tables = {
-        key: _by_rank({n: cells(program[n], cols) for n, cols in TABLES.items() if len(program[n])}, ranks)
-        for key, program in programs.items()
-    }
-    parts = []
-    for rank in range(ranks):
-        part = wire.Part(rank, next(spans), {}, list(next(remaps)))
-        for (kind, phase), found in tables.items():
-            part.programs.setdefault(kind, {})[phase] = next(found)
-        parts.append(wire.encode_struct(part))
+    parts = join_parts(
+        {name: encode_table(layout.spans, SPAN_COLUMNS) for name, layout in layouts.items()},
+        {
+            key: {
+                name: encode_table(program[name], columns)
+                for name, columns in TABLES.items()
+                if len(program[name])
+            }
+            for key, program in programs.items()
+        },
+        [encode_table(move.table, MOVE_COLUMNS) for move in moves],
+        ranks,
+    )
     return Parts(parts, _named_columns(layouts, programs, moves))
-
-
-def _by_rank(tables: Mapping[str, Iterator[Cell]], ranks: int) -> Iterator[dict[str, Cell]]:
-    """Per rank the cells of the tables in which it has rows."""
-    for found in zip(*tables.values(), strict=True) if tables else repeat((), ranks):
-        named = zip(tables, found, strict=True)
-        yield dict(named) if all(found) else {name: cell for name, cell in named if cell}
 
 
 def encode_sections(

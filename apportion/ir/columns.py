@@ -8,18 +8,18 @@ overflow.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from io import BytesIO
-from itertools import repeat
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apportion.ir.errors import DecodeError
+from apportion.ir.jit import jit
 from apportion.ir.packed import Bits, Column, Constant, Offset, Packed, Plain, pack_bits
 from apportion.ir.plan import Ints, Table, empty_table
+
+Bytes = NDArray[np.uint8]
 
 #: column code -> dtype of columns that are written out, and of nothing else
 DTYPES: Mapping[int, np.dtype[Any]] = MappingProxyType(
@@ -34,17 +34,12 @@ DTYPES: Mapping[int, np.dtype[Any]] = MappingProxyType(
         8: np.dtype("<i8"),
     }
 )
-#: narrowest first, unsigned before signed
-_CANDIDATES = tuple((code, np.iinfo(DTYPES[code])) for code in (1, 5, 2, 6, 3, 7, 4, 8))
-
 #: codes of columns that are not: one integer per rank, one bit per row, one integer per rank above the first column
 CONSTANT, BITS, OFFSET = 9, 10, 11
 _SINGLE = (CONSTANT, OFFSET)
 _SINGLE_WIDTHS = (1, 2, 4, 8)
 #: offsets are within this either way, so that what they are added to (2**48 at most) stays an int64
 _MAX_OFFSET = 2**49
-#: rows of one rank that are looked at before whole columns, and rows looked at at a time: they stay in cache
-_SAMPLES, _PIECE = 8, 1 << 15
 
 #: value of a column that an older minor version does not have; empty while there is one version
 DEFAULTS: Mapping[str, int] = MappingProxyType({})
@@ -52,111 +47,132 @@ DEFAULTS: Mapping[str, int] = MappingProxyType({})
 Cell = Sequence[bytes]  # one rank's rows of a table: codes, then one blob per column; () without rows
 
 
-def cells(table: Table, names: tuple[str, ...]) -> Iterator[Cell]:
-    """The cell of each rank, cut when it is read."""
-    if len(table) == 0:
-        return repeat((), table.ranks)
-    ranks = _Ranks(np.asarray(table.ptr, np.int64))
-    columns = _encode([table[name] for name in names], ranks)
-    codes = bytes(column.code for column in columns)
-    blobs = [map(BytesIO(column.data).read, column.sizes) for column in columns]
-    found: Iterator[Cell] = zip(repeat(codes), *blobs, strict=False)
-    return found if ranks.rows.all() else (cell if cell[1] else () for cell in found)
+class Encoded(NamedTuple):
+    """A table's columns, encoded alike in all ranks.
+
+    rows: int64 [ranks]. codes: one byte a column, empty where there are no rows. widths: bytes of a row, or of the
+    number that a rank has; 0 for bits. blobs: uint8, one a column, the ranks' blobs side by side.
+    """
+
+    rows: Ints
+    codes: bytes
+    widths: tuple[int, ...]
+    blobs: tuple[Bytes, ...]
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """A column of all ranks: `data` cut into `sizes` [ranks]."""
-
+class _Blob(NamedTuple):
     code: int
-    data: bytes
-    sizes: list[int]
+    width: int
+    data: Bytes
 
 
-def _encode(columns: list[Ints], ranks: _Ranks) -> list[_Encoded]:
-    """At least one column is written out: it tells how many rows there are."""
+def encode_table(table: Table, names: tuple[str, ...]) -> Encoded:
+    """The table's columns. At least one is written out: it tells how many rows there are."""
+    ptr = np.ascontiguousarray(table.ptr, np.int64)
+    rows = ptr[1:] - ptr[:-1]
+    if not len(table):
+        return Encoded(rows, b"", (), ())
+    ranks = _Ranks(ptr, rows)
+    columns = [_native(table[name]) for name in names]
     found = [_encode_column(columns[0], None, ranks)]
     base = columns[0] if found[0].code in DTYPES else None
     found += [_encode_column(column, base, ranks) for column in columns[1:]]
-    if not any(column.code in DTYPES for column in found):
-        found[0] = ranks.numbers(columns[0])
-    return found
+    if not any(blob.code in DTYPES for blob in found):
+        found[0] = _numbers(columns[0], *_survey(columns[0], ptr)[:2])
+    codes, widths, blobs = zip(*found, strict=True)
+    return Encoded(rows, bytes(codes), widths, blobs)
 
 
-def _encode_column(column: Ints, base: Ints | None, ranks: _Ranks) -> _Encoded:
-    """The first encoding that fits and takes less than a byte per row, else a number per row.
+def _native(column: Ints) -> Ints:
+    """As the loops below take it."""
+    kind = np.int32 if column.dtype == np.int32 else np.int64
+    return np.ascontiguousarray(column, kind)
 
-    A few rows of one rank tell at once what most columns are not.
-    """
-    few = column[ranks.sample].tolist()
-    found = ranks.singles(CONSTANT, ranks.values(column)) if len(set(few)) == 1 else None
-    if found is None and base is not None:
-        above = {value - first for value, first in zip(few, base[ranks.sample].tolist(), strict=True)}
-        found = ranks.singles(OFFSET, ranks.values(column, base)) if len(above) == 1 else None
-    if found is None and {0, 1}.issuperset(few):
+
+def _encode_column(column: Ints, base: Ints | None, ranks: _Ranks) -> _Blob:
+    """The first encoding that fits and takes less than a byte per row, else a number per row."""
+    low, high, alike = _survey(column, ranks.ptr)
+    found = None
+    if alike:
+        found = ranks.singles(CONSTANT, column[ranks.begins], low, high)
+    if found is None and base is not None and ranks.perhaps_above(column, base):
+        above = ranks.above(column, base)
+        found = None if above is None else ranks.singles(OFFSET, above, int(above.min()), int(above.max()))
+    if found is None and low >= 0 and high <= 1:
         found = ranks.bits(column)
-    return found or ranks.numbers(column)
+    return found or _numbers(column, low, high)
+
+
+def _numbers(column: Ints, low: int, high: int) -> _Blob:
+    """One number per row, in the narrowest dtype."""
+    signed = low < 0
+    bits = max(~low if signed else low, high).bit_length() + signed
+    size = 0 if bits <= 8 else 1 if bits <= 16 else 2 if bits <= 32 else 3
+    code = size + (5 if signed else 1)
+    return _Blob(code, 1 << size, column.astype(DTYPES[code]).view(np.uint8))
 
 
 class _Ranks:
-    """Where the rows of each rank are: `rows` [ranks], `begins` [ranks with rows]."""
+    """Where the rows of each rank are: `ptr` [ranks + 1], `rows` [ranks], `begins` [ranks with rows]."""
 
-    def __init__(self, ptr: Ints) -> None:
-        self.rows: Ints = np.diff(ptr)
-        self.begins: Ints = ptr[:-1][self.rows > 0]
+    def __init__(self, ptr: Ints, rows: Ints) -> None:
+        self.ptr, self.rows = ptr, rows
+        self.begins: Ints = ptr[:-1][rows > 0]
         self.total = int(ptr[-1])
-        self.pieces = [(begin, min(begin + _PIECE, self.total)) for begin in range(0, self.total, _PIECE)]
-        longest = int(self.rows.argmax())
-        step = max(1, int(self.rows[longest]) // _SAMPLES)
-        self.sample = slice(int(ptr[longest]), int(ptr[longest + 1]), step)
+        longest = int(rows.argmax())
+        self.ends = int(ptr[longest]), int(ptr[longest + 1]) - 1
 
-    @cached_property
-    def owner(self) -> Ints:
-        """[rows] which of the ranks with rows has each row."""
-        counts = self.rows[self.rows > 0]
-        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    def perhaps_above(self, column: Ints, base: Ints) -> bool:
+        """Whether the first and the last row of the longest rank are one number above `base`."""
+        first, last = self.ends
+        return bool(int(column[last]) - int(base[last]) == int(column[first]) - int(base[first]))
 
-    def values(self, column: Ints, base: Ints | None = None) -> Ints | None:
-        """[ranks with rows] the number that all rows of a rank hold, above `base`; None where rows differ."""
-        values = _above(column, base, self.begins)
-        for begin, end in self.pieces:
-            if (_above(column, base, slice(begin, end)) != values[self.owner[begin:end]]).any():
-                return None
-        return values
-
-    def singles(self, code: int, values: Ints | None) -> _Encoded | None:
-        """One number per rank with rows: `values`, where there are such."""
-        if values is None:
+    def above(self, column: Ints, base: Ints) -> Ints | None:
+        """int64 [ranks with rows]: the number that all rows of a rank are above `base`; None where rows differ."""
+        if column.dtype != base.dtype:
+            column, base = column.astype(np.int64), base.astype(np.int64)
+        if not _one_step_above(column, base, self.ptr):
             return None
-        low, high = int(values.min()), int(values.max())
+        return column[self.begins].astype(np.int64) - base[self.begins]
+
+    def singles(self, code: int, values: Ints, low: int, high: int) -> _Blob | None:
+        """One number per rank with rows: `values`, between `low` and `high`; None where that is not smaller."""
         fits = (width for width in _SINGLE_WIDTHS if -low <= 1 << 8 * width - 1 > high)
         width = next(fits, self.total)
         if width * len(values) >= self.total or (code == OFFSET and max(-low, high) > _MAX_OFFSET):
             return None
-        return _Encoded(code, values.astype(f"<i{width}").tobytes(), _sizes(code, width, self.rows))
+        return _Blob(code, width, values.astype(f"<i{width}").view(np.uint8))
 
-    def bits(self, column: Ints) -> _Encoded | None:
-        """One bit per row, where all are 0 or 1."""
-        if column.min() < 0 or column.max() > 1:
+    def bits(self, column: Ints) -> _Blob | None:
+        """One bit per row of zeros and ones; None where that is not smaller."""
+        size = int(((self.rows + 7) >> 3).sum())
+        if size >= self.total:
             return None
-        sizes = _sizes(BITS, 0, self.rows)
-        if sum(sizes) >= self.total:
-            return None
-        return _Encoded(BITS, pack_bits(column, self.rows).tobytes(), sizes)
-
-    def numbers(self, column: Ints) -> _Encoded:
-        """One number per row, in the narrowest dtype."""
-        low, high = int(column.min()), int(column.max())
-        code = next(code for code, kind in _CANDIDATES if kind.min <= low and high <= kind.max)
-        data = np.asarray(column, DTYPES[code]).tobytes()
-        return _Encoded(code, data, _sizes(code, DTYPES[code].itemsize, self.rows))
+        return _Blob(BITS, 0, pack_bits(column, self.ptr, np.zeros(size, np.uint8)))
 
 
-def _above(column: Ints, base: Ints | None, rows: slice | Ints) -> Ints:
-    if base is None:
-        return column[rows]
-    above: Ints = np.subtract(column[rows], base[rows], dtype=np.int64, casting="unsafe")
-    return above
+@jit
+def _survey(column: Ints, ptr: Ints) -> tuple[int, int, bool]:
+    """The least and the greatest number, and whether all rows of each rank hold the same."""
+    alike = True
+    for rank in range(len(ptr) - 1):
+        for row in range(ptr[rank] + 1, ptr[rank + 1]):
+            if column[row] != column[ptr[rank]]:
+                alike = False
+                break
+        if not alike:
+            break
+    return int(column.min()), int(column.max()), alike
+
+
+@jit
+def _one_step_above(column: Ints, base: Ints, ptr: Ints) -> bool:
+    """Whether all rows of each rank are the same number above those of `base`."""
+    for rank in range(len(ptr) - 1):
+        for row in range(ptr[rank] + 1, ptr[rank + 1]):
+            if column[row] - base[row] != column[ptr[rank]] - base[ptr[rank]]:
+                return False
+    return True
 
 
 class Gather:

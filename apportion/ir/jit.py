@@ -33,3 +33,8 @@ def lean(function: F) -> F:
     """As `jit`, for a function that allocates no arrays, for use by others of its kind: it counts no references to
     its arguments, which would cost more than the work of a small function."""
     return cast(F, _NUMBA.njit(cache=True, _nrt=False)(function)) if HAS_NUMBA else function
+
+
+def inlined(function: F) -> F:
+    """As `lean`, for a function with one caller, which takes many columns: passing them costs more than its work."""
+    return cast(F, _NUMBA.njit(cache=True, _nrt=False, forceinline=True)(function)) if HAS_NUMBA else function

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.jit import jit
 from apportion.ir.plan import Ints, Table
 
 
@@ -131,22 +132,15 @@ class Offset:
         return self.base.peaks(begins).astype(np.int64) + self.values
 
 
-def pack_bits(column: Ints, rows: Ints) -> NDArray[np.uint8]:
-    """The zeros and ones of `column` as in `Bits`.
-
-    All of them are packed side by side, and each rank's bytes are then cut from there: this touches bytes, not rows.
-    """
-    kind: Any = np.int32 if len(column) < 1 << 30 else np.int64  # memory is what this costs
-    rows = rows[rows > 0].astype(kind)
-    sizes = (rows + 7) >> 3
-    ends = np.cumsum(sizes, dtype=kind)
-    begins = np.cumsum(rows, dtype=kind) - rows
-    bits = np.repeat(begins - ((ends - sizes) << 3), sizes)
-    bits += np.arange(0, 8 * len(bits), 8, dtype=kind)
-    stream = np.packbits(column.astype(bool), bitorder="little").astype(np.uint16)
-    stream[:-1] |= stream[1:] << 8
-    packed: NDArray[np.uint8] = (stream[bits >> 3] >> (bits & 7)).astype(np.uint8)
-    packed[ends - 1] &= (0xFF >> (-rows & 7)).astype(np.uint8)
+@jit
+def pack_bits(column: Ints, ptr: Ints, packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The zeros and ones of `column` as in `Bits`, written into zeros; ptr: int64 [ranks + 1] rows of each rank."""
+    byte = 0
+    for rank in range(len(ptr) - 1):
+        for row in range(ptr[rank], ptr[rank + 1]):
+            place = row - ptr[rank]
+            packed[byte + (place >> 3)] |= column[row] << (place & 7)
+        byte += (ptr[rank + 1] - ptr[rank] + 7) >> 3
     return packed
 
 

@@ -29,8 +29,9 @@ from apportion.planner.passes.headwise import lower_stages
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.lower import lower_backward, lower_forward
 from apportion.planner.passes.lowering import Lowering, program_order
+from apportion.planner.passes.overlap import overlapped
 from apportion.planner.passes.remap import Remapping
-from apportion.planner.passes.route import Routed, Site
+from apportion.planner.passes.route import KeysOnly, Routed, Site, Star
 from apportion.planner.passes.schedule import Matchings
 from apportion.planner.passes.tasks import Edges, Members, Tasks, find_tasks, placed_tasks
 from apportion.planner.problem import Ints, Placement, Problem, Shards, exact_sums
@@ -104,10 +105,11 @@ class Draft:
         return () if self.remapping is None else self.remapping.moves
 
     def plan(self, report: Mapping[str, Any] = MappingProxyType({})) -> Plan:
-        """The plan as it will be, not sealed yet: its programs can be simulated."""
+        """The plan as it will be, not sealed yet: its programs can be simulated. Without a report it does not name the
+        hardware, whose digest takes long."""
         problem, hardware = self.problem, self.problem.hardware
         header = _header(problem, self.layouts, next(iter(self.lowered.values())).sets)
-        digest = "" if hardware is None else hardware.digest()
+        digest = hardware.digest() if hardware is not None and report else ""
         request = Request(problem.batch, problem.cluster, problem.model, problem.policy, digest)
         return Plan(header, request, self.layouts, self.programs, self.moves, report)
 
@@ -289,17 +291,15 @@ def _scheduled(
     """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
     tasks, members, edges = found
     routed = _routed(passes, edges, site)
-    if tasks.queries_move and (routed.edges.parent >= 0).any():
-        rule = "queries travel in this placement, and what they add up cannot come back through relays"
-        raise ConfigError(
-            "recipe.steps.route", type(passes.route).__name__.lower(), rule, "leave the route out"
-        )
     if division is not None:
         routed = replace(routed, division=_first_needed(tasks, routed, division))
-    schedule = passes.schedule(routed, len(groups))
+    schedule, overlap = passes.schedule(routed, len(groups)), getattr(passes.inner, "overlap", False)
+    if overlap:
+        schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))
     tasks = tasks.arriving(schedule.routed.arrives)
     tasks, members, parts, stage = program_order(tasks, members, schedule, site.rows, division)
-    return Lowering(site.rows, tasks, members, parts, stage, schedule, exchange, groups, sets, heads)
+    low = Lowering(site.rows, tasks, members, parts, stage, schedule, exchange, groups, sets, heads)
+    return overlapped(low) if overlap else low
 
 
 def _first_needed(tasks: Tasks, routed: Routed, division: Ints) -> Ints:
@@ -329,12 +329,13 @@ def _set_of_groups(passes: Pipeline, heads: HeadGroups, rows: Rows) -> HeadSets:
 
 
 def _routed(passes: Pipeline, edges: Edges, site: Site) -> Routed:
-    """How the tiles travel that the schedule makes of the edges."""
+    """How the tiles travel that the schedule makes of the edges. Only KV rows are shared, so only these have routes."""
     tiles = getattr(passes.schedule, "tiles", None)
+    route = passes.route if not (edges.lane & 1).any() else KeysOnly(passes.route)
     if tiles is None or getattr(passes.route, "by_block", False):
-        return passes.route(edges, site)
-    star = tiles(edges)
-    routed = passes.route(star.edges, site)
+        return route(edges, site)
+    star = tiles(edges, not isinstance(passes.route, Star))
+    routed = route(star.edges, site)
     return replace(routed, arrives=routed.arrives[star.arrives])
 
 

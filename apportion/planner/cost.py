@@ -180,8 +180,7 @@ class CostModel:
 
     def __init__(self, hardware: Hardware, model: Model) -> None:
         self.hardware, self.model = hardware, model
-        axis = Axis.of(hardware)
-        self._phases = {phase: PhaseCost.of(axis, hardware.grid(phase)) for phase in PHASES}
+        self._phases: dict[str, PhaseCost] = {}
 
     def attention_us(
         self, phase: str, q_rows: Count, kv_rows: Count, pairs: Count, q_heads: Count, kv_heads: Count
@@ -244,7 +243,11 @@ class CostModel:
         return m.hidden * (attention + 3 * m.ffn)
 
     def _phase(self, phase: str) -> PhaseCost:
-        return self._phases[choice("phase", phase, PHASES)]
+        """The grids of a phase, made when they are first asked for."""
+        if phase not in self._phases:
+            grid = self.hardware.grid(choice("phase", phase, PHASES))
+            self._phases[phase] = PhaseCost.of(Axis.of(self.hardware), grid)
+        return self._phases[phase]
 
     def _dims(self, phase: str) -> float:
         """FLOPs of a pair and head, relative to the grid's: products as wide as QK and as V in a phase."""

@@ -37,6 +37,9 @@ _PASSES = {
         "wlb": "wlb:Wlb",
         "flexsp": "flexsp:FlexSp",
         "zeppelin": "zeppelin:Zeppelin",
+        "distca": "distca:Distca",
+        "dcp": "dcp:Dcp",
+        "blend": "blend:Blend",
     },
     "route": {"star": "route:Star", "node": "route:Node", "tree": "route:Tree", "ring": "route:Ring"},
     "schedule": {
@@ -44,6 +47,7 @@ _PASSES = {
         "ring": "schedule:Ring",
         "gather": "schedule:Gather",
         "queues": "queues:Queues",
+        "divisions": "divisions:Divisions",
     },
     "remap": {"flow": "remap:Flow"},
     "search": {"portfolio": "search:Portfolio"},
@@ -162,6 +166,35 @@ _ENTRIES = (
         shard={"sequences": {}},
         place={"flexsp": {}},
         schedule={"gather": {}},
+    ),
+    _entry(
+        "distca",
+        "equal tokens in order, attention sent to other ranks where that costs the fewest bytes a pair",
+        "DistCA",
+        "4, A, B",
+        shard={"sequences": {}},
+        place={"distca": {}},
+        schedule={"gather": {"local": "first"}},
+    ),
+    _entry(
+        "dcp",
+        "blocks and their computation placed by hypergraph partitioning, nodes before ranks, in divisions that overlap",
+        "DCP",
+        "4, 5",
+        "solver mtkahypar needs pip install 'apportion[solvers]'",
+        shard={"blocks": {"block": 1024, "zigzag": False}},
+        place={"dcp": {"solver": "greedy", "divisions": 4}},
+        schedule={"divisions": {"count": 4}},
+    ),
+    _entry(
+        "zeppelin",
+        "sequences by zones: whole on a rank, rings inside a node, rings over nodes; tokens evened for linear layers",
+        "Zeppelin",
+        "3",
+        shard={"sequences": {}},
+        place={"zeppelin": {}},
+        schedule={"queues": {}},
+        remap={"flow": {}},
     ),
     _entry(
         "contiguous",
@@ -298,6 +331,13 @@ def pipeline(recipe: Recipe) -> Pipeline:
     built = {step: _build(recipe, step) for step in _PASSES}
     built["route"] = _route(recipe, built["route"], built["schedule"])
     return Pipeline(**built, reshuffle=_switched(recipe, "reshuffle"))
+
+
+def is_deterministic(recipe: Recipe) -> bool:
+    """Whether equal requests give equal plans on every machine: not where a wall clock ends a search. Raises as
+    `pipeline` does."""
+    built = pipeline(recipe)
+    return all(getattr(getattr(built, field.name), "deterministic", True) for field in fields(built))
 
 
 def _check_search(recipe: Recipe) -> None:

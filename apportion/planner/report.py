@@ -194,7 +194,7 @@ def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) ->
     moved = edges if name == "fetch" or phase == "backward" else edges.take(np.flatnonzero(edges.lane & 1))
     degree = max_degree(moved.src, moved.dst, len(groups))
     once = Traffic(kind, phase, name, schedule.slots, degree, schedule.rounds, *columns)
-    return once.repeated(low.sets.turns)
+    return once.repeated(low.sets.tile_turns)
 
 
 def _exchanged(

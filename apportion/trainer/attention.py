@@ -66,7 +66,7 @@ def planned_attention(
         return planned_attention(q, k, v, handle, kind, scale, softcap, sinks).unsqueeze(0)
     if k.shape[0] != q.shape[0]:
         raise ExecutionError(f"q has {q.shape[0]} rows and k {k.shape[0]}: cross-attention is not planned")
-    return attend(handle, handle.kind(kind), q, k, v, sinks, _score(q.shape[-1], scale, softcap))
+    return attend(handle, handle.kind(kind), q, k, v, sinks, score_of(q.shape[-1], scale, softcap))
 
 
 def planned_attention_block(
@@ -94,7 +94,7 @@ def planned_attention_block(
         heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
         q, k, v = project(hidden, position_ids, *heads)
         return planned_attention(q, k, v, handle, name, scale, softcap, sinks)
-    score = _score(header.head_dim, scale, softcap)
+    score = score_of(header.head_dim, scale, softcap)
     out: Tensor = attend_block(handle, name, hidden, position_ids, project, tuple(params), sinks, score)
     return out
 
@@ -108,7 +108,8 @@ def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Te
     return remapped(x, handle, *find_move(handle, source, target))
 
 
-def _score(width: int, scale: float | None, softcap: float | None) -> Score:
+def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
+    """Scale and softcap of a head of that width. Raises ConfigError."""
     if softcap is not None and not softcap > 0:
         raise ConfigError("softcap", softcap, "must be positive", "give None for no softcap")
     return Score(width**-0.5 if scale is None else scale, softcap)

@@ -21,9 +21,10 @@ from random_plans import random_plan
 
 from apportion.ir import codec, hashing, wire
 from apportion.ir.codec import Sections, Slice
-from apportion.ir.columns import DTYPES, Gather, cells
+from apportion.ir.columns import DTYPES, Cell, Gather, encode_table
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
-from apportion.ir.isa import TABLES
+from apportion.ir.isa import TABLES, VERSION
+from apportion.ir.parts import join_parts
 from apportion.ir.plan import Layout, Plan, ProgramSet, Table
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -129,12 +130,10 @@ def test_columns_take_the_narrowest_type_of_the_whole_plan(plan: Plan) -> None:
 @pytest.mark.parametrize("order", ["<i8", ">i8"])
 def test_dtype_codes_and_byte_order(values: list[int], code: int, order: str) -> None:
     spans = Table(np.array([0, len(values)]), {"x": np.array(values, order)})
-    (cell,) = cells(spans, ("x",))
+    (cell,) = cells_of(spans, ("x",))
     width = {1: 1, 5: 1, 2: 2, 6: 2, 3: 4, 7: 4, 4: 8, 8: 8}[code]
-    assert cell == (
-        bytes([code]),
-        b"".join(v.to_bytes(width, "little", signed=min(values) < 0) for v in values),
-    )
+    blob = b"".join(v.to_bytes(width, "little", signed=min(values) < 0) for v in values)
+    assert cell == [bytes([code]), blob]
 
 
 def table(columns: dict[str, list[list[int]]]) -> Table:
@@ -150,10 +149,19 @@ def gathered(found: list[object], names: tuple[str, ...], chunk: int = 3) -> Tab
     return gather.table()
 
 
+def cells_of(given: Table, names: tuple[str, ...]) -> list[Cell]:
+    """The table's cell in each rank's part, which msgpack writes as we do."""
+    ranks = given.ranks
+    parts = join_parts({"here": encode_table(given, names)}, {}, [], ranks)
+    read = [wire.read_part(part, rank, VERSION) for rank, part in enumerate(parts)]
+    assert [wire.encode_struct(part) for part in read] == parts
+    return [part.layouts.get("here", ()) for part in read]
+
+
 def check_cells(given: Table) -> bytes:
     """The codes that the table was written with, once it came back the same from both readers."""
     names = tuple(given.columns)
-    found = list(cells(given, names))
+    found = cells_of(given, names)
     assert gathered(found, names).equal(given)
     assert all(column.dtype == np.int64 for column in gathered(found, names).columns.values())
     for rank, cell in enumerate(found):
@@ -252,7 +260,7 @@ def test_long_columns(rows: int) -> None:
         if spoiled is not None:
             for name in "bcd":
                 changed[name][spoiled] = 5001
-        found = list(cells(Table(ptr, changed), tuple(changed)))
+        found = cells_of(Table(ptr, changed), tuple(changed))
         assert found[0][0] == (codes if spoiled is None else bytes([1, 2, 2, 2]))
         assert gathered(found, tuple(changed)).equal(Table(ptr, changed))
 
@@ -309,6 +317,25 @@ def test_reports_that_no_plan_can_hold(plan: Plan, value: object) -> None:
 def test_parts_made_before_are_taken_over(plan: Plan) -> None:
     parts = codec.encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
     assert codec.seal(plan, parts) == plan
+
+
+@pytest.mark.parametrize("ranks", [1, 128, 129, 256, 257, 700])
+def test_parts_are_what_msgpack_writes(ranks: int) -> None:
+    filled = np.arange(ranks) % 3
+    ptr = np.concatenate([[0], np.cumsum(filled)])
+    rows = encode_table(Table(ptr, {"a": np.arange(ptr[-1]) % 7, "b": np.repeat(filled, filled)}), ("a", "b"))
+    programs = {
+        (kind, phase): {"t": rows, "u": rows} for phase in ("forward", "backward") for kind in ("x", "y" * 40)
+    }
+    parts = join_parts({"first": rows}, programs, [rows, rows], ranks)
+    for rank, part in enumerate(parts):
+        read = wire.read_part(part, rank, VERSION)
+        assert wire.encode_struct(read) == part
+        held = {"t", "u"} if filled[rank] else set()
+        assert {
+            kind: {phase: set(of) for phase, of in phases.items()} for kind, phases in read.programs.items()
+        } == {kind: dict.fromkeys(("forward", "backward"), held) for kind in ("x", "y" * 40)}
+        assert [bool(cell) for cell in read.moves] == [bool(filled[rank])] * 2
 
 
 def test_every_section_enters_the_id(plan: Plan) -> None:

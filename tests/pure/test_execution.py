@@ -69,7 +69,7 @@ def steps(draw: random.Random) -> dict:
     }
     found["route"] = draw.choice([{"star": {}}, {"node": {"proxies": draw.random() < 0.5}}, {"tree": {"fanout": 1}}])
     if place["head_groups"] == 1 and draw.random() < 0.4:
-        found["inner"] = {"ulysses": {"degree": draw.choice(["node", 2])}}
+        found["inner"] = {"ulysses": {"degree": draw.choice(["node", 2]), "overlap": draw.random() < 0.5}}
     if place["head_groups"] == 1 and draw.random() < 0.3:
         found["reshuffle"] = True
     return found

@@ -48,6 +48,7 @@ def random_recipe(draw: random.Random) -> Recipe:
                     "coalesce": draw.choice([1, 2, "auto"]),
                     "buffers": draw.choice([1, 2, 3]),
                     "local": local,
+                    "order": draw.choice(["any", "longest", "shortest"]),
                 }
             },
             {"ring": {"over": draw.choice(["ranks", "holders"]), "turns": draw.random() < 0.5}},
@@ -60,7 +61,8 @@ def random_recipe(draw: random.Random) -> Recipe:
     if "ring" not in schedule:
         steps["route"] = draw.choice(ROUTES)
     if draw.random() < 0.4:
-        steps["inner"] = {"ulysses": {"degree": draw.choice(["auto", "node", 2, 3])}}
+        overlap = draw.random() < 0.5
+        steps["inner"] = {"ulysses": {"degree": draw.choice(["auto", "node", 2, 3]), "overlap": overlap}}
     return Recipe("mix", {**steps, "reshuffle": draw.random() < 0.3})
 
 

@@ -10,7 +10,13 @@ import pytest
 
 from apportion.ir.errors import ConfigError, MissingDependencyError, UnknownNameError
 from apportion.planner.solvers import kit, registry
-from apportion.planner.solvers.contracts import Partition, PartitionProblem, TransportProblem, TwoLevelCost
+from apportion.planner.solvers.contracts import (
+    KINDS,
+    Partition,
+    PartitionProblem,
+    TransportProblem,
+    TwoLevelCost,
+)
 from apportion.planner.solvers.lpt import solve as lpt_solve
 from apportion.planner.solvers.registry import SOLVERS, Entry, find_solver
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
@@ -24,7 +30,7 @@ def test_keeps_the_contract(name):
 def test_listing_imports_no_engine():
     code = (
         "import sys, apportion.planner.solvers.registry as r; [e.installed for e in r.SOLVERS.values()]; "
-        "print([m for m in ('scipy', 'pulp', 'highspy', 'numba') if m in sys.modules])"
+        "print([m for m in ('scipy', 'pulp', 'highspy', 'mtkahypar', 'numba') if m in sys.modules])"
     )
     env = os.environ | {"PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
@@ -32,8 +38,9 @@ def test_listing_imports_no_engine():
 
 
 def test_the_first_of_a_kind_is_its_default():
-    names = {kind: find_solver(kind).name for kind in ("partition", "colouring", "transport", "grouping")}
-    assert list(names.values()) == list(SOLVERS)
+    kinds = dict.fromkeys(entry.kind for entry in SOLVERS.values())
+    assert list(kinds) == list(KINDS)
+    assert [find_solver(kind).name for kind in kinds] == ["lpt", "matching", "flow", "ilp", "mtkahypar"]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("partition", "nope"), ("partition", "ilp"), ("nope", None)])

@@ -1,10 +1,12 @@
 """Flow: sums of rows are exact, the closed form agrees with the linear program, and neither side is forgotten."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
-from apportion.planner.solvers.flow import solve
+from apportion.planner.solvers.flow import flow_value, solve
 from apportion.planner.solvers.status import Budget, Limit, Status
 
 
@@ -23,7 +25,7 @@ def drawn(seed: int, objective: str) -> TransportProblem:
     return TransportProblem(surplus, TwoLevelCost(per_node, 1.0, float(draw.choice([1, 2.5, 9]))), objective)
 
 
-@pytest.mark.parametrize("objective", ["sum", "minmax"])
+@pytest.mark.parametrize("objective", ["sum", "minmax", "senders"])
 @pytest.mark.parametrize("seed", range(150))
 def test_closed_form_and_linear_program_agree(seed, objective):
     problem = drawn(seed, objective)
@@ -52,6 +54,17 @@ def test_both_sides_are_priced():
     """The receivers are the ones who pay most here; a price for senders alone would call it 10."""
     problem = TransportProblem(np.array([10, 10, 10, -30]), TwoLevelCost(1, 1.0, 1.0), "minmax")
     assert solve(problem, Budget()).termination.value == 30.0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_best_for_both_sides_is_also_the_best_for_senders(seed):
+    """So formula (2), which prices senders only, gives up nothing where it prices receivers too."""
+    problem = drawn(seed, "senders")
+    both = solve(replace(problem, objective="minmax"), Budget())
+    printed = solve(problem, Budget())
+    assert flow_value(problem, both.src, both.dst, both.rows) == pytest.approx(printed.termination.value)
+    value = flow_value(replace(problem, objective="minmax"), printed.src, printed.dst, printed.rows)
+    assert value >= both.termination.value - 1e-9
 
 
 def test_a_matrix_is_rounded_with_exact_sums():

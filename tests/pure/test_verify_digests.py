@@ -72,12 +72,24 @@ def test_parts_exchanged_in_place_are_found(plan: Plan) -> None:
     assert "digests" in rules(plan)
 
 
-def test_views_are_never_known(plan: Plan) -> None:
+def test_what_columns_are_parts_of_is_read_only_too(plan: Plan) -> None:
     shared = np.array(plan.layouts["attention"].spans["position"])
     viewed = codec.seal(with_column(plan, lambda _: shared[:]))
+    assert known(viewed)
+    with pytest.raises(ValueError, match="read-only"):
+        shared[0] += 1
+    shared.setflags(write=True)
+    shared[0] += 1
+    assert not known(viewed)
+    assert "digests" in rules(viewed)
+
+
+def test_columns_in_memory_of_others_are_never_known(plan: Plan) -> None:
+    memory = bytearray(plan.layouts["attention"].spans["position"].astype(np.int64).tobytes())
+    viewed = codec.seal(with_column(plan, lambda _: np.frombuffer(memory, np.int64)))
     assert not known(viewed)
     assert rules(viewed) == set()
-    shared[0] += 1
+    memory[0] ^= 1
     assert "digests" in rules(viewed)
 
 

@@ -38,14 +38,19 @@ def run_backward(handle: PlanHandle, kind: str, home: Home, layer: Layer) -> tup
 
 
 def _run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> tuple[Memory, Gradients]:
+    machine = prepare(handle, kind, phase, home, layer)
+    machine.run()
+    return machine.memory, machine.gradients
+
+
+def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
+    """The machine of one call with its memory, ready to run. Compares plan ids the first time, a collective."""
     handle.agree()
     program = handle.program(kind, phase)
     contiguous = {name: tuple(part.detach().contiguous() for part in parts) for name, parts in home.items()}
     hidden = home[Name.X][0].shape[-1] if Name.X in home else 0
     memory = Memory(program, handle.rows, contiguous, hidden)
-    machine = TorchMachine(program, memory, layer, handle.communicator)
-    machine.run()
-    return memory, machine.gradients
+    return TorchMachine(program, memory, layer, handle.communicator)
 
 
 def check_qkv(handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -90,18 +95,24 @@ def _attend_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv in the dtypes of q, k, v, and dsinks where the layer has sinks."""
     q, k, v, out, lse = saved
-    home = {
-        Name.Q: (q,),
-        Name.KV: (k, v),
-        Name.O: (out.to(accumulator_dtype(out.dtype)), lse),
-        Name.DO: (do,),
-    }
+    home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, out, lse, do)
     memory, gradients = run_backward(handle, kind, home, layer)
+    return *qkv_gradients(memory, q, k, v), sink_gradient(layer, gradients)
+
+
+def backward_home(kept: Home, out: Tensor, lse: Tensor, do: Tensor) -> Home:
+    """What a backward program is given: what forward `kept` (q, k, v or hidden states), its result, and dO."""
+    return {**kept, Name.O: (out.to(accumulator_dtype(out.dtype)), lse), Name.DO: (do,)}
+
+
+def qkv_gradients(memory: Memory, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a backward program, in the dtypes of q, k, v."""
     (dq,), (dk, dv) = memory.home_rows(Name.DQ), memory.home_rows(Name.DKV)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), _sink_gradient(layer, gradients)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
+def sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
+    """The gradient of the layer's sinks [Hq] in their dtype; None where it has none."""
     if layer.sinks is None or gradients.sinks is None:
         return None
     return gradients.sinks.to(layer.sinks.dtype)
@@ -167,17 +178,13 @@ class PlannedBlock(torch.autograd.Function):
         wanted = tuple(param for param in ctx.params if param.requires_grad)
         layer = replace(ctx.layer, sinks=sinks, params=wanted)
         rest = iter(rows)
-        home: dict[Name, Parts] = {name: tuple(next(rest) for _ in range(n)) for name, n in ctx.kept}
-        home |= {
-            Name.X: (hidden, position_ids),
-            Name.O: (out.to(accumulator_dtype(out.dtype)), lse),
-            Name.DO: (do,),
-        }
+        kept: dict[Name, Parts] = {name: tuple(next(rest) for _ in range(n)) for name, n in ctx.kept}
+        home = backward_home({**kept, Name.X: (hidden, position_ids)}, out, lse, do)
         memory, gradients = run_backward(ctx.handle, ctx.kind, home, layer)
         (dx,) = memory.home_rows(Name.DX)
         found = iter(gradients.params)
         dparams = [next(found).to(p.dtype) if p.requires_grad else None for p in ctx.params]
-        return dx.to(hidden.dtype), None, _sink_gradient(layer, gradients), None, None, None, *dparams
+        return dx.to(hidden.dtype), None, sink_gradient(layer, gradients), None, None, None, *dparams
 
 
 # --- torch.compile

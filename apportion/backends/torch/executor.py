@@ -33,6 +33,9 @@ from apportion.ir.isa import Tensor as Name
 #: (hidden [n, E], position_ids [n], query heads, KV heads) -> q [n, Hq', D], k [n, Hk', D], v [n, Hk', Dv]
 Projection = Callable[[Tensor, Tensor, tuple[int, ...], tuple[int, ...]], tuple[Tensor, Tensor, Tensor]]
 
+#: where a tile arrives: its rows, and their memory or, where heads are not evenly spaced, what is copied into it
+Arrival = tuple[View, Parts]
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -58,7 +61,7 @@ class TorchMachine(Machine[View]):
     def __init__(self, program: Program, memory: Memory, layer: Layer, comm: Communicator) -> None:
         super().__init__(program)
         self.memory, self._layer, self._comm = memory, layer, comm
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, tuple[Flight, list[Arrival]]] = {}
         sinks = layer.sinks
         self.gradients = Gradients(
             None if sinks is None else torch.zeros(sinks.shape, dtype=torch.float64, device=sinks.device),
@@ -77,10 +80,15 @@ class TorchMachine(Machine[View]):
     def launch(self, step: Step) -> None:
         views = [self.views[t.operand] for t in step.transfers]
         tiles = [Tile(t.send, t.peer, v.read(), v.wire) for t, v in zip(step.transfers, views, strict=True)]
-        self._flights[step.round] = self._comm.launch(step.channel, step.mode, tiles, self.memory.device)
+        flight = self._comm.launch(step.channel, step.mode, tiles, self.memory.device)
+        arriving = [(view, tile.parts) for view, tile in zip(views, tiles, strict=True) if not tile.send]
+        self._flights[step.round] = flight, arriving
 
     def wait(self, step: Step) -> None:
-        self._flights.pop(step.round).wait()
+        flight, arriving = self._flights.pop(step.round)
+        flight.wait()
+        for view, parts in arriving:
+            view.write(parts)
 
     # --- attention
 

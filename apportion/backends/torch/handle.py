@@ -10,12 +10,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from apportion.backends.interp import Program, compile_program
+from apportion.backends.interp import Program, Segments, compile_program
 from apportion.backends.torch.memory import DTYPES
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.isa import PHASES
+from apportion.ir.segments import Cuts, agreed_cuts
 
 # torch.compile sees a plan as its number, a tensor, so that another plan is no reason to compile again.
 # Numbers are never used twice; the table keeps no handle alive.
@@ -39,6 +40,7 @@ class PlanHandle:
                 f"{self.communicator.ranks}: give each rank `plan.for_rank(rank)` of a plan for this group"
             )
         self._programs: dict[tuple[str, str], Program] = {}
+        self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
         self.number = torch.tensor(next(_numbers))
         _HANDLES[int(self.number)] = self
@@ -101,6 +103,16 @@ class PlanHandle:
             self._programs[kind, phase] = compile_program(found, self.slice.header)
         return self._programs[kind, phase]
 
+    def segments(self, kind: str, phase: str) -> Segments:
+        """This rank's program in three segments, cut where all ranks can. A collective the first time."""
+        if not self._segments:
+            keys = self._keys()
+            own = [cut for key in keys for cut in self.program(*key).cuts]
+            cuts = zip(*(_pairs(row) for row in self.communicator.all_gather(own)), strict=True)
+            agreed = {key: agreed_cuts(ranks) for key, ranks in zip(keys, cuts, strict=True)}
+            self._segments = {key: self.program(*key).segments(cut) for key, cut in agreed.items()}
+        return self._segments[kind, phase]
+
     def projects(self, kind: str) -> bool:
         """Whether the plan calls the layer's projection, and so takes hidden states."""
         return any(self.program(*key).uses_project for key in self._keys() if key[0] == kind)
@@ -115,3 +127,7 @@ class PlanHandle:
     def _keys(self) -> Sequence[tuple[str, str]]:
         keys = [(kind, phase) for kind in self.kinds for phase in PHASES]
         return [key for key in keys if key in self.slice.programs]
+
+
+def _pairs(numbers: Sequence[int]) -> list[Cuts]:
+    return list(map(Cuts, numbers[::2], numbers[1::2]))

@@ -70,7 +70,7 @@ class Memory:
         self.device = next(iter(given.values()))[0].device
         self._rows = rows
         self.home: dict[Name, Parts] = dict(given)
-        self._work = {arena.tensor: self._arena(arena) for arena in program.arenas}
+        self.work = {arena.tensor: self._arena(arena) for arena in program.arenas}
         self._wire = {
             name: tuple(self._wire_dtype(name, part) for part in components(name, self._header))
             for name in Name
@@ -79,7 +79,7 @@ class Memory:
 
     def view(self, operand: Operand) -> View:
         """The operand's rows. Raises ExecutionError where the plan leaves its memory."""
-        arrays = self.home_rows(operand.tensor) if operand.is_home else self._work.get(operand.tensor)
+        arrays = self.home_rows(operand.tensor) if operand.is_home else self.work.get(operand.tensor)
         if arrays is None or operand.row + operand.rows > len(arrays[0]):
             raise ExecutionError(f"{operand} leaves this rank's rows: the plan was not verified")
         return View(operand, arrays, self._wire[operand.tensor])

@@ -51,6 +51,22 @@ def find_move(handle: PlanHandle, source: str, target: str) -> tuple[Move, bool]
     raise UnknownNameError("remap", f"{source} -> {target}", f"the plan moves between {known}", "name these")
 
 
+def to_linear(x: Tensor, handle: PlanHandle) -> Tensor:
+    """x [home rows, ...] -> [rows of the layout `linear`, ...], even tokens for layers that work row by row, where the
+    plan found that they pay; else x itself. Differentiable; every rank calls it."""
+    return _where_planned(x, handle, inverse=False)
+
+
+def from_linear(x: Tensor, handle: PlanHandle) -> Tensor:
+    """The inverse of `to_linear`."""
+    return _where_planned(x, handle, inverse=True)
+
+
+def _where_planned(x: Tensor, handle: PlanHandle, inverse: bool) -> Tensor:
+    move = next((move for move in handle.slice.moves if move.target == "linear"), None)
+    return x if move is None else remapped(x, handle, move, inverse)
+
+
 def _moved(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
     handle.agree()
     source, target = (move.target, move.source) if inverse else (move.source, move.target)

@@ -82,12 +82,16 @@ class Communicator:
 
     def agree(self, plan_id: bytes) -> None:
         """Compares the plan's id on all ranks, a collective. Raises ExecutionError on every rank where ids differ."""
+        _require_one_plan([bytes(row) for row in self.all_gather(list(plan_id), torch.uint8)])
+
+    def all_gather(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
+        """The numbers of every rank, equally many, a collective."""
         if self.ranks == 1:
-            return
-        mine = torch.frombuffer(bytearray(plan_id), dtype=torch.uint8).to(self.device)
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=dtype).to(self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(everyone, mine, group=self._groups[0])
-        _require_one_plan([bytes(row.tolist()) for row in everyone])
+        return [row.tolist() for row in everyone]
 
     def launch(self, channel: int, mode: int, tiles: Sequence[Tile], device: torch.device) -> Flight:
         """Starts the round's transfers on this rank. Tensors must stay as they are until `Flight.wait`."""

@@ -6,8 +6,9 @@ list of *cells*, row ranges whose rows share one state:
 
     lane (rank 3, KV, work, column 0)    [0, 512) ─► [512, 2048) ─► [2048, 4096) ─► end
 
-An operand is one *piece* a lane: the cell where it begins. Cells are split, and the left part keeps its number; cells
-of work rows that have become alike are joined, and one that an operand needs again is cut out again: pieces stay right.
+An operand is one *piece* a lane: the cell where it begins. At first a lane is one cell. Cells that operands need are
+cut out of those that hold their rows; the left part keeps its number. Cells of work rows that have become alike are
+joined, and cut out again when they are needed again: pieces stay right.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import HEADLESS, KV_SIDE, Tensor
 from apportion.ir.jit import lean
-from apportion.ir.plan import Ints, Layout
+from apportion.ir.plan import Ints
+from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.machine import (
     BEGIN,
     CELL,
@@ -28,6 +30,7 @@ from apportion.ir.verify.machine import (
     EMPTY,
     END,
     FIRST_CELL,
+    GONE,
     HOME_OFFSET,
     LANES,
     NEW_CELL,
@@ -43,10 +46,9 @@ from apportion.ir.verify.machine import (
     TENSOR,
     UNIT,
     VALUE,
+    behind,
 )
 from apportion.ir.verify.view import HOME, Bools, HeadSets, Program
-
-Runs = tuple[Ints, Ints, Ints, Ints]
 
 _SPACES = 2
 PLACES = _SPACES * (max(Tensor) + 1)
@@ -93,25 +95,12 @@ class Cells:
         return bool(here.any() and (cells[here, STATE] == VALUE).all())
 
 
-def home_runs(layout: Layout) -> Runs:
-    """(rank, row, rows, token) of each run of consecutive tokens in a layout, spans in row order."""
-    spans = layout.spans
-    rank = spans.rank_of_row()
-    row, token, length = (np.asarray(spans[name], np.int64) for name in ("row", "token", "length"))
-    order = np.lexsort((row, rank))
-    rank, row, token, length = rank[order], row[order], token[order], length[order]
-    joined = (rank[1:] == rank[:-1]) & (token[1:] == (token + length)[:-1])
-    begins = np.flatnonzero(np.append(True, ~joined)[: len(rank)])
-    rows = np.add.reduceat(length, begins) if len(begins) else length
-    return rank[begins], row[begins], rows, token[begins]
-
-
 def build(
-    program: Program, runs: Runs, given: frozenset[Tensor], owed: frozenset[Tensor], room: int
+    program: Program, homes: Homes, given: frozenset[Tensor], owed: frozenset[Tensor], room: int
 ) -> Cells:
-    """The memory of a program at its start, with room for so many runs of tokens a task or transfer.
+    """The memory of a program at its start, with room for so many runs of home rows a task or transfer.
 
-    runs: the `home_runs` of the layout of home rows.
+    homes: of the layout of home rows.
     given: tensors whose home rows hold values. owed: tensors whose home rows the program must produce.
     Raises CapacityError where lanes, rows and ranks are too many to number, which no real plan reaches.
     """
@@ -125,7 +114,7 @@ def build(
     lanes = program.ranks * PLACES * pieces.columns
     if lanes.bit_length() + bits > 62 or bits > 30:
         raise CapacityError(f"{lanes} lanes of up to 2**{bits} rows are too many to verify")
-    home = _home_edges(program, runs, given | owed, pieces.columns, units)
+    home = _home_edges(program, homes, given | owed, pieces.columns, units)
     edges = (pieces.lane << bits) + pieces.start
     home_edges = (home.lane << bits) + home.start
     keys = np.concatenate([edges, home_edges, edges + pieces.rows, home_edges + home.rows])
@@ -133,10 +122,10 @@ def build(
     keys = keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
     lanes = keys >> bits
     memory = _allocate(program, pieces, lanes, room)
-    token_offset = np.full(len(keys), NOWHERE)
-    token_offset[np.searchsorted(keys, home_edges)] = home.token - home.start
+    offsets = np.full(len(keys), NOWHERE)
+    offsets[np.searchsorted(keys, home_edges)] = home.address - home.start
     bits_given = sum(1 << tensor for tensor in given)
-    _fill_cells(memory.lines, lanes, keys, (1 << bits) - 1, token_offset, pieces.columns, bits_given)
+    _fill_cells(memory.lines, lanes, keys, (1 << bits) - 1, offsets, pieces.columns, bits_given)
     table = program["operands"]
     lanes_of = np.bincount(pieces.operand, minlength=len(table))
     _fill_slots(memory.lines, memory.slots, table.data, lanes_of, keys, edges, pieces.unit)
@@ -188,7 +177,7 @@ class _Edges:
     lane: Ints
     start: Ints
     rows: Ints
-    token: Ints
+    address: Ints
 
 
 def _unit(program: Program, kv_side: bool) -> int:
@@ -260,9 +249,9 @@ def _flat_units(sets: HeadSets, width: int) -> tuple[Ints, Ints]:
 
 
 def _home_edges(
-    program: Program, runs: Runs, tensors: frozenset[Tensor], columns: int, units: _Units
+    program: Program, homes: Homes, tensors: frozenset[Tensor], columns: int, units: _Units
 ) -> _Edges:
-    """Every home run of consecutive tokens in every lane of the tensors and of those that operands name."""
+    """The home rows of every rank in every lane of the tensors and of those that operands name."""
     table = program["operands"]
     named = np.flatnonzero(np.bincount(table["tensor"][table["space"] == HOME]))
     lanes = [
@@ -270,13 +259,12 @@ def _home_edges(
         for tensor in sorted(tensors.union(map(Tensor, named.tolist())) - {Tensor.NONE})
     ]
     every = np.concatenate(lanes) if lanes else np.zeros(0, np.int64)
-    rank, row, rows, token = runs
+    rank = np.flatnonzero(homes.rows)
     if len(every) * len(rank) > _MOST_PIECES:
-        raise CapacityError(
-            f"home rows have {len(every) * len(rank)} runs and heads, more than {_MOST_PIECES}"
-        )
+        raise CapacityError(f"home rows have {len(every) * len(rank)} lanes, more than {_MOST_PIECES}")
     lane = (rank * PLACES * columns)[None, :] + every[:, None]
-    return _Edges(lane.ravel(), *(np.tile(item, len(every)) for item in (row, rows, token)))
+    ends = (np.zeros(len(rank), np.int64), homes.rows[rank], homes.first[rank])
+    return _Edges(lane.ravel(), *(np.tile(item, len(every)) for item in ends))
 
 
 def _home_lanes(program: Program, tensor: Tensor, units: _Units) -> int:
@@ -287,30 +275,31 @@ def _home_lanes(program: Program, tensor: Tensor, units: _Units) -> int:
 
 @lean
 def _fill_cells(
-    lines: Ints, lanes: Ints, keys: Ints, row_bits: int, token_offset: Ints, columns: int, given: int
+    lines: Ints, lanes: Ints, keys: Ints, row_bits: int, offsets: Ints, columns: int, given: int
 ) -> None:
-    """Home cells know the tokens that their rows stand for, those of given tensors hold their values.
+    """Each lane is one cell, the others are cut out of it when they are needed. Home cells know the addresses of their
+    rows, those of given tensors hold their values.
 
-    token_offset: token - row where a cell begins a run of consecutive tokens at home, else NOWHERE; home lanes are
-    covered by runs.
+    offsets: address - row where a cell begins a home lane, else NOWHERE.
     """
-    lane, offset, home, column, holds = -1, NOWHERE, False, 0, False
-    for i in range(len(lanes)):
-        if lanes[i] != lane:
-            lane = lanes[i]
-            place, column = lane // columns % PLACES, lane % columns
-            home = place % _SPACES == HOME
-            holds = home and (given >> (place // _SPACES)) & 1 == 1
-        if token_offset[i] != NOWHERE:
-            offset = token_offset[i]
-        line, last = FIRST_CELL + i, i + 1 == len(lanes) or lanes[i + 1] != lane
-        lines[line, ROW] = keys[i] & row_bits
-        lines[line, STOP] = (keys[i] if last else keys[i + 1]) & row_bits
-        lines[line, NEXT] = -1 if last else line + 1
-        lines[line, UNIT] = column if home else 0
-        lines[line, HOME_OFFSET] = offset if home else NOWHERE
-        lines[line, OFFSET] = offset if holds else NOWHERE
-        lines[line, STATE] = VALUE if holds else EMPTY
+    begin = 0
+    while begin < len(lanes):
+        end = begin + 1
+        while end < len(lanes) and lanes[end] == lanes[begin]:
+            end += 1
+        place, column = lanes[begin] // columns % PLACES, lanes[begin] % columns
+        home = place % _SPACES == HOME
+        holds = home and (given >> (place // _SPACES)) & 1 == 1
+        first, last, offset = FIRST_CELL + begin, FIRST_CELL + end - 1, offsets[begin] if home else NOWHERE
+        for i in range(begin, end):
+            line = FIRST_CELL + i
+            lines[line, ROW], lines[line, STOP], lines[line, NEXT] = keys[i] & row_bits, GONE, behind(first)
+            lines[line, UNIT], lines[line, HOME_OFFSET] = column if home else 0, offset
+            lines[line, OFFSET] = offset if holds else NOWHERE
+            lines[line, STATE] = VALUE if holds else EMPTY
+        lines[first, STOP], lines[first, NEXT] = keys[end - 1] & row_bits, last
+        lines[last, STOP], lines[last, NEXT] = keys[end - 1] & row_bits, -1
+        begin = end
 
 
 @lean

@@ -18,10 +18,11 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.isa import TABLES
 from apportion.ir.jit import jit, lean
 from apportion.ir.plan import Ints
+from apportion.ir.sorting import stable_order
 from apportion.ir.verify.flow import Flow
+from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.machine import NO_TOKEN
 from apportion.ir.verify.report import Violation, at_instruction
-from apportion.ir.verify.sorting import stable_order
 from apportion.ir.verify.view import Program
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ RULE = "coverage"
 _MOST = 16
 _FREE_STEPS = 2**26  # comparisons of two bands: a tenth of a second
 _STEPS_PER_BAND = 512
+_FREE_PIECES, _PIECES_PER_TASK = 2**22, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,32 +48,26 @@ class Tasks:
     complete: bool
 
 
-def tasks_of(program: Program, flow: Flow) -> Tasks:
-    """Bands of all tasks, those with several runs of tokens cut into runs."""
-    name, operands = program.task_list, program["operands"]
-    table, q = program[name], flow.tokens[0]
-    q_at, kv_at, band_at = (TABLES[name].index(column) for column in ("q", "kv", "dmin"))
-    whole, complete = int(np.count_nonzero(q >= 0)), not (q == NO_TOKEN).any()
-    parts, of_task = _cut_runs(
-        table.data[band_at : band_at + 2], flow.parts if whole < len(table) else flow.parts[:0]
-    )
-    bands, task = np.empty((6, whole + len(of_task)), np.int64), np.empty(whole + len(of_task), np.int64)
-    _place_whole(
-        table.data, table.ptr, q_at, kv_at, band_at, operands.data, operands.ptr, flow.tokens, bands, task
-    )
-    bands[:, whole:], task[whole:] = parts, of_task
-    return Tasks(bands, task, complete)
-
-
-def _cut_runs(diagonals: Ints, runs: Ints) -> tuple[Ints, Ints]:
-    """Bands of the parts of tasks whose rows are several runs of tokens; parts without an allowed pair drop out."""
-    task, q_row, q_rows, q, k_row, k_rows, k = runs.T
-    move = (q - q_row) - (k - k_row)
-    bands = np.stack([q, q + q_rows, k, k + k_rows, diagonals[0, task] + move, diagonals[1, task] + move])
-    np.maximum(bands[4], bands[0] - bands[3] + 1, out=bands[4])
-    np.minimum(bands[5], bands[1] - bands[2] - 1, out=bands[5])
-    filled = np.flatnonzero(bands[4] <= bands[5])
-    return bands[:, filled], task[filled]
+def tasks_of(program: Program, flow: Flow, homes: Homes) -> Tasks:
+    """Bands of all tasks, those with several runs of tokens cut into runs. Raises CapacityError for too many."""
+    name, found = program.task_list, flow.tokens[0]
+    table, operands = program[name], program["operands"]
+    columns = np.array([TABLES[name].index(column) for column in ("q", "kv", "dmin")])
+    whole, complete = int(np.count_nonzero(found >= 0)), not (found == NO_TOKEN).any()
+    places = np.empty((7, whole + (len(flow.parts) if whole < len(table) else 0)), np.int64)
+    places[:, whole:] = flow.parts.T[:, : places.shape[1] - whole]
+    _place_whole(table.data, table.ptr, columns, operands.data, operands.ptr, flow.tokens, places)
+    axis = homes.starts, homes.tokens
+    diagonals = table.data[columns[2] : columns[2] + 2]
+    most, room = _FREE_PIECES + _PIECES_PER_TASK * len(table), 2 * places.shape[1]
+    bands, task = np.empty((6, room), np.int64), np.empty(room, np.int64)
+    count = _cut(places, diagonals, *axis, bands, task, most)
+    if count > most:
+        raise CapacityError(f"the tasks fall into more than {most} runs of tokens: too many to verify")
+    if count > room:
+        bands, task = np.empty((6, count), np.int64), np.empty(count, np.int64)
+        _cut(places, diagonals, *axis, bands, task, most)
+    return Tasks(np.ascontiguousarray(bands[:, :count]), task[:count], complete)
 
 
 def check(subject: Subject) -> Iterator[Violation]:
@@ -230,28 +226,68 @@ def _first_missing(band: Ints, tasks: Ints) -> tuple[int, int]:
 
 @lean
 def _place_whole(
-    table: Ints,
-    ptr: Ints,
-    query: int,
-    key: int,
-    diagonal: int,
-    operands: Ints,
-    bases: Ints,
-    tokens: Ints,
-    bands: Ints,
-    task: Ints,
+    table: Ints, ptr: Ints, columns: Ints, operands: Ints, bases: Ints, tokens: Ints, places: Ints
 ) -> None:
-    """The bands of tasks with one run of tokens on either side. query, key, diagonal: columns of the tasks."""
-    count = 0
+    """The tasks with one run of home rows on either side, as in `Flow.parts`. columns: the two operands of a task."""
+    count, query, key = 0, columns[0], columns[1]
     for rank in range(len(ptr) - 1):
         for i in range(ptr[rank], ptr[rank + 1]):
-            q, k = tokens[0, i], tokens[1, i]
-            if q >= 0:
-                bands[0, count], bands[1, count] = q, q + operands[3, bases[rank] + table[query, i]]
-                bands[2, count], bands[3, count] = k, k + operands[3, bases[rank] + table[key, i]]
-                bands[4, count], bands[5, count] = table[diagonal, i] + q - k, table[diagonal + 1, i] + q - k
-                task[count] = i
+            if tokens[0, i] >= 0:
+                places[0, count], places[1, count], places[4, count] = i, 0, 0
+                places[2, count], places[3, count] = operands[3, bases[rank] + table[query, i]], tokens[0, i]
+                places[5, count], places[6, count] = operands[3, bases[rank] + table[key, i]], tokens[1, i]
                 count += 1
+
+
+@lean
+def _cut(
+    places: Ints, diagonals: Ints, starts: Ints, tokens: Ints, bands: Ints, task: Ints, most: int
+) -> int:
+    """Cuts parts of tasks into runs of tokens; those without an allowed pair drop out. Their number, as far as `most`;
+    they are written down where there is room. starts, tokens: as in `Homes`."""
+    count, run, other = 0, 0, 0
+    for part in range(places.shape[1]):
+        i, row, rows, q, key_row, keys, k = places[:, part]
+        dmin, dmax = diagonals[0, i] + q - k + key_row - row, diagonals[1, i] + q - k + key_row - row
+        run = _run_of(starts, q, run)
+        while starts[run] < q + rows:
+            q0, q1 = max(starts[run], q), min(starts[run + 1], q + rows)
+            # keys that these queries see, by address
+            k0, k1 = max(k, q0 - dmax), min(k + keys, q1 - dmin)
+            other = _run_of(starts, k0, other) if k0 < k1 else other
+            while k0 < k1 and starts[other] < k1:
+                count += 1
+                if count <= len(task):
+                    shift = tokens[run] - starts[run]
+                    move = shift - (tokens[other] - starts[other])
+                    bands[0, count - 1], bands[1, count - 1] = q0 + shift, q1 + shift
+                    bands[2, count - 1] = max(starts[other], k) + shift - move
+                    bands[3, count - 1] = min(starts[other + 1], k + keys) + shift - move
+                    bands[4, count - 1] = max(dmin + move, bands[0, count - 1] - bands[3, count - 1] + 1)
+                    bands[5, count - 1] = min(dmax + move, bands[1, count - 1] - bands[2, count - 1] - 1)
+                    task[count - 1] = i
+                elif count > most:
+                    return count
+                other += 1
+            run += 1
+    return count
+
+
+@lean
+def _run_of(starts: Ints, address: int, near: int) -> int:
+    """The run that an address is in, sought from `near` on in growing steps: mostly it is the same or the next."""
+    low, high, step = min(near, len(starts) - 2), min(near, len(starts) - 2) + 1, 1
+    while starts[low] > address:
+        low, high, step = max(low - step, 0), low, 2 * step
+    while starts[high] <= address:
+        low, high, step = high, min(high + step, len(starts) - 1), 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] <= address:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @lean

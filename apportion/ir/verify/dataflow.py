@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Space, Tensor
 from apportion.ir.plan import Ints
 from apportion.ir.verify import machine as f
-from apportion.ir.verify.cells import PLACES, Cells
+from apportion.ir.verify.cells import Cells
+from apportion.ir.verify.flow import left_over
+from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.machine import NOWHERE
 from apportion.ir.verify.report import Violation, at_instruction, span
 from apportion.ir.verify.scan import ACCUMULATORS
@@ -24,7 +24,6 @@ from apportion.ir.verify.view import HOME, LISTS, Program
 
 DATAFLOW, DELIVERY = "dataflow", "delivery"
 _END = 2**60  # after every instruction
-_MOST_LEFT = 64
 
 _MESSAGES = {
     f.READ_UNWRITTEN: (DATAFLOW, "reads {rows}, which nothing has written"),
@@ -54,15 +53,15 @@ def check_dataflow(subject: Subject) -> Iterator[Violation]:
     yield from _faults(subject, DATAFLOW)
     for program in subject.runnable:
         if subject.coverage(program) and not len(subject.flow(program).faults):
-            for fault in subject.flow(program).suspects:
-                yield _violation(program, fault, subject.flow(program).memory.slots)
+            for fault in subject.exact_flow(program).suspects:
+                yield _violation(subject, program, fault)
 
 
 def check_delivery(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `delivery`."""
     yield from _faults(subject, DELIVERY)
     for program in subject.runnable:
-        yield from _undelivered(program, subject.flow(program).memory)
+        yield from _undelivered(program, subject.flow(program).memory, subject.homes)
 
 
 def _faults(subject: Subject, rule: str) -> Iterator[Violation]:
@@ -71,19 +70,20 @@ def _faults(subject: Subject, rule: str) -> Iterator[Violation]:
         for fault in faults:
             order = int(program.clock[fault[f.AT]])
             if _MESSAGES[int(fault[f.CODE])][0] == rule:
-                yield replace(_violation(program, fault, subject.flow(program).memory.slots), order=order)
+                yield replace(_violation(subject, program, fault), order=order)
 
 
-def _violation(program: Program, fault: Ints, slots: int) -> Violation:
-    """slots: the line of operand 0, by which the interpreter numbers operands."""
+def _violation(subject: Subject, program: Program, fault: Ints) -> Violation:
     code, instruction, item, x, low, high, holds, wanted = (int(value) for value in fault)
-    x -= slots
+    x -= subject.flow(
+        program
+    ).memory.slots  # the line of operand 0, by which the interpreter numbers operands
     tensor = Tensor(int(program["operands"]["tensor"][x]))
     rule, message = _MESSAGES[code]
     if code == f.WRONG_HOME and tensor not in ACCUMULATORS:
         rule = DATAFLOW
     if code != f.READ_OTHER_HEADS:
-        held, other = _tokens(holds, low, high), _tokens(wanted, low, high)
+        held, other = (_tokens(subject.homes, offset, low, high) for offset in (holds, wanted))
     else:
         held = other = ""
     text = message.format(
@@ -103,8 +103,8 @@ def _rows(program: Program, x: int, low: int, high: int) -> str:
     )
 
 
-def _tokens(offset: int, low: int, high: int) -> str:
-    return "no tokens" if offset == NOWHERE else f"tokens {span(low + offset, high - low)}"
+def _tokens(homes: Homes, offset: int, low: int, high: int) -> str:
+    return "no tokens" if offset == NOWHERE else homes.describe(low + offset, high - low)
 
 
 def _item(program: Program, instruction: int, item: int) -> str:
@@ -114,30 +114,29 @@ def _item(program: Program, instruction: int, item: int) -> str:
     return f"item {item - int(program.starts[instruction])}: "
 
 
-def _undelivered(program: Program, memory: Cells) -> Iterator[Violation]:
+def _undelivered(program: Program, memory: Cells, homes: Homes) -> Iterator[Violation]:
     """At the end no partial is left in work rows, and every home row that is owed was produced."""
-    at, lanes = memory.now()
-    found = np.zeros(_MOST_LEFT, np.int64)
-    owed = sum(1 << tensor for tensor in program.owed)
-    count = f.find_undelivered(memory.lines, at, lanes, memory.columns, PLACES, owed, found)
-    rank, tensor, space, _ = memory.place(lanes[found[:count]])
-    for i, cell in enumerate(memory.lines[at[found[:count]]]):
+    at, lanes = left_over(program, memory)
+    rank, tensor, space, _ = memory.place(lanes)
+    for i, cell in enumerate(memory.lines[at]):
         lost = int(space[i]) != HOME or Tensor(int(tensor[i])) not in program.owed
         describe = _left if lost else _unproduced
-        yield describe(program, cell, int(rank[i]), Tensor(int(tensor[i])), Space(int(space[i])))
+        yield describe(program, homes, cell, int(rank[i]), Tensor(int(tensor[i])), Space(int(space[i])))
 
 
-def _left(program: Program, cell: Ints, rank: int, tensor: Tensor, space: Space) -> Violation:
+def _left(program: Program, homes: Homes, cell: Ints, rank: int, tensor: Tensor, space: Space) -> Violation:
     low, high = int(cell[f.ROW]), int(cell[f.STOP])
     name = f"{TENSOR_NAMES[tensor]} {space.name.lower()} rows {span(low, high - low)}"
-    held = _tokens(int(cell[f.OFFSET]), low, high)
+    held = _tokens(homes, int(cell[f.OFFSET]), low, high)
     message = f"ends with a partial of {held} in {name}, which never reaches its home"
     return Violation(DELIVERY, rank, program.kind, program.phase, None, message, order=_END)
 
 
-def _unproduced(program: Program, cell: Ints, rank: int, tensor: Tensor, space: Space) -> Violation:
+def _unproduced(
+    program: Program, homes: Homes, cell: Ints, rank: int, tensor: Tensor, space: Space
+) -> Violation:
     low, high = int(cell[f.ROW]), int(cell[f.STOP])
-    held = _tokens(int(cell[f.HOME_OFFSET]), low, high)
+    held = _tokens(homes, int(cell[f.HOME_OFFSET]), low, high)
     rows = f"{TENSOR_NAMES[tensor]} {space.name.lower()} rows {span(low, high - low)} of {held}"
     state = "a partial that was not finished" if cell[f.STATE] == f.LIVE else "no result"
     message = f"ends with {state} in {rows}"

@@ -9,7 +9,7 @@ import numpy as np
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Tensor
 from apportion.ir.plan import Ints
-from apportion.ir.verify.cells import Cells
+from apportion.ir.verify.cells import PLACES, Cells
 from apportion.ir.verify.machine import (
     BEGIN,
     CLEARED,
@@ -19,6 +19,7 @@ from apportion.ir.verify.machine import (
     FAULTS,
     FULL,
     FULL_LINE,
+    LAZY,
     LIVE,
     MOST_FAULTS,
     NO_TOKEN,
@@ -36,21 +37,26 @@ from apportion.ir.verify.machine import (
     SUSPECTS,
     UNKNOWN,
     VALUE,
+    find_undelivered,
     interpret,
     settle_rest,
 )
 from apportion.ir.verify.view import Program
+
+_MOST_LEFT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Flow:
     """What the interpreter found.
 
-    tokens: int64 [2, tasks], the global tokens of the first query and the first key row of each task; SEVERAL where
-    its rows are not consecutive tokens (then `parts` holds its pieces), NO_TOKEN where they are not known.
+    tokens: int64 [2, tasks], the tokens of the first query and the first key row of each task, by their addresses (see
+    `homes`); SEVERAL where its rows are not consecutive ones (then `parts` holds its pieces), NO_TOKEN where they are
+    not known.
     parts: int64 [parts, 7] (task, first query row, rows, token, first key row, rows, token), rows counted from the
-    operands' first. faults: int64 [faults, 8]. suspects: the same, for tiles overwritten before anyone read them,
-    which is waste unless a task then read something else. memory: the cells at the end.
+    operands' first, tokens by address.
+    faults: int64 [faults, 8]. suspects: the same, for tiles overwritten before anyone read them, which is waste
+    unless a task then read something else. memory: the cells at the end.
     """
 
     tokens: Ints
@@ -60,13 +66,17 @@ class Flow:
     memory: Cells
 
 
-def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_home: int) -> Flow:
+def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_home: int, lazy: bool) -> Flow:
     """Executes the program. given: tensors whose home rows hold values; written_at_home: as in `Scan`.
+
+    lazy: quicker, see `machine.LAZY`. A program that it finds nothing wrong with has nothing wrong; what it finds may
+    not be so, and suspects may be missing.
 
     Raises CapacityError where rows fall into too many pieces, which no real plan does.
     """
     lines, transfers = memory.lines, program["transfers"]
     tokens = np.full((2, len(program["tasks"]) + len(program["grads"])), NO_TOKEN, np.int64)
+    lines[FULL_LINE, LAZY] = lazy
     carried = np.zeros((len(transfers), 2), np.int64)
     promised = np.empty((len(program["rowops"]), 4), np.int64)
     interpret(
@@ -106,6 +116,15 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_ho
         suspects[: counters[SUSPECTS]],
         memory,
     )
+
+
+def left_over(program: Program, memory: Cells) -> tuple[Ints, Ints]:
+    """(lines, lanes) of the cells that end in the wrong state, the first few: see `find_undelivered`."""
+    at, lanes = memory.now()
+    found = np.zeros(_MOST_LEFT, np.int64)
+    owed = sum(1 << tensor for tensor in program.owed)
+    count = find_undelivered(memory.lines, at, lanes, memory.columns, PLACES, owed, found)
+    return at[found[:count]], lanes[found[:count]]
 
 
 def _broken_promises(lines: Ints, carried: Ints, promised: Ints) -> Ints:

@@ -8,8 +8,8 @@ import numpy as np
 
 from apportion.ir.batch import Batch
 from apportion.ir.plan import Ints, Layout, Move, Table
+from apportion.ir.sorting import stable_order
 from apportion.ir.verify.report import Violation, span
-from apportion.ir.verify.sorting import stable_order
 from apportion.ir.verify.subject import Subject
 
 RULE = "layouts"

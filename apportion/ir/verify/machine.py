@@ -38,8 +38,10 @@ CELL, PIECE, BEGIN, END, _UNIT, LANES, TENSOR = range(7)  # _UNIT is UNIT: the s
 # the line of counters: lines in use of each kind, whether they ran out, and what is being executed
 COUNTERS = 0
 FAULTS, SUSPECTS, RUN_LINE, PART_LINE, PARTS, NEW_CELL, INSTRUCTION, ITEM = range(8)
-# of line FULL_LINE; FREE: the first cut-off cell that is out of use, 0 for none
-FULL, PROMISES, FREE, TOUCHED = range(4)
+# of line FULL_LINE; FREE: the first cut-off cell that is out of use, 0 for none; LAZY: whether cells stay uncut where
+# a task reads some of their rows, and cleared rows are taken, all of a cell at once, for partials of the tokens of the
+# first contribution: rows without any hold zeros, and zeros may be said to be of any tokens
+FULL, PROMISES, FREE, TOUCHED, LAZY = range(5)
 MOST_FAULTS = 32
 FAULT_LINES, SUSPECT_LINES = 1, 1 + MOST_FAULTS
 FULL_LINE = SUSPECT_LINES + MOST_FAULTS
@@ -58,7 +60,7 @@ PENDING = 6  # received from a send that has not been looked at yet: OFFSET is i
 NOWHERE = -(2**62)  # offset of a cell without tokens
 GONE = (
     -1
-)  # STOP of a cell that was joined to one before it; its NEXT is _behind() a cell from where to look for that
+)  # STOP of a cell that is part of one before it; its NEXT is behind() a cell from where to look for that
 
 # BUSY: bit 0 a receive into the cell is in flight, bit 1 nobody has read it yet; above, sends in flight
 IN_FLIGHT, UNREAD, ONE_SEND = 1, 2, 4
@@ -98,6 +100,9 @@ _STUCK, _MIXED, _HIDDEN = NOWHERE - 1, NOWHERE + 1, NOWHERE + 2
 _PUT, _ARRIVE, _ADD, _ADD_FIRST = range(4)
 
 _ACCUMULATOR_BITS = (1 << Tensor.O) | (1 << Tensor.DX) | (1 << Tensor.DQ) | (1 << Tensor.DKV)
+
+#: so many cells are tried before a search
+_NEAR = 16
 
 _LAUNCH, _WAIT, _ATTEND, _ATTEND_GRAD = int(Op.LAUNCH), int(Op.WAIT), int(Op.ATTEND), int(Op.ATTEND_GRAD)
 _MERGE, _SUM = int(Op.MERGE), int(Op.ADD)
@@ -223,8 +228,7 @@ def interpret(
         for item in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
             y = bases[rank] + transfers[2, item]
             cell = m[y, CELL]
-            known = transfers[0, item] and (constant >> m[y, TENSOR]) & 1 and m[cell, HOME_OFFSET] != NOWHERE
-            if known and m[y, LANES] == 1 and m[cell, STOP] == m[y, END]:
+            if transfers[0, item] and _is_fixed(m, y, constant):
                 carried[item, 0], carried[item, 1] = VALUE, m[cell, HOME_OFFSET] + m[y, BEGIN]
     moved = True
     while moved:
@@ -244,13 +248,25 @@ def interpret(
                 first = max(starts[listed], resume[rank])
                 end = starts[listed] + instructions[4, listed]
                 if op == _WAIT:
-                    stuck = _wait(m, transfers, mate, carried, base, first, end)
+                    stuck = _wait(m, transfers, mate, carried, constant, base, first, end)
                 elif op == _LAUNCH:
-                    stuck = _launch(m, transfers, carried, base, first, end)
+                    stuck = _launch(m, transfers, carried, constant, base, first, end)
                 else:
                     rows = tasks if op == _ATTEND else grads if op == _ATTEND_GRAD else rowops
                     stuck = _work(
-                        m, op, rows, base, first, end, script, script_ptr, found, carried, promised, tokens
+                        m,
+                        op,
+                        rows,
+                        constant,
+                        base,
+                        first,
+                        end,
+                        script,
+                        script_ptr,
+                        found,
+                        carried,
+                        promised,
+                        tokens,
                     )
                 if stuck >= 0:
                     moved = moved or stuck > first
@@ -263,7 +279,9 @@ def interpret(
 
 
 @lean
-def _wait(m: Ints, transfers: Ints, mate: Ints, carried: Ints, base: int, first: int, end: int) -> int:
+def _wait(
+    m: Ints, transfers: Ints, mate: Ints, carried: Ints, constant: int, base: int, first: int, end: int
+) -> int:
     """Rows are free again, and those received hold what was sent. Returns the transfer that must be waited for, -1
     for none."""
     stuck = -1
@@ -272,6 +290,8 @@ def _wait(m: Ints, transfers: Ints, mate: Ints, carried: Ints, base: int, first:
         cell, sender = m[x, CELL], mate[item]
         plain = m[x, LANES] == 1 and m[cell, STOP] == m[x, END]
         m[COUNTERS, ITEM] = item
+        if transfers[0, item] and _is_fixed(m, x, constant):
+            continue
         if transfers[0, item] and plain:
             m[cell, BUSY] -= ONE_SEND
         elif transfers[0, item]:
@@ -293,7 +313,7 @@ def _wait(m: Ints, transfers: Ints, mate: Ints, carried: Ints, base: int, first:
 
 
 @lean
-def _launch(m: Ints, transfers: Ints, carried: Ints, base: int, first: int, end: int) -> int:
+def _launch(m: Ints, transfers: Ints, carried: Ints, constant: int, base: int, first: int, end: int) -> int:
     """Notes what is sent and marks what will be received. Returns where it must stop, -1 for nowhere."""
     stuck = -1
     for item in range(first, end):
@@ -302,6 +322,8 @@ def _launch(m: Ints, transfers: Ints, carried: Ints, base: int, first: int, end:
         plain = m[x, LANES] == 1 and m[cell, STOP] == m[x, END]
         state, busy = m[cell, STATE], m[cell, BUSY]
         m[COUNTERS, ITEM] = item
+        if transfers[0, item] and _is_fixed(m, x, constant):
+            continue  # what it carries is noted, and nobody writes to these rows
         if transfers[0, item]:
             plain = plain and m[cell, UNIT] == m[x, UNIT] and busy & IN_FLIGHT == 0
             if plain and (state == VALUE or state == LIVE):  # noqa: SIM109  a tuple costs three times as much
@@ -326,10 +348,17 @@ def _launch(m: Ints, transfers: Ints, carried: Ints, base: int, first: int, end:
 
 
 @lean
+def _is_fixed(m: Ints, x: int, constant: int) -> bool:
+    """Whether operand x is home rows that hold values from the start and to the end."""
+    return (constant >> m[x, TENSOR]) & 1 == 1 and m[m[x, CELL], HOME_OFFSET] != NOWHERE  # type: ignore[no-any-return]
+
+
+@lean
 def _work(
     m: Ints,
     op: int,
     rows: Ints,
+    constant: int,
     base: int,
     first: int,
     end: int,
@@ -357,21 +386,26 @@ def _work(
             if x == base:
                 found[column] = _HIDDEN
                 continue
-            cell = m[x, CELL]
-            state, busy = m[cell, STATE], m[cell, BUSY]
-            plain = m[x, LANES] == 1 and m[cell, STOP] == m[x, END]
+            if kind == _LOOK and script[k, 3] == _VALUES and _is_fixed(m, x, constant):
+                found[column] = m[m[x, CELL], HOME_OFFSET]
+                continue
+            seeks = kind in (_SETTLE, _LOOK, _FILL, _SPEND)
+            cell = _holder(m, x) if seeks else -1  # the cell that has all rows, if one does
+            whole = cell >= 0 and m[cell, ROW] == m[x, BEGIN] and m[cell, STOP] == m[x, END]
             if kind == _SETTLE:
-                if (not plain or state == PENDING) and not _settle(m, x, carried):
+                if (cell < 0 or m[cell, STATE] == PENDING) and not _settle(m, x, carried):
                     stuck = item
                     break
                 continue
-            plain = plain and m[cell, UNIT] == m[x, UNIT]
+            state, busy = (m[cell, STATE], m[cell, BUSY]) if cell >= 0 else (UNKNOWN, 0)
+            fits = cell >= 0 and m[cell, UNIT] == m[x, UNIT]
             if kind == _LOOK:
-                if plain and (script[k, 3] >> state) & 1 and busy & IN_FLIGHT == 0:
-                    m[cell, BUSY] = busy & ~UNREAD
-                    found[column] = m[cell, OFFSET]
-                    continue
-                if plain and state == PENDING and op in (_MERGE, _SUM):  # noqa: SIM102  as above
+                if fits and (script[k, 3] >> state) & 1 and busy & IN_FLIGHT == 0:  # noqa: SIM102  as above
+                    if whole or script[k, 3] == _VALUES:
+                        m[cell, BUSY] = busy & ~UNREAD
+                        found[column] = m[cell, OFFSET]
+                        continue
+                if fits and whole and state == PENDING and op in (_MERGE, _SUM):  # noqa: SIM102  as above
                     if _take(m, x, base + rows[2, item], rows[flags, item], carried, promised):
                         break
                 found[column] = _look(m, x, script[k, 3], carried)
@@ -383,37 +417,92 @@ def _work(
             if kind == _FILL:
                 offset = found[max(other, 0)] + m[y, BEGIN] - m[x, BEGIN]
                 how = _PUT if script[k, 3] == 0 else _ADD_FIRST if rows[flags, item] & script[k, 3] else _ADD
-                plain = plain and other >= 0 and found[other] > _HIDDEN and busy & ~UNREAD == 0
-                home = m[cell, HOME_OFFSET]
-                if plain and how == _ADD and state == LIVE and m[cell, OFFSET] == offset:
+                fits = fits and other >= 0 and found[other] > _HIDDEN and busy & ~UNREAD == 0
+                home = m[m[x, CELL], HOME_OFFSET]
+                alien = home != NOWHERE and home != offset
+                if fits and how == _ADD and state == LIVE and m[cell, OFFSET] == offset:
                     continue  # a contribution to a partial of the same tokens
-                if plain and how == _ADD_FIRST and state <= SPENT and (home == NOWHERE or home == offset):  # noqa: SIM109
+                if fits and how == _ADD and state == CLEARED and not alien and (whole or m[FULL_LINE, LAZY]):
                     m[cell, STATE], m[cell, OFFSET] = LIVE, offset
-                elif other < 0:
+                    continue
+                if fits and how == _ADD_FIRST and state <= SPENT and not alien and whole:
+                    m[cell, STATE], m[cell, OFFSET] = LIVE, offset
+                    continue
+                _settle(m, x, carried)
+                if other < 0:
                     _fill(m, x, CLEARED, NOWHERE, _PUT)
                 else:
+                    _settle(m, y, carried)
                     _pass_on(m, y, found[other], x, how)
             elif kind == _PLACE:
                 if found[0] > _HIDDEN and found[1] > _HIDDEN:
                     tokens[0, item], tokens[1, item] = found[0] + m[x, BEGIN], found[1] + m[y, BEGIN]
                 else:
+                    _settle(m, x, carried)
+                    _settle(m, y, carried)
                     _place_task(m, tokens, x, y, found[0], found[1])
             elif kind == _LIKE:
                 hidden = found[column] <= _HIDDEN or found[other] <= _HIDDEN
                 if hidden or found[column] + m[x, BEGIN] != found[other] + m[y, BEGIN]:
+                    _settle(m, x, carried)
+                    _settle(m, y, carried)
                     _same_tokens(m, y, x)
             elif kind == _SPEND:
-                if plain and state == LIVE:
+                if fits and whole and state == LIVE:
                     m[cell, STATE] = SPENT
                 else:
                     _spend(m, x)
             elif kind == _ONCE:
+                _settle(m, x, carried)
                 _once(m, x)
             else:
                 _finish(m, x)
         if stuck >= 0:
             break
     return stuck
+
+
+@lean
+def _holder(m: Ints, x: int) -> int:
+    """The cell that has all rows of operand x, -1 where several have them. Where cells are not left uncut, one that is
+    no more than these rows."""
+    cell = m[x, CELL]
+    if m[x, LANES] > 1:
+        return -1
+    if m[cell, STOP] == m[x, END]:
+        return cell  # type: ignore[no-any-return]
+    if not m[FULL_LINE, LAZY]:
+        return -1
+    if m[cell, STOP] == GONE:
+        cell = _live_before(m, x, cell)
+        while m[cell, STOP] <= m[x, BEGIN]:
+            cell = m[cell, NEXT]
+        if cell < m[COUNTERS, PART_LINE]:  # the next search begins here
+            m[m[x, CELL], NEXT] = behind(cell)
+            m[HINT_LINES + (m[x, TENSOR] >> 3), m[x, TENSOR] & 7] = cell
+    return cell if m[cell, STOP] >= m[x, END] else -1
+
+
+@lean
+def _live_before(m: Ints, x: int, cell: int) -> int:
+    """A cell at or above a cell that is gone, where operand x begins.
+
+    Cells of the start are numbered lane after lane in the order of their rows: one a little before this one may be
+    alive, or the cell of the same tensor found last is on the way.
+    """
+    before, near, tensor = cell, cell - 1, m[x, TENSOR]
+    while m[before, STOP] == GONE:
+        before = behind(m[before, NEXT])
+    if m[before, STOP] > m[cell, ROW]:
+        return before
+    while m[near, STOP] == GONE and near > cell - _NEAR:
+        near -= 1
+    if m[near, STOP] != GONE and m[near, ROW] > m[before, ROW]:
+        before = near
+    hint = m[HINT_LINES + (tensor >> 3), tensor & 7]
+    if before < hint < cell and m[hint, STOP] != GONE:
+        before = hint
+    return before
 
 
 @lean
@@ -505,15 +594,15 @@ def _take(m: Ints, x: int, y: int, first: int, carried: Ints, promised: Ints) ->
     if carried[sender, 0] == NOT_YET:
         return first == 0 and _promise(m, x, y, promised)
     return carried[sender, 0] == SEVERAL_RUNS and _take_runs(
-        m, x, y, carried[sender, 1], _ADD_FIRST if first else _ADD
+        m, x, y, carried[sender, 1], _ADD_FIRST if first else _ADD, carried
     )
 
 
 @lean
-def _take_runs(m: Ints, x: int, y: int, start: int, how: int) -> bool:
+def _take_runs(m: Ints, x: int, y: int, start: int, how: int, carried: Ints) -> bool:
     """Adds the runs that a sender noted, all of them partials: x itself need never be cut into them."""
     cell, end = m[x, CELL], start + m[start, RUNS]
-    if m[cell, BUSY] & ~UNREAD:
+    if m[cell, BUSY] & ~UNREAD or not _settle(m, y, carried):
         return False
     for run in range(start, end):
         if not (_PARTIALS >> m[run, 4]) & 1:
@@ -527,8 +616,8 @@ def _take_runs(m: Ints, x: int, y: int, start: int, how: int) -> bool:
 def _promise(m: Ints, x: int, y: int, promised: Ints) -> bool:
     """Adds the pending partial x to y, a cell with a partial of known tokens, before it is known: the tokens that it
     must have are written down and compared in the end."""
-    cell, target = m[x, CELL], m[y, CELL]
-    known = m[y, LANES] == 1 and m[target, STOP] == m[y, END] and m[target, UNIT] == m[y, UNIT]
+    cell, target = m[x, CELL], _holder(m, y)
+    known = target >= 0 and m[target, UNIT] == m[y, UNIT]
     if not known or m[target, STATE] != LIVE or m[target, BUSY] & ~UNREAD or m[cell, BUSY] & ~UNREAD:
         return False
     line = m[FULL_LINE, PROMISES]
@@ -805,7 +894,7 @@ def _split(m: Ints, cell: int, row: int) -> None:
     """Cuts a cell at `row`; the left part keeps the number. New cells are written from the end of `m` down."""
     new = m[FULL_LINE, FREE]
     if new:
-        m[FULL_LINE, FREE] = _behind(m[new, NEXT])
+        m[FULL_LINE, FREE] = behind(m[new, NEXT])
     else:
         new = m[COUNTERS, NEW_CELL]
         if new < m[COUNTERS, PART_LINE] + 2:
@@ -821,7 +910,7 @@ def _split(m: Ints, cell: int, row: int) -> None:
 
 
 @lean
-def _behind(cell: int) -> int:
+def behind(cell: int) -> int:
     """A cell's number as NEXT of a cell that is gone: negative, as at the end of a lane. Its own inverse."""
     return -2 - cell
 
@@ -847,27 +936,18 @@ def _join(m: Ints, first: int, last: int, cell: int) -> int:
 
 @lean
 def _drop(m: Ints, cell: int, first: int) -> None:
-    m[cell, STOP], m[cell, NEXT] = GONE, _behind(first)
+    m[cell, STOP], m[cell, NEXT] = GONE, behind(first)
     if cell >= m[COUNTERS, PART_LINE]:
-        m[cell, NEXT] = _behind(m[FULL_LINE, FREE])
+        m[cell, NEXT] = behind(m[FULL_LINE, FREE])
         m[FULL_LINE, FREE] = cell
 
 
 @lean
 def _bring_back(m: Ints, x: int, cell: int, carried: Ints) -> bool:
     """Cuts the cell that now has its rows so that `cell`, where operand x begins, is one again. False where those
-    rows are pending and nothing was sent yet.
-
-    Operands are mostly used in rising order, so the search starts at the cell of the same tensor brought back last
-    where it is on the way: cells of the start are numbered lane after lane in the order of their rows.
-    """
-    row, before, tensor = m[cell, ROW], cell, m[x, TENSOR]
-    while m[before, STOP] == GONE:
-        before = _behind(m[before, NEXT])
-    hint = m[HINT_LINES + (tensor >> 3), tensor & 7]
-    if before < hint < cell and m[hint, STOP] != GONE:
-        before = hint
-    before, at = _seek(m, before, row)
+    rows are pending and nothing was sent yet."""
+    row, tensor = m[cell, ROW], m[x, TENSOR]
+    before, at = _seek(m, _live_before(m, x, cell), row)
     if m[at, STATE] == PENDING:
         if not settle_cell(m, at, carried):
             return False

@@ -15,14 +15,15 @@ from apportion.ir.plan import Ints, Layout, Plan
 from apportion.ir.verify import cells, coverage
 from apportion.ir.verify import flow as interpreter
 from apportion.ir.verify import scan as scanner
+from apportion.ir.verify.homes import Homes, find_homes
 from apportion.ir.verify.report import Violation, first_few
 from apportion.ir.verify.view import Program, head_sets
 
 T = TypeVar("T")
 
 
-# Runs of consecutive tokens a task or transfer that are made room for, in turn: few are the rule.
-_ROOM = (8, 64, 1024)
+# Runs of consecutive home rows a task or transfer that are made room for, in turn: few are the rule.
+_ROOM = (1, 16, 256, 1024)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +39,9 @@ class Subject:
         return self.plan.layouts[self.plan.header.home_layout]
 
     @cached_property
-    def home_runs(self) -> cells.Runs:
-        return cells.home_runs(self.home)
+    def homes(self) -> Homes:
+        """Its rows on one axis."""
+        return find_homes(self.home)
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -68,22 +70,31 @@ class Subject:
         """What happens when the program runs. Raises CapacityError."""
         return self._once("flow", program, self._flow)
 
+    def exact_flow(self, program: Program) -> interpreter.Flow:
+        """The same, with all that it suspects. Raises CapacityError."""
+        return self._once("exact flow", program, lambda p: self._run(p, lazy=False))
+
     def _flow(self, program: Program) -> interpreter.Flow:
+        found = self._run(program, lazy=True)
+        good = not len(found.faults) and not len(interpreter.left_over(program, found.memory)[0])
+        return found if good else self.exact_flow(program)
+
+    def _run(self, program: Program, lazy: bool) -> interpreter.Flow:
         for room in _ROOM[:-1]:
             try:
-                return self._run(program, room)
+                return self._run_in(program, room, lazy)
             except CapacityError:
-                continue  # rows of many runs of tokens: small blocks
-        return self._run(program, _ROOM[-1])
+                continue  # rows of many runs: small blocks
+        return self._run_in(program, _ROOM[-1], lazy)
 
-    def _run(self, program: Program, room: int) -> interpreter.Flow:
+    def _run_in(self, program: Program, room: int, lazy: bool) -> interpreter.Flow:
         given = self.given(program)
-        memory = cells.build(program, self.home_runs, given, program.owed, room)
-        return interpreter.run(program, memory, given, self.scan(program).written_at_home)
+        memory = cells.build(program, self.homes, given, program.owed, room)
+        return interpreter.run(program, memory, given, self.scan(program).written_at_home, lazy)
 
     def tasks(self, program: Program) -> coverage.Tasks:
         """Its tasks in global tokens. Raises CapacityError."""
-        return self._once("tasks", program, lambda p: coverage.tasks_of(p, self.flow(p)))
+        return self._once("tasks", program, lambda p: coverage.tasks_of(p, self.flow(p), self.homes))
 
     def coverage(self, program: Program) -> tuple[Violation, ...]:
         """Violations of the rule `coverage` in the program. Raises CapacityError."""

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from apportion.ir.isa import HEADLESS, KV_SIDE, OP_LIST, TABLES, Op, Space, Tensor
 from apportion.ir.jit import lean
 from apportion.ir.plan import Ints, ProgramSet, Table
+from apportion.ir.sorting import stable_order
 from apportion.ir.verify.meeting import Meeting, meet
-from apportion.ir.verify.sorting import stable_order
 
 Bools = NDArray[np.bool_]
 

@@ -6,7 +6,7 @@ of the template, rounds are launched in the same order everywhere, which is what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 Column = Ints | int
+#: rows of a list: ranks, steps and columns
+Part = tuple[Ints, Ints, tuple[Column, ...]]
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,29 @@ class Operands:
         reach = self._reach.setdefault(tensor, np.zeros(self.ranks, np.int64))
         reach[ranks] = np.maximum(reach[ranks], np.maximum.reduceat(ranges.row + ranges.rows, first))
 
+    @property
+    def counts(self) -> Ints:
+        """int64 [ranks]: operands of each rank, `none` included."""
+        return self._count
+
+    def blocks(self) -> Iterator[tuple[OperandRows, Ints]]:
+        """All operands but `none` in the order in which they were added, with the number of each rank's first, int64
+        [ranks]."""
+        first = np.ones(self.ranks, np.int64)
+        for held in self._rows[1:]:
+            yield held, first
+            first = first + np.bincount(held.ranges.rank, minlength=self.ranks)
+
+    def add(self, held: OperandRows, per_rank: Ints) -> Ints:
+        """Append operands of work rows, `per_rank` of each rank; int64 [ranks], the number of each rank's first."""
+        first = self._count
+        self._rows.append(held)
+        self._count = first + per_rank
+        if len(held.ranges):
+            begins = np.cumsum(per_rank) - per_rank
+            self._extend(held.tensor, held.ranges, begins[per_rank > 0], np.flatnonzero(per_rank))
+        return first
+
     def reach(self, tensor: Tensor) -> Ints:
         """int64 [ranks]: work rows of the tensor so far."""
         return self._reach.get(tensor, np.zeros(self.ranks, np.int64))
@@ -184,20 +209,29 @@ class Operands:
         return Table(ptr, dict(zip(TABLES["arenas"], columns, strict=True)))
 
     def table(self) -> Table:
-        every = [held.ranges for held in self._rows]
-        lengths = [len(ranges) for ranges in every]
-        order = sort_order(np.concatenate([ranges.rank for ranges in every]), self.ranks)
-        columns = (
-            np.repeat([held.tensor for held in self._rows], lengths),
-            np.repeat([held.space for held in self._rows], lengths),
-            np.concatenate([ranges.row for ranges in every]),
-            np.concatenate([ranges.rows for ranges in every]),
-            np.zeros(len(order), np.int32),
-            np.concatenate([_full(ranges.heads, len(ranges)) for ranges in every]),
-        )
         ptr = np.concatenate([[0], np.cumsum(self._count)])
-        taken = (np.take(column, order) for column in columns)
-        return Table(ptr, dict(zip(TABLES["operands"], taken, strict=True)))
+        columns, at = np.zeros((len(TABLES["operands"]), int(ptr[-1])), np.int32), ptr[:-1].copy()
+        for held in self._rows:
+            ranges = held.ranges
+            heads = _full(ranges.heads, len(ranges))
+            rank, row, rows, heads = (
+                np.asarray(part, np.int32) for part in (ranges.rank, ranges.row, ranges.rows, heads)
+            )
+            _place(rank, row, rows, heads, int(held.tensor), int(held.space), at, columns)
+        return Table(ptr, dict(zip(TABLES["operands"], columns, strict=True)))
+
+
+@jit
+def _place(
+    rank: Ints, row: Ints, rows: Ints, heads: Ints, tensor: int, space: int, at: Ints, columns: Ints
+) -> None:
+    """The next operands of each rank, from at[rank] on, into `columns`; both in place."""
+    for index in range(len(rank)):
+        place = at[rank[index]]
+        at[rank[index]] += 1
+        columns[0, place], columns[1, place] = tensor, space
+        columns[2, place], columns[3, place] = row[index], rows[index]
+        columns[5, place] = heads[index]
 
 
 @dataclass(frozen=True)
@@ -217,7 +251,7 @@ class Assembler:
     ranks: int
     steps: list[Step] = field(default_factory=list)
     rounds: int = 0
-    _rows: dict[str, list[tuple[Ints, Ints, tuple[Column, ...]]]] = field(default_factory=dict)
+    _rows: dict[str, list[Part]] = field(default_factory=dict)
     _waits: list[tuple[int, int]] = field(default_factory=list)
 
     def step(self, op: Op) -> int:
@@ -241,6 +275,23 @@ class Assembler:
         """Rows of a list: who, at which step, and the columns of `isa.TABLES[table]`. Rows of one rank and step
         keep the order in which they are given."""
         self._rows.setdefault(table, []).append((rank, _full(position, len(rank)), columns))
+
+    def append(self, other: Assembler) -> int:
+        """Append the steps of another, with rounds of their own and no rows; returns the position of the first."""
+        first, rounds = len(self.steps), self.rounds
+        self.steps += [
+            replace(step, round=step.round + rounds) if step.op in (Op.LAUNCH, Op.WAIT) else step
+            for step in other.steps
+        ]
+        self.rounds += other.rounds
+        self._waits += [(first + wait, first + launch) for wait, launch in other._waits]
+        return first
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """All rows of all lists, as they were given."""
+        for table, parts in self._rows.items():
+            for part in parts:
+                yield table, part
 
     def spread(self, groups: Groups) -> Assembler:
         """The same for every member of each group; members talk to those at their place in other groups."""

@@ -9,7 +9,7 @@ its gradients are added up at home.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,8 +21,10 @@ from apportion.planner.passes.assemble import Assembler, Numbers, Operands, Rang
 from apportion.planner.passes.groups import Groups, HeadSets
 from apportion.planner.passes.layouts import Rows, whole_ranges
 from apportion.planner.passes.schedule import Matchings, Slots
+from apportion.planner.solvers.matching import max_degree
 
 Ints = NDArray[np.integer[Any]]
+Bools = NDArray[np.bool_]
 
 CHANNEL = 0
 # Requests of the home ranges, in the order in which they are made.
@@ -41,8 +43,18 @@ class Pieces:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """bool [pieces]. late: query rows arrive while the first stage computes; early, early_keys: results, and gradients
+    of KV rows, leave before the last stage."""
+
+    late: Bools
+    early: Bools
+    early_keys: Bools
+
+
+@dataclass(frozen=True)
 class Exchange:
-    """home: rows of every rank; attention: rows of every group."""
+    """home: rows of every rank; attention: rows of every group. turns: None where all rows move at the same time."""
 
     home: Rows
     attention: Rows
@@ -50,6 +62,7 @@ class Exchange:
     sets: HeadSets
     pieces: Pieces
     slots: Slots  # of the copies that move, in order
+    turns: Turns | None = None
 
     @property
     def ranges(self) -> tuple[Ints, Ints, Ints]:
@@ -124,49 +137,79 @@ class ExchangeSteps:
     clear: int
     copy: int
     add: int
+    other: int
 
 
-def reserve(asm: Assembler, exchange: Exchange | None) -> ExchangeSteps | None:
-    """Append the steps of an exchange."""
+def launch_other(asm: Assembler, exchange: Exchange | None, channel: int) -> int:
+    """Append the launch of the part that goes by itself; returns its position, -1 where all rows go at once."""
+    return -1 if exchange is None or exchange.turns is None else asm.launch(channel, exchange.mode)
+
+
+def reserve(
+    asm: Assembler, exchange: Exchange | None, channel: int | None = None, launched: int = -1
+) -> ExchangeSteps | None:
+    """Append the steps of an exchange. channel: where a part of it goes by itself, launched behind the rest and waited
+    for elsewhere; launched: the launch of such a part that is waited for here."""
     if exchange is None:
         return None
-    clear = asm.step(Op.CLEAR)
+    clear, other = asm.step(Op.CLEAR), launched
     launches = [asm.launch(CHANNEL, exchange.mode) for _ in range(exchange.slots.rounds)]
     copy = asm.step(Op.COPY)
     for launch in launches:
         asm.wait(launch)
-    return ExchangeSteps(np.array(launches, np.int64), clear, copy, asm.step(Op.ADD))
+    if channel is not None:  # not before: both would share the links
+        other = launch_other(asm, exchange, channel)
+    if launched >= 0:
+        asm.wait(launched)
+    return ExchangeSteps(np.array(launches, np.int64), clear, copy, asm.step(Op.ADD), other)
 
 
 def bring_in(
-    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, home: Numbers, attention: Ints
+    asm: Assembler,
+    exchange: Exchange,
+    steps: ExchangeSteps,
+    home: Numbers,
+    attention: Ints,
+    apart: Bools | None = None,
 ) -> None:
-    """Home rows of one tensor into attention rows; attention: operand numbers of the pieces."""
+    """Home rows of one tensor into attention rows; attention: operand numbers of the pieces; apart: bool [pieces],
+    those that go by themselves."""
     given, taken = home[COPIES], attention[exchange.piece]
-    _move(asm, exchange, steps, (exchange.src, given), (exchange.dst, taken))
+    _move(asm, exchange, steps, (exchange.src, given), (exchange.dst, taken), apart)
 
 
 def take_out(
-    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, attention: Ints, home: Numbers
+    asm: Assembler,
+    exchange: Exchange,
+    steps: ExchangeSteps,
+    attention: Ints,
+    home: Numbers,
+    apart: Bools | None = None,
 ) -> None:
-    """Attention rows of one tensor back home; attention: operand numbers of the pieces."""
+    """Attention rows of one tensor back home; attention, apart: see `bring_in`."""
     given, taken = attention[exchange.piece], home[COPIES]
-    _move(asm, exchange, steps, (exchange.dst, given), (exchange.src, taken))
+    _move(asm, exchange, steps, (exchange.dst, given), (exchange.src, taken), apart)
 
 
 def take_out_shared(
-    asm: Assembler, ops: Operands, exchange: Exchange, steps: ExchangeSteps, attention: Ints, home: Numbers
+    asm: Assembler,
+    ops: Operands,
+    exchange: Exchange,
+    steps: ExchangeSteps,
+    attention: Ints,
+    home: Numbers,
+    apart: Bools | None = None,
 ) -> None:
     """Gradients of KV rows back home, where several ranks of a group may bring some of the same head."""
     shared = exchange.sets.shared[exchange.pieces.group[exchange.piece]]
     if not shared.any():
-        take_out(asm, exchange, steps, attention, home)
+        take_out(asm, exchange, steps, attention, home, apart)
         return
     arriving = _staged(ops, exchange)
     whole = whole_ranges(exchange.home)[0]
     asm.rows("rowops", whole, steps.clear, 0, 0, home[WHOLE], 0, 0)
     given, moved, kept = attention[exchange.piece], exchange.moved, exchange.kept
-    _transfer(asm, exchange, steps, (exchange.dst, given), (exchange.src, arriving))
+    _transfer(asm, exchange, steps, (exchange.dst, given), (exchange.src, arriving), apart)
     for copies, partial in ((kept, given), (moved, arriving)):
         asm.rows("rowops", exchange.src[copies], steps.add, partial[copies], 0, home[COPIES][copies], 0, 0)
 
@@ -175,11 +218,7 @@ def _staged(ops: Operands, exchange: Exchange) -> Ints:
     """int32 [copies]: operands of work rows, beyond all others, for what arrives."""
     moved = exchange.moved
     rank, rows = exchange.src[moved], exchange.pieces.rows[exchange.piece[moved]]
-    order = np.argsort(rank, kind="stable")
-    ends = np.cumsum(rows[order])
-    first = np.searchsorted(rank[order], rank[order], "left")
-    row = np.empty(len(moved), np.int64)
-    row[order] = ops.reach(Tensor.DKV)[rank[order]] + ends - rows[order] - (ends - rows[order])[first]
+    row = ops.reach(Tensor.DKV)[rank] + side_by_side(rank, rows)
     (numbers,) = ops.number(
         (Tensor.DKV,),
         Space.WORK,
@@ -190,18 +229,33 @@ def _staged(ops: Operands, exchange: Exchange) -> Ints:
     return staged
 
 
+def side_by_side(rank: Ints, rows: Ints) -> Ints:
+    """int64 [n]: first rows of ranges that lie one after another on each rank, in the order given."""
+    order = np.argsort(rank, kind="stable")
+    before = np.cumsum(rows[order]) - rows[order]
+    row = np.empty(len(rank), np.int64)
+    row[order] = before - before[np.searchsorted(rank[order], rank[order], "left")]
+    return row
+
+
 Side = tuple[Ints, Ints]  # ranks and operand numbers of the copies
 
 
-def _move(asm: Assembler, exchange: Exchange, steps: ExchangeSteps, given: Side, taken: Side) -> None:
-    _transfer(asm, exchange, steps, given, taken)
+def _move(
+    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, given: Side, taken: Side, apart: Bools | None
+) -> None:
+    _transfer(asm, exchange, steps, given, taken, apart)
     kept = exchange.kept
     asm.rows("rowops", given[0][kept], steps.copy, given[1][kept], 0, taken[1][kept], 0, 1)
 
 
-def _transfer(asm: Assembler, exchange: Exchange, steps: ExchangeSteps, given: Side, taken: Side) -> None:
+def _transfer(
+    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, given: Side, taken: Side, apart: Bools | None
+) -> None:
     moved = exchange.moved
     at = steps.launches[exchange.slots.round] if len(moved) else np.zeros(0, np.int64)
+    if apart is not None:
+        at = np.where(apart[exchange.piece[moved]], steps.other, at)
     (src, out), (dst, arriving) = given, taken
     asm.rows("transfers", src[moved], at, 1, dst[moved], out[moved])
     asm.rows("transfers", dst[moved], at, 0, src[moved], arriving[moved])
@@ -212,19 +266,27 @@ def plan_exchange(
 ) -> Exchange | None:
     """The exchange around attention on these rows of groups; None where home rows are attention rows.
 
-    reshuffle: whether home rows are the loader's contiguous shares of the token axis.
+    reshuffle: whether home rows are the loader's contiguous shares of the token axis. Where heads take turns, attention
+    rows hold those of one stage at a time, and so are never home rows.
     """
-    if not reshuffle and not groups.split:
+    if not reshuffle and not groups.split and sets.stages is None:
         return None
     home = contiguous_rows(tokens, groups.ranks) if reshuffle else groups.member_rows(attention)
     pieces = _pieces(home, attention)
     piece, dst = _copies(pieces, groups)
     src, rows = pieces.src[piece], pieces.rows[piece]
-    away = src != dst
-    slots = matchings.slots(src[away], dst[away], rows[away], groups.ranks)
-    if groups.split:  # all at once
-        slots = Slots(slots.slot, slots.slots, slots.max_degree, max(1, slots.slots))
-    return Exchange(home, attention, groups, sets, pieces, slots)
+    away = np.flatnonzero(src != dst)
+    exchange = Exchange(home, attention, groups, sets, pieces, Slots(away, 0, 0, 1))
+    if groups.split:
+        return replace(exchange, slots=at_once(exchange))
+    return replace(exchange, slots=matchings.slots(src[away], dst[away], rows[away], groups.ranks))
+
+
+def at_once(exchange: Exchange) -> Slots:
+    """All copies that move in one round, of as many slots as the busiest rank has."""
+    moved = exchange.moved
+    degree = max_degree(exchange.src[moved], exchange.dst[moved], exchange.groups.ranks)
+    return Slots(np.zeros(len(moved), np.int32), degree, degree, max(1, degree))
 
 
 def _pieces(home: Rows, attention: Rows) -> Pieces:

@@ -11,10 +11,11 @@ and talk to those of other groups that have the same heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +94,8 @@ class Groups:
 class HeadSets:
     """Which heads each rank computes. sets: as in the plan's header; query, key: int64 [ranks], number of the rank's
     set of query and of KV heads (0: all); query_heads, key_heads: int64 [ranks], how many these are; shared: bool
-    [groups], whether KV heads of a group are computed by several of its ranks."""
+    [groups], whether KV heads of a group are computed by several of its ranks. stages: where heads take turns; then
+    query_heads and key_heads count those of all turns, and the numbers of sets stand there."""
 
     sets: tuple[tuple[int, ...], ...]
     query: Ints
@@ -101,12 +103,31 @@ class HeadSets:
     query_heads: Ints
     key_heads: Ints
     shared: NDArray[np.bool_]
+    stages: HeadStages | None = None
 
     @property
     def key_columns(self) -> Ints:
         """int64 [ranks]: head columns of KV arenas. Where KV heads are shared, gradients arrive from other ranks, maybe
         of other groups, with as many heads as those have."""
         return np.full_like(self.key_heads, self.key_heads.max()) if self.shared.any() else self.key_heads
+
+    @property
+    def turns(self) -> int:
+        """How often attention of a group is computed, each time with some of the heads."""
+        return 1 if self.stages is None else len(self.stages)
+
+    @property
+    def tile_turns(self) -> int:
+        """How often KV tiles of a group come."""
+        return self.stages.windows if self.stages is not None and self.stages.hold else self.turns
+
+    @cached_property
+    def tile_heads(self) -> Ints:
+        """int64 [ranks]: KV heads of a tile, in all turns."""
+        if self.stages is None or self.stages.hold:
+            return self.key_heads
+        held = self.stages.key_heads[self.stages.window].sum(0)
+        return np.tile(held, len(self.key_heads) // len(held))
 
     @staticmethod
     def of(model: Model, groups: Groups) -> HeadSets:
@@ -126,6 +147,85 @@ class HeadSets:
         return HeadSets(tuple(numbers), query, key, query_heads, key_heads, shared)
 
 
+@dataclass(frozen=True)
+class HeadStages:
+    """Heads of the ranks of every group, stage after stage (UPipe). All groups have the same size.
+
+    sets: as in the plan's header; query: int64 [stages, size], number of the set of query heads that each rank of a
+    group computes; window: int64 [stages], rising by one: in stages of one window ranks keep their KV heads; key: int64
+    [windows, size], number of the set of those. query_heads: of a rank in a stage; key_heads: int64 [windows, size];
+    shared: whether any KV head is held by several ranks of a group, or in several windows. project: whether the
+    program makes the heads itself; ahead: stages that come in while one is computed; hold: whether tiles of other
+    groups stay for the stages of a window, too.
+    """
+
+    sets: tuple[tuple[int, ...], ...]
+    query: Ints
+    window: Ints
+    key: Ints
+    query_heads: int
+    key_heads: Ints
+    shared: bool
+    project: bool
+    ahead: int
+    hold: bool
+
+    @staticmethod
+    def of(
+        shares: Sequence[Sequence[tuple[int, ...]]],
+        window: Ints,
+        keys: Sequence[Sequence[tuple[int, ...]]],
+        project: bool,
+        ahead: int,
+        hold: bool,
+    ) -> HeadStages:
+        """shares: query heads of the ranks of a group in each stage; keys: their KV heads in each window."""
+        numbers: dict[tuple[int, ...], int] = {}
+        query, key = (
+            np.array([[numbers.setdefault(heads, len(numbers) + 1) for heads in row] for row in rows])
+            for rows in (shares, keys)
+        )
+        key_heads = np.array([[len(heads) for heads in row] for row in keys])
+        held = [head for row in keys for heads in row for head in heads]
+        shared = len(set(held)) < len(held)
+        return HeadStages(
+            tuple(numbers), query, window, key, len(shares[0][0]), key_heads, shared, project, ahead, hold
+        )
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+    @property
+    def windows(self) -> int:
+        return len(self.key)
+
+    def opens(self, stage: int) -> bool:
+        """Whether KV heads come in with the stage."""
+        return stage == 0 or bool(self.window[stage] > self.window[stage - 1])
+
+    def closes(self, stage: int) -> bool:
+        """Whether gradients of KV heads leave after the stage."""
+        return stage + 1 == len(self) or bool(self.window[stage] < self.window[stage + 1])
+
+    def window_like(self, window: int, turns: int) -> int:
+        """The first window with the same KV heads on every rank, of those that take the same one of `turns` turns."""
+        same = (self.key == self.key[window]).all(1) & (np.arange(self.windows) % turns == window % turns)
+        return int(np.flatnonzero(same)[0])
+
+    def columns(self, ranks: int) -> HeadSets:
+        """Head columns of the work arenas of every rank: those of the widest stage."""
+        every, none = np.ones(ranks, np.int64), np.zeros(ranks, np.int64)
+        widest = every * self.key_heads.max()
+        return HeadSets(self.sets, none, none, every * self.query_heads, widest, np.zeros(1, bool))
+
+    def totals(self, groups: Groups) -> HeadSets:
+        """The head sets of the plan, with the heads of every rank in all stages, and KV heads in all windows."""
+        every, none = np.ones(groups.ranks, np.int64), np.zeros(groups.ranks, np.int64)
+        keys = self.key_heads.sum(0)[groups.member]
+        queries = every * self.query_heads * len(self)
+        return HeadSets(self.sets, none, none, queries, keys, np.full(len(groups), self.shared), self)
+
+
 def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Query heads of one of `size` ranks, and their KV heads."""
     if model.q_heads % size:
@@ -139,14 +239,28 @@ def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[
 @dataclass(frozen=True)
 class Ulysses:
     """Groups of `degree` consecutive ranks. degree: a number, "auto" (the largest that divides the ranks and the query
-    heads) or "node" (the largest that divides the ranks of a node and the query heads)."""
+    heads) or "node" (the largest that divides the ranks of a node and the query heads). overlap: whether rows go in and
+    out while others are computed with; then tasks that need no tile are spread over the stages."""
+
+    name: ClassVar[str] = "ulysses"
 
     degree: int | Literal["auto", "node"] = "auto"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.overlap, bool):
+            raise ConfigError(self._field("overlap"), self.overlap, "is a switch", "write true or false")
         if self.degree not in ("auto", "node") and (type(self.degree) is not int or self.degree < 1):
             rule = "must be a positive integer, node or auto"
-            raise ConfigError("recipe.inner.ulysses.degree", self.degree, rule, "use 8")
+            raise ConfigError(self._field("degree"), self.degree, rule, "use 8")
+
+    def _field(self, name: str) -> str:
+        """A parameter as errors name it."""
+        return f"recipe.inner.{self.name}.{name}"
+
+    def head_sets(self, model: Model, groups: Groups) -> HeadSets:
+        """Who computes which heads. Raises ConfigError."""
+        return HeadSets.of(model, groups)
 
     def groups(self, problem: Problem) -> Groups:
         """The groups of the cluster's ranks. Raises ConfigError where the degree does not divide."""
@@ -155,7 +269,7 @@ class Ulysses:
             if whole % degree:
                 rule = f"must divide the {whole} {what}"
                 raise ConfigError(
-                    "recipe.inner.ulysses.degree", degree, rule, f"use {gcd(gcd(degree, ranks), heads)}"
+                    self._field("degree"), degree, rule, f"use {gcd(gcd(degree, ranks), heads)}"
                 )
         return Groups(np.arange(0, ranks + 1, degree))
 

@@ -22,7 +22,10 @@ from apportion.ir.plan import ProgramSet
 from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
 from apportion.planner.passes.exchange import WHOLE as HOME_WHOLE
 from apportion.planner.passes.exchange import (
+    Exchange,
+    ExchangeSteps,
     bring_in,
+    launch_other,
     reserve,
     take_out,
     take_out_shared,
@@ -40,9 +43,10 @@ from apportion.planner.passes.lowering import (
     Side,
     allot,
 )
-from apportion.planner.passes.script import Fetches, Returns, append_steps
+from apportion.planner.passes.script import Between, Fetches, Returns, append_steps
 
 Ints = NDArray[np.integer[Any]]
+Bools = NDArray[np.bool_]
 
 #: operands of rows in attention order, by tensor; their requests are those of `Side.home_ranges`
 Home = dict[Tensor, Numbers]
@@ -63,16 +67,18 @@ KEY_SIDE: dict[str, tuple[tuple[Tensor, ...], Tensor | None]] = {
 def lower_forward(low: Lowering) -> ProgramSet:
     """The forward programs of all ranks."""
     asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
-    come = reserve(asm, exchange)
-    core = forward_core(asm, ops, low)
-    leave, finish = reserve(asm, exchange), asm.step(Op.FINISH)
+    come = reserve(asm, exchange, _channel(low))
+    ahead = _Ahead(asm, low, come)
+    core = forward_core(asm, ops, low, ahead)
+    leave, finish = ahead.leave(), asm.step(Op.FINISH)
     asm, ops = spread(asm, ops, low)
     results = core[Tensor.O][WHOLE]
     if exchange is not None and come is not None and leave is not None:
         home = exchange.homes(ops, (Tensor.Q, Tensor.KV, Tensor.O))
-        for tensor in (Tensor.Q, Tensor.KV):
-            bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES])
-        take_out(asm, exchange, leave, core[Tensor.O][PIECES], home[Tensor.O])
+        late, early, _ = _apart(exchange)
+        bring_in(asm, exchange, come, home[Tensor.Q], core[Tensor.Q][PIECES], late)
+        bring_in(asm, exchange, come, home[Tensor.KV], core[Tensor.KV][PIECES])
+        take_out(asm, exchange, leave, core[Tensor.O][PIECES], home[Tensor.O], early)
         results = home[Tensor.O][HOME_WHOLE]
     asm.rows("rowops", whole_ranges(low.home)[0], finish, 0, 0, results, 0, 0)
     return asm.build(ops, low.sets)
@@ -82,20 +88,51 @@ def lower_backward(low: Lowering) -> ProgramSet:
     """The backward programs of all ranks."""
     asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
     delta = asm.step(Op.DELTA)
-    come = reserve(asm, exchange)
-    core = backward_core(asm, ops, low)
-    leave = reserve(asm, exchange)
+    come = reserve(asm, exchange, _channel(low))
+    ahead = _Ahead(asm, low, come)
+    core = backward_core(asm, ops, low, ahead)
+    leave = ahead.leave()
     asm, ops = spread(asm, ops, low)
     rows = {tensor: core[tensor][WHOLE] for tensor in (Tensor.DO, Tensor.DELTA)}
     if exchange is not None and come is not None and leave is not None:
         home = exchange.homes(ops, (*OF_QUERY, *OF_KEY))
-        for tensor in (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.KV):
-            bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES])
-        take_out(asm, exchange, leave, core[Tensor.DQ][PIECES], home[Tensor.DQ])
-        take_out_shared(asm, ops, exchange, leave, core[Tensor.DKV][PIECES], home[Tensor.DKV])
+        late, early, early_keys = _apart(exchange)
+        for tensor in (Tensor.Q, Tensor.DO, Tensor.DELTA):
+            bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES], late)
+        bring_in(asm, exchange, come, home[Tensor.KV], core[Tensor.KV][PIECES])
+        take_out(asm, exchange, leave, core[Tensor.DQ][PIECES], home[Tensor.DQ], early)
+        take_out_shared(asm, ops, exchange, leave, core[Tensor.DKV][PIECES], home[Tensor.DKV], early_keys)
         rows = {tensor: home[tensor][HOME_WHOLE] for tensor in rows}
     _delta(asm, ops, low, delta, rows)
     return asm.build(ops, low.sets)
+
+
+class _Ahead:
+    """Waits for the late part of what comes in, and launches the early part of what goes out."""
+
+    def __init__(self, asm: Assembler, low: Lowering, come: ExchangeSteps | None) -> None:
+        self._asm, self._low, self._come, self._early = asm, low, come, -1
+
+    def first(self) -> None:
+        if self._come is not None and self._come.other >= 0:
+            self._asm.wait(self._come.other)
+
+    def last(self) -> None:
+        self._early = launch_other(self._asm, self._low.exchange, _channel(self._low))
+
+    def leave(self) -> ExchangeSteps | None:
+        """Append the steps of the way out."""
+        return reserve(self._asm, self._low.exchange, launched=self._early)
+
+
+def _channel(low: Lowering) -> int:
+    """Beside those of the rounds that fetch, and of those that return."""
+    return 2 * (1 + int(low.schedule.channel.max(initial=0)))
+
+
+def _apart(exchange: Exchange) -> tuple[Bools | None, Bools | None, Bools | None]:
+    turns = exchange.turns
+    return (None, None, None) if turns is None else (turns.late, turns.early, turns.early_keys)
 
 
 def spread(asm: Assembler, ops: Operands, low: Lowering) -> tuple[Assembler, Operands]:
@@ -105,13 +142,13 @@ def spread(asm: Assembler, ops: Operands, low: Lowering) -> tuple[Assembler, Ope
     return asm.spread(low.groups), ops.spread(low.groups, low.sets)
 
 
-def forward_core(asm: Assembler, ops: Operands, low: Lowering) -> Home:
+def forward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
     """The forward of groups between exchanges; returns the operands of rows in attention order."""
     queries, keys, tasks = low.queries, low.keys, low.tasks
     home = _numbers(ops, (Tensor.Q, Tensor.O), low.space, queries.home_ranges)
     home |= _numbers(ops, (Tensor.KV,), low.space, keys.home_ranges)
     _clear(asm, asm.step(Op.CLEAR), queries, home[Tensor.O])
-    fetches, returns = append_steps(asm, low.schedule, Op.ATTEND, Op.MERGE, low.batches("forward"))
+    fetches, returns = append_steps(asm, low.schedule, Op.ATTEND, Op.MERGE, low.batches("forward"), between)
     of = _tiles(asm, ops, low, "forward", home, fetches, returns)
     asm.rows(
         "tasks",
@@ -125,7 +162,7 @@ def forward_core(asm: Assembler, ops: Operands, low: Lowering) -> Home:
     return home
 
 
-def backward_core(asm: Assembler, ops: Operands, low: Lowering) -> Home:
+def backward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
     """The backward of groups between exchanges; returns the operands of rows in attention order."""
     queries, keys, tasks = low.queries, low.keys, low.tasks
     home = _numbers(ops, OF_QUERY, low.space, queries.home_ranges)
@@ -133,7 +170,9 @@ def backward_core(asm: Assembler, ops: Operands, low: Lowering) -> Home:
     clear = asm.step(Op.CLEAR)
     _clear(asm, clear, queries, home[Tensor.DQ])
     _clear(asm, clear, keys, home[Tensor.DKV])
-    fetches, returns = append_steps(asm, low.schedule, Op.ATTEND_GRAD, Op.ADD, low.batches("backward"))
+    fetches, returns = append_steps(
+        asm, low.schedule, Op.ATTEND_GRAD, Op.ADD, low.batches("backward"), between
+    )
     of = _tiles(asm, ops, low, "backward", home, fetches, returns)
     columns = (Tensor.Q, Tensor.KV, Tensor.DO, Tensor.DELTA, Tensor.DQ, Tensor.DKV)
     asm.rows(
@@ -184,7 +223,9 @@ def _fetch(
         return dict.fromkeys(tensors, _NONE)
     launch = fetches.launch[side.round]
     # a tile is held until its tasks are done and it is passed on
-    held = np.maximum(fetches.stage[1 + side.back], np.append(fetches.wait, -1)[side.last_sent])
+    held = np.maximum(fetches.stage[low.schedule.leads + side.back], np.append(fetches.wait, -1)[side.last_sent])
+    if low.holds:
+        held = np.full_like(held, len(asm.steps))
     row = allot(edges.dst, edges.rows, launch, held, low.kept, side.order)
     tiles = _numbers(ops, tensors, Space.WORK, side.tile_ranges(row, relays, edges.parent[relays]))
     for tensor in tensors:
@@ -214,12 +255,18 @@ def _return(
     target, onward = side.returned_to, side.returns_to
     launch, add, clear = returns.launch[batch], returns.add[batch], returns.clear[side.round]
     rank = np.concatenate([edges.dst, target])
-    start = np.concatenate([np.minimum(clear, fetches.stage[1 + side.round]), launch])
+    start = np.concatenate([np.minimum(clear, fetches.stage[low.schedule.leads + side.round]), launch])
     end = np.concatenate([returns.wait[batch], add])
     order = None if side.order is None else np.concatenate([side.order, len(edges) + side.order])
     row = allot(rank, np.concatenate([edges.rows, edges.rows]), start, end, low.kept, order)
     staying, passed = np.flatnonzero(onward < 0), np.flatnonzero(onward >= 0)
     leaving, arriving = np.split(row, 2)
+    if low.holds:
+        never = np.full(len(edges), len(asm.steps))
+        leaving = allot(edges.dst, edges.rows, start[: len(edges)], never, low.kept, side.order)
+        beyond = low.kept.copy()
+        np.maximum.at(beyond, edges.dst, leaving + edges.rows)
+        arriving = allot(target, edges.rows, launch, add, beyond, side.order)
     come = ((target, arriving, edges.rows), side.edge_group)
     ranges = side.tile_ranges(leaving, passed, onward[passed], come)
     (tiles,) = ops.number((tensor,), Space.WORK, ranges)

@@ -221,6 +221,11 @@ class Lowering:
         """Home rows of every rank."""
         return self.rows if self.exchange is None else self.exchange.home
 
+    @property
+    def holds(self) -> bool:
+        """Whether tiles stay for several stages of heads, so that their rows are never used for others."""
+        return self.sets.stages is not None and self.sets.stages.hold
+
     @cached_property
     def kept(self) -> Ints:
         """int64 [groups]: work rows that attention rows take."""
@@ -259,7 +264,7 @@ class Lowering:
             self.tasks.queries_move
         ):  # gradients may come back to a tile that is passed on before a later stage
             passed_on = np.isin(np.arange(len(edges)), edges.parent)
-            whole &= ~((self.stage[task] > 1 + round_[tile]) & passed_on[tile])
+            whole &= ~((self.stage[task] > self.schedule.leads + round_[tile]) & passed_on[tile])
         in_tiles = self._openers(task, tile, whole, len(edges))
         group = self.heads.shared[tasks.group] if len(self.heads) > 1 else tasks.group
         lane = (
@@ -301,8 +306,8 @@ class Lowering:
         if not self.tasks.queries_move:
             return self.schedule.round
         back = np.append(self.schedule.round, np.int32(0))  # edge -1 is the last
-        np.maximum.at(back, self.tasks.query_edge, self.stage - 1)
-        np.maximum.at(back, self.parts.edge, self.stage[self.parts.task] - 1)
+        np.maximum.at(back, self.tasks.query_edge, self.stage - self.schedule.leads)
+        np.maximum.at(back, self.parts.edge, self.stage[self.parts.task] - self.schedule.leads)
         return np.asarray(back[:-1])
 
     def batches(self, phase: str) -> Batches:
@@ -322,7 +327,7 @@ class Lowering:
         members, groups = self.members, len(self.heads)
         whole = members.whole
         if self.tasks.queries_move:
-            late = (self.stage[members.task] > 0) & self._sent(1)[members.block // groups]
+            late = (self.stage[members.task] >= self.schedule.leads) & self.sent(1)[members.block // groups]
             whole = np.where(late, 0, whole).astype(np.int32)
         return self._openers(members.task, members.block, whole, groups * len(self.rows.home))
 
@@ -334,9 +339,9 @@ class Lowering:
         index = np.flatnonzero(parts.edge < 0)
         task, block = parts.task[index], parts.block[index]
         whole = parts.keys[index] == self.rows.lengths[block]
-        late = self.stage[task] > 0
+        late = self.stage[task] >= self.schedule.leads
         if late.any():
-            whole &= ~(late & self._sent(0)[block])
+            whole &= ~(late & self.sent(0)[block])
         if self.heads.keys_overlap:
             whole[:] = False
         unit = block * lanes + self.heads.shared[parts.group[index]] if lanes > 1 else block
@@ -346,7 +351,7 @@ class Lowering:
         opens, cleared = _openers_of_many(task, unit, whole, len(self.tasks), units)
         return Openers(np.flatnonzero(opens), np.flatnonzero(cleared))
 
-    def _sent(self, which: int) -> NDArray[np.bool_]:
+    def sent(self, which: int) -> NDArray[np.bool_]:
         """bool [blocks]: whether any of the block's query or key rows leave home, needed or not."""
         edges = self.edges
         roots = np.flatnonzero((edges.parent < 0) & (edges.lane & 1 == which))
@@ -375,9 +380,9 @@ def program_order(
     count = schedule.stages
     if division is None or schedule.division is None:
         tasks, members = strips(tasks, members, schedule, rows.ranks)
-        stage = stages(tasks, schedule, rows.ranks)
+        stage = stages(tasks, schedule, rows)
     else:
-        stage = np.searchsorted(schedule.division, division, "right").astype(np.int32)
+        stage = (schedule.leads - 1 + np.searchsorted(schedule.division, division, "right")).astype(np.int32)
     tasks, stage, parts, into = merge_tasks(tasks, stage, schedule, rows)
     key = 2 * (tasks.exec.astype(np.int64) * count + stage) + tasks.full
     order = sort_order(key, 2 * rows.ranks * count)
@@ -387,11 +392,11 @@ def program_order(
     return tasks.take(order), members, replace(parts, task=place[parts.task]), stage[order]
 
 
-def stages(tasks: Tasks, schedule: Schedule, ranks: int) -> Ints:
+def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
     """int32 [tasks]: 1 + round of their tile. Tasks that need none run in the first stage, in the last, or where they
     make every rank compute evenly from stage to stage, so that none keeps others waiting for its rounds."""
-    first = np.int32(schedule.rounds if schedule.local == "last" else 0)
-    of_edge = np.append(1 + schedule.round, first)  # edge -1 picks the last
+    first = np.int32(schedule.leads - 1 + schedule.rounds if schedule.local == "last" else 0)
+    of_edge = np.append(schedule.leads + schedule.round, first)  # edge -1 picks the last
     stage, edge = of_edge[tasks.edge].astype(np.int32), tasks.edge
     if tasks.queries_move:
         of_edge[-1] = -1
@@ -401,58 +406,102 @@ def stages(tasks: Tasks, schedule: Schedule, ranks: int) -> Ints:
     if schedule.own is not None:
         stage[edge < 0] = schedule.own[tasks.k[edge < 0]]
     elif schedule.local == "even":
-        share = np.ones(schedule.stages)
-        if schedule.tails > 1:  # others wait for what this rank relays
-            share[0] /= 2
-        _fill(stage, tasks.exec, edge, tasks.work, ranks, np.cumsum(share) / share.sum())
+        order, visit = np.arange(len(tasks)), np.arange(schedule.stages)
+        if schedule.beside_exchange:  # few rows for the first and the last stage, because others wait for these
+            order = _over_members(tasks, rows, schedule.beside_exchange)
+            visit = np.append(0, np.roll(visit[1:], 1))
+        _fill(stage, tasks.exec, edge, tasks.work, rows.ranks, _shares(schedule), order, visit)
     return stage
 
 
+def _over_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
+    """int64 [tasks]: an order in which each rank's tasks take turns over the shares that the members of its group have
+    of its rows, the densest of a share first: what is exchanged for some of them then burdens all members alike."""
+    share = tasks.row.astype(np.int64) * members // np.maximum(rows.per_rank[tasks.exec], 1)
+    share += members * tasks.exec
+    by_share = np.lexsort((-tasks.work / tasks.rows, share))
+    fresh = np.append(True, np.diff(share[by_share]) != 0)
+    turn = np.empty(len(tasks), np.int64)
+    turn[by_share] = np.arange(len(tasks)) - np.maximum.accumulate(np.where(fresh, np.arange(len(tasks)), 0))
+    return np.lexsort((share, turn))
+
+
+def _shares(schedule: Schedule) -> Floats:
+    """float64 [stages]: what each should have of a rank's work."""
+    share = np.ones(schedule.stages)
+    if schedule.tails > 1 and not schedule.beside_exchange:  # others wait for what this rank relays
+        share[0] /= 2
+    share /= share.sum()
+    if schedule.beside_exchange:
+        share[[0, -1]] = np.minimum(share[[0, -1]], EXCHANGE_SHARE)
+        share[1:-1] *= (1 - share[0] - share[-1]) / share[1:-1].sum()
+    return share
+
+
 @jit
-def _fill(stage: Ints, rank: Ints, edge: Ints, work: Ints, ranks: int, share: Floats) -> None:
-    """Give tasks without an edge the first stage, not before that of the one before, up to which their rank has
-    computed less than `share` [stages] of its work; into `stage`, in place."""
+def _fill(
+    stage: Ints, rank: Ints, edge: Ints, work: Ints, ranks: int, share: Floats, order: Ints, visit: Ints
+) -> None:
+    """Give tasks without an edge, in this order, the first stage of `visit`, not before that of the one before, up to
+    which their rank has computed less than these stages' share of its work; into `stage`, in place."""
     load, total = np.zeros((ranks, len(share)), np.int64), np.zeros(ranks, np.int64)
     for task in range(len(rank)):
         total[rank[task]] += work[task]
         if edge[task] >= 0:
             load[rank[task], stage[task]] += work[task]
-    now, done = np.zeros(ranks, np.int64), load[:, 0].copy()
-    for task in range(len(rank)):
+    due = np.cumsum(share[visit])
+    now, done = np.zeros(ranks, np.int64), load[:, visit[0]].copy()
+    for task in order:
         if edge[task] < 0:
             r = rank[task]
-            while now[r] < len(share) - 1 and done[r] >= total[r] * share[now[r]]:
+            while now[r] < len(visit) - 1 and done[r] >= total[r] * due[now[r]]:
                 now[r] += 1
-                done[r] += load[r, now[r]]
-            stage[task] = now[r]
+                done[r] += load[r, visit[now[r]]]
+            stage[task] = visit[now[r]]
             done[r] += work[task]
 
 
+# What is computed while an exchange goes on: enough to hide most of it, though every row of it adds to what is not
+# hidden (simulated with groups of eight H100).
+EXCHANGE_SHARE = 0.1
 # A strip has at least this many query rows: shorter ones cost more than they hide (the kernel's efficiency falls).
 STRIP_ROWS = 2048
+# Nor do those that are computed beside an exchange have fewer than this.
+LEAST_ROWS = 512
 
 
 def strips(tasks: Tasks, members: Members, schedule: Schedule, ranks: int) -> tuple[Tasks, Members]:
     """Large tasks that need no tile, cut into strips of query rows, so that each stage can have its share of them."""
-    if schedule.local != "even" or not schedule.rounds or schedule.own is not None:
+    if schedule.local != "even" or schedule.stages == 1 or schedule.own is not None:
         return tasks, members
     local = np.flatnonzero((tasks.edge < 0) & (tasks.query_edge < 0) & (tasks.rows >= 2 * STRIP_ROWS))
     if not len(local):
         return tasks, members
     work, total = tasks.work, np.zeros(ranks, np.int64)
     np.add.at(total, tasks.exec, work)
-    parts = np.ones(len(tasks), np.int64)
-    parts[local] = 2 * schedule.stages * work[local] // np.maximum(total[tasks.exec[local]], 1)
-    parts[local] = np.clip(parts[local], 1, tasks.rows[local] // STRIP_ROWS)
-    return _cut_rows(tasks, parts), _of_strips(members, parts)
+    parts, short = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
+    total = np.maximum(total[tasks.exec[local]], 1)
+    if schedule.beside_exchange:  # beside large strips two of what one member needs for the first and the last stage
+        keys = (tasks.k1 - tasks.k0)[local]
+        need = (EXCHANGE_SHARE / schedule.beside_exchange * total / keys).astype(np.int64)
+        short[local] = np.where(4 * need < tasks.rows[local], np.maximum(need, LEAST_ROWS), 0)
+    left = tasks.rows[local] - 2 * short[local]
+    parts[local] = np.clip(2 * schedule.stages * work[local] // total, 1, np.maximum(left // STRIP_ROWS, 1))
+    count = parts + 2 * (short > 0)
+    return _cut_rows(tasks, parts, short, count), _of_strips(members, count)
 
 
-def _cut_rows(tasks: Tasks, parts: Ints) -> Tasks:
-    """Each task cut into so many strips, each with the keys that its rows see."""
-    cut = tasks.take(np.repeat(np.arange(len(tasks)), parts))
-    count = np.repeat(parts, parts)
-    place = np.arange(len(cut)) - np.repeat(np.cumsum(parts) - parts, parts)
-    low, high = (cut.rows.astype(np.int64) * (place + step) // count for step in (0, 1))
+def _cut_rows(tasks: Tasks, parts: Ints, short: Ints, strips: Ints) -> Tasks:
+    """Each task cut into so many strips: equal `parts`, and where `short` rows are given two such strips; each with the
+    keys that its rows see."""
+    of = np.repeat(np.arange(len(tasks)), strips)
+    cut, count, tail = tasks.take(of), parts[of], short[of]
+    place = np.arange(len(cut)) - np.repeat(np.cumsum(strips) - strips, strips)
+    body = cut.rows.astype(np.int64) - 2 * tail
+    low, high = (
+        body * np.minimum(place + step, count) // count + tail * np.maximum(place + step - count, 0)
+        for step in (0, 1)
+    )
     keys = (cut.k1 - cut.k0).astype(np.int64)
     first, last = np.maximum(low - cut.dmax, 0), np.minimum(high - 1 - cut.dmin + 1, keys)
     shift = low - first  # a row and a key of the strip are this much nearer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.planner.passes.shard import row_weights
+from apportion.planner.passes.kinds import lightest
+from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import Placement, Problem, Shards
 from apportion.planner.solvers.lpt import LptResult, lpt, makespan_bound
 
@@ -19,21 +21,37 @@ Ints = NDArray[np.integer[Any]]
 @dataclass(frozen=True)
 class Lpt:
     """LPT over pieces under the token cap (FCP, section 4.1). A piece that fits nowhere whole is cut to fill the
-    room that is left, lightest ranks first; such pieces are the lightest, so little work moves."""
+    room that is left, lightest ranks first; such pieces are the lightest, so little work moves. Several attention kinds
+    are weighed so that their busiest ranks, which need not be the same, have little in sum."""
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
-        weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
-        allowed = _allowed(problem, shards)
-        result = lpt(weights, sizes, problem.ranks, problem.token_cap, problem.speeds, allowed)
-        home = result.bin[shards.piece]
-        if (home >= 0).all():
-            return Placement(shards.starts, home, shards.weight, result.bound)
-        starts, home = _fill(problem, shards, home, result, allowed)
-        weight = row_weights(problem, starts)
-        # what was cut is no longer indivisible: it counts by its parts
-        cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
-        items = np.concatenate([weights[result.bin >= 0], weight[cut]])
-        return Placement(starts, home, weight, makespan_bound(items, problem.speeds))
+        return lightest(problem, lambda factor: _place(problem, shards, factor))
+
+
+def _place(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Placement:
+    """Where pairs of each kind count so many times."""
+    weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
+    felt = weights
+    if factor != problem.layers:
+        felt = shards.per_piece(_rows(problem, shards.starts, factor))
+    allowed = _allowed(problem, shards)
+    result = lpt(felt, sizes, problem.ranks, problem.token_cap, problem.speeds, allowed)
+    home = result.bin[shards.piece]
+    if (home >= 0).all():
+        return Placement(shards.starts, home, shards.weight, makespan_bound(weights, problem.speeds))
+    starts, home = _fill(problem, shards, home, result, allowed)
+    weight = row_weights(problem, starts)
+    # what was cut is no longer indivisible: it counts by its parts
+    cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
+    items = np.concatenate([weights[result.bin >= 0], weight[cut]])
+    return Placement(starts, home, weight, makespan_bound(items, problem.speeds))
+
+
+def _rows(problem: Problem, starts: Ints, factor: Mapping[str, int]) -> Ints:
+    """int64 [blocks]: pairs of each block's queries, those of each kind so many times."""
+    parts = [factor[kind] * row_areas(bands, starts) for kind, bands in problem.bands.items()]
+    rows: Ints = np.sum(parts, axis=0, dtype=np.int64)
+    return rows
 
 
 def _allowed(problem: Problem, shards: Shards) -> list[tuple[int, ...] | None] | None:

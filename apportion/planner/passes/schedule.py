@@ -64,6 +64,7 @@ class Schedule:
     local: Local = "first"
     division: Ints | None = None
     own: Ints | None = None
+    beside_exchange: int = 0
 
     @property
     def edges(self) -> Edges:
@@ -74,16 +75,25 @@ class Schedule:
         return len(self.when)
 
     @property
-    def tails(self) -> int:
-        """Stages of tasks that need no tile, behind the last round: the returns of the last tiles travel meanwhile, one
-        level of relays after another."""
+    def levels(self) -> int:
+        """Waves in which returns reach their homes behind the last round."""
         relayed = not self.routed.carry and bool((self.edges.parent >= 0).any())
         return (2 if relayed else 1) if self.rounds else 0
 
     @property
+    def tails(self) -> int:
+        """Stages of tasks that need no tile, behind the last round: the last returns travel meanwhile."""
+        return max(2 if self.beside_exchange else 0, self.levels)
+
+    @property
+    def leads(self) -> int:
+        """Stages before the first round."""
+        return 2 if self.beside_exchange else 1
+
+    @property
     def stages(self) -> int:
-        """One before all rounds, one after each, and the tails."""
-        return 1 + self.rounds + self.tails
+        """One after each round, and those before and behind all."""
+        return self.leads + self.rounds + self.tails
 
     @cached_property
     def after(self) -> list[int]:
@@ -111,18 +121,21 @@ class Matchings:
     section 4.2). Relays follow, each level in rounds of its own on another channel.
 
     coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
-    local: when tasks run that need no tile.
+    local: when tasks run that need no tile. order: which tiles travel first, where they differ: any, or the longest or
+    shortest, so that those of a round are alike.
     """
 
     coalesce: int | Literal["auto"] = "auto"
     buffers: int = 3
     local: Local = "even"
+    order: Literal["any", "longest", "shortest"] = "any"
 
     def __post_init__(self) -> None:
         if self.coalesce != "auto":
             _positive("coalesce", self.coalesce, " or auto")
         _positive("buffers", self.buffers)
         choice("recipe.schedule.matchings.local", self.local, LOCAL)
+        choice("recipe.schedule.matchings.order", self.order, ("any", "longest", "shortest"))
 
     def __call__(self, routed: Routed, ranks: int) -> Schedule:
         edges = routed.edges
@@ -150,9 +163,23 @@ class Matchings:
     def slots(self, src: Ints, dst: Ints, rows: Ints, ranks: int, times: int = 1) -> Slots:
         """Slots of the tiles src -> dst of so many rows each, integers [tiles]; automatic rounds are `times` as
         long."""
-        slot = matchings(src, dst, ranks)
+        slot = self._slot(src, dst, rows, ranks)
         slots = int(slot.max()) + 1 if len(slot) else 0
         return Slots(slot, slots, max_degree(src, dst, ranks), self._coalesce(slots, rows, times))
+
+    def _slot(self, src: Ints, dst: Ints, rows: Ints, ranks: int) -> Ints:
+        if self.order == "any" or not len(rows):
+            return matchings(src, dst, ranks)
+        by_length = np.argsort(-rows, kind="stable")
+        slot = np.empty(len(rows), np.int32)
+        slot[by_length] = matchings(src[by_length], dst[by_length], ranks)
+        longest = np.zeros(int(slot.max()) + 1, np.int64)
+        np.maximum.at(longest, slot, rows)
+        place = np.empty(len(longest), np.int32)
+        place[np.argsort(-longest if self.order == "longest" else longest, kind="stable")] = np.arange(
+            len(longest)
+        )
+        return place[slot]
 
     def _coalesce(self, slots: int, rows: Ints, times: int) -> int:
         if self.coalesce != "auto":

@@ -11,7 +11,7 @@ order, so launches rise everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ Ints = NDArray[np.integer[Any]]
 @dataclass(frozen=True)
 class Fetches:
     """Positions of the steps that fetch tiles and compute with them. launch, wait: int64 [rounds]; stage: [stages of
-    the schedule], the one before all rounds first."""
+    the schedule]."""
 
     launch: Ints
     wait: Ints
@@ -42,6 +42,14 @@ class Returns:
     launch: Ints
     wait: Ints
     add: Ints
+
+
+class Between(Protocol):
+    """Appends steps after the first stage, and before the last."""
+
+    def first(self) -> None: ...
+
+    def last(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,9 +77,15 @@ class Batches:
 
 
 def append_steps(
-    asm: Assembler, schedule: Schedule, compute: Op, combine: Op, batches: Batches
+    asm: Assembler,
+    schedule: Schedule,
+    compute: Op,
+    combine: Op,
+    batches: Batches,
+    between: Between | None = None,
 ) -> tuple[Fetches, Returns]:
-    """Append the steps between exchanges; compute: the op of the tasks; combine: that of what comes back.
+    """Append the steps between exchanges; compute: the op of the tasks; combine: that of what comes back; between: what
+    exchanges do meanwhile.
 
     Returns are waited for some stages after they started, or every rank would wait for the slowest at every stage:
     one stage less than there are buffers, and one more for each level of relays."""
@@ -79,6 +93,10 @@ def append_steps(
     behind = max(1, schedule.buffers - 1) + channels - 1
     fetching, returning = _Fetching(asm, schedule), _Returning(asm, schedule, channels, combine, batches)
     fetching.compute(compute)
+    if between is not None:
+        between.first()
+    for _ in range(schedule.leads - 1):
+        fetching.compute(compute)
     for round_ in range(schedule.rounds):
         fetching.take(round_)
         returning.open(round_)
@@ -87,10 +105,13 @@ def append_steps(
         fetching.start(round_ + 1, round_ + 1)
         returning.take(round_ + 1 - behind, round_ + 1)
         returning.start(round_ + 1)
-    for _ in range(schedule.tails):
+    for left in range(schedule.tails, 0, -1):
+        if left == 1 and between is not None:
+            between.last()
         fetching.compute(compute)
-        returning.take(schedule.rounds, schedule.rounds)
-        returning.start(schedule.rounds)
+        if left <= schedule.levels:
+            returning.take(schedule.rounds, schedule.rounds)
+            returning.start(schedule.rounds)
     while returning.under_way:
         returning.take(schedule.rounds, schedule.rounds)
         returning.start(schedule.rounds)

@@ -12,6 +12,8 @@ stream; `wait` idles it until all of the rank's transfers of the round are compl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from apportion.ir.errors import VerifyError
@@ -35,7 +37,18 @@ from apportion.planner.simulate.program import (
 )
 from apportion.planner.simulate.timeline import Run, Simulation, Spans
 
-__all__ = ["Costs", "Run", "Simulation", "Spans", "Step", "simulate", "simulate_with"]
+__all__ = [
+    "Costs",
+    "Prepared",
+    "Run",
+    "Simulation",
+    "Spans",
+    "Step",
+    "prepare",
+    "run_all",
+    "simulate",
+    "simulate_with",
+]
 
 
 def simulate(plan: Plan, hardware: Hardware | str | None = None) -> Simulation:
@@ -50,23 +63,58 @@ def simulate(plan: Plan, hardware: Hardware | str | None = None) -> Simulation:
 
 def simulate_with(plan: Plan, costs: Costs, hardware: str = "") -> Simulation:
     """As `simulate`, with any cost model; `hardware` is its name."""
+    return run_all(plan, prepare(plan, costs), hardware)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A program of one kind and phase that the event loop can run. ideal_us: see `Run`."""
+
+    kind: str
+    phase: str
+    view: View
+    traffic: Traffic
+    script: Script
+    ideal_us: float
+
+    @property
+    def least_us(self) -> float:
+        """What it takes at least: no rank is done before its own work, no link before all that passes through it."""
+        work = np.bincount(self.view.rank_of, self.script.work_us, self.view.ranks)
+        ports, traffic = port_count(self.view.cluster), self.traffic
+        wires = [np.bincount(port, traffic.wire_us, ports) for port in (traffic.out_port, traffic.in_port)]
+        return float(max(work.max(), *(wire.max() for wire in wires)))
+
+
+def prepare(plan: Plan, costs: Costs) -> list[Prepared]:
+    """The programs of a plan, which need not be sealed, kind after kind. Raises VerifyError for one that cannot run."""
     keys = [(kind, phase) for kind in plan.header.kinds for phase in PHASES if (kind, phase) in plan.programs]
-    return Simulation(plan, hardware, {key: _run(plan, *key, costs) for key in keys})
+    return [_prepare(plan, kind, phase, costs) for kind, phase in keys]
 
 
-def _run(plan: Plan, kind: str, phase: str, costs: Costs) -> Run:
+def _prepare(plan: Plan, kind: str, phase: str, costs: Costs) -> Prepared:
     view = View(plan, phase, plan.programs[kind, phase])
     pairs = task_pairs(view)
     traffic = find_traffic(view)
     script = write_script(view, work_us(view, costs, pairs), traffic)
+    return Prepared(kind, phase, view, traffic, script, _ideal_us(view, costs, pairs))
+
+
+def run_all(plan: Plan, prepared: list[Prepared], hardware: str = "") -> Simulation:
+    """Runs what `prepare` made of the plan. Raises VerifyError for a program that cannot run."""
+    return Simulation(plan, hardware, {(item.kind, item.phase): _run(item) for item in prepared})
+
+
+def _run(prepared: Prepared) -> Run:
+    view, script, traffic = prepared.view, prepared.script, prepared.traffic
     times, finish, blocked = engine.run(script, traffic, port_count(view.cluster))
-    _check_finished(kind, phase, script, blocked)
+    _check_finished(prepared.kind, prepared.phase, script, blocked)
     sent, received = _traffic_bytes(script, traffic, view.ranks)
     return Run(
-        kind,
-        phase,
+        prepared.kind,
+        prepared.phase,
         float(max(finish.max(), times.done.max(initial=0.0))),
-        _ideal_us(view, costs, pairs),
+        prepared.ideal_us,
         np.bincount(view.rank_of, script.work_us, view.ranks).astype(np.float64),
         _exposed_us(view, script, times),
         finish,

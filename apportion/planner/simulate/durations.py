@@ -95,7 +95,7 @@ def _rowop_bytes(view: View) -> Ints:
     a, b, c = (view.operand("rowops", column) for column in "abc")
     passes = _PASSES[op]
     moved: Ints = (passes * np.stack([found.bytes[x] for x in (a, b, c)], axis=1)).sum(1)
-    moved -= np.where(np.isin(op, (Op.MERGE, Op.ADD)) & (table["first"] == 1), found.bytes[c], 0)
+    moved -= np.where(((op == Op.MERGE) | (op == Op.ADD)) & (table["first"] == 1), found.bytes[c], 0)
     output = found.rows[c] * found.heads[c] * view.model.row_bytes(Tensor.DO, 1)
     return moved + np.where(op == Op.FINISH, output, 0)
 

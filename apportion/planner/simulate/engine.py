@@ -13,12 +13,12 @@ simultaneous events are found never shows. Ports and their queues are in `ports`
 
 from __future__ import annotations
 
-import heapq
 from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.jit import jit
+from apportion.ir.jit import inlined, lean
+from apportion.planner.simulate.events import Events, Numbers, append, no_events, no_numbers, pop, push, sort
 from apportion.planner.simulate.ports import (
     NONE,
     Ports,
@@ -36,6 +36,9 @@ from apportion.planner.simulate.program import LAUNCH, WORK, Floats, Ints, Scrip
 NOT_YET = -1.0
 #: kinds of events
 _LAUNCHED, _FREED, _COMPLETE = range(3)
+#: an event's code: its kind, and below that what it is about
+_ITEM_BITS = 40
+_ITEMS = (1 << _ITEM_BITS) - 1
 
 
 class Times(NamedTuple):
@@ -86,7 +89,17 @@ def run(script: Script, traffic: Traffic, ports: int) -> tuple[Times, Floats, In
         np.full(transfers, NONE),
     )
     state = _initial(script, launches, transfers)
-    _run(script, traffic, times, state, free_ports(traffic, ports))
+    events = no_events(transfers + 2 * launches)
+    _run(
+        script,
+        traffic,
+        times,
+        state,
+        free_ports(traffic, ports),
+        events,
+        no_numbers(transfers),
+        no_numbers(ports),
+    )
     return times, state.clock, state.blocked
 
 
@@ -103,29 +116,36 @@ def _initial(script: Script, launches: int, transfers: int) -> _State:
     )
 
 
-@jit
-def _run(script: Script, traffic: Traffic, times: Times, state: _State, ports: Ports) -> None:
-    events = [(0.0, 0, 0)]
-    events.clear()
-    fresh, freed = [0], [0]
+@lean
+def _run(
+    script: Script,
+    traffic: Traffic,
+    times: Times,
+    state: _State,
+    ports: Ports,
+    events: Events,
+    fresh: Numbers,
+    freed: Numbers,
+) -> None:
     for rank in range(len(state.clock)):
         _advance(script, times, state, events, rank)
-    while len(events) > 0:
-        now = events[0][0]
-        fresh.clear()
-        freed.clear()
-        while len(events) > 0 and events[0][0] == now:
-            _, kind, item = heapq.heappop(events)
+    while events.left[0] > 0:
+        now = events.time[0]
+        fresh.left[0] = freed.left[0] = 0
+        while events.left[0] > 0 and events.time[0] == now:
+            code = pop(events)
+            kind, item = code >> _ITEM_BITS, code & _ITEMS
             if kind == _LAUNCHED:
                 _launch(script, times, state, events, fresh, now, item)
             elif kind == _FREED:
-                freed.append(traffic.out_port[item])
-                freed.append(traffic.in_port[item])
+                append(freed, traffic.out_port[item])
+                append(freed, traffic.in_port[item])
             else:
                 _settle(script, times, state, events, fresh, now, item)
         _hand_over(script, traffic, times, state, ports, events, freed, now)
-        fresh.sort()
-        for transfer in fresh:
+        sort(fresh)
+        for number in range(fresh.left[0]):
+            transfer = fresh.items[number]
             times.ready[transfer] = now
             if can_start(ports, traffic, transfer):
                 _start(script, traffic, times, state, ports, events, now, transfer)
@@ -133,10 +153,8 @@ def _run(script: Script, traffic: Traffic, times: Times, state: _State, ports: P
                 enqueue(ports, traffic, transfer)
 
 
-@jit
-def _advance(
-    script: Script, times: Times, state: _State, events: list[tuple[float, int, int]], rank: int
-) -> None:
+@lean
+def _advance(script: Script, times: Times, state: _State, events: Events, rank: int) -> None:
     """Runs a rank's compute stream up to its next launch, or to a wait for a time that is not known yet."""
     clock, at = state.clock[rank], state.cursor[rank]
     while at < script.ptr[rank + 1]:
@@ -145,7 +163,7 @@ def _advance(
             clock += script.work_us[at]
         elif script.role[at] == LAUNCH:
             times.end[at] = clock
-            heapq.heappush(events, (clock, _LAUNCHED, at))
+            push(events, clock, (_LAUNCHED << _ITEM_BITS) + at)
             break
         else:
             launch = script.launch[at]
@@ -158,13 +176,13 @@ def _advance(
     state.clock[rank], state.cursor[rank] = clock, at
 
 
-@jit
+@inlined
 def _launch(
     script: Script,
     times: Times,
     state: _State,
-    events: list[tuple[float, int, int]],
-    fresh: list[int],
+    events: Events,
+    fresh: Numbers,
     now: float,
     at: int,
 ) -> None:
@@ -178,13 +196,13 @@ def _launch(
     _advance(script, times, state, events, rank)
 
 
-@jit
+@lean
 def _reach(
     script: Script,
     times: Times,
     state: _State,
-    events: list[tuple[float, int, int]],
-    fresh: list[int],
+    events: Events,
+    fresh: Numbers,
     now: float,
     launch: int,
 ) -> None:
@@ -195,7 +213,7 @@ def _reach(
             transfer = script.ends[end]
             state.sides[transfer] += 1
             if state.sides[transfer] == 2:
-                fresh.append(transfer)
+                append(fresh, transfer)
         if state.open[launch] > 0:
             return
         times.done[launch] = now
@@ -206,13 +224,13 @@ def _reach(
             return
 
 
-@jit
+@lean
 def _settle(
     script: Script,
     times: Times,
     state: _State,
-    events: list[tuple[float, int, int]],
-    fresh: list[int],
+    events: Events,
+    fresh: Numbers,
     now: float,
     launch: int,
 ) -> None:
@@ -223,22 +241,23 @@ def _settle(
         _reach(script, times, state, events, fresh, now, after)
 
 
-@jit
+@inlined
 def _hand_over(
     script: Script,
     traffic: Traffic,
     times: Times,
     state: _State,
     ports: Ports,
-    events: list[tuple[float, int, int]],
-    freed: list[int],
+    events: Events,
+    freed: Numbers,
     now: float,
 ) -> None:
     """Each freed port takes the first of its queue that can start."""
-    freed.sort()
-    for port in freed:
-        release(ports, port)
-    for port in freed:
+    sort(freed)
+    for number in range(freed.left[0]):
+        release(ports, freed.items[number])
+    for number in range(freed.left[0]):
+        port = freed.items[number]
         if ports.user[port] >= 0 or ports.waiting[port] == 0:
             continue
         transfer = first_startable(ports, traffic, times.ready, port)
@@ -248,14 +267,14 @@ def _hand_over(
             _start(script, traffic, times, state, ports, events, now, transfer)
 
 
-@jit
+@lean
 def _start(
     script: Script,
     traffic: Traffic,
     times: Times,
     state: _State,
     ports: Ports,
-    events: list[tuple[float, int, int]],
+    events: Events,
     now: float,
     transfer: int,
 ) -> None:
@@ -264,20 +283,18 @@ def _start(
     occupy(ports, traffic, transfer)
     free = now + traffic.wire_us[transfer]
     complete = free + traffic.latency_us[transfer]
-    heapq.heappush(events, (free, _FREED, transfer))
+    push(events, free, (_FREED << _ITEM_BITS) + transfer)
     for launch in (traffic.sender[transfer], traffic.receiver[transfer]):
         if complete > times.done[launch]:
             times.done[launch], times.last[launch] = complete, transfer
         state.open[launch] -= 1
         if state.open[launch] == 0:
-            heapq.heappush(events, (times.done[launch], _COMPLETE, launch))
+            push(events, times.done[launch], (_COMPLETE << _ITEM_BITS) + launch)
             _wake(script, times, state, events, launch)
 
 
-@jit
-def _wake(
-    script: Script, times: Times, state: _State, events: list[tuple[float, int, int]], launch: int
-) -> None:
+@lean
+def _wake(script: Script, times: Times, state: _State, events: Events, launch: int) -> None:
     """A launch's completion is known: its rank goes on, if that is what it waits for."""
     rank = script.rank[launch]
     if state.blocked[rank] == launch:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.jit import jit
+from apportion.ir.jit import lean
+from apportion.ir.sorting import stable_order
 from apportion.planner.simulate.program import Floats, Ints, Traffic
 
 NONE = -1
@@ -50,7 +51,7 @@ class Ports(NamedTuple):
 def free_ports(traffic: Traffic, count: int) -> Ports:
     """`count` ports that nobody has used yet."""
     transfers = len(traffic.out_port)
-    key, pair = np.unique(traffic.out_port * count + traffic.in_port, return_inverse=True)
+    key, pair = _numbered(traffic.out_port * count + traffic.in_port)
     side = np.full(count, OUT, np.int8)
     side[traffic.in_port] = IN
     return Ports(
@@ -61,7 +62,7 @@ def free_ports(traffic: Traffic, count: int) -> Ports:
         np.full(count + len(key), NONE),
         np.full((3, transfers), NONE),
         np.full((3, transfers), NONE),
-        pair.astype(np.int64).reshape(-1),
+        pair,
         key,
         np.zeros((2, count), np.int64),
         np.zeros(2, np.int64),
@@ -69,13 +70,23 @@ def free_ports(traffic: Traffic, count: int) -> Ports:
     )
 
 
-@jit
+def _numbered(keys: Ints) -> tuple[Ints, Ints]:
+    """(the different keys, rising; which of them each is)."""
+    order = stable_order(keys)
+    rising = keys[order]
+    new = np.append(True, rising[1:] != rising[:-1])[: len(keys)]
+    number = np.empty(len(keys), np.int64)
+    number[order] = np.cumsum(new) - 1
+    return rising[new], number
+
+
+@lean
 def can_start(ports: Ports, traffic: Traffic, transfer: int) -> bool:
     """Whether both ports are free."""
     return bool(ports.user[traffic.out_port[transfer]] < 0 and ports.user[traffic.in_port[transfer]] < 0)
 
 
-@jit
+@lean
 def occupy(ports: Ports, traffic: Traffic, transfer: int) -> None:
     """Both ports are the transfer's."""
     for port in (traffic.out_port[transfer], traffic.in_port[transfer]):
@@ -84,7 +95,7 @@ def occupy(ports: Ports, traffic: Traffic, transfer: int) -> None:
             _drop_idle(ports, port)
 
 
-@jit
+@lean
 def release(ports: Ports, port: int) -> None:
     """The port is free; who left it is not forgotten."""
     ports.user[port] = -2 - ports.user[port]
@@ -92,13 +103,13 @@ def release(ports: Ports, port: int) -> None:
         _add_idle(ports, port)
 
 
-@jit
+@lean
 def left_by(ports: Ports, port: int) -> int:
     """The transfer that used a free port last."""
     return int(-2 - ports.user[port])
 
 
-@jit
+@lean
 def enqueue(ports: Ports, traffic: Traffic, transfer: int) -> None:
     """A transfer that cannot start waits."""
     out, into = traffic.out_port[transfer], traffic.in_port[transfer]
@@ -111,7 +122,7 @@ def enqueue(ports: Ports, traffic: Traffic, transfer: int) -> None:
             _add_idle(ports, port)
 
 
-@jit
+@lean
 def dequeue(ports: Ports, traffic: Traffic, transfer: int) -> None:
     """A transfer that starts waits no longer."""
     out, into = traffic.out_port[transfer], traffic.in_port[transfer]
@@ -122,7 +133,7 @@ def dequeue(ports: Ports, traffic: Traffic, transfer: int) -> None:
     ports.waiting[into] -= 1
 
 
-@jit
+@lean
 def first_startable(ports: Ports, traffic: Traffic, ready: Floats, port: int) -> int:
     """The first transfer in a free port's queue whose other port is free, or NONE."""
     side, walked = ports.side[port], 0
@@ -138,7 +149,7 @@ def first_startable(ports: Ports, traffic: Traffic, ready: Floats, port: int) ->
     return NONE
 
 
-@jit
+@lean
 def _first_of_idle(ports: Ports, ready: Floats, port: int) -> int:
     side, count, best = ports.side[port], len(ports.user), NONE
     for number in range(ports.idle_count[1 - side]):
@@ -153,12 +164,12 @@ def _first_of_idle(ports: Ports, ready: Floats, port: int) -> int:
     return int(best)
 
 
-@jit
+@lean
 def _before(ready: Floats, first: int, second: int) -> bool:
     return bool(ready[first] < ready[second] or (ready[first] == ready[second] and first < second))
 
 
-@jit
+@lean
 def _add_idle(ports: Ports, port: int) -> None:
     side = ports.side[port]
     ports.place[port] = ports.idle_count[side]
@@ -166,7 +177,7 @@ def _add_idle(ports: Ports, port: int) -> None:
     ports.idle_count[side] += 1
 
 
-@jit
+@lean
 def _drop_idle(ports: Ports, port: int) -> None:
     side = ports.side[port]
     ports.idle_count[side] -= 1
@@ -176,7 +187,7 @@ def _drop_idle(ports: Ports, port: int) -> None:
     ports.place[port] = NONE
 
 
-@jit
+@lean
 def _append(ports: Ports, kind: int, queue: int, transfer: int) -> None:
     last = ports.tail[queue]
     ports.before[kind, transfer] = last
@@ -187,7 +198,7 @@ def _append(ports: Ports, kind: int, queue: int, transfer: int) -> None:
     ports.tail[queue] = transfer
 
 
-@jit
+@lean
 def _remove(ports: Ports, kind: int, queue: int, transfer: int) -> None:
     before, after = ports.before[kind, transfer], ports.after[kind, transfer]
     if before < 0:

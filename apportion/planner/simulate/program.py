@@ -18,14 +18,23 @@ from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import VerifyError
-from apportion.ir.isa import KV_SIDE, OP_LIST, Op, Tensor
+from apportion.ir.isa import HEADLESS, KV_SIDE, OP_LIST, TABLES, Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.plan import Plan, ProgramSet, Table
+from apportion.ir.sorting import stable_order
 from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
+#: list -> bool [ops]: whether an op consumes its rows; bool [tensors]: which have KV heads, which have none
+_CONSUMES = {
+    name: np.array([OP_LIST.get(Op(op)) == name if op else False for op in range(max(Op) + 1)])
+    for name in TABLES
+}
+_KV_SIDE, _HEADLESS = (
+    np.array([Tensor(tensor) in group for tensor in range(max(Tensor) + 1)]) for group in (KV_SIDE, HEADLESS)
+)
 #: what an instruction is to the event loop
 WORK, LAUNCH, WAIT = range(3)
 #: bytes that 1 GB/s moves in a microsecond
@@ -116,8 +125,8 @@ class View:
     def operands(self) -> Operands:
         table = self.source["operands"]
         tensor, rows = (table[name].astype(np.int64) for name in ("tensor", "rows"))
-        heads = self._heads()[np.isin(tensor, list(KV_SIDE)).astype(np.int64), table["heads"]]
-        heads[np.isin(tensor, (Tensor.X, Tensor.DX))] = 1
+        heads = self._heads()[_KV_SIDE[tensor].astype(np.int64), table["heads"]]
+        heads[_HEADLESS[tensor] & (tensor != Tensor.NONE)] = 1
         per_head = np.array([self.model.row_bytes(Tensor(t), 1) for t in range(max(Tensor) + 1)])
         return Operands(tensor, rows, heads, rows * heads * per_head[tensor], table.ptr)
 
@@ -129,13 +138,17 @@ class View:
 
     def operand(self, name: str, column: str) -> Ints:
         """int64 [rows]: which of `operands` a column of a list names."""
-        table = self.source[name]
-        return table[column] + np.repeat(self.operands.ptr[:-1], np.diff(table.ptr))
+        return self.source[name][column] + self._first_operands[name]
+
+    @cached_property
+    def _first_operands(self) -> dict[str, Ints]:
+        """list -> int64 [rows]: the first operand of each row's rank."""
+        first = self.operands.ptr[:-1]
+        return {name: np.repeat(first, np.diff(self.source[name].ptr)) for name in OP_LIST.values() if name}
 
     def instruction_of(self, name: str) -> Ints:
         """int64 [rows]: the instruction that consumes each row of a list."""
-        ops = [op for op, consumed in OP_LIST.items() if consumed == name]
-        at = np.flatnonzero(np.isin(self.instructions["op"], ops))
+        at = np.flatnonzero(_CONSUMES[name][self.instructions["op"]])
         return np.repeat(at, self.instructions["count"][at])
 
     @cached_property
@@ -180,7 +193,7 @@ def find_traffic(view: View) -> Traffic:
 
 
 def _sorted(rows: Ints, key: Ints) -> Ints:
-    return rows[np.argsort(key[rows], kind="stable")]
+    return rows[stable_order(key[rows])]
 
 
 def _unmatched(view: View, round_: Ints, source: Ints, target: Ints, key: Ints, out: Ints, into: Ints) -> str:

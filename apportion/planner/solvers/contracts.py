@@ -1,10 +1,11 @@
-"""The four kinds of solvers: what goes in and what comes out, as arrays and nothing else.
+"""The five kinds of solvers: what goes in and what comes out, as arrays and nothing else.
 
     kind        problem              result        built in
     partition   PartitionProblem     Partition     lpt
     colouring   ColouringProblem     Colouring     matching
     transport   TransportProblem     Transport     flow
     grouping    GroupingProblem      Grouping      ilp
+    hypergraph  HypergraphProblem    Sides         mtkahypar, greedy
 
 A solver is a function (problem, budget) -> result. It is deterministic unless the wall clock cut it, its value does
 not depend on the order of the items, it says why it stopped, and it keeps to the budget. `kit` checks all of that.
@@ -14,6 +15,7 @@ A problem that no answer can serve ends INFEASIBLE; arrays that do not fit toget
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -102,26 +104,34 @@ class TransportProblem:
 
     surplus: int64 [ranks], adds up to 0; positive sends, negative receives.
     cost: of one row from rank to rank, float64 [ranks, ranks] >= 0, or two levels.
-    objective: "sum" of all costs, or "minmax": the rank that pays most, for what it sends or for what it receives.
+    objective: "sum" of all costs; "minmax": the rank that pays most, for what it sends or for what it receives;
+    "senders": for what it sends.
     """
 
     surplus: Ints
     cost: Floats | TwoLevelCost
-    objective: Literal["sum", "minmax"] = "sum"
+    objective: Literal["sum", "minmax", "senders"] = "sum"
 
     def __post_init__(self) -> None:
         if int(self.surplus.sum()):
             raise ConfigError(
                 "surplus", int(self.surplus.sum()), "must add up to 0", "send no more than is wanted"
             )
-        if self.objective not in ("sum", "minmax"):
-            raise ConfigError("objective", self.objective, "must be sum or minmax", "write minmax")
+        if self.objective not in ("sum", "minmax", "senders"):
+            raise ConfigError("objective", self.objective, "must be sum, minmax or senders", "write minmax")
         _check_cost(self.cost, len(self.surplus))
 
     @property
     def matrix(self) -> Floats:
         """float64 [ranks, ranks]: cost of one row."""
         return self.cost.matrix(len(self.surplus)) if isinstance(self.cost, TwoLevelCost) else self.cost
+
+    def prices(self, src: Ints, dst: Ints) -> Floats:
+        """float64 [flows]: cost of one row of each flow."""
+        if not isinstance(self.cost, TwoLevelCost):
+            return self.cost[src, dst]
+        near = src // self.cost.ranks_per_node == dst // self.cost.ranks_per_node
+        return np.where(near, self.cost.intra, self.cost.inter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +184,91 @@ class Grouping:
     termination: Termination
 
 
+@dataclass(frozen=True, eq=False)
+class HypergraphProblem:
+    """Vertices with two weights onto nodes * ranks_per_node ranks, so that hyperedges span few of them.
+
+    flops, tokens: int64 [V] >= 0, the two weights. ptr: int64 [E + 1], pins: int64: hyperedge e has the vertices
+    pins[ptr[e] : ptr[e + 1]]; price: int64 [E] >= 0. The value is the sum of price times (ranks spanned - 1).
+    flops_slack, tokens_slack: eps of (nodes, ranks). A node has at most (1 + eps[0]) times its share of a weight, a
+    rank (1 + eps[0]) (1 + eps[1]) times, both rounded down, but no less than the share rounded up. Shares of flops
+    follow speeds, float64 [ranks], default 1. fixed: int64 [V], the rank that a vertex must have, -1: any.
+    """
+
+    flops: Ints
+    tokens: Ints
+    ptr: Ints
+    pins: Ints
+    price: Ints
+    nodes: int
+    ranks_per_node: int
+    flops_slack: tuple[float, float]
+    tokens_slack: tuple[float, float]
+    fixed: Ints | None = None
+    speeds: Floats | None = None
+
+    def __post_init__(self) -> None:
+        same_length("tokens", self.tokens, "flops", self.flops)
+        same_length("price", self.price, "ptr[1:]", self.ptr[1:])
+        positive("nodes", self.nodes)
+        positive("ranks_per_node", self.ranks_per_node)
+        if self.fixed is not None:
+            same_length("fixed", self.fixed, "flops", self.flops)
+        if self.speeds is not None and len(self.speeds) != self.ranks:
+            raise ConfigError("speeds", len(self.speeds), f"must be {self.ranks}, one a rank", "leave it out")
+        if min(*self.flops_slack, *self.tokens_slack) < 0:
+            slack = (*self.flops_slack, *self.tokens_slack)
+            raise ConfigError("slack", slack, "must not be negative", "use 0.05")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def bound_to(self) -> Ints:
+        """int64 [V]: the rank that each vertex must have, -1: any."""
+        return np.full(len(self.flops), -1, np.int64) if self.fixed is None else self.fixed
+
+    @cached_property
+    def flops_caps(self) -> tuple[Ints, Ints]:
+        """int64 [nodes], int64 [ranks]: the most flops of each."""
+        speeds = np.ones(self.ranks) if self.speeds is None else np.asarray(self.speeds, np.float64)
+        return caps_of(int(self.flops.sum()), self.flops_slack, speeds, self.nodes)
+
+    @cached_property
+    def tokens_caps(self) -> tuple[Ints, Ints]:
+        """int64 [nodes], int64 [ranks]: the most tokens of each."""
+        return caps_of(int(self.tokens.sum()), self.tokens_slack, np.ones(self.ranks), self.nodes)
+
+
+def caps_of(total: int, slack: tuple[float, float], shares: Floats, nodes: int) -> tuple[Ints, Ints]:
+    """int64 [nodes], int64 [ranks]: the most that each may have of `total`; shares: float64 [ranks], see
+    HypergraphProblem."""
+    mean = total * shares / shares.sum()
+    most = (1 + slack[0]) * (1 + slack[1])
+    ranks = np.maximum(np.floor(mean * most + _ROUNDING), np.ceil(mean - _ROUNDING)).astype(np.int64)
+    of_node = mean.reshape(nodes, -1).sum(1)
+    of_nodes = np.maximum(np.floor(of_node * (1 + slack[0]) + _ROUNDING), np.ceil(of_node - _ROUNDING))
+    return np.minimum(of_nodes.astype(np.int64), ranks.reshape(nodes, -1).sum(1)), ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """rank: int64 [V], -1 without an answer. node_value: the sum of price times (nodes spanned - 1).
+
+    flops_imbalance, tokens_imbalance: of the fullest rank, over its share, less 1. The value is in `termination`.
+    """
+
+    rank: Ints
+    node_value: float
+    flops_imbalance: float
+    tokens_imbalance: float
+    termination: Termination
+
+
+# what a product of floats may miss an integer by
+_ROUNDING = 1e-6
+
 P = TypeVar("P", contravariant=True)
 R = TypeVar("R", covariant=True)
 
@@ -190,6 +285,7 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "colouring": (ColouringProblem, Colouring),
     "transport": (TransportProblem, Transport),
     "grouping": (GroupingProblem, Grouping),
+    "hypergraph": (HypergraphProblem, Sides),
 }
 
 

@@ -85,6 +85,21 @@ _BUILT_IN = (
         "group sizes and sequences to groups: greedy mix, local search, PuLP model on HiGHS, with its own bound",
         ("pulp", "solvers"),
     ),
+    Entry(
+        "mtkahypar",
+        "hypergraph",
+        f"{_HERE}.mtkahypar:solve",
+        "DCP, section 4.2; Gottesbüren et al. 2022 (Mt-KaHyPar)",
+        "tokens placed by our greedy and fixed, compute partitioned by Mt-KaHyPar in a child process, our repair",
+        ("mtkahypar", "solvers"),
+    ),
+    Entry(
+        "greedy",
+        "hypergraph",
+        f"{_HERE}.hypergraph:solve",
+        "DCP, section 4.2; moves after Fiduccia and Mattheyses 1982",
+        "two constraints, nodes then ranks: greedy with affinity, repair of both balances, moves that gain",
+    ),
 )
 
 #: the built-in solvers; of a kind, the first is the default

@@ -25,6 +25,7 @@ class Limit(StrEnum):
     TIME = "time"
     STEPS = "steps"
     GAP = "gap"  # the answer is as near to the bound as was asked for
+    ENGINE = "engine"  # the engine died or its answer was wrong: this one is the fallback's
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stable order of integer keys in linear time: the verifier sorts a few hundred thousand keys a program."""
+"""Stable order of integer keys in linear time, whatever their range."""
 
 from __future__ import annotations
 

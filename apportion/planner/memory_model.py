@@ -1,0 +1,166 @@
+"""Memory of attention under head stages: UPipe's printed tables, as printed, and the rows that our programs hold.
+
+Printed (sections 2.2 to 4.1, Tables 1, 2 and 6; S tokens, C ranks, L layers, g query heads per KV head, nu stages):
+
+    gamma = 1 + 2/g    Q, K and V, counted in rows of all query heads
+    beta  = 4 + 4/g    Q, K, V, O and their gradients
+
+The tables take a stage to hold 1/nu of K and V too. In GQA order it holds more: its U query heads bring as many KV
+heads as there are, up to U, and keep them for g stages. `peak_rows` counts what is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+from typing import NamedTuple
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import choice
+from apportion.ir.isa import Tensor
+from apportion.ir.model import Model
+from apportion.planner.passes.groups import HeadStages
+from apportion.planner.passes.upipe import UPipe
+
+METHODS = ("ulysses", "ulysses_offload", "fpdt", "upipe")
+
+
+class Peaks(NamedTuple):
+    """Peak memory at four moments, in rows of all query heads of S/C tokens: of the forward before attention, while Q,
+    K and V go to their heads, in the kernel, and while the output returns; of the backward before attention, while
+    dO goes to its heads, in the kernel, and while gradients return."""
+
+    before: Fraction
+    first: Fraction
+    kernel: Fraction
+    last: Fraction
+
+
+def gamma(ratio: int) -> Fraction:
+    """Size of Q, K and V with `ratio` query heads per KV head, in Q's."""
+    return 1 + Fraction(2, ratio)
+
+
+def beta(ratio: int) -> Fraction:
+    """Size of Q, K, V, O, dO, dQ, dK and dV, in Q's."""
+    return 4 + Fraction(4, ratio)
+
+
+def printed_forward(method: str, ratio: int, chunks: int = 1, layers: int = 1) -> Peaks:
+    """Table 2. chunks: pi of FPDT, nu of UPipe; layers: L, whose inputs Ulysses keeps without offloading. Raises
+    ConfigError."""
+    _check(method, ratio, chunks, layers)
+    qkv, part = gamma(ratio), Fraction(1, chunks)
+    rows: dict[str, tuple[Fraction | int, ...]] = {
+        "ulysses": (layers, layers + qkv + 1, layers + qkv + 1, layers + 2),
+        "ulysses_offload": (1, 1 + qkv + 1, 1 + qkv + 1, 3),
+        "fpdt": (part, part + (qkv + 1) * part, (2 * qkv + 1) * part, 2 * part),
+        "upipe": (1, 2 + (qkv + 1) * part, 2 + qkv * part, 1 + 2 * part),
+    }
+    return Peaks(*(Fraction(value) for value in rows[method]))
+
+
+def printed_backward(method: str, ratio: int, chunks: int = 1, layers: int = 1) -> Peaks:
+    """Table 6; arguments as in `printed_forward`. Raises ConfigError."""
+    _check(method, ratio, chunks, layers)
+    qkv, eight, part = gamma(ratio), beta(ratio), Fraction(1, chunks)
+    rows: dict[str, tuple[Fraction | int, ...]] = {
+        "ulysses": (layers + 1, layers + 2, layers + eight + 1, layers + qkv + 1),
+        "ulysses_offload": (2, 3, eight + 2, qkv + 2),
+        "fpdt": (part, 3 * part, (eight + 2) * part, (qkv + 2) * part),
+        "upipe": (2, 2 + 2 * part, 2 + (eight + 1) * part, 2 + 2 * (qkv + 1) * part),
+    }
+    return Peaks(*(Fraction(value) for value in rows[method]))
+
+
+def _check(method: str, ratio: int, chunks: int, layers: int) -> None:
+    choice("method", method, METHODS)
+    for name, value in (("ratio", ratio), ("chunks", chunks), ("layers", layers)):
+        if value < 1:
+            raise ConfigError(name, value, "must be at least 1", "use 1")
+
+
+#: Table 1's sizes of the feed-forward network and of the vocabulary, in hidden sizes
+FFN_OVER_HIDDEN, VOCABULARY_OVER_HIDDEN = Fraction(267, 100), Fraction(30)
+
+
+def printed_phases() -> Mapping[str, Fraction]:
+    """Table 1 before rounding: bytes of each phase of a forward in BF16, in numbers of S x hidden size."""
+    attention = 2 + 6 + 6 + 2  # input, QKV, all-to-all, output
+    return MappingProxyType(
+        {
+            "embedding": Fraction(2),
+            "attention": Fraction(attention),
+            "feed_forward": 2 + 8 * FFN_OVER_HIDDEN + 2,
+            "cross_entropy": 8 * VOCABULARY_OVER_HIDDEN,
+        }
+    )
+
+
+def intermediate_bytes(tokens: int, ranks: int, heads: int, head_dim: int) -> Fraction:
+    """Section 3.4: BF16 bytes on a rank of Q, K and V and as much for their all-to-all, with MHA; `heads`: all of them
+    in Ulysses, those of a stage in UPipe."""
+    return Fraction(12 * tokens * heads * head_dim, ranks)
+
+
+def communicated_heads(q_heads: int, ranks: int, ratio: int | None = None) -> Fraction:
+    """Section 4.1, stages of as many heads as ranks: Q, K and V heads of S/C tokens that a rank sends in all stages of
+    a forward, without the output. ratio: query heads per KV head in GQA order; None: in order of heads."""
+    if ratio is None:
+        return Fraction(3 * q_heads * (ranks - 1), ranks)
+    return Fraction((3 + ratio - 1) * q_heads * (ranks - 1), ranks * ratio)
+
+
+class Arena(NamedTuple):
+    """Work rows of a tensor and their head columns."""
+
+    rows: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a group. rows: of the group, in attention order; home: the rank's own; tiles, gradient_tiles: rows of
+    KV and of dKV from other groups that it holds at a time."""
+
+    rows: int
+    home: int
+    tiles: int = 0
+    gradient_tiles: int = 0
+
+
+def peak_rows(model: Model, degree: int, upipe: UPipe, member: Member, phase: str) -> dict[Tensor, Arena]:
+    """Work rows that a rank holds at the peak of a phase, under groups of `degree` ranks: its attention rows with the
+    heads of a stage (twice where a stage comes in while another is computed), and, where heads are made at home, those
+    on their way to and from each other rank.
+
+    KV heads that several ranks of a group share are made once for all of them; their gradients come from each.
+    Raises ConfigError.
+    """
+    stages = upipe.stages(model, degree)
+    others = (degree - 1) * member.home
+    made = upipe.project * others
+    made_keys = upipe.project * _other_key_sets(stages) * member.home
+    returned = (upipe.project or stages.shared) * others
+    rows = (1 + upipe.ahead * (len(stages) > 1)) * member.rows
+    keys = (1 + upipe.ahead * (stages.windows > 1)) * member.rows
+    of_query = {Tensor.Q: rows + made, Tensor.O: rows}
+    of_key = {Tensor.KV: keys + member.tiles + made_keys}
+    if phase == "backward":
+        of_query = {Tensor.Q: rows + made, Tensor.DO: rows, Tensor.DELTA: rows, Tensor.DQ: rows + made}
+        of_key[Tensor.DKV] = keys + member.gradient_tiles + returned
+    widest = int(stages.key_heads.max())
+    held = {tensor: Arena(count, stages.query_heads) for tensor, count in of_query.items()}
+    return held | {tensor: Arena(count, widest) for tensor, count in of_key.items()}
+
+
+def peak_bytes(model: Model, arenas: Mapping[Tensor, Arena]) -> int:
+    """Bytes of work rows, as plans and caps count them."""
+    return sum(arena.rows * model.row_bytes(tensor, arena.heads) for tensor, arena in arenas.items())
+
+
+def _other_key_sets(stages: HeadStages) -> int:
+    """The most different sets of KV heads beside a rank's own, in any window."""
+    return max(len(set(row)) - 1 for row in stages.key.tolist())

@@ -1,0 +1,116 @@
+"""Work and tokens balanced at once by mixing: every rank gets dense rows and sparse ones.
+
+Documents stand sorted by density, pairs a token. Ranks walk over them from both ends: each takes so many tokens of the
+densest left that with the sparsest left it has exactly its tokens and exactly its pairs.
+
+    sparse  │a a a│b b b b│c c c c . . . │ . . d d│c c│b b│a│  dense      four ranks a, b, c, d
+
+What is sparse is taken whole, the last of it from a document's head: whoever has the first rows of a document needs no
+keys from others. What is dense is taken whole too, the last of it from a tail. A document that is too much work for a
+rank lies on consecutive ranks, as few as can be, each with a part of its tail and of its head:
+
+    │ a │ b │ . . . . . d . . . . . │  c  │  b  │  a  │      head: 0.5 as much head as tail, 0 tails only
+
+Heads are what most ranks need: spread over the document's ranks, none of these sends much more than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integer
+from apportion.planner.passes.blend_profile import profile
+from apportion.planner.passes.blend_repair import repair
+from apportion.planner.passes.blend_walk import walk
+from apportion.planner.passes.kinds import lightest
+from apportion.planner.passes.refusals import refuse_home_ranks
+from apportion.planner.passes.shard import row_weights
+from apportion.planner.problem import Placement, Problem, Shards
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+
+#: how much more than its share of the work a rank may have before rows are exchanged
+UNEVEN = 0.002
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The densest and the sparsest documents mixed on each rank.
+
+    Tokens are exact: ranks differ by at most one, or as their speeds, as far as a token_cap allows. Work is exact but
+    for rounding, by speed; of several attention kinds the sum over kinds of layers x busiest rank is made small. The
+    cuts of the shards are not looked at.
+    head: which part, 0 to 1, of each share of a document too heavy for one rank comes from its head, where later rows
+    see more keys. grain: rows of the largest block; 0: blocks are as large as can be. Raises ConfigError,
+    CapacityError.
+    """
+
+    head: float = 0.5
+    grain: int = 0
+    own_cap: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.head, bool) or not isinstance(self.head, int | float) or not 0 <= self.head <= 1:
+            rule = "must be a number from 0 to 1"
+            raise ConfigError("recipe.place.blend.head", self.head, rule, "use 0.5, or 0 for tails only")
+        object.__setattr__(self, "grain", integer("recipe.place.blend.grain", self.grain, 0))
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        refuse_home_ranks(problem, "blend")
+        best = lightest(problem, lambda factor: self._weighted(problem, factor))
+        if len(problem.bands) == 1:
+            return best
+        weight = row_weights(problem, best.starts)
+        return replace(best, weight=weight, bound=float(weight.sum() / problem.speeds.sum()))
+
+    def _weighted(self, problem: Problem, factor: Mapping[str, int]) -> Placement:
+        """Where pairs of each kind count so many times."""
+        documents, speeds = problem.batch.starts, problem.speeds
+        rows = profile(problem.bands, factor)
+        tokens = token_shares(problem.batch.tokens, speeds, problem.policy.token_cap and problem.token_cap)
+        pieces, count = walk(documents, rows, tokens, speeds, self.head)
+        count = repair(rows.table, pieces, count, rows.below[-1] * (speeds / speeds.sum()), UNEVEN)
+        starts, home = _joined(documents, pieces[:count])
+        starts, home = _ground(starts, home, self.grain)
+        weight = np.diff(rows.upto(starts))
+        return Placement(starts, home, weight, float(weight.sum() / speeds.sum()))
+
+
+def token_shares(tokens: int, speeds: Floats, cap: int | None = None) -> Ints:
+    """int64 [ranks]: tokens of each rank, as its speed, none above the cap; what capped ranks leave goes to others."""
+    share, free = speeds * (tokens / speeds.sum()), np.ones(len(speeds), bool)
+    while cap is not None and free.any():
+        share[free] = speeds[free] * ((tokens - share[~free].sum()) / speeds[free].sum())
+        over = free & (share > cap)
+        if not over.any():
+            break
+        share[over], free = cap, free & ~over
+    ends = np.floor(np.round(np.cumsum(share), 6) + 0.5).astype(np.int64)
+    ends[-1] = tokens
+    return np.diff(ends, prepend=0)
+
+
+def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
+    """Starts int64 [blocks + 1] and homes int64 [blocks]: neighbours of one document on one rank are one block."""
+    low, high, rank = pieces[np.argsort(pieces[:, 0])].T
+    fresh = np.append(True, rank[1:] != rank[:-1])
+    fresh |= documents[np.searchsorted(documents, low)] == low
+    return np.append(low[fresh], high[-1]), rank[fresh]
+
+
+def _ground(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
+    """Blocks of at most `grain` rows, those of one block equal but for one row."""
+    if not grain:
+        return starts, home
+    lengths = np.diff(starts)
+    parts = -(-lengths // grain)
+    of = np.repeat(np.arange(len(home)), parts)
+    nth = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
+    return np.append(starts[of] + lengths[of] * nth // parts[of], starts[-1]), home[of]

@@ -1,0 +1,197 @@
+"""Where tokens live under DCP: one choice for all kinds and both phases, made for the kind with the most work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import CapacityError
+from apportion.planner.passes.cells import Cells, cut_cells
+from apportion.planner.passes.dcp_cells import Heads, hyperedges, traffic
+from apportion.planner.problem import Problem, Shards, exact_sums
+from apportion.planner.solvers import hypergraph
+from apportion.planner.solvers.contracts import HypergraphProblem, caps_of
+from apportion.planner.solvers.hypergraph_tokens import SPREAD, place_tokens
+from apportion.planner.solvers.status import Budget
+
+Ints = NDArray[np.integer[Any]]
+
+#: weights of compute against bytes that are tried, see `place_tokens`
+SPREADS = (SPREAD, SPREAD / 2, SPREAD * 2)
+# where a heavy block is cut, if it is long enough: multiples of the kernels' own tile
+_STEPS = (128, 16, 1)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """starts: int64 [blocks + 1]; home: int64 [blocks], -1: none yet."""
+
+    starts: Ints
+    home: Ints
+
+    @cached_property
+    def lengths(self) -> Ints:
+        return np.diff(self.starts)
+
+    def cut(self, at: Ints) -> Blocks:
+        """The blocks cut at these tokens too; parts have the home of the whole."""
+        starts = np.union1d(self.starts, at)
+        return Blocks(starts, self.home[np.searchsorted(self.starts, starts[:-1], "right") - 1])
+
+    def finer(self, cells: Sequence[Cells]) -> Blocks:
+        """The blocks with those halved that the cells of more than half the heaviest's work lie in, the longer of the
+        two; the same blocks where no cell can be cut."""
+        heaviest = max((int(each.work.max()) for each in cells if len(each)), default=0)
+        if heaviest <= 1:
+            return self
+        wanted = np.zeros(len(self.home), bool)
+        for each in cells:
+            heavy = np.flatnonzero(2 * each.work > heaviest)
+            q, k = each.q[heavy], each.k[heavy]
+            wanted[q[2 * self.lengths[q] > self.lengths[k]]] = True
+            wanted[k[2 * self.lengths[k] > self.lengths[q]]] = True
+        return self.cut(_middles(self.starts, self.lengths, np.flatnonzero(wanted & (self.lengths > 1))))
+
+    def case(
+        self,
+        problem: Problem,
+        cells: Cells,
+        heads: Heads,
+        phase: str,
+        compute: tuple[float, float],
+        tokens: tuple[float, float],
+    ) -> HypergraphProblem:
+        """The hypergraph of one kind and phase, without homes."""
+        edges = hyperedges(cells, self.lengths, heads, heads.bytes_of(problem.model, phase))
+        none, work = np.zeros(len(self.home), np.int64), np.tile(cells.work, heads.groups)
+        return HypergraphProblem(
+            np.concatenate([none, work]),
+            np.concatenate([self.lengths, np.zeros(len(work), np.int64)]),
+            edges.ptr,
+            edges.pins,
+            edges.price,
+            problem.cluster.nodes,
+            problem.cluster.ranks_per_node,
+            compute,
+            _within_cap(problem, tokens),
+            speeds=problem.speeds,
+        )
+
+
+def homes(
+    problem: Problem,
+    shards: Shards,
+    compute: tuple[float, float],
+    tokens: tuple[float, float],
+    tries: int,
+) -> Blocks:
+    """A home for every block of the shards, cut where no rank has room for a whole one: the best of so many ways to
+    weigh compute against bytes. compute, tokens: what nodes and ranks may have above the mean. Raises CapacityError."""
+    kind = max(problem.bands, key=lambda name: problem.layers[name] * problem.batch.area(name))
+    blocks, room = Blocks(shards.starts, np.full(len(shards.lengths), -1, np.int64)), _Room(problem, tokens)
+    if problem.batch.home_ranks:
+        blocks = _bound(problem, blocks, room)
+
+    def case(of: Blocks) -> HypergraphProblem:
+        cells = cut_cells(problem.bands[kind], of.starts)
+        free = np.full(len(cells), -1, np.int64)
+        found = of.case(problem, cells, Heads(1, 1), "backward", compute, tokens)
+        return replace(found, fixed=np.concatenate([of.home, free]))
+
+    start, count = case(blocks), len(blocks.home)
+    placed = [place_tokens(start, spread)[:count] for spread in SPREADS[:tries]]
+    found = [_filled(Blocks(blocks.starts, home), room, None) for home in placed]
+    return found[0] if len(found) == 1 else min(found, key=lambda each: _merit(problem, case(each)))
+
+
+def _merit(problem: Problem, case: HypergraphProblem) -> float:
+    """Time on the links of the rank that takes longest, once the greedy has placed compute; the less the better."""
+    found, cluster = hypergraph.solve(case, Budget()), problem.cluster
+    if not found.termination.solved:
+        return float("inf")
+    sent = traffic(case.ptr, case.pins, case.price, found.rank, case.ranks, case.ranks_per_node)
+    within, between = np.maximum(sent[:2], sent[2:])
+    nic = cluster.inter_gbs * cluster.nics_per_node / cluster.ranks_per_node
+    return float((within / cluster.intra_gbs + between / nic).max())
+
+
+def _within_cap(problem: Problem, slack: tuple[float, float]) -> tuple[float, float]:
+    """The tolerances of tokens, no more than the policy's cap leaves."""
+    cap = problem.policy.token_cap
+    if cap is None:
+        return slack
+    most = max(0.0, problem.token_cap * problem.ranks / problem.batch.tokens - 1)
+    node = min(slack[0], most)
+    return node, min(slack[1], (1 + most) / (1 + node) - 1)
+
+
+class _Room:
+    """Tokens that nodes and ranks may have."""
+
+    def __init__(self, problem: Problem, slack: tuple[float, float]) -> None:
+        slack, even = _within_cap(problem, slack), np.ones(problem.ranks)
+        self.nodes, self.ranks = caps_of(problem.batch.tokens, slack, even, problem.cluster.nodes)
+        self.per_node = problem.cluster.ranks_per_node
+
+    def left(self, blocks: Blocks) -> Ints:
+        """int64 [ranks]: tokens that each rank still takes, its node's room apart."""
+        placed = blocks.home >= 0
+        return self.ranks - exact_sums(blocks.home[placed], blocks.lengths[placed], len(self.ranks))
+
+    def most(self, left: Ints) -> Ints:
+        """int64 [ranks]: tokens that each rank still takes, its node's room included, where so many are left."""
+        used = (self.ranks - left).reshape(-1, self.per_node).sum(1)
+        most: Ints = np.minimum(left, np.repeat(self.nodes - used, self.per_node))
+        return most
+
+
+def _bound(problem: Problem, blocks: Blocks, room: _Room) -> Blocks:
+    """Homes for the blocks of sequences that may live on some ranks only, the most restricted first."""
+    sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
+    allowed = sorted(set(problem.batch.home_ranks.values()), key=lambda ranks: (len(ranks), ranks))
+    for ranks in allowed:
+        of_these = np.isin(sequence, [s for s, held in problem.batch.home_ranks.items() if held == ranks])
+        blocks = _filled(blocks, room, ranks, blocks.starts[:-1][of_these])
+        sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
+    return blocks
+
+
+def _filled(blocks: Blocks, room: _Room, only: tuple[int, ...] | None, wanted: Ints | None = None) -> Blocks:
+    """Blocks without a home put where room is left, the emptiest rank first, cut where it is less than a block.
+
+    only: ranks that may take them; wanted: int64, starts of the blocks that are meant, None: all."""
+    left = room.left(blocks)
+    ranks = np.arange(len(left)) if only is None else np.array(only)
+    todo = np.flatnonzero(blocks.home < 0) if wanted is None else np.searchsorted(blocks.starts, wanted)
+    cuts: list[tuple[int, int]] = []
+    for block in todo.tolist():
+        at, end = int(blocks.starts[block]), int(blocks.starts[block + 1])
+        while at < end:
+            most = room.most(left)[ranks]
+            best = int(np.argmax(most))
+            if most[best] <= 0:
+                raise CapacityError(
+                    f"{end - at} tokens found no room on ranks {ranks.tolist()[:8]}, which take "
+                    f"{room.ranks[ranks].tolist()[:8]}: raise token_cap or epsilon_tokens, or widen home_ranks"
+                )
+            step = min(end - at, int(most[best]))
+            cuts.append((at, int(ranks[best])))
+            at, left[ranks[best]] = at + step, left[ranks[best]] - step
+    if not cuts:
+        return blocks
+    cut = blocks.cut(np.array([at for at, _ in cuts], np.int64))
+    home = cut.home.copy()
+    home[np.searchsorted(cut.starts, [at for at, _ in cuts])] = [rank for _, rank in cuts]
+    return Blocks(cut.starts, home)
+
+
+def _middles(starts: Ints, lengths: Ints, blocks: Ints) -> Ints:
+    """int64 [n]: where these blocks are cut in two, at a multiple of the largest step that is at most a quarter."""
+    half = lengths[blocks] // 2
+    step = np.select([half >= 2 * size for size in _STEPS[:-1]], _STEPS[:-1], _STEPS[-1])
+    return np.asarray(starts[blocks] + half // step * step, np.int64)

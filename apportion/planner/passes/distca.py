@@ -1,0 +1,262 @@
+"""Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are, attention moves.
+
+homes       sequential: ranks are filled one after another, equal tokens, whatever their work     `distca_homes`
+attention   items move from surplus to deficit servers, cheapest bytes a pair first               `distca_greedy`
+
+tokens   |  rank 0   |  rank 1   |  rank 2   |      work   ###########|##|####   ──►   ######|#####|######
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.fields import choice, integer, number
+from apportion.ir.isa import PHASES, Tensor
+from apportion.planner.passes.cells import Execution, cut_cells, cut_columns
+from apportion.planner.passes.distca_balance import Balance, Ended, Limits, Site, balance, imbalance
+from apportion.planner.passes.distca_communication import FORMS, Form
+from apportion.planner.passes.distca_greedy import Rules, Servers
+from apportion.planner.passes.distca_homes import causal_sequences, sequential_homes, token_ranges
+from apportion.planner.passes.distca_ranges import RangeBalance, balance_ranges
+from apportion.planner.passes.refusals import obey_token_cap
+from apportion.planner.passes.shard import row_weights
+from apportion.planner.problem import Placement, Problem, Shards, exact_sums
+from apportion.planner.solvers.status import Status, Termination
+
+Ints = NDArray[np.integer[Any]]
+Bools = NDArray[np.bool_]
+
+#: (low, high, rank): global tokens [low, high) of a rank, int64, sorted
+Map = tuple[Ints, Ints, Ints]
+#: starts, home, load of each rank, execution
+Solved = tuple[Ints, Ints, Ints, dict[tuple[str, str], Execution] | None]
+
+WHERE = "recipe.place.distca"
+NO_CAP = 2**62
+# A policy may ask for less; no plan of whole rows has it.
+LEAST_TOLERANCE = 1e-4
+HEAD_TAIL = ("causal", "all", "none")
+_SWITCHES = ("two_sided", "o_bytes", "kv_free", "kv_ranges")
+_CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
+
+
+@dataclass(frozen=True)
+class Distca:
+    """Sequential homes and communication-aware greedy migration.
+
+    tolerance: a server is filled until its load is within this of its target (the paper's epsilon), or within the
+    policy's tolerance where that is less. two_sided: repeat
+    with half the tolerance until no server has more than (1 + tolerance) times its target either; the paper looks at
+    deficits alone. granularity: rows that cuts are multiples of, counted from the ends of a sequence; halved, down to
+    one row, where two-sided balance needs it. threshold: pairs a byte; moves with less are not made (the paper's
+    second stop rule; 0 makes all, and a server left short is then no error). form: `paper` for the cuts and costs of
+    Appendix B as printed. o_bytes: whether the price of a query row holds the O that returns. head_tail: `causal`
+    sequences live, and their items are cut, as pairs of a head and a tail, others as ranges of rows; `all` live so, so
+    that homes do not depend on masks; or `none`, and all items are ranges of rows. kv_free: KV that the destination has
+    costs nothing; the paper charges for it. kv_ranges: a task may take a part of the keys of its rows; the paper's take
+    all.
+
+    Caps are bytes of one forward attention call. send_bytes, receive_bytes: the most that a rank sends and receives:
+    Q, KV and returning O. buffer_bytes: the most Q and KV rows of others that it holds. Keys of masks other than causal
+    are counted from above while shares move.
+
+    Ranks of unequal speed get targets in proportion; home_ranks are kept; each attention kind is balanced by itself,
+    its forward and backward alike. Raises ConfigError, and CapacityError where the caps, and not the granularity, keep
+    loads from the tolerance, or are broken before anything moves.
+    """
+
+    tolerance: float = 0.05
+    granularity: int = 128
+    threshold: float = 0.0
+    two_sided: bool = True
+    form: Form = "corrected"
+    o_bytes: bool = True
+    head_tail: Literal["causal", "all", "none"] = "causal"
+    kv_free: bool = True
+    kv_ranges: bool = False
+    send_bytes: int | None = None
+    receive_bytes: int | None = None
+    buffer_bytes: int | None = None
+    own_cap: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tolerance", number(f"{WHERE}.tolerance", self.tolerance, above=True))
+        object.__setattr__(self, "threshold", number(f"{WHERE}.threshold", self.threshold))
+        object.__setattr__(self, "granularity", integer(f"{WHERE}.granularity", self.granularity, 1, 2**20))
+        choice(f"{WHERE}.form", self.form, FORMS)
+        choice(f"{WHERE}.head_tail", self.head_tail, HEAD_TAIL)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"{WHERE}.{name}", getattr(self, name), "must be true or false", "write one of them"
+                )
+        for name in _CAPS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, integer(f"{WHERE}.{name}", getattr(self, name)))
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        starts, home, load, execution = (self._by_keys if self.kv_ranges else self._by_rows)(problem)
+        obey_token_cap(problem, starts, home, "distca")
+        weight = row_weights(problem, starts)
+        bound = float(weight.sum() / problem.speeds.sum())
+        ended = Termination(Status.FEASIBLE, bound, float((load / problem.speeds).max()))
+        placement = Placement(starts, home, weight, bound, termination=ended, execution=execution)
+        self._check_caps(problem, placement)
+        return placement
+
+    def solve(self, problem: Problem) -> tuple[Map, dict[str, Balance]]:
+        """The home of every token, and who computes the rows of each kind. Raises CapacityError."""
+        folded, causal = self._folded(problem)
+        homes = sequential_homes(problem, folded, self.granularity)
+        home = token_ranges(problem.batch.starts, folded, homes)
+        limits, found = self._limits(problem), {}
+        for kind, bands in problem.bands.items():
+            starts = problem.batch.starts
+            site = Site(bands, starts, homes, folded, causal[kind], home[0], problem.speeds)
+            found[kind] = balance(site, limits)
+            self._check(kind, found[kind].ended, found[kind].servers, limits)
+        return home, found
+
+    def solve_ranges(self, problem: Problem) -> tuple[Map, dict[str, RangeBalance]]:
+        """The home of every token, and who computes the rows of each kind against each home's keys. Raises
+        CapacityError."""
+        folded, _ = self._folded(problem)
+        home = token_ranges(problem.batch.starts, folded, sequential_homes(problem, folded, self.granularity))
+        starts, begin = np.append(home[0], problem.batch.tokens), problem.batch.starts
+        origin = begin[np.searchsorted(begin, home[0], "right") - 1]
+        limits, found = self._limits(problem), {}
+        for kind, bands in problem.bands.items():
+            found[kind] = balance_ranges(bands, starts, home[2], origin, problem.speeds, limits)
+            self._check(kind, found[kind].ended, found[kind].servers, limits)
+        return home, found
+
+    def _folded(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
+        """bool [sequences]: which are homed as heads and tails, and which are causal in each kind."""
+        cut = self.head_tail != "none"
+        causal = {kind: causal_sequences(problem, kind) & cut for kind in problem.batch.kinds}
+        return np.logical_or.reduce(list(causal.values())) | (self.head_tail == "all"), causal
+
+    def _by_rows(self, problem: Problem) -> Solved:
+        home, computed = self.solve(problem)
+        starts, owner, servers = _common_blocks(home, list(computed.values()))
+        moved = any((server != owner).any() for server in servers)
+        execution: dict[tuple[str, str], Execution] = {}
+        for kind, server in zip(computed, servers, strict=True) if moved else ():
+            block = cut_columns(problem.bands[kind], starts)[0]
+            execution |= _both_phases(kind, server.astype(np.int32)[block])
+        return starts, owner, _load(problem, computed), execution or None
+
+    def _by_keys(self, problem: Problem) -> Solved:
+        home, computed = self.solve_ranges(problem)
+        starts = np.unique(np.concatenate([*(found.cuts for found in computed.values()), home[0]]))
+        starts, owner = np.append(starts, problem.batch.tokens), home[2][_at(home[0], starts)]
+        moved = any(found.ended.moves for found in computed.values())
+        execution: dict[tuple[str, str], Execution] = {}
+        for kind, found in computed.items() if moved else ():
+            execution |= _both_phases(kind, found.ranks(cut_cells(problem.bands[kind], starts)))
+        return starts, owner, _load(problem, computed), execution or None
+
+    def _limits(self, problem: Problem) -> Limits:
+        q, o, kv = (problem.model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.O, Tensor.KV))
+        caps = [getattr(self, name) for name in _CAPS]
+        rules = Rules(
+            grain=1,
+            tolerance=0.0,
+            excess=0.0,
+            spare=self._tolerance(problem),
+            threshold=self.threshold,
+            q_bytes=q,
+            o_bytes=o,
+            kv_bytes=kv,
+            priced_q=q + o if self.o_bytes else q,
+            paper=self.form == "paper",
+            kv_free=self.kv_free,
+            capped=any(cap is not None for cap in caps),
+            send_cap=caps[0] or NO_CAP,
+            receive_cap=caps[1] or NO_CAP,
+            buffer_cap=caps[2] or NO_CAP,
+        )
+        return Limits(self._tolerance(problem), self.two_sided, self.granularity, rules)
+
+    def _tolerance(self, problem: Problem) -> float:
+        asked = problem.policy.tolerance
+        return self.tolerance if asked is None else max(min(self.tolerance, asked), LEAST_TOLERANCE)
+
+    def _check(self, kind: str, ended: Ended, servers: Servers, limits: Limits) -> None:
+        found = imbalance(servers)
+        if not (self.two_sided and ended.forbidden and found > limits.tolerance):
+            return
+        given = ", ".join(f"{name} {getattr(self, name)}" for name in _CAPS if getattr(self, name))
+        raise CapacityError(
+            f"kind {kind} is {found:.4f} above the mean on its busiest rank, the tolerance is {limits.tolerance}, and "
+            f"{ended.forbidden} moves that would help break {given}: raise the caps or the tolerance of {WHERE}"
+        )
+
+    def _check_caps(self, problem: Problem, placement: Placement) -> None:
+        """Row by row, what the greedy migration counts from above: homes alone may break a cap."""
+        for kind in problem.batch.kinds if any(getattr(self, name) for name in _CAPS) else ():
+            for name, used in zip(_CAPS, forward_bytes(problem, placement, kind), strict=True):
+                cap, worst = getattr(self, name), int(used.argmax())
+                if cap is not None and used[worst] > cap:
+                    raise CapacityError(
+                        f"{WHERE}.{name} is {cap}, but rank {worst} needs {used[worst]} in a forward call of kind "
+                        f"{kind}, for queries at home if nothing else: raise it to that at least"
+                    )
+
+
+def forward_bytes(problem: Problem, placement: Placement, kind: str) -> tuple[Ints, Ints, Ints]:
+    """(sent, received, held): bytes of each rank in one forward call, int64 [ranks], as in the caps of `Distca`."""
+    cells, rank = cut_columns(problem.bands[kind], placement.starts), placement.home
+    executed = rank[cells[0]]
+    if placement.execution is not None:
+        executed = placement.execution[kind, "forward"].rank[0]
+    q, o, kv = (problem.model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.O, Tensor.KV))
+    queries = _tiles(cells[0], cells[2], cells[3], executed, rank, problem.ranks)
+    keys = _tiles(cells[1], cells[4], cells[5], executed, rank, problem.ranks)
+    held = q * queries[1] + kv * keys[1]
+    return q * queries[0] + kv * keys[0] + o * queries[1], held + o * queries[0], held
+
+
+def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints, ranks: int) -> tuple[Ints, Ints]:
+    """(sent, received): rows, int64 [ranks], where each rank gets once the hull of the rows of a block that it
+    needs."""
+    away = np.flatnonzero(home[block] != to)
+    tile, index = np.unique(block[away].astype(np.int64) * ranks + to[away], return_inverse=True)
+    first, last = np.full(len(tile), 2**62), np.zeros(len(tile), np.int64)
+    np.minimum.at(first, index, low[away])
+    np.maximum.at(last, index, high[away])
+    rows = last - first
+    return exact_sums(home[tile // ranks], rows, ranks), exact_sums(tile % ranks, rows, ranks)
+
+
+def _common_blocks(home: Map, computed: list[Balance]) -> tuple[Ints, Ints, list[Ints]]:
+    """(starts, homes, servers for each kind) of the fewest blocks whose tokens have all these in common."""
+    maps = [(home[0], home[2]), *((found.low, found.rank) for found in computed)]
+    starts = np.unique(np.concatenate([low for low, _ in maps]))
+    ranks = np.stack([rank[_at(low, starts)] for low, rank in maps])
+    new = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
+    starts, ranks = np.append(starts[new], home[1][-1]), ranks[:, new]
+    return starts, ranks[0], list(ranks[1:])
+
+
+def _at(low: Ints, tokens: Ints) -> Ints:
+    """Which of the ranges that begin at `low` has each token."""
+    return np.searchsorted(low, tokens, "right") - 1
+
+
+def _load(problem: Problem, computed: Mapping[str, Balance | RangeBalance]) -> Ints:
+    """int64 [ranks]: pairs, summed over kinds times layers."""
+    load: Ints = np.sum([problem.layers[k] * found.servers.load for k, found in computed.items()], axis=0)
+    return load
+
+
+def _both_phases(kind: str, rank: Ints) -> dict[tuple[str, str], Execution]:
+    """rank: int32 [cells]; one object for both phases, which are alike."""
+    execution = Execution(rank[None])
+    return {(kind, phase): execution for phase in PHASES}

@@ -1,0 +1,159 @@
+"""Sequential homes (DistCA, section 4.1 and Appendix B): ranks are filled one after another, and what a rank gets of a
+causal sequence that is cut is a head and its mirror image.
+
+    walk      0 2 4 6 8 ..             .. 9 7 5 3 1      steps of the walk along a causal sequence: first, last, ...
+    ranks     |  0  |  1  |   2   |   2   |  1  |  0  |  steps 2i and 2i + 1 see length + 1 keys together
+
+Any other sequence is walked from its first token to its last. Ranges [a, b) below are steps of a sequence's walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.planner.problem import Problem
+
+Ints = NDArray[np.integer[Any]]
+Bools = NDArray[np.bool_]
+
+# Room that homes may take beyond the fullest rank's share where no cap is given: 1 %, on either side of its range.
+SLACK = 100
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Steps [a, b) of the walk along sequence `seq`, on `rank`: columns int64 [ranges]."""
+
+    seq: Ints
+    a: Ints
+    b: Ints
+    rank: Ints
+
+    def take(self, order: Ints) -> Ranges:
+        return Ranges(self.seq[order], self.a[order], self.b[order], self.rank[order])
+
+
+def causal_sequences(problem: Problem, kind: str) -> Bools:
+    """bool [sequences]: whether the kind's mask is plainly causal."""
+    bands, starts = problem.bands[kind], problem.batch.starts
+    begin, end = starts[:-1], starts[1:]
+    seq = np.searchsorted(starts, bands[:, 0], "right") - 1
+    alone = np.bincount(seq, minlength=len(begin)) == 1
+    rows = (bands[:, 0] == begin[seq]) & (bands[:, 1] == end[seq])
+    keys = (bands[:, 2] == begin[seq]) & (bands[:, 3] == end[seq])
+    diagonal = (bands[:, 4] == 0) & (bands[:, 5] >= end[seq] - begin[seq] - 1)
+    plain = np.zeros(len(begin), np.bool_)
+    plain[seq[rows & keys & diagonal]] = True
+    found: Bools = plain & alone
+    return found
+
+
+def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Ranges:
+    """Every sequence's home ranges, in the order of sequences and steps.
+
+    folded: bool [sequences], which are walked from both ends. Ranks get equal shares of what may live on them; a
+    share's end moves to the end of a sequence, else to a whole multiple of `granularity` rows, where the cap leaves
+    room. Sequences with `home_ranks` are homed first, those with the fewest ranks before others; tokens are as even as
+    that order can make them.
+    """
+    used, parts = np.zeros(problem.ranks, np.int64), []
+    for members, ranks in _groups(problem):
+        lengths = problem.batch.lengths[members]
+        share = _water_filled(used[ranks], int(lengths.sum()))
+        slack = _slack(problem, int((used[ranks] + share).max()))
+        cuts = _moved(np.cumsum(share)[:-1], lengths, slack, granularity * np.where(folded[members], 2, 1))
+        part = _parts(lengths, cuts)
+        parts.append(Ranges(members[part.seq], part.a, part.b, ranks[part.rank]))
+        np.add.at(used, parts[-1].rank, part.b - part.a)
+    seq, a, b, rank = (
+        np.concatenate([getattr(p, name) for p in parts]) for name in ("seq", "a", "b", "rank")
+    )
+    ranges = Ranges(seq, a, b, rank)
+    return ranges if len(parts) == 1 else ranges.take(np.lexsort((a, seq)))
+
+
+def _groups(problem: Problem) -> Iterator[tuple[Ints, Ints]]:
+    """(sequences, the ranks where they may live), fewest ranks first."""
+    everywhere, homes = tuple(range(problem.ranks)), problem.batch.home_ranks
+    if not homes:
+        yield np.arange(len(problem.batch.lengths)), np.arange(problem.ranks)
+        return
+    members: dict[tuple[int, ...], list[int]] = {}
+    for sequence in range(len(problem.batch.lengths)):
+        members.setdefault(tuple(sorted(homes.get(sequence, everywhere))), []).append(sequence)
+    for ranks in sorted(members, key=lambda ranks: (len(ranks), ranks)):
+        yield np.array(members[ranks]), np.array(ranks)
+
+
+def _water_filled(used: Ints, tokens: int) -> Ints:
+    """int64 [ranks]: shares of `tokens` that level what ranks hold, the fullest as low as can be."""
+    order = np.argsort(used, kind="stable")
+    sums = np.cumsum(used[order])
+    count = np.arange(1, len(used) + 1)
+    level = (tokens + sums) / count  # were only the first `count` ranks to get any
+    filled = int(np.flatnonzero(level >= used[order])[-1]) + 1
+    chosen = order[:filled]
+    base, extra = divmod(tokens + int(sums[filled - 1]), filled)
+    share = np.zeros(len(used), np.int64)
+    share[chosen] = base - used[chosen]
+    share[np.sort(chosen)[:extra]] += 1
+    return share
+
+
+def _slack(problem: Problem, fullest: int) -> int:
+    """How far the end of a share may move either way; where homes are given, whatever other sequences there are."""
+    if problem.policy.token_cap is None and problem.batch.home_ranks:
+        return fullest // SLACK
+    return max(0, (problem.token_cap - fullest) // 2)
+
+
+def _moved(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:
+    """The cuts of sequences laid end to end, moved by at most `slack`; grain: int64 [sequences] steps."""
+    edges = np.append(0, np.cumsum(lengths))
+    seq = np.minimum(np.searchsorted(edges, cuts, "right") - 1, len(lengths) - 1)
+    edge = np.where(cuts - edges[seq] <= edges[seq + 1] - cuts, edges[seq], edges[seq + 1])
+    whole = edges[seq] + np.rint((cuts - edges[seq]) / grain[seq]).astype(np.int64) * grain[seq]
+    moved = np.where(np.abs(whole - cuts) <= slack, np.minimum(whole, edges[seq + 1]), cuts)
+    moved = np.where(np.abs(edge - cuts) <= slack, edge, moved)
+    return np.maximum.accumulate(moved)
+
+
+def _parts(lengths: Ints, cuts: Ints) -> Ranges:
+    """What lies between cuts: `rank` counts shares."""
+    edges = np.append(0, np.cumsum(lengths))
+    starts = np.union1d(edges[:-1], cuts[cuts < edges[-1]])
+    seq = np.searchsorted(edges, starts, "right") - 1
+    a = starts - edges[seq]
+    return Ranges(
+        seq,
+        a,
+        np.minimum(np.append(starts[1:], edges[-1]) - edges[seq], lengths[seq]),
+        np.searchsorted(cuts, starts, "right"),
+    )
+
+
+def token_ranges(starts: Ints, folded: Bools, ranges: Ranges) -> tuple[Ints, Ints, Ints]:
+    """(low, high, rank): the global tokens [low, high) of the ranges, one or two for each, sorted.
+
+    starts: int64 [sequences + 1], the first token of each sequence; folded: bool [sequences].
+    """
+    begin, end, fold = starts[ranges.seq], starts[ranges.seq + 1], folded[ranges.seq]
+    low = begin + np.where(fold, (ranges.a + 1) // 2, ranges.a)
+    high = begin + np.where(fold, (ranges.b + 1) // 2, ranges.b)
+    tail_low, tail_high = (end - ranges.b // 2)[fold], (end - ranges.a // 2)[fold]
+    lows, highs = np.concatenate([low, tail_low]), np.concatenate([high, tail_high])
+    ranks = np.concatenate([ranges.rank, ranges.rank[fold]])
+    some = np.flatnonzero(lows < highs)
+    order = some[np.argsort(lows[some], kind="stable")]
+    return lows[order], highs[order], ranks[order]
+
+
+def step_work(length: Ints, step: Ints) -> Ints:
+    """int64: pairs of the first `step` steps of the walk along a causal sequence of `length` tokens."""
+    half = step // 2
+    return half * (length + 1) + (step % 2) * (half + 1)

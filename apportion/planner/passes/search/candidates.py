@@ -1,0 +1,173 @@
+"""What a search tries: the recipes it starts from, and the neighbours of a recipe that has done well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from apportion.ir.policy import Recipe
+from apportion.planner.problem import Problem
+
+# Rounds and buffers that candidates start with. Simulated on 64 and 256 ranks (documents of docs/performance.md): few
+# rounds leave the first one exposed, many make every rank wait for the slowest; buffers for all of them keep ranks
+# apart.
+ROUNDS, BUFFERS = 6, 16
+# Relayed tiles pass through two rounds: fewer and longer ones did better.
+RELAYED_ROUNDS = 3
+# What is tried around the best: about so many rounds, and so many buffers.
+MORE_ROUNDS, MORE_BUFFERS = (12, 3, 20, 2), (4,)
+# In what order tiles of several lengths travel, and when tasks run that need none (`even` cuts them into strips).
+ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
+# How many candidates are tried before the neighbours of the best of them.
+FIRST = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe to try. rounds: about how many its matchings make, which `coalesce` follows from once their number is
+    known; None: as the recipe says."""
+
+    recipe: Recipe
+    rounds: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for equal candidates, whatever their names."""
+        return f"{self.rounds} {_text(self.recipe, [step.step for step in self.recipe])}"
+
+    @property
+    def placing(self) -> str:
+        """Equal for candidates whose tokens have the same homes."""
+        return _text(self.recipe, ["inner", "shard", "place"])
+
+    def with_schedule(self, **changed: int | str) -> Candidate:
+        """The candidate with other parameters of its matchings."""
+        step = self.recipe.step("schedule")
+        held = {} if step is None else step.params
+        return self.with_step("schedule", {"matchings": {**held, **changed}}, self.recipe.name, self.rounds)
+
+    def with_step(self, step: str, value: Any, name: str, rounds: int | None) -> Candidate:
+        """The candidate with another step, None to leave it out."""
+        steps = {**self.recipe.to_data()["steps"], step: value}
+        return Candidate(Recipe(name, {key: held for key, held in steps.items() if held is not None}), rounds)
+
+
+def _text(recipe: Recipe, names: Sequence[str]) -> str:
+    steps = recipe.to_data()["steps"]
+    return json.dumps({name: steps[name] for name in sorted(names) if name in steps}, sort_keys=True)
+
+
+def portfolio(problem: Problem, inner: str) -> list[Candidate]:
+    """The recipes that a search starts from: `FIRST` that are cheap to plan and did best, then others.
+
+    inner: "auto", or "none" for recipes that do not split heads.
+    """
+    degrees = _degrees(problem) if inner == "auto" else []
+    route = "node" if problem.cluster.nodes > 1 else "star"
+    found = [_mixed("blend", "star", degree) for degree in degrees[:2]]
+    found += [_mixed("blend", route, 1), _blocks("auto", 1)]
+    found += [_staged(degree) for degree in degrees[:1]]
+    found += [_mixed("blend", route, degree) for degree in degrees[2:]]
+    found += [_blocks(4096, degree) for degree in (1, *degrees[:1])]
+    found += [Candidate(_recipe(f"zigzag-u{degree}", degree, "zigzag", "ring")) for degree in degrees[:1]]
+    found += [_mixed("contiguous", "star", 1)]
+    found += [_blocks("auto", degree) for degree in degrees[:1]]
+    return found
+
+
+def last_resort() -> Candidate:
+    """What serves whatever can be served: `fcp` as it is."""
+    from apportion.planner.recipes import find_recipe
+
+    return Candidate(find_recipe("fcp"))
+
+
+def _degrees(problem: Problem) -> list[int]:
+    """Over how many ranks of a node heads can be split, the most first."""
+    most = gcd(problem.cluster.ranks_per_node, problem.model.q_heads)
+    return [degree for degree in range(most, 1, -1) if most % degree == 0]
+
+
+def _mixed(place: str, route: str, degree: int) -> Candidate:
+    rounds = ROUNDS if route == "star" else RELAYED_ROUNDS
+    return Candidate(_recipe(f"{place}-u{degree}", degree, place, "matchings", route=route), rounds)
+
+
+def _staged(degree: int) -> Candidate:
+    """Heads of a group in stages, whose exchange overlaps the stage before (UPipe, with q, k and v given)."""
+    inner = {"upipe": {"degree": degree, "heads": degree, "ahead": 1}}
+    return _mixed("blend", "star", 1).with_step("inner", inner, f"blend-upipe{degree}", ROUNDS)
+
+
+def _blocks(block: int | str, degree: int) -> Candidate:
+    name = f"fcp-{block}-u{degree}"
+    return Candidate(_recipe(name, degree, "lpt", "matchings", blocks=block), 2 * ROUNDS)
+
+
+def _recipe(
+    name: str,
+    degree: int,
+    place: str,
+    schedule: str,
+    route: str = "star",
+    blocks: int | str | None = None,
+) -> Recipe:
+    shard = {"sequences": {}} if blocks is None else {"blocks": {"block": blocks, "zigzag": True}}
+    how = {"buffers": BUFFERS} if schedule == "matchings" else {}
+    data: dict[str, Any] = {"shard": shard, "place": {place: {}}, "schedule": {schedule: how}}
+    if degree > 1:
+        data["inner"] = {"ulysses": {"degree": degree}}
+    if route != "star":
+        data["route"] = {route: {}}
+    return Recipe(name, data)
+
+
+def neighbours(best: Candidate, problem: Problem, inner: str) -> Iterator[Candidate]:
+    """Variations of one step each: rounds, order, degree, route, blocks and buffers; some are the best itself."""
+    scheduled = best.rounds is not None
+    if scheduled:
+        yield from (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[:2])
+        yield from (best.with_schedule(order=order) for order in ORDERS)
+        yield from (best.with_schedule(local=local) for local in LOCALS)
+    if inner == "auto":
+        yield from _split(best, problem)
+    if scheduled and problem.cluster.nodes > 1:
+        yield _rerouted(best)
+    yield from _resized(best)
+    if scheduled:
+        yield from (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[2:])
+        yield from (best.with_schedule(buffers=buffers) for buffers in MORE_BUFFERS)
+
+
+def _rerouted(best: Candidate) -> Candidate:
+    name, route = best.recipe.name, best.recipe.step("route")
+    if route is None:
+        return best.with_step("route", {"node": {}}, name, RELAYED_ROUNDS)
+    return best.with_step("route", None, name, ROUNDS)
+
+
+def _split(best: Candidate, problem: Problem) -> Iterator[Candidate]:
+    step = best.recipe.step("inner")
+    held = 1 if step is None else int(step.params["degree"])
+    base = best.recipe.name.rpartition("-u")[0] or best.recipe.name
+    for degree in sorted({*_degrees(problem), 1}, key=lambda degree: abs(degree - held)):
+        if degree != held:
+            value = None if degree == 1 else {"ulysses": {"degree": degree}}
+            yield best.with_step("inner", value, f"{base}-u{degree}", best.rounds)
+
+
+def _resized(best: Candidate) -> Iterator[Candidate]:
+    """Other blocks, where tokens are cut into blocks or `blend` may cut its shares."""
+    shard, place = best.recipe.step("shard"), best.recipe.step("place")
+    if shard is not None and shard.name == "blocks":
+        for block in (8192, 4096, 2048, "auto"):
+            value = {"blocks": {**shard.params, "block": block}}
+            yield best.with_step("shard", value, best.recipe.name, best.rounds)
+    if place is not None and place.name == "blend":
+        for grain in (4096, 0):
+            yield best.with_step(
+                "place", {"blend": {**place.params, "grain": grain}}, best.recipe.name, best.rounds
+            )

@@ -1,0 +1,303 @@
+"""The search: candidates in their order, then the neighbours of the best, as long as the budget lasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal
+
+from apportion.ir.errors import ApportionError, CapacityError, ConfigError, VerifyError
+from apportion.ir.fields import choice, integer, number
+from apportion.ir.plan import Plan
+from apportion.ir.policy import Recipe
+from apportion.planner.passes.schedule import Matchings
+from apportion.planner.passes.search.candidates import FIRST, Candidate, last_resort, neighbours, portfolio
+from apportion.planner.passes.search.price import Price, least_placed_us, least_scheduled_us, price
+from apportion.planner.problem import Problem
+from apportion.planner.solvers.status import Budget, Clock, Limit
+
+if TYPE_CHECKING:
+    from apportion.planner.api import Draft, Placed, Watch
+    from apportion.planner.recipes import Pipeline
+
+# Enough for what is known to matter; about 10 ms each on 64 ranks.
+STEPS = 16
+
+
+@dataclass(frozen=True)
+class Portfolio:
+    """Tries recipes and keeps the one whose programs the simulator runs fastest, forward and backward, all layers.
+
+    candidates: what to start from, names or data of recipes; "auto": see `portfolio`. improve: whether to vary what did
+    best. inner: "none" leaves out what splits heads. steps: how many recipes are tried at most (policy.budget comes
+    first); one at least is planned, whatever the budget. deadline_ms: end on the wall clock, so that equal requests may
+    give other plans. Raises ConfigError.
+    """
+
+    candidates: Literal["auto"] | Sequence[Any] = "auto"
+    inner: Literal["auto", "none"] = "auto"
+    improve: bool = True
+    steps: int = STEPS
+    deadline_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        where = "recipe.search.portfolio"
+        choice(f"{where}.inner", self.inner, ("auto", "none"))
+        integer(f"{where}.steps", self.steps)
+        if not isinstance(self.improve, bool):
+            raise ConfigError(f"{where}.improve", self.improve, "is a switch", "write true or false")
+        if self.deadline_ms is not None:
+            number(f"{where}.deadline_ms", self.deadline_ms, above=True)
+        if self.candidates != "auto":
+            object.__setattr__(self, "candidates", _named(f"{where}.candidates", self.candidates))
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal requests give equal plans: not where a wall clock ends the search."""
+        return self.deadline_ms is None
+
+    def __call__(self, problem: Problem, watch: Watch) -> Plan:
+        """The sealed plan of the best candidate; its report has `search`. Raises ConfigError, CapacityError."""
+        seconds = None if self.deadline_ms is None else self.deadline_ms / 1e3
+        clock = Budget(seconds).start()
+        search = _Search(problem, self, problem.policy.budget or self.steps, clock)
+        with watch("search"):
+            search.run()
+        return search.seal(watch)
+
+    @property
+    def first(self) -> int | None:
+        """How many of the candidates come before the neighbours of the best of them."""
+        return FIRST if self.candidates == "auto" else None
+
+    def start(self, problem: Problem) -> list[Candidate]:
+        """What is tried, but for neighbours."""
+        if self.candidates == "auto":
+            return portfolio(problem, self.inner)
+        return [Candidate(recipe) for recipe in self.candidates if isinstance(recipe, Recipe)]
+
+
+def _named(where: str, given: Any) -> tuple[Recipe, ...]:
+    from apportion.planner.recipes import find_recipe
+
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise ConfigError(where, given, "must be auto or a list of recipes", "write [fcp, ring]")
+    recipes = tuple(find_recipe(recipe) for recipe in given)
+    for recipe in recipes:
+        if recipe.step("search") is not None:
+            raise ConfigError(where, recipe.name, "cannot search itself", "name recipes that plan")
+    return recipes
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One step. price: None where it was not simulated, because it was refused, or because it takes at least
+    `least_us` of all layers, more than the best."""
+
+    candidate: Candidate
+    least_us: float = 0.0
+    price: Price | None = None
+    refusal: str | None = None
+
+    def record(self, layers: int) -> dict[str, Any]:
+        """The trial as the report has it: milliseconds of a layer, the mean over layers."""
+        price, least = self.price, self.least_us / layers / 1e3
+        return {
+            "recipe": self.candidate.recipe.to_data(),
+            "ms": None if price is None else price.layers_us / layers / 1e3,
+            "least_ms": least or None,
+            "refused": self.refusal,
+        }
+
+
+@dataclass
+class _Search:
+    """What has been tried, and the best of it with its draft."""
+
+    problem: Problem
+    settings: Portfolio
+    steps: int
+    clock: Clock
+    trials: list[Trial] = field(default_factory=list)
+    best: Trial | None = None
+    draft: Draft | None = None
+    stopped: Limit | None = None
+    longest_s: float = 0.0
+    _seen: set[str] = field(default_factory=set)
+    _planned: set[str] = field(default_factory=set)
+    _placed: dict[str, Placed] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Tries the first of the portfolio, then, while that helps, the neighbours of the best, then the others, and
+        their neighbours where they are better."""
+        candidates = self.settings.start(self.problem)
+        first = self.settings.first
+        for some in (candidates[:first], candidates[first:]):
+            if self._try_all(some) and self.settings.improve:
+                self._improve()
+
+    def _improve(self) -> None:
+        improved = True
+        while improved and self.best is not None and self.stopped is None:
+            improved = self._try_all(neighbours(self.best.candidate, self.problem, self.settings.inner), True)
+
+    def _try_all(self, candidates: Sequence[Candidate] | Iterator[Candidate], first: bool = False) -> bool:
+        """Tries them, up to the first that is better where only that is wanted; whether there was one."""
+        found = False
+        for candidate in candidates:
+            if candidate.key in self._seen:
+                continue
+            self.stopped = self._limit()
+            if self.stopped is not None:
+                return found
+            better = self._try(candidate)
+            found = found or better
+            if better and first:
+                return True
+        return found
+
+    def _limit(self) -> Limit | None:
+        """What ends the search; nothing as long as there is no plan. Sealing the plan takes about as long as a step."""
+        if self.best is None:
+            return None
+        if self.clock.left_s <= 2 * self.longest_s:
+            return Limit.TIME
+        return Limit.STEPS if len(self.trials) >= self.steps else None
+
+    def _try(self, candidate: Candidate) -> bool:
+        """Whether it is the best so far."""
+        self._seen.add(candidate.key)
+        begin = time.monotonic()
+        try:
+            trial, draft = self._attempt(candidate)
+        except VerifyError:
+            raise
+        except ApportionError as error:
+            trial, draft = Trial(candidate, refusal=str(error)), None
+        self.longest_s = max(self.longest_s, time.monotonic() - begin)
+        if trial is None:
+            return False
+        self.trials.append(trial)
+        if draft is None:
+            return False
+        self.best, self.draft = trial, draft
+        return True
+
+    def _attempt(self, candidate: Candidate) -> tuple[Trial | None, Draft | None]:
+        """The trial, None where the same has been tried, and the draft where it is the best so far."""
+        from apportion.planner import api
+
+        most = inf if self.best is None or self.best.price is None else self.best.price.layers_us
+        placed = self._place(candidate)
+        least = least_placed_us(placed)
+        if least >= most:
+            return Trial(candidate, least), None
+        candidate, placed = _with_rounds(candidate, replace(placed, passes=_passes(candidate.recipe)))
+        if repr(placed.passes) in self._planned:
+            return None, None
+        self._planned.add(repr(placed.passes))
+        lowered = api.schedule(placed, _silent())
+        least = least_scheduled_us(placed, lowered)
+        if least >= most:
+            return Trial(candidate, least), None
+        draft = api.draft(placed, _silent(), lowered)
+        _check_cap(self.problem, draft)
+        least, found = price(draft.plan(), self.problem, most)
+        better = found is not None and found.layers_us < most
+        return Trial(candidate, least, found), draft if better else None
+
+    def _place(self, candidate: Candidate) -> Placed:
+        from apportion.planner import api
+
+        if candidate.placing not in self._placed:
+            placed = api.place(self.problem, _passes(candidate.recipe), _silent())
+            self._placed[candidate.placing] = placed
+        return self._placed[candidate.placing]
+
+    def seal(self, watch: Watch) -> Plan:
+        """The best draft as a plan. One that breaks a promise of the policy is refused, and the next best taken."""
+        from apportion.planner import api
+
+        for trial, draft in self._drafts():
+            try:
+                return api.seal(draft, watch, self._record(trial))
+            except CapacityError as error:
+                self.trials[self.trials.index(trial)] = replace(trial, refusal=str(error))
+        reasons = "; ".join(f"{trial.candidate.recipe.name}: {trial.refusal}" for trial in self.trials)
+        raise CapacityError(f"none of the {len(self.trials)} candidates can be planned: {reasons}")
+
+    def _drafts(self) -> Iterator[tuple[Trial, Draft]]:
+        """The best first; in the end what plans whatever can be planned, whose errors are those of the search."""
+        if self.best is not None and self.draft is not None:
+            yield self.best, self.draft
+        others = [trial for trial in self.trials if trial.price is not None and trial is not self.best]
+        candidates = [trial.candidate for trial in sorted(others, key=_value)]
+        if self.settings.candidates == "auto":
+            candidates.append(last_resort())
+        self._planned.clear()
+        for candidate in candidates:
+            self.best = None  # each is wanted for itself
+            trial, draft = self._attempt(candidate)
+            if trial is not None and draft is not None:
+                self.trials.append(trial)
+                yield trial, draft
+
+    def _record(self, best: Trial) -> dict[str, Any]:
+        """What the report says of the search; milliseconds of a layer, the mean over layers."""
+        assert best.price is not None
+        layers, found = sum(self.problem.layers.values()), best.price
+        return {
+            "recipe": best.candidate.recipe.to_data(),
+            "forward_ms": found.forward_ms,
+            "backward_ms": found.backward_ms,
+            "ms": found.layers_us / layers / 1e3,
+            "ideal_ms": found.ideal_us / layers / 1e3,
+            "gap": found.layers_us / found.ideal_us - 1 if found.ideal_us else 0.0,
+            "stopped": None if self.stopped is None else str(self.stopped),
+            "steps": len(self.trials),
+            "most_steps": self.steps,
+            "deadline_ms": self.settings.deadline_ms,
+            "tried": [trial.record(layers) for trial in self.trials],
+        }
+
+
+def _value(trial: Trial) -> float:
+    return inf if trial.price is None else trial.price.layers_us
+
+
+def _passes(recipe: Recipe) -> Pipeline:
+    from apportion.planner.recipes import pipeline
+
+    return pipeline(recipe)
+
+
+def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Placed]:
+    """Says how many slots make a round, so that there are about as many rounds as the candidate wants."""
+    schedule = placed.passes.schedule
+    if candidate.rounds is None or not isinstance(schedule, Matchings):
+        return candidate, placed
+    from apportion.planner import api
+
+    single = replace(placed, passes=replace(placed.passes, schedule=replace(schedule, coalesce=1)))
+    slots = max(low.schedule.slots for low in api.schedule(single, _silent()).values())
+    coalesce = max(1, -(-slots // candidate.rounds))
+    named = candidate.with_schedule(coalesce=coalesce)
+    chosen = replace(placed.passes, schedule=replace(schedule, coalesce=coalesce))
+    return named, replace(placed, passes=chosen)
+
+
+def _check_cap(problem: Problem, draft: Draft) -> None:
+    """Strategies without a token cap are held to that of the policy here. Raises CapacityError."""
+    if not getattr(draft.placed.passes.place, "own_cap", False):
+        return
+    most = int(next(iter(draft.lowered.values())).home.per_rank.max())
+    if most > problem.token_cap:
+        raise CapacityError(f"the fullest rank would hold {most} tokens, the cap is {problem.token_cap}")
+
+
+def _silent() -> Watch:
+    from apportion.planner.api import Watch
+
+    return Watch(None)

@@ -1,0 +1,71 @@
+"""What a candidate takes at least, before it is simulated: what cannot be the best is dropped early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from apportion.ir.isa import PHASES
+from apportion.ir.plan import Plan
+from apportion.planner.problem import Problem
+from apportion.planner.simulate import prepare, run_all
+
+if TYPE_CHECKING:
+    from apportion.planner.api import Lowered, Placed
+
+
+@dataclass(frozen=True)
+class Price:
+    """Simulated milliseconds of one call of every kind, as `Simulation` has them, and microseconds of all layers:
+    what the search compares, and what it would be without communication and overheads."""
+
+    forward_ms: float
+    backward_ms: float
+    layers_us: float
+    ideal_us: float
+
+
+def price(plan: Plan, problem: Problem, most_us: float) -> tuple[float, Price | None]:
+    """What the plan takes at least, all layers, and what it takes where that is less than `most_us`.
+
+    Raises VerifyError for a plan that cannot run."""
+    prepared = prepare(plan, problem.cost)
+    least = sum(problem.layers[item.kind] * item.least_us for item in prepared)
+    if least >= most_us:
+        return least, None
+    found = run_all(plan, prepared)
+    layers = [problem.layers[kind] for kind, _ in found.runs]
+    value = sum(count * run.makespan_us for count, run in zip(layers, found.runs.values(), strict=True))
+    ideal = sum(count * run.ideal_us for count, run in zip(layers, found.runs.values(), strict=True))
+    return least, Price(found.forward_ms, found.backward_ms, value, ideal)
+
+
+def least_placed_us(placed: Placed) -> float:
+    """All layers: the pairs of the busiest rank at the best throughput; 0.0 where pairs are not computed at home."""
+    problem, placement, sizes = placed.inner, placed.placement, placed.groups.sizes
+    if placement.execution is not None:
+        return 0.0
+    load = placement.rank_sums(placement.weight, len(sizes)) / sizes
+    slow = np.minimum.reduceat(placed.problem.speeds, placed.groups.first[:-1])
+    pairs, heads = int((load / slow).max()), problem.model.q_heads
+    return float(sum(problem.cost.ideal_us(phase, pairs, heads) for phase in PHASES))
+
+
+def least_scheduled_us(placed: Placed, lowered: Lowered) -> float:
+    """All layers: the tasks of the busiest rank; 0.0 where heads are split further."""
+    if placed.placement.execution is not None:
+        return 0.0
+    problem, first = placed.problem, placed.groups.first[:-1]
+    slow, total = np.minimum.reduceat(problem.speeds, first), 0.0
+    for (kind, phase), low in lowered.items():
+        if low.sets.stages is not None:
+            return 0.0
+        tasks, heads, kv_heads = low.tasks, low.sets.query_heads[first], low.sets.key_heads[first]
+        times = problem.cost.attention_us(
+            phase, tasks.rows, tasks.k1 - tasks.k0, tasks.work, heads[tasks.exec], kv_heads[tasks.exec]
+        )
+        busy = np.bincount(tasks.exec, times, len(first)) / slow
+        total += problem.layers[kind] * float(busy.max())
+    return total

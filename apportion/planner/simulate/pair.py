@@ -1,0 +1,422 @@
+"""What it is worth that two halves of a microbatch take turns (DistCA, section 4.1, "Ping-Pong execution").
+
+Both halves' programs run on the same ranks with the linear layers before and after attention, several times over:
+
+    turns    before · dispatch a, before · dispatch b, compute a, compute b, collect a · after, collect b · after
+             and between layers collect, after, before and dispatch of a half without a break
+    serial   one half after the other, each with what its own program hides
+    single   as serial, and every launch is waited for at once: communication on the stream that computes, the paper's
+             "Single Stream" (section 6.3)
+    signal   as turns, with tiles that take no time on the wire, the paper's "Signal": nothing can hide more
+    whole    if the plan of the undivided microbatch is given: that one, which hides what it can. Halves fetch again
+             what they share with nobody else, so it is the one to beat
+
+Segments are those of the executor (`ir.segments`). The halves share all links and NICs; channels are their own, unless
+process groups are counted: then they share these, and a round waits for those before it in its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from apportion.ir.errors import ConfigError, VerifyError
+from apportion.ir.fields import integer
+from apportion.ir.hardware import Hardware
+from apportion.ir.isa import PHASES, Op
+from apportion.ir.plan import Plan
+from apportion.ir.segments import agreed_cuts, own_cuts, segment_ends
+from apportion.planner.cost import CostModel
+from apportion.planner.simulate import engine
+from apportion.planner.simulate.durations import Costs, task_pairs, work_us
+from apportion.planner.simulate.program import (
+    LAUNCH,
+    WAIT,
+    WORK,
+    Floats,
+    Ints,
+    Script,
+    Traffic,
+    View,
+    find_traffic,
+    port_count,
+    write_script,
+)
+
+#: time of the linear layers' backward, as a multiple of their forward's
+LINEAR_BACKWARD = 2.0
+WAYS = ("turns", "serial", "single", "signal")
+WHOLE = "whole"
+MAX_LAYERS = 1_000
+#: what a half does in a turn, in this order; the second linear layers and the dispatch are the next layer's
+COLLECT, AFTER, BEFORE, DISPATCH = range(4)
+
+
+class Way(NamedTuple):
+    """One of the ways: when the last rank is finished, and float64 [ranks], how long each compute stream waits."""
+
+    makespan_us: float
+    exposed_us: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class PairRun:
+    """Some layers of one attention kind in one phase, linear layers included. busy_us: float64 [ranks], what the
+    compute streams do in any of the ways."""
+
+    kind: str
+    phase: str
+    layers: int
+    busy_us: Floats
+    turns: Way
+    serial: Way
+    single: Way
+    signal: Way
+    whole: Way | None = None
+
+    @property
+    def ways(self) -> dict[str, Way]:
+        """By name: those that were simulated."""
+        found = dict(zip(WAYS, (self.turns, self.serial, self.single, self.signal), strict=True))
+        return found if self.whole is None else found | {WHOLE: self.whole}
+
+    @property
+    def gain(self) -> float:
+        """Over the single stream: 0.1 is a time 1.1 times as long there."""
+        return _gain(self.single.makespan_us, self.turns.makespan_us)
+
+    @property
+    def serial_gain(self) -> float:
+        """Over one half after the other, whose programs hide what they can."""
+        return _gain(self.serial.makespan_us, self.turns.makespan_us)
+
+    @property
+    def whole_gain(self) -> float | None:
+        """Over the undivided microbatch, where its plan was given."""
+        return None if self.whole is None else _gain(self.whole.makespan_us, self.turns.makespan_us)
+
+    @property
+    def hidden(self) -> float:
+        """The part of what a single stream adds to free communication that turns hide; 1.0 where it adds nothing."""
+        added = self.single.makespan_us - self.signal.makespan_us
+        return (self.single.makespan_us - self.turns.makespan_us) / added if added > 0 else 1.0
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data."""
+        ways = self.ways
+        return {
+            "kind": self.kind,
+            "phase": self.phase,
+            "layers": self.layers,
+            "busy_us": round(float(self.busy_us.max(initial=0.0)), 3),
+            "makespan_us": {name: round(way.makespan_us, 3) for name, way in ways.items()},
+            "exposed_us": {
+                name: round(float(way.exposed_us.max(initial=0.0)), 3) for name, way in ways.items()
+            },
+            "gain": self.gain,
+            "serial_gain": self.serial_gain,
+            "whole_gain": self.whole_gain,
+            "hidden": self.hidden,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two halves, all kinds and phases. runs: (kind, phase) -> PairRun."""
+
+    ping: Plan
+    pong: Plan
+    hardware: str
+    runs: Mapping[tuple[str, str], PairRun]
+
+    def ms(self, way: str = "turns") -> float:
+        """All runs in one of the ways, one after the other. Raises KeyError for one that was not simulated."""
+        return float(sum(run.ways[way].makespan_us for run in self.runs.values())) / 1e3
+
+    @property
+    def gain(self) -> float:
+        """Of all runs together over the single stream."""
+        return _gain(self.ms("single"), self.ms())
+
+    @property
+    def serial_gain(self) -> float:
+        """Of all runs together over one half after the other."""
+        return _gain(self.ms("serial"), self.ms())
+
+    @property
+    def whole_gain(self) -> float | None:
+        """Of all runs together over the undivided microbatch, where its plan was given."""
+        return _gain(self.ms(WHOLE), self.ms()) if WHOLE in self._ways else None
+
+    @property
+    def _ways(self) -> tuple[str, ...]:
+        return tuple(next(iter(self.runs.values())).ways)
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data: the figures above, and those of every run."""
+        return {
+            "recipes": [plan.header.recipe for plan in (self.ping, self.pong)],
+            "ranks": self.ping.header.ranks,
+            "hardware": self.hardware,
+            "ms": {way: round(self.ms(way), 6) for way in self._ways},
+            "gain": self.gain,
+            "serial_gain": self.serial_gain,
+            "whole_gain": self.whole_gain,
+            "runs": [run.to_data() for run in self.runs.values()],
+        }
+
+
+def _gain(other: float, turns: float) -> float:
+    return other / turns - 1.0 if turns else 0.0
+
+
+def simulate_pair(
+    ping: Plan,
+    pong: Plan,
+    hardware: Hardware | str | None = None,
+    layers: int = 4,
+    groups: int | None = None,
+    whole: Plan | None = None,
+) -> Pair:
+    """Simulates `layers` layers of every attention kind, forward and backward, of two halves that take turns.
+
+    hardware: kernel times and the rate of linear layers, default the built-in H100; links, NICs and speeds are those
+    of the plans' cluster. groups: process groups that both halves share, channel c using group c % groups; None: each
+    half has one for each of its channels. whole: a plan of the undivided microbatch, to compare with. Equal arguments
+    give equal times. Raises ConfigError where plans differ in ranks or kinds, VerifyError for one that cannot run.
+    """
+    used = Hardware.named(hardware) or Hardware.load("h100")
+    costs = CostModel(used, ping.request.model)
+    return simulate_pair_with(ping, pong, costs, used.name, layers, groups, whole)
+
+
+def simulate_pair_with(
+    ping: Plan,
+    pong: Plan,
+    costs: Costs,
+    hardware: str = "",
+    layers: int = 4,
+    groups: int | None = None,
+    whole: Plan | None = None,
+) -> Pair:
+    """As `simulate_pair`, with any cost model; `hardware` is its name."""
+    integer("layers", layers, 1, MAX_LAYERS)
+    if groups is not None:
+        integer("groups", groups, 1, MAX_LAYERS)
+    plans = [ping, pong, *([] if whole is None else [whole])]
+    _check_plans(plans)
+    keys = [(kind, phase) for kind in ping.header.kinds for phase in PHASES if (kind, phase) in ping.programs]
+    runs = {
+        key: _run_pair([_half(plan, *key, costs) for plan in plans], *key, layers, groups) for key in keys
+    }
+    return Pair(ping, pong, hardware, runs)
+
+
+def _check_plans(plans: list[Plan]) -> None:
+    ping = plans[0]
+    for name, plan in zip(("pong", WHOLE), plans[1:], strict=False):
+        same = {
+            "ranks": plan.request.cluster == ping.request.cluster,
+            "programs": set(plan.programs) == set(ping.programs),
+        }
+        for what in (what for what, equal in same.items() if not equal):
+            rule = f"has other {what} than ping"
+            raise ConfigError(name, plan.id.hex()[:12], rule, "make all plans for the same ranks and kinds")
+
+
+# ---------------------------------------------------------------------------------------------- one half
+
+
+class Half(NamedTuple):
+    """One half's program. segment: int64 [instructions], 0 dispatch, 1 compute, 2 collect. before, after: float64
+    [ranks], the linear layers on either side of attention."""
+
+    script: Script
+    traffic: Traffic
+    rank_of: Ints
+    segment: Ints
+    before: Floats
+    after: Floats
+    ports: int
+
+
+def _half(plan: Plan, kind: str, phase: str, costs: Costs) -> Half:
+    view = View(plan, phase, plan.programs[kind, phase])
+    traffic = find_traffic(view)
+    script = write_script(view, work_us(view, costs, task_pairs(view)), traffic)
+    before, after = _linear_us(view, costs)
+    return Half(script, traffic, view.rank_of, _segments(view), before, after, port_count(view.cluster))
+
+
+def _on_groups(halves: list[Half], groups: int | None) -> list[Half]:
+    """The halves on channels that no two of them share, or on shared groups."""
+    found: list[Half] = []
+    for half in halves:
+        used = sum(int(other.script.channel.max(initial=-1)) + 1 for other in found)
+        channel = half.script.channel + used if groups is None else half.script.channel % groups
+        found.append(half._replace(script=half.script._replace(channel=channel)))
+    return found
+
+
+def _segments(view: View) -> Ints:
+    """int64 [instructions]."""
+    op, round_ = view.instructions["op"], view.instructions["round"]
+    ranks = [slice(a, b) for a, b in zip(view.instructions.ptr[:-1], view.instructions.ptr[1:], strict=True)]
+    cuts = agreed_cuts(own_cuts(op[rank], round_[rank]) for rank in ranks)
+    found = np.zeros(len(op), np.int64)
+    for rank in ranks:
+        number = np.arange(len(op[rank]))
+        found[rank] = sum(number >= end for end in segment_ends(op[rank], round_[rank], cuts))
+    return found
+
+
+def _linear_us(view: View, costs: Costs) -> tuple[Floats, Floats]:
+    """(before, after) attention, float64 [ranks]: projections to Q, K and V on one side, all else on the other; in
+    backward the sides are changed. A program that projects heads itself has the projections inside."""
+    model, plan = view.model, view.plan
+    rows = plan.layout(plan.header.home_layout).rows_per_rank
+    speeds = view.cluster.speeds
+    total = np.asarray(costs.linear_us(rows), np.float64) / (1.0 if speeds is None else np.asarray(speeds))
+    columns = (model.q_heads + model.kv_heads) * model.head_dim + model.kv_heads * model.value_dim
+    share = model.hidden * columns / costs.linear_parameters
+    projected = bool((view.instructions["op"] == Op.PROJECT).any())
+    before, after = (0.0 if projected else share) * total, (1 - share) * total
+    return (before, after) if view.phase == "forward" else (LINEAR_BACKWARD * after, LINEAR_BACKWARD * before)
+
+
+# ---------------------------------------------------------------------------------------------- both
+
+
+class Rows(NamedTuple):
+    """Instructions of both halves and all layers, in no order. rank, slot (the place in a way's order), number
+    (within the slot), role: int64 [rows]; work_us: float64; launch: int64, of all, or -1."""
+
+    rank: Ints
+    slot: Ints
+    number: Ints
+    role: Ints
+    work_us: Floats
+    launch: Ints
+
+
+def _run_pair(plans: list[Half], kind: str, phase: str, layers: int, groups: int | None) -> PairRun:
+    """plans: both halves, and the whole where it is there."""
+    halves, where = _on_groups(plans[:2], groups), f"{kind} {phase}"
+    ways = [_simulated(halves, layers, way, f"{where}, {way}") for way in WAYS]
+    ways += [_simulated(_on_groups([whole], groups), layers, WHOLE, where) for whole in plans[2:]]
+    busy = sum(
+        layers * (half.before + half.after + np.bincount(half.rank_of, half.script.work_us, len(half.before)))
+        for half in halves
+    )
+    return PairRun(kind, phase, layers, np.asarray(busy), *ways)
+
+
+def _simulated(halves: list[Half], layers: int, way: str, where: str) -> Way:
+    script, traffic = _interleaved(halves, layers, way)
+    if way == "signal":
+        traffic = traffic._replace(wire_us=np.zeros_like(traffic.wire_us))
+    times, finish, blocked = engine.run(script, traffic, halves[0].ports)
+    if (blocked >= 0).any():
+        rank = int(np.argmax(blocked >= 0))
+        raise VerifyError(f"{where}: rank {rank} waits for a round that never completes; verify both plans")
+    waits = script.role == WAIT
+    rank_of = np.repeat(np.arange(len(finish)), np.diff(script.ptr))
+    exposed = np.bincount(rank_of[waits], (times.end - times.begin)[waits], len(finish))
+    return Way(float(max(finish.max(), times.done.max(initial=0.0))), exposed.astype(np.float64))
+
+
+def _interleaved(halves: list[Half], layers: int, way: str) -> tuple[Script, Traffic]:
+    """One script and its traffic, every half once a layer."""
+    copies = [(number, half, layer) for layer in range(layers) for number, half in enumerate(halves)]
+    sizes = [len(half.script.rank) for _, half, _ in copies]
+    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)  # launch of each copy, and their number
+    rows = _joined(_rows(*copy, way, int(start)) for copy, start in zip(copies, first, strict=False))
+    order = np.lexsort((rows.number, rows.slot, rows.rank))
+    rows = Rows._make(column[order] for column in rows)
+    launches = rows.launch[rows.role == LAUNCH]
+    number = np.full(first[-1] + 1, -1)  # of -1, no launch: -1
+    number[launches] = np.arange(len(launches))
+    traffic = _traffic([half for _, half, _ in copies], first, number)
+    return _script(rows, number[rows.launch], [half for _, half, _ in copies], launches, traffic), traffic
+
+
+def _rows(which: int, half: Half, layer: int, way: str, first: int) -> Rows:
+    """The rows of one copy of a half, whose launches are numbered from `first`."""
+    script, ranks = half.script, np.arange(len(half.before))
+    launch = np.where(script.launch >= 0, script.launch + first, -1)
+    slot = _slot(way, which, 2 * layer + half.segment, np.where(half.segment == 0, DISPATCH, COLLECT))
+    own = Rows(
+        half.rank_of, slot, 2 * np.arange(len(slot)), script.role.astype(np.int64), script.work_us, launch
+    )
+    linear = [
+        _linear(ranks, _slot(way, which, 2 * layer, BEFORE), half.before),
+        _linear(ranks, _slot(way, which, 2 * layer + 2, AFTER), half.after),
+    ]
+    return _joined([own, *linear, *([_waited_for(own)] if way == "single" else [])])
+
+
+def _slot(way: str, which: int, turn: Any, piece: Any) -> Any:
+    """Where something stands in a rank's order: turn after turn, in which the halves alternate unless one comes after
+    the other."""
+    alternating = way in ("turns", "signal")
+    return 4 * (2 * turn + which if alternating else which * 4 * MAX_LAYERS + turn) + piece
+
+
+def _linear(ranks: Ints, slot: int, work: Floats) -> Rows:
+    return Rows(
+        ranks,
+        np.full(len(ranks), slot),
+        np.zeros(len(ranks), np.int64),
+        np.full(len(ranks), WORK),
+        work,
+        np.full(len(ranks), -1),
+    )
+
+
+def _waited_for(rows: Rows) -> Rows:
+    """A wait right after every launch."""
+    launches = Rows._make(column[rows.role == LAUNCH] for column in rows)
+    return launches._replace(number=launches.number + 1, role=np.full(len(launches.role), WAIT))
+
+
+def _joined(parts: Iterable[Rows]) -> Rows:
+    return Rows._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
+
+
+def _traffic(copies: list[Half], first: Ints, number: Ints) -> Traffic:
+    """The transfers of all copies, between launches as they are numbered now."""
+    parts = [
+        half.traffic._replace(
+            sender=number[half.traffic.sender + start], receiver=number[half.traffic.receiver + start]
+        )
+        for half, start in zip(copies, first, strict=False)
+    ]
+    return Traffic._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
+
+
+def _script(rows: Rows, launch: Ints, copies: list[Half], old: Ints, traffic: Traffic) -> Script:
+    """The script of sorted rows. launch: int64 [rows], their launches; old: int64 [launches], numbers of before."""
+    ranks = len(copies[0].before)
+    rank, round_, channel = (
+        np.concatenate([getattr(half.script, name) for half in copies])[old]
+        for name in ("rank", "round", "channel")
+    )
+    ptr = np.searchsorted(rows.rank, np.arange(ranks + 1))
+    before, after = _neighbours(rank * (int(channel.max(initial=0)) + 1) + channel)
+    ends = np.concatenate([traffic.sender, traffic.receiver])
+    end_ptr = np.searchsorted(np.sort(ends), np.arange(len(rank) + 1))
+    of_launch = np.argsort(ends, kind="stable") % max(len(traffic.sender), 1)
+    role = rows.role.astype(np.int8)
+    return Script(ptr, role, rows.work_us, launch, rank, round_, channel, before, after, end_ptr, of_launch)
+
+
+def _neighbours(stream: Ints) -> tuple[Ints, Ints]:
+    """The launches before and after each one in its stream, or -1."""
+    before, after = np.full((2, len(stream)), -1)
+    order = np.argsort(stream, kind="stable")
+    same = np.flatnonzero(stream[order[1:]] == stream[order[:-1]])
+    before[order[same + 1]], after[order[same]] = order[same], order[same + 1]
+    return before, after

@@ -1,0 +1,360 @@
+"""What was promised and what is reached: planning times and quality of the recipes, 32K tokens a rank, one core.
+
+Run: python benchmarks/targets.py [--only NAME,...] [--ranks 8,64,256,1024] [--large] [--seeds 0,1,2] [--repeats 5]
+
+Writes all rows to benchmarks/results/targets.json and the tables between the markers of docs/performance.md; rows that
+are not measured anew are kept, and `--only none` writes the tables alone. `--large` adds 4,096 ranks. Recipes that are
+not there are passed over with a message, and so are sizes beyond `--patience` seconds a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from apportion.bench import Job, Source, Times, cluster_of, timed_plan, timed_verify
+from apportion.cli.house import versions
+from apportion.ir.errors import ApportionError, UnknownNameError
+from apportion.ir.isa import PHASES
+from apportion.ir.model import Model
+from apportion.ir.plan import Plan
+from apportion.ir.policy import Recipe, Step
+from apportion.planner.recipes import find_recipe, with_block
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/targets.json"
+PAGE = ROOT / "docs/performance.md"
+
+RANKS, LARGE = (8, 64, 256, 1024), 4096
+TOKENS = 32768
+KB = 1024
+#: the largest part that is promised
+PART_KB, AUTO_PART_KB = 16, 64
+#: a 95th percentile may be so many times the median that is promised
+P95 = 2.0
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A row of the tables; what is None or empty is measured and not promised.
+
+    ms: ranks -> planning time, median. compute, kv: from so many ranks on -> max/mean - 1 of compute, and bytes of KV
+    over their bound. over_bound: max/mean over `imbalance_bound`. tokens: max/mean - 1. slots: whether they must equal
+    the largest degree. node: how many times fewer bytes go between nodes when ranks of a node share tiles, at 1,024.
+    """
+
+    name: str
+    recipe: Callable[[], Recipe]
+    ms: Mapping[int, float]
+    compute: Mapping[int, float] = field(default_factory=dict)
+    over_bound: float | None = None
+    tokens: float | None = None
+    slots: bool = False
+    kv: Mapping[int, float] = field(default_factory=dict)
+    node: float | None = None
+    part_kb: int = PART_KB
+    tokens_per_rank: int = TOKENS
+    ranks: tuple[int, ...] = ()
+
+
+def _named(name: str) -> Callable[[], Recipe]:
+    return lambda: find_recipe(name)
+
+
+_FCP_MS = {8: 2, 64: 5, 256: 20, 1024: 100, 4096: 600}
+_LINEAR_MS = {8: 2, 64: 4, 256: 15, 1024: 60, 4096: 400}
+_EVEN_MS = {8: 1, 64: 2, 256: 10, 1024: 50}
+_KV = {8: 3.0, 64: 2.0, 256: 1.6}
+_ROWS = (
+    Promise(
+        "fcp 2K",
+        lambda: with_block(find_recipe("fcp"), 2048),
+        _FCP_MS,
+        over_bound=1.03,
+        tokens=0.02,
+        slots=True,
+    ),
+    Promise(
+        "fcp auto",
+        _named("fcp"),
+        {8: 2, 64: 8, 256: 50, 1024: 300},
+        {8: 0.02, 64: 0.01},
+        tokens=0.02,
+        slots=True,
+        part_kb=AUTO_PART_KB,
+    ),
+    Promise("distca", _named("distca"), _FCP_MS, {8: 0.05}, tokens=0.02),
+    Promise("zeppelin", _named("zeppelin"), _LINEAR_MS),
+    Promise("blend", _named("blend"), _LINEAR_MS, {64: 0.02}, tokens=0.02, slots=True, kv=_KV, node=5.0),
+    Promise("upipe", _named("upipe"), _EVEN_MS),
+    Promise("ulysses", _named("ulysses"), _EVEN_MS),
+    Promise("ring", _named("ring"), _EVEN_MS),
+    Promise("dcp", _named("dcp"), {32: 50}, tokens=0.02, tokens_per_rank=131072 // 32, ranks=(32,)),
+    Promise("auto", _named("auto"), {}, {8: 0.02, 64: 0.01}, tokens=0.02, kv=_KV, part_kb=AUTO_PART_KB),
+)
+PROMISES = {row.name: row for row in _ROWS}
+
+
+def promised(by_ranks: Mapping[int, float], ranks: int) -> float | None:
+    """What holds from some number of ranks on, at `ranks`."""
+    held = [least for least in by_ranks if least <= ranks]
+    return by_ranks[max(held)] if held else None
+
+
+# --- measuring
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. patience: seconds a plan may take for more ranks to be tried."""
+
+    ranks: tuple[int, ...]
+    seeds: tuple[int, ...]
+    repeats: int
+    patience: float
+
+
+def measure(promise: Promise, recipe: Recipe, effort: Effort) -> Iterator[dict[str, Any]]:
+    """A row for each rank count and seed, as each is measured."""
+    for ranks in promise.ranks or effort.ranks:
+        for seed in effort.seeds:
+            batch, _ = Source().batch(ranks * promise.tokens_per_rank, seed)
+            job = Job(batch, cluster_of(ranks), Model(), recipe, seed)
+            try:
+                row = _row(promise, job, effort)
+            except ApportionError as error:
+                row = {"refused": str(error).splitlines()[0]}
+            yield {"name": promise.name, "ranks": ranks, "seed": seed} | row
+            if row.get("planning_ms", {"p50": 0.0})["p50"] > effort.patience * 1e3:
+                say(
+                    f"{promise.name}: no more than {ranks} ranks, which take {row['planning_ms']['p50']:.0f} ms"
+                )
+                return
+
+
+def _row(promise: Promise, job: Job, effort: Effort) -> dict[str, Any]:
+    _, first, _ = timed_plan(job)  # caches are warm in the runs that count
+    repeats = effort.repeats if first < effort.patience * 1e3 else 1
+    runs = [timed_plan(job) for _ in range(repeats)]
+    plan, steps = runs[-1][0], {step: median(run[2][step] for run in runs) for step in runs[0][2]}
+    checked = Times(tuple(timed_verify(plan) for _ in range(min(repeats, 3))))
+    report = plan.report
+    kept = ("imbalance", "imbalance_bound", "slots", "max_degree", "rounds", "bytes", "bounds", "plan_bytes")
+    return {
+        "recipe": plan.request.policy.recipe.to_data(),
+        "tokens": report["tokens"],
+        "block_tokens": report["block_tokens"],
+        "tasks": _tasks(plan),
+        "planning_ms": Times(tuple(total for _, total, _ in runs), steps).summary(),
+        "verify_ms": checked.summary(),
+        **{key: report[key] for key in kept},
+        "inter_node_bytes_off_over_on": None if promise.node is None else _node_ratio(job),
+    }
+
+
+def _tasks(plan: Plan) -> int:
+    lists = dict(zip(PHASES, ("tasks", "grads"), strict=True))
+    return sum(len(program[lists[phase]]) for (_, phase), program in plan.programs.items())
+
+
+def _node_ratio(job: Job) -> float | None:
+    """How many times more bytes go between nodes when tiles go straight to all ranks that need them."""
+    recipe, between = find_recipe(job.recipe), []
+    for route in ("star", "node"):
+        steps = [step for step in recipe if step.step != "route"]
+        routed = Recipe(recipe.name, (*steps, Step("route", route, {})))
+        between.append(timed_plan(replace(job, recipe=routed))[0].report["bytes"]["inter_node"])
+    return between[0] / between[1] if between[1] else None
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+# --- what is met
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number and what is promised of it: no more, or (`least`) no less; None: nothing."""
+
+    value: float | None
+    promise: float | None
+    digits: int = 2
+    least: bool = False
+
+    @property
+    def met(self) -> bool:
+        if self.promise is None or self.value is None:
+            return True
+        over = self.value - self.promise
+        return (-over if self.least else over) <= 1e-9
+
+    def __str__(self) -> str:
+        """Bold where the promise is not met."""
+        shown = "-" if self.value is None else f"{self.value:.{self.digits}f}"
+        return shown if self.met else f"**{shown}**"
+
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def quality(promise: Promise, rows: Rows) -> dict[str, Figure]:
+    """The worst of the seeds of one rank count."""
+    ranks = rows[0]["ranks"]
+    compute = max(row["imbalance"]["compute"] for row in rows)
+    tokens = max(row["imbalance"]["tokens"] for row in rows)
+    over = max((1 + row["imbalance"]["compute"]) / row["imbalance_bound"] for row in rows)
+    gaps = [gap for row in rows if (gap := row["bounds"]["kv_bytes"]["gap"])]
+    shares = [row["slots"] / row["max_degree"] for row in rows if row["max_degree"]]
+    node = [ratio for row in rows if (ratio := row["inter_node_bytes_off_over_on"])]
+    part = max(row["plan_bytes"]["largest_rank"] for row in rows) / KB
+    slower = max(row["verify_ms"]["p50"] / row["planning_ms"]["p50"] for row in rows)
+    return {
+        "compute %": Figure(100 * compute, _percent(promised(promise.compute, ranks))),
+        "max/mean over bound": Figure(over, promise.over_bound, 3),
+        "tokens %": Figure(100 * tokens, _percent(promise.tokens)),
+        "slots / Δ": Figure(max(shares, default=None), 1.0 if promise.slots else None),
+        "KV bytes over bound": Figure(max(gaps, default=None), promised(promise.kv, ranks)),
+        "inter-node bytes, off / on": Figure(
+            min(node, default=None), promise.node if ranks >= max(RANKS) else None, 1, least=True
+        ),
+        "largest part KB": Figure(part, promise.part_kb, 1),
+        "verify / plan": Figure(slower, 1.0),
+    }
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+# --- the page
+
+
+def tables(rows: Rows) -> dict[str, str]:
+    """Marker -> Markdown table."""
+    return {"targets-times": _times_table(rows), "targets-quality": _quality_table(rows)}
+
+
+def _grouped(rows: Rows) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
+    """(name, ranks) -> the rows of all seeds."""
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if "refused" not in row:
+            groups.setdefault((row["name"], row["ranks"]), []).append(row)
+    return groups
+
+
+def _times_table(rows: Rows) -> str:
+    groups = _grouped(rows)
+    columns = sorted({ranks for _, ranks in groups})
+    lines = [_line(["ms", *map(str, columns)]), _line(["---", *["--:"] * len(columns)])]
+    for name in dict.fromkeys(name for name, _ in groups):
+        cells = [_times_cell(PROMISES[name], ranks, groups.get((name, ranks), [])) for ranks in columns]
+        lines.append(_line([name, *cells]))
+    return "\n".join(lines)
+
+
+def _times_cell(promise: Promise, ranks: int, rows: Rows) -> str:
+    """Median and 95th percentile, each the median of the seeds, and what is promised."""
+    wanted = promise.ms.get(ranks)
+    aim = "" if wanted is None else f" ({wanted:g})"
+    if not rows:
+        return f"-{aim}"
+    p50, p95 = (median(row["planning_ms"][key] for row in rows) for key in ("p50", "p95"))
+    late = None if wanted is None else P95 * wanted
+    return f"{Figure(p50, wanted, 1)} / {Figure(p95, late, 1)}{aim}"
+
+
+def _quality_table(rows: Rows) -> str:
+    lines: list[str] = []
+    for (name, ranks), group in _grouped(rows).items():
+        figures = quality(PROMISES[name], group)
+        if not lines:
+            lines = [_line(["recipe", "ranks", *figures]), _line(["---", *["--:"] * (1 + len(figures))])]
+        lines.append(_line([name, str(ranks), *map(str, figures.values())]))
+    refused = {(row["name"], row["ranks"]): row["refused"] for row in rows if "refused" in row}
+    return "\n".join([*lines, *(f"\n{name}, {ranks} ranks: {why}" for (name, ranks), why in refused.items())])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def write_tables(rows: Rows) -> None:
+    """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->` on the page; print it."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in tables(rows).items():
+        marker = f"<!-- table: {name} -->\n"
+        before, found, after = text.partition(marker)
+        if found:
+            text = f"{before}{marker}{table}\n{after[after.index('<!-- end -->') :]}"
+        print(f"{table}\n")
+    PAGE.write_text(text, encoding="utf-8")
+
+
+# --- the command
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", help="names of rows, separated by commas; none writes the tables alone")
+    parser.add_argument("--ranks", type=_numbers, default=RANKS)
+    parser.add_argument("--large", action="store_true", help=f"{LARGE} ranks too")
+    parser.add_argument("--seeds", type=_numbers, default=(0, 1, 2))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--patience", type=float, default=5.0, help="seconds a plan may take")
+    parser.add_argument("--json", action="store_true", help="print the rows, write nothing")
+    given = parser.parse_args()
+    given.names = [name for name in (given.only or ",".join(PROMISES)).split(",") if name != "none"]
+    if unknown := [name for name in given.names if name not in PROMISES]:
+        parser.error(f"no row {', '.join(unknown)}: there is {', '.join(PROMISES)}")
+    return given
+
+
+def measured(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
+    """The rows of the recipes that are there; progress goes to stderr."""
+    for name in names:
+        try:
+            recipe = PROMISES[name].recipe()
+        except UnknownNameError:
+            say(f"{name}: there is no such recipe")
+            continue
+        for row in measure(PROMISES[name], recipe, effort):
+            time = f"{row['planning_ms']['p50']:.1f} ms" if "planning_ms" in row else row["refused"]
+            say(f"{name}, {row['ranks']} ranks, seed {row['seed']}: {time}")
+            yield row
+
+
+def merged(held: Rows, fresh: Rows) -> list[Mapping[str, Any]]:
+    """All rows, the fresh ones in the place of older ones, in the order of the tables."""
+    names = list(PROMISES)
+    rows = {(names.index(row["name"]), row["ranks"], row["seed"]): row for row in (*held, *fresh)}
+    return [rows[key] for key in sorted(rows)]
+
+
+def main() -> None:
+    given = _arguments()
+    ranks = (*given.ranks, LARGE) if given.large and LARGE not in given.ranks else given.ranks
+    fresh = list(measured(given.names, Effort(ranks, given.seeds, given.repeats, given.patience)))
+    if given.json:
+        print(json.dumps(fresh, indent=1))
+        return
+    rows = merged(json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else [], fresh)
+    RESULTS.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
+    write_tables(rows)
+    print(f"rows are in {RESULTS}, tables in {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

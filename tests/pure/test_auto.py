@@ -1,0 +1,190 @@
+"""The portfolio: the best of what it tries, within its budget, the same bytes every time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import apportion as ap
+from apportion.ir import masks
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.policy import Policy, Recipe
+from apportion.planner.recipes import find_recipe, is_deterministic
+from apportion.planner.simulate import simulate
+
+CLUSTER = ap.Cluster(nodes=2, ranks_per_node=4)
+MODEL = ap.Model(q_heads=8, kv_heads=2, head_dim=64, layers=2)
+LENGTHS = [9000, 5000, 2500, 1200, 900, 700, 500, 300, 200, 180]
+
+
+def auto(**parameters: Any) -> Recipe:
+    return Recipe("auto", {"search": {"portfolio": parameters}})
+
+
+def plan(batch: ap.Batch | None = None, cluster: ap.Cluster = CLUSTER, **parameters: Any) -> ap.Plan:
+    return ap.plan(batch or ap.Batch.from_lengths(LENGTHS), cluster, MODEL, auto(**parameters))
+
+
+def milliseconds(found: ap.Plan) -> float:
+    run = simulate(found)
+    return run.forward_ms + run.backward_ms
+
+
+def test_equal_requests_give_equal_bytes() -> None:
+    assert plan().encode() == plan().encode()
+
+
+def test_the_plan_keeps_the_recipe_that_was_asked_for_and_reports_the_one_that_was_found() -> None:
+    found = plan()
+    assert found.header.recipe == "auto"
+    assert found.request.policy.recipe.step("search") is not None
+    chosen = Recipe.from_data(found.report["search"]["recipe"])
+    again = ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, chosen)
+    assert milliseconds(again) == milliseconds(found)
+
+
+def test_its_number_is_the_simulators() -> None:
+    found, run = plan(), simulate(plan())
+    search = found.report["search"]
+    assert (search["forward_ms"], search["backward_ms"]) == (run.forward_ms, run.backward_ms)
+    assert search["ms"] == pytest.approx(run.forward_ms + run.backward_ms)
+    assert 1 / (1 + search["gap"]) == pytest.approx(run.efficiency)
+
+
+@pytest.mark.parametrize("name", ["fcp", "ring", "usp", "hybrid_dp", "contiguous", "zeppelin"])
+def test_it_is_never_worse_than_a_recipe_of_its_own_list(name: str) -> None:
+    names = ["ring", name, "fcp"]
+    found = plan(candidates=names, improve=False, steps=8)
+    tried = {trial["recipe"]["name"]: trial for trial in found.report["search"]["tried"]}
+    single = milliseconds(ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, name))
+    assert tried[name]["refused"] or milliseconds(found) <= single
+
+
+def test_what_cannot_be_the_best_is_dropped_by_a_bound_that_holds() -> None:
+    tried = plan(steps=40).report["search"]["tried"]
+    dropped = [trial for trial in tried if trial["ms"] is None and trial["refused"] is None]
+    assert dropped
+    for trial in dropped:
+        recipe = Recipe.from_data(trial["recipe"])
+        single = ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, recipe)
+        assert trial["least_ms"] <= milliseconds(single)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_the_budget_is_obeyed(steps: int) -> None:
+    search = plan(steps=steps).report["search"]
+    assert search["steps"] == len(search["tried"]) == steps
+    assert search["stopped"] == "steps"
+
+
+def test_the_budget_of_the_policy_comes_first() -> None:
+    policy = Policy(auto(steps=9), budget=2)
+    found = ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, policy=policy)
+    assert found.report["search"]["most_steps"] == 2
+
+
+def test_it_ends_by_itself_where_nothing_is_left() -> None:
+    search = plan(candidates=["fcp", "ring"], improve=False, steps=9).report["search"]
+    assert search["stopped"] is None
+    assert search["steps"] == 2
+
+
+def test_a_deadline_is_recorded_and_not_reproducible() -> None:
+    found = plan(deadline_ms=0.001)
+    search = found.report["search"]
+    assert search["stopped"] == found.report["termination"]["limit"] == "time"
+    assert search["deadline_ms"] == 0.001
+    assert search["steps"] == 1
+    assert is_deterministic(auto())
+    assert not is_deterministic(auto(deadline_ms=5))
+    assert is_deterministic(find_recipe("fcp"))
+
+
+def test_refusals_are_reported_with_their_reasons() -> None:
+    odd = Recipe("odd", {**find_recipe("fcp").to_data()["steps"], "inner": {"ulysses": {"degree": 3}}})
+    tried = plan(candidates=[odd.to_data(), "fcp"], improve=False).report["search"]["tried"]
+    assert "must divide" in tried[0]["refused"]
+    assert tried[1]["refused"] is None
+
+
+def test_it_holds_every_candidate_to_the_token_cap() -> None:
+    found = plan(candidates=["hybrid_dp", "fcp"], improve=False)
+    reason = found.report["search"]["tried"][0]["refused"]
+    assert reason is None or "the cap is" in reason
+    assert found.report["imbalance"]["tokens"] <= 0.02 + 1e-9
+
+
+def test_inner_none_leaves_out_what_splits_heads() -> None:
+    tried = plan(inner="none", steps=30).report["search"]["tried"]
+    assert not any("inner" in trial["recipe"]["steps"] for trial in tried)
+
+
+def test_a_promise_that_the_best_breaks_goes_to_the_next() -> None:
+    recipes = ["contiguous", "fcp"]
+    batch = ap.Batch.from_lengths([4096] * 8)
+    first = plan(batch, candidates=recipes, improve=False)
+    policy = Policy(auto(candidates=recipes, improve=False), tolerance=first.report["imbalance"]["compute"])
+    assert ap.plan(batch, CLUSTER, MODEL, policy=policy).report["imbalance"]["compute"] <= policy.tolerance
+
+
+def test_what_nothing_can_keep_is_an_error_with_numbers() -> None:
+    policy = Policy(auto(), tolerance=0.0)
+    with pytest.raises(CapacityError, match="tolerance"):
+        ap.plan(ap.Batch.from_lengths([4001, 7]), CLUSTER, MODEL, policy=policy)
+
+
+MASKS = {
+    "causal": masks.causal(),
+    "full": masks.full(),
+    "window": masks.sliding_window(64),
+    "question": masks.shared_question(100, [300, 200, 100]),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", MASKS)
+def test_it_serves_every_mask_and_rank_count(name: str, ranks: int) -> None:
+    batch = ap.Batch.from_sequences([ap.Sequence(700, MASKS[name]), ap.Sequence(401), ap.Sequence(60)])
+    found = plan(batch, ap.Cluster(nodes=1, ranks_per_node=ranks))
+    assert found.header.ranks == ranks
+
+
+def test_it_serves_homes_that_are_given() -> None:
+    sequences = [ap.Sequence(400, home_ranks=(0, 1)), ap.Sequence(400, home_ranks=(2, 3))]
+    found = plan(ap.Batch.from_sequences(sequences), ap.Cluster(nodes=1, ranks_per_node=4))
+    assert found.report["search"]["recipe"]["name"].startswith("fcp")
+
+
+def test_kinds_count_by_their_layers() -> None:
+    model = ap.Model(q_heads=4, kv_heads=2, head_dim=64, layers={"window": 5, "full": 1})
+    kinds = {"window": masks.sliding_window(256), "full": masks.causal()}
+    batch = ap.Batch.from_sequences([ap.Sequence(4000, kinds), ap.Sequence(1500, kinds)])
+    found = ap.plan(batch, CLUSTER, model, auto())
+    runs = simulate(found).runs
+    value = sum(model.layers_of(kind) * run.makespan_us for (kind, _), run in runs.items()) / 6e3
+    assert found.report["search"]["ms"] == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"inner": "some"}, "inner"),
+        ({"improve": 1}, "improve"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"candidates": []}, "candidates"),
+        ({"candidates": "fcp"}, "candidates"),
+        ({"candidates": ["auto"]}, "candidates"),
+        ({"candidates": ["nobody"]}, "recipe"),
+    ],
+)
+def test_wrong_parameters_are_refused(parameters: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        plan(**parameters)
+
+
+def test_a_search_stands_alone() -> None:
+    steps = {"search": {"portfolio": {}}, "shard": {"sequences": {}}}
+    with pytest.raises(ConfigError, match="beside a search"):
+        ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, Recipe("both", steps))

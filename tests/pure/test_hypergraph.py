@@ -1,0 +1,178 @@
+"""The hypergraph solvers: both balances, and what happens where the engine has no answer (contract: test_solvers)."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.planner.solvers import hypergraph, mtkahypar
+from apportion.planner.solvers.contracts import HypergraphProblem
+from apportion.planner.solvers.hypergraph_tokens import place_tokens
+from apportion.planner.solvers.kit_cases import HypergraphCases
+from apportion.planner.solvers.registry import SOLVERS
+from apportion.planner.solvers.status import Budget, Limit, Status
+
+ENGINES = ["greedy", "mtkahypar"]
+
+
+def long_sequence(blocks=24, nodes=1, per_node=4, slack=0.05) -> HypergraphProblem:
+    """One causal sequence: block b, and cell (q, k) for k <= q, with queries six times as dear as keys."""
+    cells = [(q, k) for q in range(blocks) for k in range(q + 1)]
+    edges = [[b] for b in range(2 * blocks)]
+    edges[blocks:] = [[b] for b in range(blocks)]
+    for cell, (q, k) in enumerate(cells):
+        edges[q].append(blocks + cell)
+        edges[blocks + k].append(blocks + cell)
+    return HypergraphProblem(
+        np.array([0] * blocks + [4 if k < q else 2 for q, k in cells]),
+        np.array([16] * blocks + [0] * len(cells)),
+        np.cumsum([0, *map(len, edges)]),
+        np.concatenate(edges),
+        np.repeat([6, 1], blocks),
+        nodes,
+        per_node,
+        (slack, slack),
+        (slack, slack),
+    )
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (4, 1)])
+def test_both_weights_are_even_on_nodes_and_ranks(name, nodes, per_node):
+    problem = long_sequence(nodes=nodes, per_node=per_node)
+    found = SOLVERS[name].load()(problem, Budget())
+    assert found.termination.status is Status.FEASIBLE
+    assert found.tokens_imbalance == 0
+    assert found.flops_imbalance <= 1.05**2 - 1
+    of_node = np.bincount(found.rank // per_node, problem.flops)
+    assert of_node.max() <= 1.05 * problem.flops.sum() / nodes
+    assert found.node_value <= found.termination.value
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_slow_ranks_get_less_compute_and_as_many_tokens(name):
+    problem = replace(long_sequence(), speeds=np.array([1.0, 1.0, 0.5, 0.5]))
+    found = SOLVERS[name].load()(problem, Budget())
+    load = np.bincount(found.rank, problem.flops)
+    assert (load <= problem.flops_caps[1]).all()
+    assert load[2:].sum() < 0.36 * load.sum()
+    assert np.bincount(found.rank, problem.tokens).tolist() == [96] * 4
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_fixed_vertices_stay(name):
+    problem = long_sequence()
+    fixed = np.full(len(problem.flops), -1)
+    fixed[:24], fixed[-5:] = np.arange(24) % 4, 2
+    found = SOLVERS[name].load()(replace(problem, fixed=fixed), Budget())
+    assert (found.rank[:24] == np.arange(24) % 4).all()
+    assert (found.rank[-5:] == 2).all()
+
+
+def test_what_is_fixed_to_one_rank_beyond_its_cap_is_infeasible():
+    problem = long_sequence()
+    fixed = np.where(problem.tokens > 0, 0, -1)
+    assert hypergraph.solve(replace(problem, fixed=fixed), Budget()).termination.status is Status.INFEASIBLE
+
+
+def test_small_sequences_are_not_torn_apart():
+    """Eight sequences of two blocks on four ranks: nothing needs to move."""
+    edges = [[s, s + 1, 16 + s // 2] for s in range(0, 16, 2)]
+    problem = HypergraphProblem(
+        np.array([0] * 16 + [5] * 8),
+        np.array([3] * 16 + [0] * 8),
+        np.arange(0, 25, 3),
+        np.concatenate(edges),
+        np.full(8, 7),
+        2,
+        2,
+        (0.0, 0.0),
+        (0.0, 0.0),
+    )
+    found = hypergraph.solve(problem, Budget())
+    assert (found.termination.status, found.termination.value) == (Status.OPTIMAL, 0.0)
+
+
+def test_tokens_without_room_have_no_rank():
+    problem = long_sequence(blocks=5, slack=0.0)  # caps of 20 tokens, blocks of 16
+    assert sorted(place_tokens(problem)[:5].tolist()) == [-1, 0, 1, 2, 3]
+    assert hypergraph.solve(problem, Budget()).termination.status is Status.NO_SOLUTION
+
+
+def test_wrong_columns_are_refused():
+    problem = long_sequence()
+    for changed in (
+        {"speeds": np.ones(3)},
+        {"flops_slack": (-1.0, 0.0)},
+        {"price": np.ones(2)},
+        {"nodes": 0},
+    ):
+        with pytest.raises(ConfigError):
+            replace(problem, **changed)
+
+
+# ---------------------------------------------------------------------------------------------- the engine's process
+
+
+def child(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+@pytest.mark.parametrize(
+    ("code", "limit"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", Limit.ENGINE),
+        ("print('no arrays')", Limit.ENGINE),
+        ("import sys, numpy; numpy.save(sys.stdout.buffer, numpy.array([99] * 9))", Limit.ENGINE),
+        ("import time; time.sleep(60)", Limit.TIME),
+    ],
+)
+def test_without_an_answer_the_greedy_decides_and_it_is_said(monkeypatch, code, limit):
+    monkeypatch.setattr(mtkahypar, "_COMMAND", child(code))
+    problem = long_sequence()
+    found = mtkahypar.solve(problem, Budget(1.0))
+    assert (found.termination.status, found.termination.limit) == (Status.FEASIBLE, limit)
+    assert found.termination.value == hypergraph.solve(problem, Budget()).termination.value
+
+
+def test_an_answer_out_of_balance_is_repaired(monkeypatch):
+    everything_on_one = (
+        "from apportion.planner.solvers.mtkahypar_child import *\n"
+        "held = BytesIO(sys.stdin.buffer.read())\n"
+        "(jobs,) = read(held, 1)\n"
+        "for _ in range(int(jobs[0])):\n"
+        "    fixed = read(held, COLUMNS)[1]\n"
+        "    write(sys.stdout.buffer, [np.where(fixed < 0, 0, fixed)])\n"
+    )
+    monkeypatch.setattr(mtkahypar, "_COMMAND", child(everything_on_one))
+    found = mtkahypar.solve(long_sequence(nodes=2, per_node=2), Budget())
+    assert (found.termination.status, found.termination.limit) == (Status.FEASIBLE, None)
+
+
+def test_many_vertices_are_merged_for_the_engine(monkeypatch):
+    problem = HypergraphCases().large(np.random.default_rng(0))
+    sizes = []
+    held = mtkahypar._run
+    monkeypatch.setattr(mtkahypar, "_run", lambda jobs, clock: sizes.extend(jobs) or held(jobs, clock))
+    monkeypatch.setattr(mtkahypar, "MOST_VERTICES", 300)
+    found = mtkahypar.solve(problem, Budget())
+    assert found.termination.solved
+    assert max(len(job[0]) for job in sizes) < 1500 < len(problem.flops)
+
+
+def test_the_engine_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(mtkahypar, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"apportion\[solvers\]"):
+        mtkahypar.solve(long_sequence(), Budget())
+
+
+def test_planning_imports_no_engine():
+    code = (
+        "import sys, apportion.planner.solvers.mtkahypar, apportion.planner.passes.dcp\n"
+        "print('mtkahypar' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,239 @@
+"""Even tokens for linear layers: who keeps, sends and gets which rows, when it pays, and that a wrong move is found."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import apportion as ap
+from apportion.backends import reference
+from apportion.ir import codec, text
+from apportion.ir.errors import ConfigError, VerifyError
+from apportion.ir.plan import Move, Table
+from apportion.ir.verify import verify
+from apportion.planner.passes.layouts import Rows
+from apportion.planner.passes.remap import LINEAR, Flow, even_parameters, even_tokens, row_costs
+from apportion.planner.problem import Problem
+
+MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
+RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
+ALWAYS = Flow(when="always")
+
+
+def laid_out(held, per_node=2, model=MODEL, **cluster):
+    """A batch whose ranks hold one sequence of so many tokens each, and its layout."""
+    batch = ap.Batch.from_lengths(held)
+    problem = Problem(batch, ap.Cluster(len(held) // per_node, per_node, **cluster), model, ap.Policy(RECIPE))
+    return problem, Rows(batch.starts, np.arange(len(held)), len(held)).layout("attention", batch)
+
+
+def remapped(held, flow=ALWAYS, per_node=2, model=MODEL, **cluster):
+    return flow(*laid_out(held, per_node, model, **cluster))
+
+
+def letters(layout):
+    """Of each rank, the token of every row: token 0 is a."""
+    ranks = range(layout.spans.ranks)
+    return ["".join(chr(ord("a") + token) for token in layout.tokens(rank).tolist()) for rank in ranks]
+
+
+def planned(lengths, nodes, ranks_per_node, flow=(), model=MODEL, **steps):
+    recipe = {
+        "shard": {"sequences": {}},
+        "place": {"zeppelin": {"cap": "paper"}},
+        "schedule": {"queues": {}},
+        "remap": {"flow": {"when": "always", **dict(flow)}},
+    }
+    batch, cluster = ap.Batch.from_lengths(lengths), ap.Cluster(nodes, ranks_per_node)
+    return ap.plan(batch, cluster, model, ap.Recipe("test", {**recipe, **steps}))
+
+
+# --- rows
+
+
+def test_the_last_rows_of_a_rank_go_where_rows_are_missing():
+    problem, layout = laid_out([8, 2, 3, 3])
+    made = ALWAYS(problem, layout)
+    assert letters(layout) == ["abcdefgh", "ij", "klm", "nop"]
+    assert letters(made.layouts[LINEAR]) == ["abcd", "ijef", "klmg", "noph"]
+    (move,) = made.moves
+    assert (move.source, move.target) == ("attention", LINEAR)
+    rows = list(zip(*(move.table.rank(0)[name].tolist() for name in move.table.columns), strict=True))
+    assert rows == [(1, 0, 0, 4), (1, 1, 4, 2), (1, 2, 6, 1), (1, 3, 7, 1), (0, 0, 0, 4)]
+
+
+def test_positions_and_sequences_follow_their_tokens():
+    made = remapped([8, 2, 3, 3])
+    linear = made.layouts[LINEAR]
+    assert linear.position_ids(1).tolist() == [0, 1, 4, 5]
+    assert linear.spans.rank(1)["sequence"].tolist() == [1, 0]
+    assert linear.to_cu_seqlens(1).tolist() == [0, 2, 4]
+
+
+def test_even_tokens_leave_the_rest_where_most_tokens_are():
+    assert even_tokens(np.array([7, 0, 4])).tolist() == [4, 3, 4]
+    assert even_tokens(np.array([5, 0, 0, 1])).tolist() == [2, 1, 1, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    nodes=st.integers(1, 3),
+    ranks=st.integers(1, 3),
+    objective=st.sampled_from(["paper", "two_sided", "sum"]),
+    data=st.data(),
+)
+def test_any_layout_becomes_even_and_comes_back(lengths, nodes, ranks, objective, data):
+    count = nodes * ranks
+    homes = st.lists(st.integers(0, count - 1), min_size=len(lengths), max_size=len(lengths))
+    batch = ap.Batch.from_lengths(lengths)
+    problem = Problem(batch, ap.Cluster(nodes, ranks), MODEL, ap.Policy(RECIPE))
+    layout = Rows(batch.starts, np.array(data.draw(homes)), count).layout("attention", batch)
+    made = Flow(objective, "always")(problem, layout)
+    held = layout.rows_per_rank
+    assert made.said["rows"] == int(np.maximum(held - even_tokens(held), 0).sum())
+    if not made.said["used"]:
+        assert held.max() - held.min() <= 1
+        return
+    even = made.layouts[LINEAR].rows_per_rank
+    assert even.max() - even.min() <= 1
+    (move,) = made.moves
+    sent = move.table["rows"][(move.table["send"] == 1) & (move.table["peer"] != move.table.rank_of_row())]
+    assert sent.sum() == made.said["rows"]
+
+
+@pytest.mark.parametrize("objective", ["paper", "two_sided", "sum"])
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 3), (2, 2), (2, 4), (3, 2)])
+def test_plans_carry_moves_that_verify_and_run(objective, nodes, ranks):
+    plan = planned([61, 30, 9, 7, 1], nodes, ranks, {"objective": objective})
+    assert plan.report["remap"]["used"]
+    assert ap.Plan.decode(plan.encode()) == plan
+    assert text.parse(plan.text()) == plan
+    x = np.random.default_rng(0).standard_normal((plan.request.batch.tokens, 3))
+    home, even = plan.layout("attention"), plan.layout(LINEAR)
+    there = reference.remap(plan, 0, reference.scatter(home, x))
+    for ours, theirs in zip(there, reference.scatter(even, x), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    back = reference.remap(plan, 0, there, inverse=True)
+    np.testing.assert_array_equal(reference.gather(home, back), x)
+
+
+def test_groups_that_split_heads_have_rows_of_their_own():
+    inner = {"inner": {"ulysses": {"degree": 2}}}
+    plan = planned([61, 30, 9, 7, 1], 2, 4, **inner)
+    assert sorted(plan.layout(LINEAR).rows_per_rank.tolist()) == [13] * 4 + [14] * 4
+
+
+def test_rows_that_the_program_reshuffles_are_even_already():
+    plan = planned([61, 30, 9, 7, 1], 2, 4, reshuffle=True)
+    assert plan.report["remap"]["rows"] == 0
+    assert not plan.report["remap"]["used"]
+    assert plan.moves == ()
+
+
+# --- what it costs
+
+
+def test_formula_2_prices_senders_and_its_repair_receivers_too():
+    """Rank 0 sends 10 to its node, which lacks 20; all to one receiver leaves 10 from afar to the other."""
+    rows, held = {}, [30, 10, 10, 25, 25, 20]
+    for objective in ("paper", "two_sided"):
+        (move,) = remapped(held, Flow(objective, "always"), per_node=3).moves
+        sent = {rank: move.table.rank(rank) for rank in (0, 3, 4)}
+        rows[objective] = [
+            {
+                p: n
+                for s, p, n in zip(*(t[c].tolist() for c in ("send", "peer", "rows")), strict=True)
+                if s and p != r
+            }
+            for r, t in sent.items()
+        ]
+    assert rows["paper"] == [{1: 10}, {2: 5}, {2: 5}]
+    assert rows["two_sided"] == [{1: 5, 2: 5}, {1: 5}, {2: 5}]
+    many = [1000 * tokens for tokens in held]
+    times = [remapped(many, Flow(o, "always"), per_node=3).said["moves_us"] for o in ("paper", "two_sided")]
+    assert times[0] > times[1]
+
+
+def test_it_is_used_where_linear_layers_gain_more_than_moves_take():
+    large = ap.Model(hidden=4096, ffn=14336)
+    held = [9000, 1000, 1000, 1000]
+    assert remapped(held, Flow(), model=large).said["used"]
+    slow = remapped(held, Flow(), model=large, intra_gbs=0.5, inter_gbs=0.5)
+    assert not slow.said["used"]
+    assert slow.layouts == {}
+    assert slow.moves == ()
+    assert remapped(held, Flow(when="always"), model=large, intra_gbs=0.5, inter_gbs=0.5).said["used"]
+    assert not remapped([1000] * 4, ALWAYS, model=large).said["used"]
+
+
+def test_the_report_has_the_numbers_of_the_decision():
+    large = ap.Model(hidden=4096, ffn=14336)
+    problem, layout = laid_out([9000, 1000, 1000, 1000], model=large)
+    said = Flow()(problem, layout).said
+    assert said["rows"] == 6000
+    assert said["most_tokens"] == {"attention": 9000, LINEAR: 3000}
+    share = even_parameters(large) / problem.cost.linear_parameters
+    assert share == pytest.approx(1 - 4096 * (32 * 128 + 2 * 8 * 128) / problem.cost.linear_parameters)
+    assert said["linear_us"]["attention"] == pytest.approx(3 * share * float(problem.cost.linear_us(9000)))
+    # 2,000 rows of 8 KB inside the node at 450 GB/s and 4,000 to the other at 50 GB/s, there and back, and twice
+    assert said["moves_us"] == pytest.approx(4 * (8192 * (2000 / 450e3 + 4000 / 50e3) + 10))
+
+
+def test_rows_that_stay_are_copied_meanwhile():
+    large = ap.Model(hidden=4096, ffn=14336)
+    problem, layout = laid_out([100_001, 99_999], model=large)
+    said = Flow()(problem, layout).said
+    assert said["moves_us"] == pytest.approx(4 * (float(problem.cost.rowop_us(2 * 8192 * 100_000)) + 5))
+    assert not said["used"]
+
+
+def test_ranks_that_share_a_nic_pay_more():
+    one, half = (row_costs(ap.Cluster(2, 8, nics_per_node=nics), 100).inter for nics in (8, 4))
+    assert half == 2 * one
+
+
+def test_parameters():
+    for wrong in ({"objective": "none"}, {"when": "never"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Flow(**wrong)
+    with pytest.raises(ConfigError, match="remap"):
+        planned([8], 1, 2, remap={"flow": {"cost": 1}})
+
+
+# --- verification
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ("row", "makes rows"),
+        ("rows", "sends and receives do not match"),
+        ("peer", "sends and receives do not match"),
+        ("send", "sends and receives do not match"),
+    ],
+)
+def test_a_wrong_move_is_found(column, words):
+    plan = planned([61, 30, 9, 7, 1], 2, 2)
+    (move,) = plan.moves
+    kept = np.flatnonzero((move.table["peer"] != move.table.rank_of_row()) & (move.table["send"] == 1))
+    columns = {name: np.array(values) for name, values in move.table.columns.items()}
+    one = kept[0]
+    columns[column][one] = {"peer": (columns["peer"][one] + 2) % 4, "send": 0}.get(
+        column, columns[column][one] - 1
+    )
+    with pytest.raises(VerifyError, match=f"move attention -> linear: .*{words}"):
+        verify(codec.seal(replace(plan, moves=(Move("attention", LINEAR, Table(move.table.ptr, columns)),))))
+
+
+def test_a_move_that_leaves_rows_behind_is_found():
+    plan = planned([61, 30, 9, 7, 1], 2, 2)
+    (move,) = plan.moves
+    table, rank = move.table, move.table.rank_of_row()
+    stays = ~((rank == 0) & (table["peer"] == 0))
+    ptr = np.searchsorted(rank[stays], np.arange(5))
+    fewer = Table(ptr, {name: column[stays] for name, column in table.columns.items()})
+    with pytest.raises(VerifyError, match="move attention -> linear"):
+        verify(codec.seal(replace(plan, moves=(Move("attention", LINEAR, fewer),))))

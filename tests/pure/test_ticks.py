@@ -1,0 +1,361 @@
+"""Pipeline ticks: tables under a memory cap, batches of ticks, and a pipeline run by them."""
+
+from itertools import combinations
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import apportion as ap
+from apportion.backends import reference
+from apportion.backends.reference import Saved
+from apportion.ir import bands, masks
+from apportion.ir.batch import DEFAULT_KIND, Batch, Sequence
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.isa import Tensor
+from apportion.planner.passes.cells import cut_cells
+from apportion.planner.simulate import simulate
+from apportion.planner.ticks import (
+    BACKWARD,
+    FORWARD,
+    IDLE,
+    one_f_one_b_ticks,
+    plan_tick,
+    stage_ranks,
+    tick_batch,
+    tick_table,
+)
+
+MODEL = ap.Model(
+    q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=8, layers={"full": 2, "near": 2}
+)
+KINDS = {"full": masks.causal(), "near": masks.sliding_window(5)}
+HOME_ONLY = {
+    "name": "home_only",
+    "steps": {
+        "shard": {"sequences": {}},
+        "place": {"distca": {"head_tail": "all", "threshold": 1e12}},
+        "schedule": {"gather": {}},
+    },
+}
+
+
+def finished(table):
+    """{(phase, microbatch, virtual stage): its tick}, each there once."""
+    found = {}
+    for tick in range(table.ticks):
+        for stage in range(table.stages):
+            microbatch, chunk = int(table.microbatch[tick, stage]), int(table.chunk[tick, stage])
+            if microbatch != IDLE:
+                key = (int(table.phase[tick]), microbatch, chunk * table.stages + stage)
+                assert key not in found
+                found[key] = tick
+    return found
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    stages=st.integers(1, 5),
+    microbatches=st.integers(1, 9),
+    virtual=st.integers(1, 3),
+    cap=st.one_of(st.none(), st.integers(3, 16)),
+)
+def test_everything_runs_once_in_order_and_under_the_cap(stages, microbatches, virtual, cap):
+    table = tick_table(stages, microbatches, virtual, cap)
+    at, last = finished(table), stages * virtual - 1
+    assert len(at) == 2 * microbatches * (last + 1)
+    for microbatch in range(microbatches):
+        for v in range(last):
+            assert at[FORWARD, microbatch, v] < at[FORWARD, microbatch, v + 1]
+            assert at[BACKWARD, microbatch, v + 1] < at[BACKWARD, microbatch, v]
+        assert at[FORWARD, microbatch, last] < at[BACKWARD, microbatch, last]
+    assert table.peak.max() <= (cap or microbatches * virtual)
+    assert table.ticks >= one_f_one_b_ticks(stages, microbatches, virtual)
+    assert (table.microbatch != IDLE).any(1).all()
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 17])
+def test_as_few_ticks_as_1f1b_need_up_to_two_stages_less_one_in_flight(stages, microbatches):
+    cap = min(microbatches, 2 * stages - 1)
+    table = tick_table(stages, microbatches, cap=cap)
+    assert table.ticks == one_f_one_b_ticks(stages, microbatches)
+    assert table.peak.max() <= cap
+    if microbatches >= 2 * stages - 1:
+        assert table.peak.tolist() == [2 * stages - 1 - 2 * stage for stage in range(stages)]
+    if cap > 1 and microbatches > 2 * stages:
+        assert tick_table(stages, microbatches, cap=cap - 1).ticks > table.ticks
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 4, 3), (3, 9, 2)])
+def test_interleaved_tables_match_interleaved_1f1b(stages, microbatches, virtual):
+    table = tick_table(stages, microbatches, virtual)
+    assert table.ticks == one_f_one_b_ticks(stages, microbatches, virtual)
+    assert table.peak.max() <= 2 * stages * virtual - 1
+    assert tick_table(stages, microbatches, virtual, cap=virtual).ticks > table.ticks
+
+
+def fewest_ticks(stages, microbatches, cap):
+    """By breadth-first search over all same-phase schedules."""
+    none, full = (0,) * stages, (microbatches,) * stages
+    seen, level, ticks = {(none, none)}, {(none, none)}, 0
+    while (full, full) not in level:
+        level = {after for state in level for after in following(*state, microbatches, cap)} - seen
+        seen |= level
+        ticks += 1
+    return ticks
+
+
+def following(f, b, microbatches, cap):
+    stages = range(len(f))
+    able = [s for s in stages if f[s] < microbatches and (s == 0 or f[s] < f[s - 1]) and f[s] - b[s] < cap]
+    back = [s for s in stages if b[s] < f[s] and (s == len(f) - 1 or b[s] < b[s + 1])]
+    for phase, ready in ((FORWARD, able), (BACKWARD, back)):
+        for size in range(1, len(ready) + 1):
+            for chosen in combinations(ready, size):
+                done = tuple(x + (s in chosen) for s, x in enumerate(b if phase else f))
+                yield (f, done) if phase else (done, b)
+
+
+@pytest.mark.parametrize("cap", [1, 2, 3, 4])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (2, 5), (3, 4)])
+def test_with_little_room_tables_are_within_a_tick_of_the_best(stages, microbatches, cap):
+    assert tick_table(stages, microbatches, cap=cap).ticks <= fewest_ticks(stages, microbatches, cap) + 1
+
+
+def test_a_table_as_text():
+    assert str(tick_table(2, 3)).splitlines() == [
+        "stage 0  F0 F1 .  F2 B0 .  B1 B2",
+        "stage 1  .  F0 B0 F1 B1 F2 B2 .",
+    ]
+    assert str(tick_table(1, 1, virtual=2)) == "stage 0  F0a F0b B0b B0a"
+
+
+def test_a_cap_below_the_chunks_of_one_microbatch_is_refused():
+    with pytest.raises(CapacityError, match="raise it to 3"):
+        tick_table(2, 4, virtual=3, cap=2)
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+LENGTHS = [[30, 9, 17], [5, 50], [24, 24, 8]]
+
+
+def microbatches():
+    return [Batch.from_lengths(lengths, KINDS) for lengths in LENGTHS]
+
+
+def test_a_tick_is_one_batch_homed_on_its_stages():
+    table = tick_table(2, 3)
+    tick = next(t for t in range(table.ticks) if (table.microbatch[t] != IDLE).all())
+    made = tick_batch(table, tick, microbatches(), 2, ["full", "near"])
+    first, second = (LENGTHS[index] for index in table.microbatch[tick])
+    assert made.batch.lengths.tolist() == first + second
+    assert made.batch.kinds == (DEFAULT_KIND,)
+    assert [made.batch.home_ranks[i] for i in range(len(first))] == [(0, 1)] * len(first)
+    assert made.batch.home_ranks[len(first)] == stage_ranks(1, 2) == (2, 3)
+    specs = made.batch.masks[DEFAULT_KIND]
+    assert [specs.specs[i] for i in specs.index] == [KINDS["full"]] * len(first) + [KINDS["near"]] * len(
+        second
+    )
+    assert [(part.stage, part.first, part.start) for part in made.parts] == [
+        (0, 0, 0),
+        (1, len(first), sum(first)),
+    ]
+
+
+def test_what_sequences_carry_goes_along():
+    table = tick_table(1, 1)
+    held = Batch.from_sequences(
+        [
+            Sequence(4, home_ranks=(1,)),
+            Sequence(3, positions=[5, 6, 7], labels=[-1, -1, 0]),
+        ]
+    )
+    made = tick_batch(table, 0, [held], 2).batch
+    assert made.home_ranks == {0: (1,), 1: (0, 1)}
+    assert made.positions().tolist() == held.positions().tolist()
+    assert made.labels().tolist() == held.labels().tolist()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count", "message"),
+    [
+        (None, 3, "several"),
+        (["full"], 3, "each of the 2 virtual stages"),
+        (["full", "x"], 3, "name one of"),
+        (None, 2, "3 micro"),
+    ],
+)
+def test_what_does_not_fit_the_table_is_refused(kinds, count, message):
+    table = tick_table(2, 3)
+    with pytest.raises(ConfigError, match=message):
+        tick_batch(table, 1 if count == 2 else 3, microbatches()[:count], 2, kinds)
+
+
+def test_stages_share_the_ranks_evenly():
+    with pytest.raises(ConfigError, match="multiple of the 2 stages"):
+        plan_tick(tick_table(2, 3), 0, microbatches(), ap.Cluster(1, 3), MODEL, ["full", "near"])
+
+
+def layout_of(plan, made, part, replicas):
+    """The microbatch's tokens on each of its stage's ranks, in order of rows."""
+    held = [plan.layout("attention").tokens(rank) for rank in stage_ranks(part.stage, replicas)]
+    return [(tokens - part.start).tolist() for tokens in held]
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_a_microbatch_has_one_layout_in_all_ticks_and_stages(virtual):
+    table, seen = tick_table(2, 3, virtual), {}
+    for tick in range(table.ticks):
+        plan, made = plan_tick(
+            table,
+            tick,
+            microbatches(),
+            ap.Cluster(1, 4),
+            MODEL,
+            ["full", "near", "near", "full"][: 2 * virtual],
+        )
+        for part in made.parts:
+            seen.setdefault(part.microbatch, []).append(layout_of(plan, made, part, 2))
+    assert len(seen) == 3
+    assert all(layout == layouts[0] for layouts in seen.values() for layout in layouts)
+
+
+def test_idle_ranks_serve_and_time_falls():
+    model = ap.Model(layers=4)
+    held = [Batch.from_lengths([16_384, 2048, 6000, 8336]) for _ in range(4)]
+    table, cluster = tick_table(4, 4), ap.Cluster(1, 8)
+    tick = 1  # stages 0 and 1 are busy
+    assert (table.microbatch[tick] != IDLE).sum() == 2
+    served, _ = plan_tick(table, tick, held, cluster, model)
+    alone, _ = plan_tick(table, tick, held, cluster, model, recipe=HOME_ONLY)
+    rows = served.layout("attention").rows_per_rank
+    assert (rows[4:] == 0).all()
+    with_help, without = simulate(served), simulate(alone)
+    for phase in ("forward", "backward"):
+        assert (with_help.runs[DEFAULT_KIND, phase].compute_us[4:] > 0).all()
+        assert (without.runs[DEFAULT_KIND, phase].compute_us[4:] == 0).all()
+    forward = (DEFAULT_KIND, "forward")
+    assert with_help.runs[forward].makespan_us < 0.7 * without.runs[forward].makespan_us
+    assert served.report["imbalance"]["compute"] <= 0.05
+
+
+# ------------------------------------------------------------------------------------------------ a pipeline
+
+
+class Pipeline:
+    """Stages of one attention layer with its residual, o + x, run tick by tick on the reference backend. Hidden states
+    are [tokens, heads, width]; q = x, k = 0.7 x, v = 0.5 x of head 0."""
+
+    def __init__(self, table, batches, cluster, kinds):
+        self.table, self.batches, self.cluster, self.kinds = table, batches, cluster, kinds
+        rng = np.random.default_rng(0)
+        self.given = [rng.standard_normal((batch.tokens, 2, 4)) for batch in batches]
+        self.asked = [rng.standard_normal((batch.tokens, 2, 4)) for batch in batches]
+        self.x = {(index, 0): x for index, x in enumerate(self.given)}
+        self.dx, self.left = {}, {}
+
+    def run(self):
+        for tick in range(self.table.ticks):
+            plan, made = plan_tick(self.table, tick, self.batches, self.cluster, MODEL, self.kinds)
+            (self.forward if made.phase == "forward" else self.backward)(plan, made)
+        return [(self.x[i, len(self.kinds)], self.dx[i, 0]) for i in range(len(self.batches))]
+
+    def forward(self, plan, made):
+        q, k, v = (
+            np.concatenate(c) for c in zip(*(qkv(self.x[self.key(p)]) for p in made.parts), strict=True)
+        )
+        o, _, saved = reference.run_forward(plan, DEFAULT_KIND, q, k, v)
+        for part in made.parts:
+            index, layer = self.key(part)
+            rows = slice(part.start, part.start + part.tokens)
+            self.x[index, layer + 1] = self.x[index, layer] + o[rows]
+            self.left[index, layer] = [saved.homes[rank] for rank in self.ranks(part)]
+            self.layer = saved.layer
+
+    def backward(self, plan, made):
+        """On what forward ticks left, under other plans."""
+        nothing = empty_home()
+        homes = [nothing] * self.cluster.ranks
+        for part in made.parts:
+            for rank, home in zip(self.ranks(part), self.left.pop(self.key(part)), strict=True):
+                homes[rank] = home
+        do = np.concatenate([self.incoming(part) for part in made.parts])
+        dq, dk, dv, _ = reference.run_backward(plan, DEFAULT_KIND, Saved(self.layer, tuple(homes)), do)
+        for part in made.parts:
+            rows = slice(part.start, part.start + part.tokens)
+            self.dx[self.key(part)] = self.incoming(part) + pulled(dq[rows], dk[rows], dv[rows])
+
+    def incoming(self, part):
+        index, layer = self.key(part)
+        return self.asked[index] if layer + 1 == len(self.kinds) else self.dx[index, layer + 1]
+
+    def key(self, part):
+        return part.microbatch, part.chunk * self.table.stages + part.stage
+
+    def ranks(self, part):
+        return stage_ranks(part.stage, self.cluster.ranks // self.table.stages)
+
+
+def qkv(x):
+    return x, 0.7 * x[:, :1], 0.5 * x[:, :1]
+
+
+def pulled(dq, dk, dv):
+    dx = dq.copy()
+    dx[:, :1] += 0.7 * dk + 0.5 * dv
+    return dx
+
+
+def empty_home():
+    heads = {Tensor.Q: (2, 4), Tensor.KV: (1, 4)}
+    return {
+        Tensor.Q: (np.zeros((0, *heads[Tensor.Q])),),
+        Tensor.KV: (np.zeros((0, *heads[Tensor.KV])),) * 2,
+        Tensor.O: (np.zeros((0, *heads[Tensor.Q])), np.zeros((0, 2))),
+    }
+
+
+def oracle_pipeline(batch, kinds, x, dy):
+    """(output, input gradient) of the same layers in one place."""
+    answers = []
+    for kind in kinds:
+        allowed = bands.dense(batch.bands(kind), batch.tokens, batch.tokens)
+        problem = oracle.Problem(*qkv(x), np.zeros_like(x))
+        answers.append((problem, allowed))
+        x = x + oracle.dense(problem, allowed).o
+    for problem, allowed in reversed(answers):
+        back = oracle.dense(oracle.Problem(problem.q, problem.k, problem.v, dy), allowed)
+        dy = dy + pulled(back.dq, back.dk, back.dv)
+    return x, dy
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "replicas", "cap", "kinds"),
+    [
+        (2, 1, 1, None, ["full", "near"]),
+        (2, 1, 2, 2, ["near", "full"]),
+        (4, 1, 2, None, ["full", "near", "full", "full"]),
+        (2, 2, 2, 3, ["full", "near", "full", "near"]),
+    ],
+)
+def test_a_pipeline_of_ticks_equals_its_layers(stages, virtual, replicas, cap, kinds):
+    table, batches = tick_table(stages, 3, virtual, cap), microbatches()
+    got = Pipeline(table, batches, ap.Cluster(1, stages * replicas), kinds)
+    results = got.run()
+    assert not got.left
+    for i, (out, dx) in enumerate(results):
+        want_out, want_dx = oracle_pipeline(batches[i], kinds, got.given[i], got.asked[i])
+        np.testing.assert_allclose(out, want_out, atol=1e-10)
+        np.testing.assert_allclose(dx, want_dx, atol=1e-10)
+
+
+def test_the_work_of_a_tick_is_balanced_over_all_ranks():
+    table = tick_table(2, 3)
+    held = [Batch.from_lengths([2000, 500, 100], KINDS) for _ in range(3)]
+    plan, made = plan_tick(table, 0, held, ap.Cluster(1, 8), MODEL, ["full", "near"])
+    assert plan.report["imbalance"]["compute"] <= 0.05
+    assert len(cut_cells(made.batch.bands(DEFAULT_KIND), made.batch.starts)) == 3

@@ -1,0 +1,576 @@
+"""Head stages: outputs and gradients against dense attention, what is resident, what travels, the paper's tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+
+from apportion.backends import local_ranks, reference
+from apportion.ir import bands, masks, verify
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import TABLES, Op, Space, Tensor
+from apportion.ir.masks import Mask
+from apportion.ir.model import Model
+from apportion.ir.plan import Plan
+from apportion.planner import memory_model as memory
+from apportion.planner.api import plan as make_plan
+from apportion.planner.passes.upipe import UPipe, stage_lists
+
+EXACT = 1e-10
+WHOLE = {"place": {"whole": {}}, "schedule": {"gather": {}}}
+RING = {"place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}
+BLOCKS = {
+    "shard": {"blocks": {"block": 5}},
+    "place": {"lpt": {}},
+    "schedule": {"matchings": {"coalesce": 2, "buffers": 2}},
+}
+LENGTHS = (13, 1, 9, 6)
+
+#: (ranks, query heads, KV heads, heads of a stage): KV heads more than ranks, as many, fewer, one, and shared unevenly
+SHAPES = [
+    (1, 8, 2, 2),
+    (2, 8, 8, 4),
+    (2, 8, 2, 2),
+    (2, 12, 3, 6),
+    (3, 12, 4, 6),
+    (4, 16, 4, 4),
+    (4, 16, 4, 8),
+    (4, 16, 2, 4),
+    (4, 16, 1, 8),
+    (5, 10, 5, 5),
+    (6, 12, 2, 6),
+    (7, 14, 7, 7),
+    (8, 16, 2, 8),
+]
+MASKS: dict[str, tuple[int, Mask]] = {
+    "causal": (29, masks.causal()),
+    "full": (23, masks.full()),
+    "window": (29, masks.sliding_window(4)),
+    "sink": (29, masks.sink_window(3, 5)),
+    "blockwise": (31, masks.causal_blockwise(8, 1)),
+    "shared": (29, masks.shared_question(9, [7, 8, 5])),
+    "prefix": (27, masks.prefix_lm(9)),
+    "chunks": (29, masks.block_causal(8, 2)),
+    "image": (31, masks.image_spans([[5, 14], [20, 28]])),
+    "tree": (41, masks.tree([[-1, 9], [0, 8], [0, 7], [1, 9], [1, 8]])),
+    "documents": (29, masks.documents([12, 1, 16])),
+    "bands": (41, masks.bands([[0, 20, 0, 41, -3, 12], [25, 41, 3, 17, 0, 30]])),  # rows that see no key
+}
+
+
+def planned(
+    batch: Batch,
+    shape: tuple[int, int, int, int],
+    nodes: int = 1,
+    steps: dict | None = None,
+    inner: str = "upipe",
+    **params: Any,
+) -> Plan:
+    """shape: ranks of all nodes, query and KV heads, heads of a stage."""
+    ranks, q_heads, kv_heads, heads = shape
+    if inner == "upipe":
+        params["heads"] = heads
+    model = Model(q_heads, kv_heads, 4, 6, dtype="fp64", hidden=5, layers=1)
+    recipe = {
+        "name": inner,
+        "steps": {"inner": {inner: params}, "shard": {"sequences": {}}, **(steps or WHOLE)},
+    }
+    return make_plan(batch, Cluster(nodes, ranks // nodes), model, recipe)
+
+
+class Weights:
+    """A projection whose result depends on the position, and the gradients of its weights."""
+
+    def __init__(self, model: Model):
+        rng = np.random.default_rng(3)
+        shapes = [
+            (model.q_heads, model.head_dim),
+            (model.kv_heads, model.head_dim),
+            (model.kv_heads, model.value_dim),
+        ]
+        self.weights = [rng.standard_normal((heads, model.hidden, width)) / 4 for heads, width in shapes]
+        self.grads = [np.zeros_like(weights) for weights in self.weights]
+
+    def project(self, hidden, position_ids, q_heads, kv_heads):
+        x = hidden * (1 + position_ids / 8)[:, None]
+        each = zip(self.weights, (q_heads, kv_heads, kv_heads), strict=True)
+        return tuple(np.einsum("ne,hed->nhd", x, w[list(heads)]) for w, heads in each)
+
+    def gradient(self, hidden, position_ids, q_heads, kv_heads, grads):
+        turn = (1 + position_ids / 8)[:, None]
+        dx = np.zeros_like(hidden)
+        for w, total, heads, grad in zip(
+            self.weights, self.grads, (q_heads, kv_heads, kv_heads), grads, strict=True
+        ):
+            dx += np.einsum("nhd,hed->ne", grad, w[list(heads)])
+            np.add.at(total, list(heads), np.einsum("ne,nhd->hed", hidden * turn, grad))
+        return dx * turn
+
+
+def allowed(batch: Batch) -> np.ndarray:
+    return bands.dense(batch.bands("default"), batch.tokens, batch.tokens)
+
+
+def assert_exact(pairs: dict[str, tuple[Any, Any]]) -> None:
+    for name, (found, wanted) in pairs.items():
+        np.testing.assert_allclose(found, wanted, rtol=EXACT, atol=EXACT, err_msg=name)
+
+
+def compare(plan: Plan) -> None:
+    """q, k and v given."""
+    m, batch = plan.request.model, plan.request.batch
+    p = oracle.Problem.random(1, batch.tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim, sinks=True)
+    found = reference.run(plan, "default", p.q, p.k, p.v, p.do, sinks=p.sinks)
+    wanted = oracle.dense(p, allowed(batch))
+    assert_exact({name: (getattr(found, name), getattr(wanted, name)) for name in wanted._fields})
+
+
+def compare_block(plan: Plan) -> None:
+    """Hidden states given; weights' gradients too."""
+    m, batch, weights = plan.request.model, plan.request.batch, Weights(plan.request.model)
+    rng = np.random.default_rng(0)
+    x, sinks = rng.standard_normal((batch.tokens, m.hidden)), rng.standard_normal(m.q_heads)
+    do = rng.standard_normal((batch.tokens, m.q_heads, m.value_dim))
+    o, lse, saved = reference.run_block_forward(plan, "default", x, weights, sinks=sinks)
+    dx, dsinks = reference.run_block_backward(plan, "default", saved, do)
+    found = {"o": o, "lse": lse, "dx": dx, "dsinks": dsinks, "weights": np.concatenate(_flat(weights))}
+    plain = Weights(m)
+    every = x, batch.positions(), range(m.q_heads), range(m.kv_heads)
+    answer = oracle.dense(oracle.Problem(*plain.project(*every), do, sinks), allowed(batch))
+    dx = plain.gradient(*every, (answer.dq, answer.dk, answer.dv))
+    wanted = {
+        "o": answer.o,
+        "lse": answer.lse,
+        "dx": dx,
+        "dsinks": answer.dsinks,
+        "weights": np.concatenate(_flat(plain)),
+    }
+    assert_exact({name: (found[name], wanted[name]) for name in wanted})
+
+
+def _flat(weights: Weights) -> list[np.ndarray]:
+    return [grad.ravel() for grad in weights.grads]
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("order", ["gqa", "natural"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_and_order(shape: tuple, order: str) -> None:
+    batch = Batch.from_lengths(LENGTHS, masks.causal())
+    for keep in ("auto", 1, 2, 9):
+        for ahead in (0, 1):
+            compare(planned(batch, shape, order=order, keep=keep, ahead=ahead))
+            compare_block(planned(batch, shape, order=order, keep=keep, ahead=ahead, project=True))
+
+
+@pytest.mark.parametrize("steps", [WHOLE, RING, BLOCKS], ids=["whole", "ring", "blocks"])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_inside_nodes_and_across(name: str, steps: dict) -> None:
+    length, mask = MASKS[name]
+    batch = Batch.from_sequences([Sequence(length, mask), Sequence(5, masks.causal())])
+    for ahead, hold, shape in ((0, False, (8, 16, 4, 4)), (1, False, (4, 8, 2, 2)), (0, True, (4, 8, 2, 2))):
+        inner = {"degree": shape[3], "ahead": ahead, "hold": hold}
+        compare(planned(batch, shape, 2, steps, **inner))
+        compare_block(planned(batch, shape, 2, steps, project=True, **inner))
+
+
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_loader_order_and_few_tokens(ranks: int, project: bool) -> None:
+    run = compare_block if project else compare
+    for lengths in ([1], [1, 1, 1], [40, 2, 1]):
+        batch = Batch.from_lengths(lengths, masks.causal())
+        shape = (ranks, 2 * ranks, 2, ranks) if ranks % 2 == 0 else (ranks, 2 * ranks, ranks, ranks)
+        run(planned(batch, shape, project=project, steps=WHOLE | {"reshuffle": True}))
+        single = {"degree": 1, "project": project}
+        run(planned(batch, (ranks, 4, 2, 2), 1, BLOCKS | {"reshuffle": True}, **single))
+
+
+def test_kinds_take_their_own_turns() -> None:
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(5)}
+    batch = Batch.from_lengths([40, 9], kinds)
+    plan = planned(batch, (4, 8, 2, 4))
+    for kind in kinds:
+        p = oracle.Problem.random(2, batch.tokens, 8, 2, 4, 6)
+        wanted = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
+        found = reference.run(plan, kind, p.q, p.k, p.v, p.do)
+        assert_exact(
+            {name: (getattr(found, name), getattr(wanted, name)) for name in ("o", "dq", "dk", "dv")}
+        )
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 4, 16), (2, 8, 2, 8), (3, 12, 1, 12)], ids=str)
+def test_all_heads_at_once_are_ulysses(shape: tuple) -> None:
+    batch = Batch.from_lengths(LENGTHS, masks.causal())
+    upipe, ulysses = planned(batch, shape), planned(batch, shape, inner="ulysses", degree=shape[0])
+    assert upipe.header.head_sets == ulysses.header.head_sets
+    for key, program in ulysses.programs.items():
+        assert all(program[name].equal(upipe.programs[key][name]) for name in TABLES)
+    compare_block(planned(batch, shape, project=True))
+
+
+def test_the_same_request_gives_the_same_bytes() -> None:
+    batch = Batch.from_lengths(LENGTHS, masks.causal())
+    plans = [planned(batch, (4, 16, 4, 4), 2, RING, degree=2, project=True).encode() for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+# ------------------------------------------------------------------------------------------------ who has what when
+
+
+def test_figure_4() -> None:
+    """Four devices, sixteen query heads of four KV heads: Q0 Q4 Q8 Q12 first, then the next of each group."""
+    stages = stage_lists(Model(16, 4), 4, "gqa")
+    assert stages == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
+    assert stage_lists(Model(16, 4), 4, "natural")[1] == (4, 5, 6, 7)
+
+
+def test_every_multiple_of_the_ranks_that_divides_the_heads() -> None:
+    for q_heads, kv_heads in [(32, 8), (64, 8), (32, 32), (48, 6), (24, 1), (40, 10)]:
+        model = Model(q_heads, kv_heads)
+        for heads in [n for n in range(1, q_heads + 1) if q_heads % n == 0]:
+            for order in ("gqa", "natural"):
+                stages = stage_lists(model, heads, order)
+                assert {len(stage) for stage in stages} == {heads}
+                assert sorted(head for stage in stages for head in stage) == list(range(q_heads))
+            unique = {
+                len({head // (q_heads // kv_heads) for head in stage})
+                for stage in stage_lists(model, heads, "gqa")
+            }
+            assert unique == {np.gcd(heads, kv_heads)}
+
+
+def heads_sent(plan: Plan, rank: int) -> tuple[Fraction, Fraction]:
+    """Query heads, and K and V heads, of the rank's home rows that it sends in the forward, in its own rows."""
+    program = plan.programs["default", "forward"].rank(rank)
+    operands, transfers = program["operands"], program["transfers"]
+    rows = int(plan.layout(plan.header.home_layout).rows_per_rank[rank])
+    sizes = [0, *map(len, plan.header.head_sets)]
+    sent = defaultdict(Fraction)
+    for operand in transfers["operand"][transfers["send"] == 1].tolist():
+        of = {name: int(operands[name][operand]) for name in ("tensor", "rows", "heads")}
+        sent[Tensor(of["tensor"])] += Fraction(of["rows"] * sizes[of["heads"]], rows)
+    return sent[Tensor.Q], 2 * sent[Tensor.KV]
+
+
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize(("ranks", "q_heads", "kv_heads"), [(4, 16, 4), (2, 8, 2), (4, 32, 8), (8, 32, 8)])
+def test_gqa_order_sends_what_the_paper_says(ranks: int, q_heads: int, kv_heads: int, project: bool) -> None:
+    shape, batch = (ranks, q_heads, kv_heads, ranks), Batch.from_lengths([16 * ranks])
+    for order, keep, ratio in (("gqa", "auto", q_heads // kv_heads), ("natural", 1, None)):
+        plan = planned(batch, shape, order=order, keep=keep, project=project)
+        assert sum(heads_sent(plan, 0)) == memory.communicated_heads(q_heads, ranks, ratio)
+
+
+def test_reported_bytes_are_those_of_the_transfers() -> None:
+    batch = Batch.from_lengths([24, 40])
+    for params in ({}, {"order": "natural"}, {"project": True}, {"keep": 1}, {"ahead": 1}):
+        plan = planned(batch, (8, 16, 4, 4), 2, RING, degree=4, **params)
+        assert plan.report["bytes"]["total"] == sum(map(sent_bytes, [plan] * 2, ("forward", "backward")))
+
+
+def sent_bytes(plan: Plan, phase: str) -> int:
+    total, sizes = 0, [0, *map(len, plan.header.head_sets)]
+    for rank in range(plan.header.ranks):
+        program = plan.programs["default", phase].rank(rank)
+        operands, transfers = program["operands"], program["transfers"]
+        for operand in transfers["operand"][transfers["send"] == 1].tolist():
+            tensor, heads = Tensor(int(operands["tensor"][operand])), int(operands["heads"][operand])
+            total += int(operands["rows"][operand]) * plan.request.model.row_bytes(tensor, sizes[heads])
+    return total
+
+
+@pytest.mark.parametrize("route", ["star", "node", "tree"])
+@pytest.mark.parametrize("keep", ["auto", 2, 9])
+def test_held_tiles_on_any_route(route: str, keep: str | int) -> None:
+    batch, steps = Batch.from_lengths([29, 13], masks.causal()), BLOCKS | {"route": {route: {}}}
+    for order, ahead in (("gqa", 0), ("natural", 1)):
+        params = {"degree": 2, "keep": keep, "order": order, "ahead": ahead, "hold": True}
+        compare(planned(batch, (8, 16, 4, 4), 4, steps, **params))
+
+
+def test_held_tiles_travel_once_for_the_stages_of_a_window() -> None:
+    """Four query heads per KV head, two stages a window: half the tiles, and as many bytes as Ulysses brings."""
+    batch = Batch.from_lengths([64, 32])
+    ring = planned(batch, (8, 16, 4, 8), 2, RING, inner="ulysses", degree=4)
+    once, always = (planned(batch, (8, 16, 4, 8), 2, RING, degree=4, hold=hold) for hold in (True, False))
+    for name in ("fetch", "return"):
+        of_ring, of_once, of_always = (tile_bytes(plan, name) for plan in (ring, once, always))
+        assert of_once == of_ring
+        assert of_always == 2 * of_once
+    total = sum(map(sent_bytes, [once] * 2, ("forward", "backward")))
+    assert once.report["bytes"]["total"] == total
+
+
+def tile_bytes(plan: Plan, name: str) -> int:
+    return sum(item["bytes"] for item in plan.report["exchanges"] if item["name"] == name)
+
+
+def test_a_head_is_made_once_at_a_time() -> None:
+    """KV heads that ranks share are projected once a window, those of queries once in all."""
+    batch = Batch.from_lengths([32])
+    plan = planned(batch, (4, 16, 2, 4), project=True)
+    program = plan.programs["default", "forward"].rank(0)
+    operands, made = program["operands"], defaultdict(int)
+    ops = program["instructions"]["op"]
+    assert (ops == Op.PROJECT).sum() == 4
+    for column in ("b", "c"):
+        for operand in program["rowops"][column].tolist():
+            tensor, heads = int(operands["tensor"][operand]), int(operands["heads"][operand])
+            if tensor in (Tensor.Q, Tensor.KV):
+                made[tensor] += len(plan.header.head_sets[heads - 1])
+    assert made == {Tensor.Q: 16, Tensor.KV: 2}
+
+
+def test_ahead_launches_a_stage_before_the_one_before_is_computed() -> None:
+    batch = Batch.from_lengths([32])
+    ops = [
+        planned(batch, (2, 8, 2, 2), ahead=ahead).programs["default", "forward"].rank(0)["instructions"]["op"]
+        for ahead in (0, 1)
+    ]
+    first = [list(row).index(Op.ATTEND) for row in ops]
+    assert [int((row[:at] == Op.LAUNCH).sum()) for row, at in zip(ops, first, strict=True)] == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict[tuple, memory.Arena]:
+    """The highest work row and head column that anything writes, by (rank, tensor, phase)."""
+    found: dict[tuple, memory.Arena] = defaultdict(lambda: memory.Arena(0, 0))
+    rank_of: dict[int, local_ranks.Rank] = {}
+    view, write, phase = local_ranks.Rank.view, local_ranks.View.write, []
+
+    def noted_view(self, operand):
+        seen = view(self, operand)
+        rank_of[id(seen)] = self
+        return seen
+
+    def noted_write(self, values):
+        operand = self.operand
+        if operand.space == Space.WORK:
+            key = (rank_of[id(self)].rank, operand.tensor, phase[-1])
+            stop = operand.columns.stop if isinstance(operand.columns, slice) else operand.columns[-1] + 1
+            rows, heads = found[key]
+            found[key] = memory.Arena(max(rows, operand.row + operand.rows), max(heads, stop))
+        write(self, values)
+
+    monkeypatch.setattr(local_ranks.Rank, "view", noted_view)
+    monkeypatch.setattr(local_ranks.View, "write", noted_write)
+    m, tokens = plan.request.model, plan.request.batch.tokens
+    p = oracle.Problem.random(1, tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim)
+    phase.append("forward")
+    if project:
+        x = np.ones((tokens, m.hidden))
+        *_, saved = reference.run_block_forward(plan, "default", x, Weights(m))
+        phase.append("backward")
+        reference.run_block_backward(plan, "default", saved, p.do)
+    else:
+        *_, saved = reference.run_forward(plan, "default", p.q, p.k, p.v)
+        phase.append("backward")
+        reference.run_backward(plan, "default", saved, p.do)
+    monkeypatch.undo()
+    return dict(found)
+
+
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_model_equals_what_the_executor_touches(
+    shape: tuple, project: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, _, _, heads = shape
+    for order in ("gqa", "natural"):
+        for keep in ("auto", 2):
+            for ahead in (0, 1):
+                params = {"order": order, "keep": keep, "ahead": ahead, "project": project}
+                plan = planned(Batch.from_lengths([6 * ranks, 4]), shape, **params)
+                upipe = UPipe(heads=heads, **params)
+                compare_memory(plan, upipe, ranks, measured(plan, project, monkeypatch))
+
+
+def compare_memory(plan: Plan, upipe: UPipe, degree: int, found: dict) -> None:
+    """Rows written and allotted are those of the model. Columns too, where all ranks have as many KV heads: else arenas
+    are as wide as the widest."""
+    model, home = plan.request.model, plan.layout(plan.header.home_layout).rows_per_rank
+    alike = len(np.unique(upipe.stages(model, degree).key_heads)) == 1
+    for rank in range(degree):
+        for phase in ("forward", "backward"):
+            member = memory.Member(int(home.sum()), int(home[rank]))
+            wanted = memory.peak_rows(model, degree, upipe, member, phase)
+            seen = {
+                tensor: arena for (at, tensor, when), arena in found.items() if (at, when) == (rank, phase)
+            }
+            assert {tensor: arena.rows for tensor, arena in seen.items()} == {
+                tensor: arena.rows for tensor, arena in wanted.items()
+            }
+            assert seen == wanted or not alike
+            assert allotted(plan, phase, rank) == wanted
+
+
+def allotted(plan: Plan, phase: str, rank: int) -> dict[Tensor, memory.Arena]:
+    arenas = plan.programs["default", phase].rank(rank)["arenas"]
+    columns = (arenas[name].tolist() for name in ("tensor", "rows", "heads"))
+    return {Tensor(tensor): memory.Arena(rows, heads) for tensor, rows, heads in zip(*columns, strict=True)}
+
+
+def test_stages_hold_the_tiles_of_a_ring_once() -> None:
+    batch = Batch.from_lengths([64, 32])
+    ring = planned(batch, (8, 16, 4, 4), 4, RING, inner="ulysses", degree=2)
+    plan = planned(batch, (8, 16, 4, 4), 4, RING, degree=2, project=True)
+    home = plan.layout(plan.header.home_layout).rows_per_rank
+    held = int(home[:2].sum())
+    for phase in ("forward", "backward"):
+        once = allotted(ring, phase, 0)
+        tiles = [once[tensor].rows - held for tensor in (Tensor.KV, Tensor.DKV) if tensor in once]
+        member = memory.Member(held, int(home[0]), *tiles)
+        wanted = memory.peak_rows(plan.request.model, 2, UPipe(heads=4, project=True), member, phase)
+        assert allotted(plan, phase, 0) == wanted
+
+
+def test_peak_bytes_are_those_that_the_memory_cap_is_compared_with() -> None:
+    model = Model(16, 4, 8, dtype="bf16", hidden=64)
+    arenas = memory.peak_rows(model, 4, UPipe(heads=4, project=True), memory.Member(100, 25), "backward")
+    assert arenas[Tensor.Q] == arenas[Tensor.DQ] == (175, 1)
+    assert arenas[Tensor.DO] == arenas[Tensor.DELTA] == (100, 1)
+    assert memory.peak_bytes(model, arenas) == 175 * (16 + 32) + 100 * (16 + 8) + 175 * (32 + 64)
+
+
+def test_stages_of_as_many_heads_as_ranks_need_the_same_memory_for_any_number_of_heads() -> None:
+    """Section 3.4: at U = C the intermediate memory does not depend on the heads."""
+    upipe = UPipe(heads=8, project=True)
+    sizes = set()
+    for q_heads in (16, 32, 64):
+        model = Model(q_heads, 8, hidden=128 * q_heads)
+        arenas = memory.peak_rows(model, 8, upipe, memory.Member(8192, 1024), "forward")
+        sizes.add(memory.peak_bytes(model, arenas))
+    assert len(sizes) == 1
+
+
+# ------------------------------------------------------------------------------------------------ the paper's numbers
+
+
+def test_table_1() -> None:
+    assert {name: int(value) for name, value in memory.printed_phases().items()} == {
+        "embedding": 2,
+        "attention": 16,
+        "feed_forward": 25,
+        "cross_entropy": 240,
+    }
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+def test_table_2(ratio: int, chunks: int) -> None:
+    gamma, layers, part = 1 + Fraction(2, ratio), 3, Fraction(1, chunks)
+    assert memory.gamma(ratio) == gamma
+    printed = memory.printed_forward
+    assert printed("ulysses", ratio, layers=layers) == (3, 4 + gamma, 4 + gamma, 5)
+    assert printed("ulysses_offload", ratio) == (1, 2 + gamma, 2 + gamma, 3)
+    assert printed("fpdt", ratio, chunks) == (
+        part,
+        part + (gamma + 1) * part,
+        (2 * gamma + 1) * part,
+        2 * part,
+    )
+    assert printed("upipe", ratio, chunks) == (1, 2 + (gamma + 1) * part, 2 + gamma * part, 1 + 2 * part)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+def test_table_6(ratio: int, chunks: int) -> None:
+    gamma, beta, part = 1 + Fraction(2, ratio), 4 + Fraction(4, ratio), Fraction(1, chunks)
+    assert memory.beta(ratio) == beta
+    printed = memory.printed_backward
+    assert printed("ulysses", ratio, layers=3) == (4, 5, 4 + beta, 4 + gamma)
+    assert printed("ulysses_offload", ratio) == (2, 3, beta + 2, gamma + 2)
+    assert printed("fpdt", ratio, chunks) == (part, 3 * part, (beta + 2) * part, (gamma + 2) * part)
+    assert printed("upipe", ratio, chunks) == (
+        2,
+        2 + 2 * part,
+        2 + (beta + 1) * part,
+        2 + 2 * (gamma + 1) * part,
+    )
+
+
+def test_llama_3_8b_in_numbers() -> None:
+    """H = 32, 8 KV heads, C = 8, so 4 stages: 2.625 S/C rows against 4.5 without stages."""
+    assert memory.printed_forward("upipe", 4, chunks=4).first == Fraction(21, 8)
+    assert memory.printed_forward("ulysses_offload", 4).first == Fraction(7, 2)
+    assert memory.printed_backward("upipe", 4, chunks=4).kernel == Fraction(7, 2)
+    assert memory.printed_backward("ulysses_offload", 4).kernel == 7
+
+
+def test_section_3_4() -> None:
+    """Qwen3-32B, H = 64 on 8 ranks: 96 S d_head against 12 S d_head, 87.5 % less."""
+    tokens, width = 1024, 128
+    ulysses, upipe = (memory.intermediate_bytes(tokens, 8, heads, width) for heads in (64, 8))
+    assert (ulysses, upipe) == (96 * tokens * width, 12 * tokens * width)
+    assert 1 - upipe / ulysses == Fraction(875, 1000)
+
+
+# ------------------------------------------------------------------------------------------------ refusals and proofs
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"heads": 3}, "recipe.inner.upipe.heads"),
+        ({"heads": 12}, "recipe.inner.upipe.heads"),
+        ({"heads": 0}, "recipe.inner.upipe.heads"),
+        ({"keep": 0}, "recipe.inner.upipe.keep"),
+        ({"keep": True}, "recipe.inner.upipe.keep"),
+        ({"order": "random"}, "recipe.inner.upipe.order"),
+        ({"project": 1}, "recipe.inner.upipe.project"),
+        ({"ahead": 2}, "recipe.inner.upipe.ahead"),
+        ({"hold": None}, "recipe.inner.upipe.hold"),
+        ({"degree": 0}, "recipe.inner.upipe.degree"),
+        ({"degree": 3}, "recipe.inner.upipe.degree"),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_parameter(params: dict, field: str) -> None:
+    recipe = {"name": "u", "steps": {"inner": {"upipe": params}, "shard": {"sequences": {}}, **WHOLE}}
+    with pytest.raises(ConfigError) as refused:
+        make_plan(Batch.from_lengths([32]), Cluster(1, 4), Model(16, 4), recipe)
+    assert field in str(refused.value)
+
+
+def test_what_to_write_instead_works() -> None:
+    with pytest.raises(ConfigError, match="use 4, 8, 16"):
+        UPipe(heads=6).stages(Model(16, 4), 4)
+    with pytest.raises(ConfigError, match="at least 1"):
+        memory.printed_forward("upipe", 4, chunks=0)
+    with pytest.raises(ConfigError, match="method"):
+        memory.printed_backward("ring", 4)
+
+
+@pytest.mark.parametrize("change", ["keys", "twice", "missing"])
+def test_the_verifier_sees_what_is_wrong_with_projected_rows(change: str) -> None:
+    plan = planned(Batch.from_lengths([32]), (2, 8, 2, 2), project=True)
+    assert verify.check(plan) == ()
+    key = ("default", "forward" if change == "keys" else "backward")
+    tables = dict(plan.programs[key].tables)
+    rows = tables["rowops"]
+    columns = {name: np.array(column) for name, column in rows.columns.items()}
+    operands = tables["operands"]
+    if change == "keys":  # the KV heads of a later window are made instead
+        sets, tensor = np.array(operands["heads"]), np.asarray(operands["tensor"])
+        sets[tensor == Tensor.KV] = sets[tensor == Tensor.KV][::-1].copy()
+        tables["operands"] = replace(operands, columns={**operands.columns, "heads": sets})
+    else:  # gradients of queries are pushed back twice, or never
+        at = np.flatnonzero((columns["d"] > 0) & (columns["b"] > 0))
+        columns["b"][at[1]] = columns["b"][at[0]] if change == "twice" else 0
+        tables["rowops"] = replace(rows, columns=columns)
+    broken = replace(plan, programs={**plan.programs, key: replace(plan.programs[key], tables=tables)})
+    found = {violation.rule for violation in verify.check(broken)} - {"digests"}
+    assert found & {"delivery", "dataflow", "heads", "operands"}

@@ -1,0 +1,306 @@
+"""Zeppelin: who gets which tokens as the paper prints it, and under the cap; queues in order; hops through proxies."""
+
+from dataclasses import replace
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import apportion as ap
+from apportion.backends import reference
+from apportion.ir import bands
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.isa import PHASES
+from apportion.ir.workload import lognormal_lengths
+from apportion.planner.passes.layouts import Rows
+from apportion.planner.passes.queues import Queues
+from apportion.planner.passes.route import Site
+from apportion.planner.passes.sequences import Sequences
+from apportion.planner.passes.tasks import find_tasks
+from apportion.planner.passes.zeppelin import Zeppelin
+from apportion.planner.passes.zeppelin_route import INTER, INTRA, LOCAL, QueueRings
+from apportion.planner.problem import Problem
+
+MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
+RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
+
+
+def problem(lengths, nodes, ranks_per_node, mask=None, **policy):
+    batch = ap.Batch.from_lengths(lengths, mask=mask)
+    return Problem(batch, ap.Cluster(nodes, ranks_per_node), MODEL, ap.Policy(RECIPE, **policy))
+
+
+def shares(this, made):
+    """sequence -> {rank: tokens}"""
+    found = {}
+    for sequence, rank, tokens in this.shares(made).T.tolist():
+        found.setdefault(sequence, {})[rank] = tokens
+    return found
+
+
+def per_rank(this, made):
+    _, rank, tokens = this.shares(made)
+    return np.bincount(rank, tokens, made.ranks).astype(int).tolist()
+
+
+def place(this, made):
+    return this(made, Sequences()(made))
+
+
+def letters(this, made):
+    """The rank of every token as one word: rank 0 is a."""
+    placement = place(this, made)
+    return "".join(chr(ord("a") + rank) for rank in np.repeat(placement.home, placement.lengths).tolist())
+
+
+def recipe(place=(), schedule=()):
+    steps = {
+        "shard": {"sequences": {}},
+        "place": {"zeppelin": dict(place)},
+        "schedule": {"queues": dict(schedule)},
+    }
+    return ap.Recipe("zeppelin", steps)
+
+
+def planned(lengths, nodes, ranks_per_node, place=(), schedule=(), mask=None, model=MODEL):
+    batch = ap.Batch.from_lengths(lengths, mask=mask)
+    return ap.plan(batch, ap.Cluster(nodes, ranks_per_node), model, recipe=recipe(place, schedule))
+
+
+# --- algorithms 1 and 2
+
+
+def test_the_printed_algorithm_overloads_a_rank_with_fragments():
+    made = problem([5000, 2000], 1, 8)
+    assert shares(Zeppelin(cap="paper", capacity=1000), made) == {
+        0: {0: 715, 1: 715, **dict.fromkeys(range(2, 7), 714)},
+        1: {0: 1000, 7: 1000},
+    }
+    assert max(per_rank(Zeppelin(cap="paper", capacity=1000), made)) == 1715
+
+
+def test_enforce_sends_what_does_not_fit_to_emptier_ranks():
+    held = per_rank(Zeppelin(capacity=1000), problem([5000, 2000], 1, 8))
+    assert sum(held) == 7000
+    assert max(held) <= 1000
+
+
+@pytest.mark.parametrize("cap", ["paper", "enforce"])
+def test_zones(cap):
+    """Of 2 nodes of 4 ranks of 100 tokens: longer than a node, longer than a rank, and the rest."""
+    made = problem([420, 150, 30, 20, 10], 2, 4)
+    found = shares(Zeppelin(cap=cap, capacity=100), made)
+    assert sorted(found[0]) == list(range(8))  # two nodes, evenly
+    assert set(found[0].values()) <= {52, 53}
+    node = {rank // 4 for rank in found[1]}
+    assert len(node) == 1
+    assert len(found[1]) == 4  # alone in its zone, it is all of the square budget
+    assert all(len(found[sequence]) == 1 for sequence in (2, 3, 4))
+
+
+def test_a_sequence_spans_as_many_nodes_as_its_length_asks_for():
+    """The mean of 4 nodes is 100: 150 tokens go to two, not to all."""
+    found = shares(Zeppelin(cap="paper", capacity=60), problem([150, 50, 50, 50, 50, 50], 4, 2))
+    assert {rank // 2 for rank in found[0]} == {0, 1}
+
+
+def test_whole_sequences_that_do_not_fit_lower_the_threshold():
+    """Three of 60 on two ranks of 100: the third fits on none, so all of that length are cut."""
+    made = problem([60, 60, 60], 1, 2)
+    # each is two thirds of the square budget of a rank: one fragment, and the printed round-robin overloads the first
+    assert per_rank(Zeppelin(cap="paper", capacity=100), made) == [120, 60]
+    assert per_rank(Zeppelin(capacity=100), made) == [90, 90]
+
+
+def test_thresholds_can_start_lower():
+    made = problem([40, 8, 8, 8], 2, 2)
+    assert len(shares(Zeppelin(capacity=50), made)[0]) == 1
+    assert len(shares(Zeppelin(capacity=50, intra_tokens=30), made)[0]) == 2
+    assert len(shares(Zeppelin(capacity=50, inter_tokens=30), made)[0]) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=30),
+    nodes=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    cap=st.sampled_from(["enforce", "paper"]),
+    parts=st.integers(1, 5),
+)
+def test_every_token_has_one_rank_and_enforce_keeps_the_cap(lengths, nodes, ranks, cap, parts):
+    made = problem(lengths, nodes, ranks)
+    this = Zeppelin(cap=cap, parts=parts)
+    sequence, rank, tokens = this.shares(made)
+    assert (tokens > 0).all()
+    assert np.array_equal(np.bincount(sequence, tokens, len(lengths)), lengths)
+    assert len({*zip(sequence.tolist(), rank.tolist(), strict=True)}) == len(rank)
+    held = np.bincount(rank, tokens, made.ranks)
+    assert cap == "paper" or held.max() <= made.token_cap
+    placement = place(this, made)
+    assert (placement.lengths > 0).all()
+    assert placement.starts[0] == 0
+    assert placement.starts[-1] == sum(lengths)
+    assert np.array_equal(placement.rank_sums(placement.lengths, made.ranks), held)
+
+
+def test_a_ring_is_cut_zig_zag():
+    assert letters(Zeppelin(capacity=6), problem([24], 1, 4)) == "aaabbbcccddddddcccbbbaaa"
+    assert letters(Zeppelin(capacity=7), problem([26], 1, 4))[:4] == "aaaa"
+
+
+def test_parts_cut_only_what_crosses_nodes():
+    made = problem([64, 15], 2, 2)
+    plain, fine = (place(Zeppelin(capacity=32, parts=parts), made) for parts in (1, 4))
+    assert np.bincount(np.searchsorted([64, 79], plain.starts[:-1], "right")).tolist() == [7, 1]
+    assert np.bincount(np.searchsorted([64, 79], fine.starts[:-1], "right")).tolist() == [16, 1]
+    assert np.array_equal(np.repeat(plain.home, plain.lengths), np.repeat(fine.home, fine.lengths))
+
+
+def test_refusals():
+    with pytest.raises(CapacityError, match=r"raise recipe\.place\.zeppelin\.capacity to at least 50"):
+        place(Zeppelin(capacity=49), problem([100], 1, 2))
+    with pytest.raises(CapacityError, match="token_cap is 60"):
+        place(Zeppelin(cap="paper", capacity=100), problem([40, 40, 40], 1, 2, token_cap=60))
+    for wrong in ({"cap": "none"}, {"capacity": 0}, {"parts": 0}, {"inter_tokens": -1}):
+        with pytest.raises(ConfigError, match=f"zeppelin.{next(iter(wrong))}"):
+            Zeppelin(**wrong)
+    with pytest.raises(ConfigError, match="proxies"):
+        Queues(proxies=0)
+    homes = ap.Batch.from_lengths([8], home_ranks=[[0]])
+    with pytest.raises(ConfigError, match="home_ranks"):
+        place(Zeppelin(), Problem(homes, ap.Cluster(1, 2), MODEL, ap.Policy(RECIPE)))
+
+
+# --- queues and proxies
+
+
+def scheduled(lengths, nodes, ranks_per_node, place_by, proxies=1, mask=None):
+    made = problem(lengths, nodes, ranks_per_node, mask)
+    placement = place(place_by, made)
+    rows = Rows(placement.starts, placement.home, made.ranks)
+    _, _, edges = find_tasks(made.bands["default"], rows)
+    site = Site(rows, made.batch, made.cluster)
+    return edges, Queues(proxies)(QueueRings(proxies)(edges, site), made.ranks)
+
+
+def test_queues_run_in_their_order():
+    _, schedule = scheduled([420, 150, 150, 30, 20, 10], 2, 4, Zeppelin(capacity=104))
+    routed = schedule.routed
+    inter, intra = (schedule.round[routed.queue == queue] for queue in (INTER, INTRA))
+    assert inter.max() == 6  # seven hops of a ring of eight
+    assert intra.min() == 7
+    assert intra.max() == schedule.rounds - 1
+    stages = {queue: set(schedule.own[routed.held == queue].tolist()) for queue in (INTER, INTRA, LOCAL)}
+    assert stages == {INTER: {0}, INTRA: {7}, LOCAL: {schedule.rounds}}
+
+
+def test_a_hop_between_nodes_goes_over_all_ranks_of_both():
+    """Of hops 3 -> 4 and 7 -> 0, for each tile that crosses there: four parts, by all four ranks of either node."""
+    _, schedule = scheduled([400], 2, 4, Zeppelin(parts=4), 4, ap.masks.full())
+    edges = schedule.edges
+    crossing = np.flatnonzero(edges.src // 4 != edges.dst // 4)
+    for node in (0, 1):
+        out = crossing[edges.src[crossing] // 4 == node]
+        for home in np.unique(edges.home[out]):
+            of_tile = out[edges.home[out] == home]
+            assert sorted(edges.src[of_tile].tolist()) == list(range(4 * node, 4 * node + 4))
+            assert len({*edges.dst[of_tile].tolist()}) == 4
+            first = 3 + 4 * node  # the rank of the ring that has the rows
+            dispatched = of_tile[edges.src[of_tile] != first]
+            assert (edges.src[edges.parent[dispatched]] == first).all()
+    # 7 hops, of which one or two cross and take three rounds
+    assert schedule.rounds == 7 + 2 * 2
+
+
+@pytest.mark.parametrize("proxies", [1, 2, 4])
+def test_relays_carry_what_their_children_need(proxies):
+    star, schedule = scheduled(
+        [420, 150, 150, 30, 20, 10], 2, 4, Zeppelin(capacity=104, parts=proxies), proxies
+    )
+    edges, arrives = schedule.edges, schedule.routed.arrives
+    child = np.flatnonzero(edges.parent >= 0)
+    parent = edges.parent[child]
+    assert (parent < child).all()
+    assert (edges.dst[parent] == edges.src[child]).all()
+    assert (schedule.round[parent] < schedule.round[child]).all()
+    for column in ("tile", "home", "row", "rows"):
+        assert (getattr(edges, column)[parent] == getattr(edges, column)[child]).all()
+    assert (edges.src[edges.parent < 0] == edges.home[edges.parent < 0]).all()
+    assert (edges.dst[arrives] == star.dst).all()
+    assert (edges.row[arrives] <= star.row).all()
+    assert (edges.row[arrives] + edges.rows[arrives] >= star.row + star.rows).all()
+
+
+# --- whole plans
+
+MASKS = {
+    "causal": ap.masks.causal(),
+    "window": ap.masks.sliding_window(9),
+    "full": ap.masks.full(),
+    "prefix": ap.masks.prefix_lm(1),
+}
+WAYS = {
+    "enforce": ({}, {}),
+    "paper": ({"cap": "paper"}, {}),
+    "proxies": ({"parts": 2}, {"proxies": 2}),
+    "coarse_proxies": ({}, {"proxies": 4}),
+}
+
+
+def compare(plan, kind="default"):
+    """Forward and backward on the reference backend against dense attention."""
+    model, batch = plan.request.model, plan.request.batch
+    p = oracle.Problem.random(3, batch.tokens, model.q_heads, model.kv_heads, 4, 4)
+    want = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
+    found = reference.run(plan, kind, p.q, p.k, p.v, p.do)
+    for ours, theirs in zip(found, want, strict=True):
+        if theirs is not None:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 4), (2, 2), (2, 4), (4, 2)])
+def test_plans_equal_the_oracle(mask, way, nodes, ranks):
+    compare(planned([61, 30, 9, 7, 1], nodes, ranks, *WAYS[way], mask=MASKS[mask]))
+
+
+@pytest.mark.parametrize("local", ["first", "even"])
+def test_whole_sequences_may_run_earlier(local):
+    compare(planned([61, 30, 9, 7, 1], 2, 4, {"parts": 2}, {"proxies": 2, "local": local}))
+
+
+def test_kinds_have_rings_of_their_own():
+    kinds = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(6)}
+    model = replace(MODEL, layers={"global": 1, "local": 5})
+    plan = planned([61, 30, 9, 7, 1], 2, 4, {"parts": 2}, {"proxies": 2}, kinds, model)
+    for kind in kinds:
+        compare(plan, kind)
+
+
+def test_groups_of_ranks_that_split_heads_are_its_ranks():
+    steps = recipe({"intra_tokens": 8}).to_data()["steps"] | {"inner": {"ulysses": {"degree": 2}}}
+    batch = ap.Batch.from_lengths([61, 30, 9, 7, 1])
+    compare(ap.plan(batch, ap.Cluster(2, 4), MODEL, ap.Recipe("split", steps)))
+
+
+def test_queues_serve_blocks_of_any_placement():
+    steps = {
+        "shard": {"blocks": {"block": 8}},
+        "place": {"lpt": {}},
+        "schedule": {"queues": {"proxies": 2}},
+    }
+    batch = ap.Batch.from_lengths([61, 5, 30, 3, 2, 9, 7, 1, 1, 1])
+    policy = ap.Policy(ap.Recipe("blocks", steps), token_cap=40)
+    compare(ap.plan(batch, ap.Cluster(2, 2), MODEL, policy=policy))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_plans_of_64_ranks_verify(way):
+    lengths = lognormal_lengths(0, 64 * 2048, median=256, longest=65_536)
+    plan = planned(lengths, 8, 8, *WAYS[way])
+    assert {phase for _, phase in plan.programs} == set(PHASES)
+    if way != "paper":
+        assert plan.report["imbalance"]["tokens"] <= 0.02

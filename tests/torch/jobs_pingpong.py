@@ -1,0 +1,243 @@
+"""What ranks do in the tests of halves that take turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from jobs import attention, handle_of, leaf
+from torch import nn
+
+from apportion.backends.torch.executor import TorchMachine
+from apportion.ir.errors import ApportionError
+from apportion.trainer.attention import Communicator, planned_attention, planned_attention_block
+from apportion.trainer.decoder import DecoderConfig, Layer, rotate
+from apportion.trainer.pingpong import PingPongLayer, ping_pong, ping_pong_attention
+
+
+def attention_pair(comm, kind, sinks, options, shards):
+    """out, dq, dk, dv, dsinks of each half: together, and one after the other."""
+    return _together(comm, kind, sinks, options, shards), [
+        attention(comm, kind, sinks, options, shard) for shard in shards
+    ]
+
+
+def _together(comm, kind, sinks, options, shards):
+    """Each half's own dsinks: two backwards, in each of which the other half's gradient is 0."""
+    halves = []
+    for mine in (0, 1):
+        handles = [handle_of(comm, shard.piece) for shard in shards]
+        leaves = [[leaf(x, h.dtype) for x in (s.q, s.k, s.v)] for s, h in zip(shards, handles, strict=True)]
+        logits = None if sinks is None else leaf(sinks, handles[0].dtype)
+        outs = ping_pong_attention(*leaves, *handles, kind, sinks=logits, **options)
+        outs[mine].backward(torch.from_numpy(shards[mine].do).to(handles[mine].dtype))
+        found = (outs[mine], *(x.grad for x in leaves[mine]), None if logits is None else logits.grad)
+        halves.append([None if t is None else t.detach().double().numpy() for t in found])
+    return halves
+
+
+class Stack(nn.Module):
+    """Decoder layers, equal on all ranks; each with learned sinks and the scale of its values outside of modules."""
+
+    def __init__(self, model, kinds, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        config = DecoderConfig(1, model.hidden, model.ffn, model.q_heads, model.kv_heads, model.head_dim)
+        self.layers = nn.ModuleList(Layer(config, kind) for kind in kinds)
+        self.sinks = nn.ParameterList(nn.Parameter(torch.randn(model.q_heads)) for _ in kinds)
+        self.to(dtype)
+
+    def forward(self, ping, pong, *handles, turns=True, at_a_time=None, project=False):
+        make = self._projecting if project else self._piece
+        pieces = [make(layer, sinks) for layer, sinks in zip(self.layers, self.sinks, strict=True)]
+        if not turns:
+            return [one_half(pieces, x, handle) for x, handle in zip((ping, pong), handles, strict=True)]
+        for first in range(0, len(pieces), at_a_time or len(pieces)):
+            ping, pong = ping_pong(pieces[first : first + (at_a_time or len(pieces))], ping, pong, *handles)
+        return ping, pong
+
+    def _piece(self, layer, sinks):
+        return PingPongLayer(
+            Pre(layer), Post(layer), layer.parameters(), layer.kind, softcap=3.0, sinks=sinks
+        )
+
+    def _projecting(self, layer, sinks):
+        return replace(self._piece(layer, sinks), pre=None, project=Project(layer))
+
+
+class Pre:
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, hidden, position_ids):
+        layer, (rows, heads) = self.layer, (len(hidden), sum(self.layer.heads))
+        qkv = layer.qkv(layer.norms[0](hidden)).view(rows, heads, layer.qkv.out_features // heads)
+        q, k, v = qkv.split(layer.heads, dim=1)
+        return rotate(q, position_ids), rotate(k, position_ids), v
+
+
+class Project:
+    def __init__(self, layer):
+        self.all = Pre(layer)
+
+    def __call__(self, hidden, position_ids, q_heads, kv_heads):
+        q, k, v = self.all(hidden, position_ids)
+        return q[:, list(q_heads)], k[:, list(kv_heads)], v[:, list(kv_heads)]
+
+
+class Post:
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, hidden, out):
+        layer = self.layer
+        hidden = hidden + layer.out(out.flatten(1))
+        gate, value = layer.up(layer.norms[1](hidden)).chunk(2, dim=-1)
+        return hidden + layer.down(nn.functional.silu(gate) * value)
+
+
+def one_half(pieces, hidden, handle):
+    for piece in pieces:
+        options = {"kind": piece.kind, "softcap": piece.softcap, "sinks": piece.sinks}
+        if piece.project is None:
+            out = planned_attention(*piece.pre(hidden, handle.position_ids), handle, **options)
+        else:
+            given = (hidden, handle.position_ids, handle, piece.project, piece.params)
+            out = planned_attention_block(*given, **options)
+        hidden = piece.post(hidden, out)
+    return hidden
+
+
+def stack_pair(comm, model, kinds, way, halves):
+    """Hidden states, their gradients and those of all weights: taking turns, and one half after the other."""
+    results = []
+    for turns in (True, False):
+        stack, handles = Stack(model, kinds), [handle_of(comm, piece) for piece, _ in halves]
+        inputs = [leaf(hidden, torch.float64) for _, hidden in halves]
+        outs = (
+            _outputs(stack, inputs, handles, way)
+            if turns
+            else stack(*inputs, *handles, turns=False, project=way == "project")
+        )
+        sum((out.square() * (1 + half)).sum() for half, out in enumerate(outs)).backward()
+        tensors = [*outs, *(x.grad for x in inputs), *(w.grad for w in stack.parameters())]
+        results.append([t.detach().numpy() for t in tensors])
+    return results
+
+
+def _outputs(stack: Stack, inputs: list[torch.Tensor], handles: list[Any], way: str) -> Any:
+    if way == "checkpoint":
+        return torch.utils.checkpoint.checkpoint(stack, *inputs, *handles, use_reentrant=False)
+    if way == "reentrant":
+        return torch.utils.checkpoint.checkpoint(stack, *inputs, *handles, use_reentrant=True)
+    return stack(*inputs, *handles, at_a_time=1 if way == "single" else None, project=way == "project")
+
+
+def without_gradients(comm, model, halves):
+    """Whether turns without gradients give the same hidden states, and keep nothing."""
+    stack, handles = Stack(model, (None,)), [handle_of(comm, piece) for piece, _ in halves]
+    inputs = [torch.from_numpy(hidden) for _, hidden in halves]
+    want = [out.detach() for out in stack(*inputs, *handles)]
+    with torch.no_grad():
+        found = stack(*inputs, *handles)
+    return all(torch.equal(a, b) and not b.requires_grad for a, b in zip(want, found, strict=True))
+
+
+def pair_on_channels(comm, shards):
+    """Bytes of the results where both halves share a process group, where each has its own, and where both have two."""
+    ping, pong, two = (
+        Communicator.with_channels(1),
+        Communicator.with_channels(2),
+        Communicator.with_channels(2),
+    )
+    own = Communicator(pong._groups[1])
+    found = []
+    for comms in ((ping, ping), (ping, own), (two, two)):
+        handles = [handle_of(c, shard.piece) for c, shard in zip(comms, shards, strict=True)]
+        halves = [[leaf(x, h.dtype) for x in (s.q, s.k, s.v)] for s, h in zip(shards, handles, strict=True)]
+        outs = ping_pong_attention(*halves, *handles)
+        torch.autograd.backward(list(outs), [torch.from_numpy(shard.do) for shard in shards])
+        found.append(
+            [t.detach().numpy().tobytes() for t in (*outs, *(x.grad for half in halves for x in half))]
+        )
+    return found
+
+
+def pair_error(comm, case, model, halves):
+    """The error that a wrong call raises on this rank."""
+    handles = [handle_of(comm, piece) for piece, _ in halves]
+    inputs = [leaf(hidden, torch.float64) for _, hidden in halves]
+    layer = Stack(model, (None,)).layers[0]
+    params = list(layer.parameters())
+    try:
+        if case == "unlisted":
+            ping_pong([PingPongLayer(Pre(layer), Post(layer), params[:-1])], *inputs, *handles)
+        elif case == "swapped":
+            order = 1 if comm.rank else -1
+            ping_pong([PingPongLayer(Pre(layer), Post(layer), params)], *inputs[::order], *handles[::order])
+        elif case == "twice":
+            outs = ping_pong([PingPongLayer(Pre(layer), Post(layer), params)], *inputs, *handles)
+            for _ in range(2):
+                outs[0].sum().backward(retain_graph=True)
+        else:
+            ping_pong([PingPongLayer(Pre(layer), Post(layer), params)], inputs[0][:-1], inputs[1], *handles)
+    except ApportionError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def frozen(comm, model, halves):
+    """Gradients where some weights are frozen, the hidden states want none, and a half is not used: those that are
+    there, and the largest difference from one half after the other."""
+    grads = []
+    for turns in (True, False):
+        stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]
+        stack.layers[0].requires_grad_(False)
+        inputs = [torch.from_numpy(hidden) for _, hidden in halves]
+        stack(*inputs, *handles, turns=turns)[1].square().sum().backward()
+        grads.append([w.grad for w in stack.parameters()])
+    there = [[g is not None for g in half] for half in grads]
+    pairs = [pair for pair in zip(*grads, strict=True) if None not in pair]
+    return there[0], there[1], max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def wrapped(comm, wrapper, model, halves):
+    """Gradients of all weights of a stack under a wrapper."""
+    stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]
+    called = stack
+    if wrapper == "fsdp2":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        called = fully_shard(stack, mesh=DeviceMesh.from_group(comm._groups[0], "cpu"))
+    elif wrapper == "ddp":
+        called = nn.parallel.DistributedDataParallel(stack, process_group=comm._groups[0])
+    ping, pong = called(*(torch.from_numpy(hidden) for _, hidden in halves), *handles)
+    (ping.square().sum() + 2 * pong.square().sum()).backward()
+    grads = [weight.grad for weight in stack.parameters()]
+    return [(g.full_tensor() if hasattr(g, "full_tensor") else g).numpy() for g in grads]
+
+
+def launches(comm, model, halves):
+    """(phase, half, round) of every launch of two layers on this rank, forward and backward, in order."""
+    stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]
+    programs = {
+        id(handle.program("default", phase)): (phase, half)
+        for half, handle in enumerate(handles)
+        for phase in ("forward", "backward")
+    }
+    found, launch = [], TorchMachine.launch
+
+    def recorded(machine, step):
+        found.append((*programs[id(machine.program)], step.round))
+        launch(machine, step)
+
+    TorchMachine.launch = recorded
+    try:
+        outs = stack(*(leaf(hidden, torch.float64) for _, hidden in halves), *handles)
+        torch.autograd.backward([out.sum() for out in outs])
+    finally:
+        TorchMachine.launch = launch
+    return found

@@ -1,0 +1,42 @@
+"""A layer whose attention and linear parts hold tokens in two layouts, as the ranks of the pool run it."""
+
+import torch
+from jobs import handle_of, leaf
+
+from apportion.backends.torch.remap import from_linear, to_linear
+from apportion.trainer.attention import planned_attention, planned_remap
+
+
+def project(x, weights):
+    """q [rows, 2, 4], k and v [rows, 1, 4] of hidden states [rows, E]."""
+    rows = len(x)
+    q, k, v = torch.split(x @ weights[0], [8, 4, 4], dim=1)
+    return q.reshape(rows, 2, 4), k.reshape(rows, 1, 4), v.reshape(rows, 1, 4)
+
+
+def feed_forward(x, weights):
+    """Hidden states [rows, E] of what attention gives [rows, 8]: row by row, so it can run in any layout."""
+    x = torch.tanh(x @ weights[1])
+    return x + torch.relu(x @ weights[2]) @ weights[3]
+
+
+def layer(comm, shard):
+    """Result and gradients of hidden states and weights; shard: slice, hidden states, weights, gradient."""
+    piece, hidden, weights, grad = shard
+    handle, hidden = handle_of(comm, piece), leaf(hidden, torch.float64)
+    weights = [leaf(weight, torch.float64) for weight in weights]
+    given = planned_attention(*project(hidden, weights), handle).flatten(1)
+    even = to_linear(given, handle)
+    out = from_linear(feed_forward(even, weights), handle)
+    out.backward(torch.from_numpy(grad))
+    rows = (len(given), len(even))
+    return rows, out.detach().numpy(), hidden.grad.numpy(), [weight.grad.numpy() for weight in weights]
+
+
+def there_and_back(comm, shard):
+    """Rows after a move and its inverse, in the rows' own dtype, and the gradient of a weighted sum of them."""
+    piece, rows = shard
+    handle, x = handle_of(comm, piece), torch.from_numpy(rows).requires_grad_()
+    back = planned_remap(planned_remap(x, handle, "attention", "linear"), handle, "linear", "attention")
+    (back * x.detach()).sum().backward()
+    return back.detach().numpy(), x.grad.numpy()

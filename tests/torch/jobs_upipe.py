@@ -1,0 +1,111 @@
+"""What the ranks do in test_upipe_block: attention layers with everything around their heads, plain, or with FSDP2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cases
+import jobs
+import torch
+from torch import nn
+
+from apportion.backends.torch.autograd import prepare
+from apportion.backends.torch.executor import Layer as AttentionLayer
+from apportion.backends.torch.kernels import Score
+from apportion.ir.isa import Tensor as Name
+from apportion.trainer.attention import planned_attention_block
+from apportion.trainer.decoder import rotate
+from apportion.trainer.projection import HeadProjection
+
+
+@dataclass(frozen=True)
+class Sizes:
+    q_heads: int
+    kv_heads: int
+    head_dim: int = 4
+    v_head_dim: int = 4
+    hidden: int = 12
+    depth: int = 1
+    dtype: torch.dtype = torch.float64
+
+
+class Layer(nn.Module):
+    """Attention with biases, QK-norm, RoPE and an output projection."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        s = sizes
+        self.q = nn.Linear(s.hidden, s.q_heads * s.head_dim)
+        self.k = nn.Linear(s.hidden, s.kv_heads * s.head_dim)
+        self.v = nn.Linear(s.hidden, s.kv_heads * s.v_head_dim)
+        self.out = nn.Linear(s.q_heads * s.v_head_dim, s.hidden)
+        self.norms = nn.ModuleList(nn.RMSNorm(s.head_dim, eps=1e-6) for _ in range(2))
+        for norm in self.norms:
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+        self.heads = range(s.q_heads), range(s.kv_heads)
+        self.project = HeadProjection(
+            self.q, self.k, self.v, s.head_dim, s.v_head_dim, *self.norms, rotary=rotate
+        )
+
+    def forward(self, hidden, position_ids, handle, mask):
+        """hidden [n, E]; planned where there is a handle, else all heads under a dense mask."""
+        if handle is None:
+            out = cases.sdpa(*self.project(hidden, position_ids, *self.heads), None, mask)
+        else:
+            params = self.project.params
+            out = planned_attention_block(hidden, position_ids, handle, self.project, params)
+        return hidden + self.out(out.flatten(1))
+
+
+class Stack(nn.Module):
+    """Layers; equal weights for equal sizes, all of them numbers that bfloat16 has."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.depth))
+        self.to(torch.bfloat16).to(sizes.dtype)
+
+    def forward(self, hidden, *given):
+        for layer in self.layers:
+            hidden = layer(hidden, *given)
+        return hidden
+
+
+def results(stack, hidden, loss_weight, *given):
+    """out, the gradient of hidden, and of every parameter by name (of the whole, where FSDP2 has shards)."""
+    x = jobs.leaf(hidden, next(stack.parameters()).dtype)
+    out = stack(x, *given)
+    (out * torch.from_numpy(loss_weight).to(out.dtype)).sum().backward()
+    grads = {name: _whole(p.grad).double().numpy() for name, p in stack.named_parameters()}
+    return out.detach().double().numpy(), x.grad.double().numpy(), grads
+
+
+def _whole(grad):
+    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+
+def planned(comm, sizes, sharded, shard):
+    """The layers on this rank's rows. sharded: None, or FSDP2's `reshard_after_forward`; then gradients are means."""
+    piece, hidden, loss_weight = shard
+    handle, stack = jobs.handle_of(comm, piece), Stack(sizes)
+    if sharded is not None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(comm._groups[0], "cpu")
+        for module in (*stack.layers, stack):
+            fully_shard(module, mesh=mesh, reshard_after_forward=sharded)
+    return results(stack, hidden, loss_weight, handle.position_ids, handle, None)
+
+
+def arena_rows(comm, shard):
+    """Of both phases, {tensor: (rows, heads)} of the memory that the executor makes for a call."""
+    piece, hidden = shard
+    handle, found = jobs.handle_of(comm, piece), []
+    for phase in ("forward", "backward"):
+        x = torch.zeros(handle.rows, hidden, dtype=handle.dtype)
+        home = {Name.X: (x, handle.position_ids)}
+        memory = prepare(handle, handle.kinds[0], phase, home, AttentionLayer(Score(1.0))).memory
+        found.append({int(name): tuple(parts[0].shape[:2]) for name, parts in memory.work.items()})
+    return found

@@ -1,0 +1,219 @@
+"""Two halves that take turns on real ranks over gloo: the same numbers as one after the other, and as the oracle."""
+
+from collections import Counter
+from dataclasses import replace
+from graphlib import TopologicalSorter
+from itertools import pairwise
+
+import cases
+import jobs_pingpong as jobs
+import numpy as np
+import pytest
+from strategies import STRATEGIES as OTHERS
+from strategies import cluster, steps
+
+from apportion.ir import masks
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.cluster import Cluster
+from apportion.ir.policy import Policy, Recipe
+from apportion.planner import api
+from apportion.planner.nano import nano_batches
+from apportion.planner.recipes import pipeline
+
+STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
+MASKS = tuple(cases.BATCHES)
+NAMES = list(STRATEGIES)
+#: recipes of the halves; the second is another one on purpose: they need nothing in common but the ranks
+TURNS = [(name, NAMES[(turn + 7) % len(NAMES)], turn) for turn, name in enumerate(NAMES)]
+
+
+def plan_of(batch, name, ranks, model):
+    recipe = Recipe(name, STRATEGIES[name])
+    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
+
+
+def sequences(*names):
+    return Batch.from_sequences([Sequence(*row) for name in names for row in cases.BATCHES[name]])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("first", "second", "turn"), TURNS, ids=NAMES)
+def test_every_pair_of_recipes(pool, first, second, turn, ranks):
+    """Bits of the halves alone, and the oracle's numbers."""
+    dtype, extra = ("fp64", "fp32", "bf16")[turn % 3], ("", "sinks", "softcap")[(turn + ranks) % 3]
+    model = cases.model(2, dtype, (8, 12), kv_heads=1 + turn % 2)
+    batches = [cases.batch_of(MASKS[(k * turn + ranks) % len(MASKS)]) for k in (5, 3)]
+    plans = [plan_of(b, name, ranks, model) for b, name in zip(batches, (first, second), strict=True)]
+    cap = 2.0 if extra == "softcap" else None
+    problems = [cases.problem_of(p, turn + i, extra == "sinks", cap) for i, p in enumerate(plans)]
+    problems[1] = replace(problems[1], sinks=problems[0].sinks)
+    options = {"scale": problems[0].scale, "softcap": cap}
+    each = list(zip(*(cases.shards(p, q) for p, q in zip(plans, problems, strict=True)), strict=True))
+    results = pool.run(jobs.attention_pair, ranks, None, problems[0].sinks, options, each=each)
+    for together, alone in results:
+        assert_equal(together, alone)
+    for half, (plan, problem) in enumerate(zip(plans, problems, strict=True)):
+        got = cases.gathered(plan, [together[half] for together, _ in results])
+        cases.assert_good(got, problem, cases.allowed(plan.request.batch), dtype)
+
+
+def assert_equal(together, alone):
+    for mine, other in zip((*together[0], *together[1]), (*alone[0], *alone[1]), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def halves_of(plans, seed=0):
+    """(slice, hidden states) of both halves, for each rank."""
+    rng = np.random.default_rng(seed)
+    columns = []
+    for plan in plans:
+        home = plan.layout(plan.header.home_layout)
+        hidden = rng.standard_normal((plan.request.batch.tokens, plan.request.model.hidden))
+        ranks = range(plan.header.ranks)
+        columns.append([(plan.for_rank(rank).encode(), hidden[home.tokens(rank)]) for rank in ranks])
+    return list(zip(*columns, strict=True))
+
+
+def pair_of_plans(batch, name, ranks, model):
+    halves = nano_batches(batch)
+    return [plan_of(half, name, ranks, model) for half in (halves.ping, halves.pong)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("way", ["stack", "single", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("name", ["distca", "node", "ulysses", "ring"])
+def test_layers_with_all_their_gradients(pool, name, way, ranks):
+    model = cases.model(2, "fp64", kv_heads=2)
+    batch = sequences("causal", "window", "shared", "image", "documents")
+    plans = pair_of_plans(batch, name, ranks, model)
+    results = pool.run(jobs.stack_pair, ranks, model, (None, None, None), way, each=halves_of(plans))
+    for together, alone in results:
+        for mine, other in zip(together, alone, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
+
+
+UPIPE = {
+    "inner": {"upipe": {"degree": "node"}},
+    "shard": {"sequences": {}},
+    "place": {"whole": {}},
+    "schedule": {"gather": {}},
+}
+
+
+@pytest.mark.parametrize("second", [UPIPE, STRATEGIES["contiguous"]], ids=["both", "one"])
+def test_plans_that_project_heads_themselves(pool, second):
+    """Head stages with the projection inside: the hidden states are dispatched, and the projection's gradients come
+    back from the program."""
+    model = cases.model(2, "fp64", kv_heads=2)
+    halves = nano_batches(sequences("causal", "window", "documents"))
+    plans = [
+        api.plan(half, Cluster(1, 4), model, policy=Policy(Recipe("own", steps), token_cap=half.tokens))
+        for half, steps in ((halves.ping, UPIPE), (halves.pong, second))
+    ]
+    results = pool.run(jobs.stack_pair, 4, model, (None, None), "project", each=halves_of(plans))
+    for together, alone in results:
+        for mine, other in zip(together, alone, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
+
+
+def test_layers_of_two_kinds(pool):
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(7)}
+    model = cases.model(2, "fp64", kv_heads=1, kinds=kinds)
+    plans = pair_of_plans(Batch.from_lengths([40, 25, 20, 9, 1], kinds), "contiguous", 4, model)
+    results = pool.run(
+        jobs.stack_pair, 4, model, ("local", "global", "local"), "stack", each=halves_of(plans)
+    )
+    for together, alone in results:
+        for mine, other in zip(together, alone, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
+
+
+def test_ranks_without_tokens(pool):
+    """A half of one token on four ranks, which three ranks serve without holding a row."""
+    model = cases.model(2, "fp64")
+    plans = [plan_of(Batch.from_lengths(lengths), "contiguous", 4, model) for lengths in ([1], [30, 2])]
+    results = pool.run(jobs.stack_pair, 4, model, (None, None), "stack", each=halves_of(plans))
+    for together, alone in results:
+        for mine, other in zip(together, alone, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
+
+
+def occurrences(launches):
+    """Launches with how often each was there before: a layer launches the same rounds as the one before it."""
+    seen = Counter()
+    for row in launches:
+        seen[row] += 1
+        yield *row, seen[row]
+
+
+@pytest.mark.parametrize("name", ["distca", "node", "ring", "relays", "inner_reshuffled"])
+def test_all_ranks_launch_the_rounds_of_both_halves_in_one_order(pool, name):
+    model = cases.model(2, "fp64", kv_heads=2)
+    plans = pair_of_plans(sequences("causal", "window", "shared"), name, 4, model)
+    found = [list(occurrences(rank)) for rank in pool.run(jobs.launches, 4, model, each=halves_of(plans))]
+    after = {}
+    for rank in found:
+        for earlier, later in pairwise(rank):
+            after.setdefault(earlier, set()).add(later)
+    assert list(TopologicalSorter(after).static_order())  # raises CycleError where two ranks disagree
+    longest = max(found, key=len)
+    assert longest[0] == ("forward", 0, 0, 1)
+    assert longest.index(("forward", 1, 0, 1)) < longest.index(
+        ("forward", 0, 0, 2)
+    )  # pong before the next layer
+
+
+def small_pair(ranks=2, name="contiguous"):
+    model = cases.model(2, "fp64")
+    return model, pair_of_plans(Batch.from_lengths([30, 20, 9, 5]), name, ranks, model)
+
+
+def test_no_gradients_no_graphs(pool):
+    model, plans = small_pair()
+    assert all(pool.run(jobs.without_gradients, 2, model, each=halves_of(plans)))
+
+
+def test_frozen_weights_and_a_half_that_nobody_uses(pool):
+    model, plans = small_pair()
+    for there, alone, difference in pool.run(jobs.frozen, 2, model, each=halves_of(plans)):
+        assert there == alone
+        assert difference < 1e-10
+
+
+@pytest.mark.parametrize("name", ["node", "ulysses"])
+def test_halves_may_share_process_groups(pool, name):
+    model = cases.model(2, "fp64", kv_heads=2)
+    plans = [plan_of(cases.batch_of(mask), name, 8, model) for mask in ("causal", "shared")]
+    problems = [cases.problem_of(plan, 3) for plan in plans]
+    each = list(zip(*(cases.shards(p, q) for p, q in zip(plans, problems, strict=True)), strict=True))
+    for shared, own, two in pool.run(jobs.pair_on_channels, 8, each=each):
+        assert shared == own == two
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("unlisted", "list the parameters"),
+        ("swapped", "ranks hold different plans"),
+        ("twice", "run forward again"),
+        ("shape", "hidden_a has shape"),
+    ],
+)
+def test_errors_say_what_is_wrong(pool, case, words):
+    model, plans = small_pair()
+    for kind, message in pool.run(jobs.pair_error, 2, case, model, each=halves_of(plans)):
+        assert kind in ("ConfigError", "ExecutionError")
+        assert words in message
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+def test_data_parallel_wrappers(pool, wrapper):
+    """Around the module that makes the call, gradients are the means over ranks."""
+    model, plans = small_pair()
+    halves = halves_of(plans)
+    alone = pool.run(jobs.wrapped, 2, None, model, each=halves)
+    mean = [np.mean(grads, axis=0) for grads in zip(*alone, strict=True)]
+    for found in pool.run(jobs.wrapped, 2, wrapper, model, each=halves):
+        for mine, other in zip(found, mean, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)

@@ -1,0 +1,155 @@
+"""Head stages with the projection inside, on gloo ranks: outputs and every gradient against plain attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cases
+import jobs_upipe
+import numpy as np
+import pytest
+import torch
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.model import Model
+from apportion.planner.api import plan as make_plan
+from apportion.planner.memory_model import Member, peak_rows
+from apportion.planner.passes.upipe import UPipe
+
+WHOLE = {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}}
+RING = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}
+
+
+def planned(batch, sizes, nodes, per_node, steps, **inner):
+    names = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
+    model = Model(
+        sizes.q_heads,
+        sizes.kv_heads,
+        sizes.head_dim,
+        sizes.v_head_dim,
+        dtype=names[sizes.dtype],
+        hidden=sizes.hidden,
+        layers=1,
+    )
+    recipe = {"name": "upipe", "steps": {"inner": {"upipe": {"degree": "node", **inner}}, **steps}}
+    return make_plan(batch, Cluster(nodes, per_node), model, recipe)
+
+
+def inputs(plan, sizes):
+    """Hidden states and weights of the loss [T, E], numbers that bfloat16 has."""
+    rng = np.random.default_rng(1)
+    drawn = torch.from_numpy(rng.standard_normal((2, plan.request.batch.tokens, sizes.hidden)))
+    return drawn.to(torch.bfloat16).double().numpy()
+
+
+def plain(plan, sizes):
+    """out, dx and the gradients of all parameters, by name, of all heads under a dense mask."""
+    batch = plan.request.batch
+    mask, positions = torch.from_numpy(cases.allowed(batch)), torch.from_numpy(batch.positions())
+    out, dx, grads = jobs_upipe.results(jobs_upipe.Stack(sizes), *inputs(plan, sizes), positions, None, mask)
+    return {"out": out, "dx": dx, **grads}
+
+
+def planned_results(pool, plan, sizes, sharded=None):
+    """The same of all ranks together."""
+    home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
+    rows = [[x[home.tokens(rank)] for x in inputs(plan, sizes)] for rank in range(ranks)]
+    each = [(plan.for_rank(rank).encode(), *rows[rank]) for rank in range(ranks)]
+    got = pool.run(jobs_upipe.planned, ranks, sizes, sharded, each=each)
+    out, dx, grads = zip(*got, strict=True)
+    whole = {
+        name: sum(each[name] for each in grads) if sharded is None else grads[0][name] * ranks
+        for name in grads[0]
+    }
+    return {
+        "out": cases.in_token_order(plan, list(out)),
+        "dx": cases.in_token_order(plan, list(dx)),
+        **whole,
+    }
+
+
+def assert_equal(pool, plan, sizes, sharded=None):
+    want, got = plain(plan, sizes), planned_results(pool, plan, sizes, sharded)
+    assert got.keys() == want.keys()
+    assert len(got) == 2 + 10 * sizes.depth
+    for name, wanted in want.items():
+        np.testing.assert_allclose(got[name], wanted, rtol=1e-9, atol=1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize("order", ["gqa", "natural"])
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads", "at_a_time"),
+    [
+        (1, 4, 2, 2),
+        (2, 8, 2, 2),
+        (2, 8, 2, 4),
+        (4, 8, 2, 4),
+        (4, 8, 1, 4),
+        (3, 12, 4, 6),
+        (2, 12, 3, 6),
+        (2, 4, 2, 4),
+    ],
+)
+def test_every_gradient_of_a_layer(pool, ranks, heads, kv_heads, at_a_time, order):
+    sizes = jobs_upipe.Sizes(heads, kv_heads)
+    plan = planned(
+        cases.batch_of("causal"), sizes, 1, ranks, WHOLE, heads=at_a_time, order=order, project=True
+    )
+    assert_equal(pool, plan, sizes)
+
+
+@pytest.mark.parametrize("name", ["full", "window", "shared", "tree", "bands"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_masks_and_widths_on_a_ring_of_nodes(pool, name, ahead):
+    sizes = jobs_upipe.Sizes(8, 2, 8, 4)
+    plan = planned(cases.batch_of(name), sizes, 2, 2, RING, heads=4, ahead=ahead, project=True)
+    assert_equal(pool, plan, sizes)
+
+
+def test_ranks_without_rows(pool):
+    sizes = jobs_upipe.Sizes(8, 2)
+    plan = planned(Batch.from_lengths([1, 2]), sizes, 2, 4, RING, heads=4, project=True)
+    assert (plan.layout(plan.header.home_layout).rows_per_rank == 0).any()
+    assert_equal(pool, plan, sizes)
+
+
+def test_heads_that_are_not_evenly_spaced_arrive(pool):
+    """Two query heads of two KV heads each: 0, 1, 4, 5 on one rank."""
+    sizes = jobs_upipe.Sizes(16, 4)
+    plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=8, project=False)
+    assert (0, 1, 4, 5) in plan.header.head_sets
+    assert_equal(pool, plan, sizes)
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("project", [False, True])
+def test_two_layers_under_fsdp2(pool, project, reshard):
+    sizes = jobs_upipe.Sizes(8, 2, depth=2)
+    plan = planned(cases.batch_of("causal"), sizes, 2, 2, RING, heads=2, project=project)
+    assert_equal(pool, plan, sizes, reshard)
+
+
+def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool):
+    sizes = jobs_upipe.Sizes(8, 2, 16, 16, hidden=32, dtype=torch.bfloat16)
+    plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=4, project=True)
+    exact = plain(plan, replace(sizes, dtype=torch.float64))
+    rough, got = plain(plan, sizes), planned_results(pool, plan, sizes)
+    for name, wanted in exact.items():
+        ours, theirs = (np.linalg.norm(found[name] - wanted) for found in (got, rough))
+        assert ours <= 2 * theirs, name
+
+
+@pytest.mark.parametrize("at_a_time", [2, 4, 8])
+@pytest.mark.parametrize("order", ["gqa", "natural"])
+def test_memory_is_what_the_model_says(pool, order, at_a_time):
+    sizes, ranks = jobs_upipe.Sizes(16, 4), 2
+    plan = planned(
+        Batch.from_lengths([25]), sizes, 1, ranks, WHOLE, heads=at_a_time, order=order, project=True
+    )
+    each = [(plan.for_rank(rank).encode(), sizes.hidden) for rank in range(ranks)]
+    home = plan.layout(plan.header.home_layout).rows_per_rank
+    upipe = UPipe(heads=at_a_time, order=order, project=True)
+    for rank, phases in enumerate(pool.run(jobs_upipe.arena_rows, ranks, each=each)):
+        for phase, found in zip(("forward", "backward"), phases, strict=True):
+            assert found == peak_rows(plan.request.model, ranks, upipe, Member(25, int(home[rank])), phase)
