@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from apportion.ir.version import __version__
 
 if TYPE_CHECKING:
+    from apportion.backends.torch.remap import from_linear, to_linear
     from apportion.ir import masks
     from apportion.ir.batch import Batch, Sequence
     from apportion.ir.cluster import Cluster
@@ -32,12 +33,17 @@ if TYPE_CHECKING:
     from apportion.ir.verify import verify
     from apportion.planner.api import plan
     from apportion.planner.iterate import plan_iteration
+    from apportion.planner.nano import nano_batches
     from apportion.planner.simulate import simulate
+    from apportion.planner.simulate.pair import simulate_pair
+    from apportion.planner.ticks import plan_tick, tick_batch, tick_table
     from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
     from apportion.trainer.loader import PlannedBatch, PlannedLoader
     from apportion.trainer.loss import normalised_loss
+    from apportion.trainer.pingpong import PingPongLayer, ping_pong, ping_pong_attention
 
 _HOMES = {
+    "apportion.backends.torch.remap": ("from_linear", "to_linear"),
     "apportion.ir": ("masks",),
     "apportion.ir.batch": ("Batch", "Sequence"),
     "apportion.ir.cluster": ("Cluster",),
@@ -61,10 +67,14 @@ _HOMES = {
     "apportion.ir.verify": ("verify",),
     "apportion.planner.api": ("plan",),
     "apportion.planner.iterate": ("plan_iteration",),
+    "apportion.planner.nano": ("nano_batches",),
     "apportion.planner.simulate": ("simulate",),
+    "apportion.planner.simulate.pair": ("simulate_pair",),
+    "apportion.planner.ticks": ("plan_tick", "tick_batch", "tick_table"),
     "apportion.trainer.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
     "apportion.trainer.loader": ("PlannedBatch", "PlannedLoader"),
     "apportion.trainer.loss": ("normalised_loss",),
+    "apportion.trainer.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -46,8 +46,12 @@ STRATEGIES: dict[str, dict] = {
     "inner_reshuffled": BLOCKS | MATCHINGS | INNER | {"reshuffle": True},
     "inner_node": BLOCKS | MATCHINGS | INNER | {"route": {"node": {}}},
     "distca": steps("distca"),
+    "distca_paper": steps("distca_paper"),
     "distca_relayed": steps("distca") | {"route": {"node": {}}},
     "dcp": steps("dcp") | {"shard": {"blocks": {"block": 5, "zigzag": False}}},
+    "blend": steps("blend"),
+    "blend_of_blocks": steps("blend", place={"grain": 5}),
+    "blend_by_node": steps("blend") | {"route": {"node": {}}},
     "zeppelin": steps("zeppelin", remap={"when": "always"}),
     "zeppelin_proxies": steps("zeppelin", remap={"when": "always"})
     | {

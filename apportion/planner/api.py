@@ -28,11 +28,12 @@ from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virt
 from apportion.planner.passes.headwise import lower_stages
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.lower import lower_backward, lower_forward
-from apportion.planner.passes.lowering import Lowering, program_order
+from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.overlap import overlapped
 from apportion.planner.passes.remap import Remapping
 from apportion.planner.passes.route import KeysOnly, Routed, Site, Star
 from apportion.planner.passes.schedule import Matchings
+from apportion.planner.passes.stages import program_order
 from apportion.planner.passes.tasks import Edges, Members, Tasks, find_tasks, placed_tasks
 from apportion.planner.problem import Ints, Placement, Problem, Shards, exact_sums
 from apportion.planner.recipes import Pipeline, find_recipe, pipeline
@@ -271,6 +272,9 @@ def _schedule(problem: Problem, passes: Pipeline, placement: Placement, groups: 
         cells = cut_cells(bands, rows.starts)
         for phase in PHASES:
             execution = placement.execution[kind, phase]
+            if phase == PHASES[1] and execution is placement.execution[kind, PHASES[0]]:
+                lowered[kind, phase] = lowered[kind, PHASES[0]]
+                continue
             found = placed_tasks(cells, execution, rows, heads)
             division = None if execution.division is None else execution.division.reshape(-1)
             low = _scheduled(passes, site, found, division, exchange, groups, sets, heads)

@@ -173,7 +173,7 @@ def _traffic(problem: Problem, kind: str, phase: str, low: Lowering) -> list[Tra
 def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) -> Traffic:
     """Tiles on their way out, or what is added up for them on its way back."""
     schedule, groups = low.schedule, low.groups
-    ways = []
+    ways: list[tuple[Ints, Ints, Ints]] = []
     sides = (
         (low.keys, KEYS[phase, name], low.sets.tile_heads),
         (low.queries, QUERIES[phase, name], low.sets.query_heads),
@@ -186,8 +186,9 @@ def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) ->
         src = groups.first[side.edges.src[index]] + groups.member[dst]
         tile_bytes = side.edges.rows[index].astype(np.int64) * per_head * heads[dst]
         if name == "return":
-            src, dst = dst, groups.first[side.returned_to[index]] + groups.member[dst]
-        ways.append((src, dst, tile_bytes))
+            ways.append((dst, groups.first[side.returned_to[index]] + groups.member[dst], tile_bytes))
+        else:
+            ways.append((src, dst, tile_bytes))
     none = np.zeros(0, np.int64)
     columns = [np.concatenate(column) for column in zip(*ways, strict=True)] if ways else [none] * 3
     edges = low.edges

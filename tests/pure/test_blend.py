@@ -119,6 +119,20 @@ def test_one_rank_has_all_and_short_documents_stay_whole():
     assert place(made).starts.tolist() == made.batch.starts.tolist()
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [[1] * 20_000, [20_000], [10_000, 10_000], [10_000] + [1] * 10_000, [1000] * 20, [1500] * 13],
+    ids=["ones", "one", "two", "one and ones", "equal", "one and a half ranks each"],
+)
+def test_extremes(lengths):
+    made = problem(lengths, 16)
+    placement = place(made)
+    busy, mean = time(made, placement)
+    assert busy.max() <= 1.01 * mean
+    assert tokens(placement, 16).max() <= -(-sum(lengths) // 16)
+    assert len(placement.home) <= len(lengths) + 6 * 16
+
+
 def test_a_dense_document_goes_with_sparse_ones():
     """Six ranks for the long document, and each of them fills up with short ones."""
     made = problem([600] + [4] * 750, 6)

@@ -83,6 +83,18 @@ def test_both_weights_are_even(name: str, ranks: int) -> None:
     assert placement.termination.solved
 
 
+@pytest.mark.parametrize("name", ["one tail of 16", "tails", "window", "shared question"])
+def test_nodes_have_tolerances_of_their_own(name: str) -> None:
+    problem = problem_of(BATCHES[name], 32, 8)
+    placement = placed(problem)
+    tokens = placement.rank_sums(placement.lengths, 32).reshape(4, 8).sum(1)
+    assert tokens.max() <= 1.01 * problem.batch.tokens / 4 + 1
+    for execution in placement.execution.values():
+        work = cut_cells(problem.bands["default"], placement.starts).work
+        load = np.bincount(execution.rank[0] // 8, work, 4)
+        assert load.max() <= 1.02 * work.sum() / 4
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4, "kv"])
 def test_head_groups_are_placed_apart(groups: int | str) -> None:
     problem = problem_of(Batch.from_lengths([9000, 3000]), 8, 4)

@@ -9,7 +9,7 @@ What is sparse is taken whole, the last of it from a document's head: whoever ha
 keys from others. What is dense is taken whole too, the last of it from a tail. A document that is too much work for a
 rank lies on consecutive ranks, as few as can be, each with a part of its tail and of its head:
 
-    │ a │ b │ . . . . . d . . . . . │  c  │  b  │  a  │      head: 0.5 as much head as tail, 0 tails only
+    │ a │ b │ c │ . . . . d . . . . │ c │ b │ a │      head: 0.5, as much head as tail; 0, tails only
 
 Heads are what most ranks need: spread over the document's ranks, none of these sends much more than others.
 """

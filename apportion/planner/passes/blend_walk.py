@@ -10,7 +10,7 @@ tokens with x tokens of what is dense and the rest of what is sparse; x is where
     sparse  rests that are no longer dense (the queue), narrow documents from the front, the last one's head; when there
             are none, heads of wide documents
 
-Every document is taken up by at most one rank at a time, so the walk is O((documents + ranks) log tokens).
+A rank leaves at most three documents begun, so there are O(documents + ranks) pieces; each x is found by bisection.
 """
 
 from __future__ import annotations
@@ -151,8 +151,14 @@ def _push(left: Left, doc: int) -> None:
 
 @lean
 def _enqueue(left: Left, doc: int) -> None:
-    left.queue[left.at[QUEUED]] = doc
-    left.at[QUEUED] += 1
+    at = left.at
+    if at[QUEUED] == len(left.queue):  # what waits is far less than the room: begin anew
+        at[QUEUED] -= at[QUEUE]
+        for place in range(at[QUEUED]):
+            left.queue[place] = left.queue[at[QUEUE] + place]
+        at[QUEUE] = 0
+    left.queue[at[QUEUED]] = doc
+    at[QUEUED] += 1
 
 
 # ---------------------------------------------------------------------------------------------- what would be taken

@@ -20,8 +20,8 @@ from apportion.ir.fields import choice, integer, number
 from apportion.ir.isa import PHASES, Tensor
 from apportion.planner.passes.cells import Execution, cut_cells, cut_columns
 from apportion.planner.passes.distca_balance import Balance, Ended, Limits, Site, balance, imbalance
+from apportion.planner.passes.distca_board import Rules, Servers
 from apportion.planner.passes.distca_communication import FORMS, Form
-from apportion.planner.passes.distca_greedy import Rules, Servers
 from apportion.planner.passes.distca_homes import causal_sequences, sequential_homes, token_ranges
 from apportion.planner.passes.distca_ranges import RangeBalance, balance_ranges
 from apportion.planner.passes.refusals import obey_token_cap
@@ -51,16 +51,16 @@ class Distca:
     """Sequential homes and communication-aware greedy migration.
 
     tolerance: a server is filled until its load is within this of its target (the paper's epsilon), or within the
-    policy's tolerance where that is less. two_sided: repeat
-    with half the tolerance until no server has more than (1 + tolerance) times its target either; the paper looks at
-    deficits alone. granularity: rows that cuts are multiples of, counted from the ends of a sequence; halved, down to
-    one row, where two-sided balance needs it. threshold: pairs a byte; moves with less are not made (the paper's
-    second stop rule; 0 makes all, and a server left short is then no error). form: `paper` for the cuts and costs of
-    Appendix B as printed. o_bytes: whether the price of a query row holds the O that returns. head_tail: `causal`
-    sequences live, and their items are cut, as pairs of a head and a tail, others as ranges of rows; `all` live so, so
-    that homes do not depend on masks; or `none`, and all items are ranges of rows. kv_free: KV that the destination has
-    costs nothing; the paper charges for it. kv_ranges: a task may take a part of the keys of its rows; the paper's take
-    all.
+    policy's tolerance where that is less. two_sided: repeat with half the tolerance until no server has more than (1 +
+    tolerance) times its target either; the paper looks at deficits alone. granularity: rows that cuts are multiples
+    of, counted from the ends of a sequence; halved, down to one row, where two-sided balance needs it. threshold:
+    pairs a byte; moves with less are not made (the paper's second stop rule; 0 makes all, and a server left short is
+    then no error). form: `paper` for the cuts and costs of Appendix B as printed. o_bytes: whether the price of a
+    query row holds the O that returns. head_tail: `causal` sequences live, and their items are cut, as pairs of a head
+    and a tail, others as ranges of rows; `all` live so, so that homes do not depend on masks; or `none`, and all items
+    are ranges of rows. kv_free: KV that the destination has costs nothing; the paper charges for it. kv_ranges: a task
+    may take a part of the keys of its rows, those of one home; the paper's take all. Items are then rows against the
+    keys of a home, and `form` has no say.
 
     Caps are bytes of one forward attention call. send_bytes, receive_bytes: the most that a rank sends and receives:
     Q, KV and returning O. buffer_bytes: the most Q and KV rows of others that it holds. Keys of masks other than causal
@@ -80,6 +80,7 @@ class Distca:
     head_tail: Literal["causal", "all", "none"] = "causal"
     kv_free: bool = True
     kv_ranges: bool = False
+    spread: float = 0.0
     send_bytes: int | None = None
     receive_bytes: int | None = None
     buffer_bytes: int | None = None
@@ -177,6 +178,7 @@ class Distca:
             priced_q=q + o if self.o_bytes else q,
             paper=self.form == "paper",
             kv_free=self.kv_free,
+            spread=self.spread / (problem.batch.tokens / problem.ranks * (q + o)),
             capped=any(cap is not None for cap in caps),
             send_cap=caps[0] or NO_CAP,
             receive_cap=caps[1] or NO_CAP,

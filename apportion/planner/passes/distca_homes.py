@@ -151,9 +151,3 @@ def token_ranges(starts: Ints, folded: Bools, ranges: Ranges) -> tuple[Ints, Int
     some = np.flatnonzero(lows < highs)
     order = some[np.argsort(lows[some], kind="stable")]
     return lows[order], highs[order], ranks[order]
-
-
-def step_work(length: Ints, step: Ints) -> Ints:
-    """int64: pairs of the first `step` steps of the walk along a causal sequence of `length` tokens."""
-    half = step // 2
-    return half * (length + 1) + (step % 2) * (half + 1)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Space, Tensor
 from apportion.ir.plan import ProgramSet
+from apportion.planner.passes.arenas import allot
 from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
 from apportion.planner.passes.exchange import WHOLE as HOME_WHOLE
 from apportion.planner.passes.exchange import (
@@ -41,7 +42,6 @@ from apportion.planner.passes.lowering import (
     WHOLE,
     Lowering,
     Side,
-    allot,
 )
 from apportion.planner.passes.script import Between, Fetches, Returns, append_steps
 

@@ -29,8 +29,6 @@ from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.sorting import counting_order
 
 Ints = NDArray[np.integer[Any]]
-#: above all tokens
-MOST = 2**31
 
 
 @dataclass(frozen=True)
@@ -166,9 +164,7 @@ def _edges(
     blocks = len(rows.home)
     key = (lane[index] * rows.ranks + rank[index]) * blocks + block[index]
     found, number = np.unique(key, return_inverse=True)
-    first, last = np.full(len(found), MOST), np.zeros(len(found), np.int64)
-    np.minimum.at(first, number, low[index])
-    np.maximum.at(last, number, high[index])
+    first, last = _hulls(number, low[index], high[index], len(found))
     rest, of = np.divmod(found, blocks)
     lanes, dst = np.divmod(rest, rows.ranks)
     home, none = rows.home[of], np.full(len(found), -1)
@@ -176,6 +172,16 @@ def _edges(
     edge = np.full(len(away), -1, np.int32)
     edge[index] = number
     return edge, Edges(*_narrow(lanes * blocks + of, home, row, last - first, home, dst, none, lanes))
+
+
+@jit
+def _hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
+    """int64 [count] each: the lowest `low` and the highest `high` of each number."""
+    first, last = np.full(count, np.int64(2**62)), np.zeros(count, np.int64)
+    for index in range(len(number)):
+        first[number[index]] = min(first[number[index]], low[index])
+        last[number[index]] = max(last[number[index]], high[index])
+    return first, last
 
 
 def joined(first: Edges, second: Edges) -> Edges:

@@ -1,0 +1,266 @@
+"""The greedy migration of pairs (see `distca_ranges`): which rows of which pair a deficit server gets, under caps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.jit import jit, lean
+from apportion.planner.passes.distca_board import Rules, Servers, put
+from apportion.planner.passes.distca_greedy import HALVINGS
+from apportion.planner.passes.distca_pairs import (
+    Board,
+    Holding,
+    Pairs,
+    Shares,
+    cut_rows,
+    hold,
+    needs,
+    open_pairs,
+    pair_work,
+)
+from apportion.planner.passes.distca_shares import FREE
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+
+# After so many servers the list of candidates is swept of those that are none any more.
+SWEEP = 32
+
+
+@lean
+def _recount(board: Board, rules: Rules, server: int, sign: int) -> None:
+    """Book (sign 1), or take back (-1), the rows that the server gets and what it returns."""
+    other, servers, home = board.other, board.servers, board.home
+    open_pairs(board, other, server)
+    for place in range(other.counts[0]):
+        block = other.got_q[place]
+        if home[block] != server:
+            rows = sign * (other.q_high[block] - other.q_low[block])
+            servers.received[server] += rows * rules.q_bytes
+            servers.held[server] += rows * rules.q_bytes
+            servers.sent[server] += rows * rules.o_bytes
+            servers.sent[home[block]] += rows * rules.q_bytes
+            servers.received[home[block]] += rows * rules.o_bytes
+    for place in range(other.counts[1]):
+        block = other.got_k[place]
+        if home[block] != server:
+            bytes_ = sign * (other.k_high[block] - other.k_low[block]) * rules.kv_bytes
+            servers.received[server] += bytes_
+            servers.held[server] += bytes_
+            servers.sent[home[block]] += bytes_
+
+
+@lean
+def _fits(board: Board, rules: Rules, pair: int, low: int, high: int, to: int) -> bool:
+    """Whether the caps allow `to` to compute rows [low, high) of a pair."""
+    servers = board.servers
+    rows, keys = needs(board.pairs, board.holding, board.home, True, pair, low, high, to)
+    of_q, of_k = board.home[board.pairs.q[pair]], board.home[board.pairs.k[pair]]
+    arrive, back = rows * rules.q_bytes + keys * rules.kv_bytes, rows * rules.o_bytes
+    if servers.received[to] + arrive > rules.receive_cap or servers.held[to] + arrive > rules.buffer_cap:
+        return False
+    if servers.sent[to] + back > rules.send_cap or servers.received[of_q] + back > rules.receive_cap:
+        return False
+    from_q, from_k = rows * rules.q_bytes, keys * rules.kv_bytes
+    if of_q == of_k:
+        from_q, from_k = from_q + from_k, from_q + from_k
+    q_fits = from_q == 0 or servers.sent[of_q] + from_q <= rules.send_cap
+    return q_fits and (from_k == 0 or servers.sent[of_k] + from_k <= rules.send_cap)
+
+
+@jit
+def book_pairs(board: Board, rules: Rules) -> None:
+    """Book what queries at home need from elsewhere, before anything moves."""
+    for server in range(len(board.servers.load)):
+        _recount(board, rules, server, 1)
+
+
+@lean
+def _score(
+    pairs: Pairs,
+    shares: Shares,
+    servers: Servers,
+    holding: Holding,
+    home: Ints,
+    heat: Floats,
+    rules: Rules,
+    i: int,
+    to: int,
+    stamp: Ints,
+) -> float:
+    """E of share i for server `to`, 0.0 where it is no candidate; stamp[i] == to: tried in vain. (Not of a `Board`: to
+    pass one costs more than the work done here.)"""
+    server = shares.at[i]
+    surplus = servers.load[server] - servers.target[server]
+    if surplus <= rules.excess * servers.target[server] or stamp[i] == to or shares.work[i] == 0:
+        return 0.0
+    whole = float(shares.work[i])
+    work = min(whole, surplus, servers.target[to] - servers.load[to])
+    low, high = shares.low[i], shares.high[i]
+    if work < whole:
+        low = high - max(1, int((high - low) * (work / whole)))
+    rows, keys = needs(pairs, holding, home, rules.kv_free, shares.pair[i], low, high, to)
+    price = rows * rules.priced_q * (1.0 + heat[home[pairs.q[shares.pair[i]]]])
+    price += keys * rules.kv_bytes * (1.0 + heat[home[pairs.k[shares.pair[i]]]])
+    score: float = work / max(FREE, price)
+    return score
+
+
+@lean
+def _best_at_hand(board: Board, rules: Rules, to: int, stamp: Ints, side: int) -> tuple[int, float]:
+    """The best share of pairs whose queries (side 0) or keys (1) `to` has some of. Of every pair the first share is
+    looked at, whose number is the pair's: others went to servers that had too little."""
+    pairs, shares, servers, holding, home = (
+        board.pairs,
+        board.shares,
+        board.servers,
+        board.holding,
+        board.home,
+    )
+    where, best, most = board.where, -1, 0.0
+    got = holding.got_k if side else holding.got_q
+    first, last = where.of_home[to], where.of_home[to + 1]
+    for place in range(first, last + holding.counts[side]):
+        block = where.by_home[place] if place < last else got[place - last]
+        begin, end = where.of_q[block], where.of_q[block + 1]
+        if side:
+            begin, end = where.of_k[block], where.of_k[block + 1]
+        for at in range(begin, end):
+            pair = where.by_k[at] if side else at
+            server = shares.at[pair]
+            if servers.load[server] <= (1 + rules.excess) * servers.target[server]:
+                continue  # most are: not worth a call
+            score = _score(pairs, shares, servers, holding, home, board.heat, rules, pair, to, stamp)
+            if score > most:
+                best, most = pair, score
+    return best, most
+
+
+@lean
+def _best(
+    board: Board, rules: Rules, chosen: Ints, most_e: Floats, count: int, to: int, stamp: Ints
+) -> tuple[int, float]:
+    """(share, E) of the best candidate for server `to`, -1 where there is none: of pairs of which it has a side, then
+    of the others until none can be better."""
+    best, most = _best_at_hand(board, rules, to, stamp, 0)
+    by_keys, score = _best_at_hand(board, rules, to, stamp, 1)
+    if score > most:
+        best, most = by_keys, score
+    pairs, shares, servers = board.pairs, board.shares, board.servers
+    for place in range(count):
+        if most_e[chosen[place]] <= most:
+            break
+        score = _score(pairs, shares, servers, board.holding, board.home, board.heat, rules, chosen[place], to, stamp)
+        if score > most:
+            best, most = chosen[place], score
+    return best, most
+
+
+@lean
+def _give(board: Board, rules: Rules, share: int, to: int) -> int:
+    """Move rows of the share to server `to`: 1 where they moved, 0 where no cut is fine enough, -1 where the caps
+    forbid."""
+    shares, servers = board.shares, board.servers
+    server, pair = shares.at[share], shares.pair[share]
+    low, high, whole = shares.low[share], shares.high[share], shares.work[share]
+    surplus, deficit = servers.load[server] - servers.target[server], servers.target[to] - servers.load[to]
+    work = min(float(whole), surplus, deficit)
+    spare = rules.spare * min(servers.target[server], servers.target[to])
+    origin = board.origin[board.pairs.q[pair]]
+    for halving in range(HALVINGS):
+        x = low
+        if work < whole:
+            x = cut_rows(
+                board.pairs, pair, low, high, origin, rules.grain, work, spare if halving == 0 else 0.0
+            )
+        moved = pair_work(board.pairs, pair, x, high)
+        if moved == 0:
+            return 0 if halving == 0 else -1
+        if not rules.capped:
+            _warm(board, rules, pair, x, high, to)
+            _move(board, share, x, moved, to)
+            return 1
+        if _fits(board, rules, pair, x, high, to):
+            _warm(board, rules, pair, x, high, to)
+            _recount(board, rules, server, -1)
+            _recount(board, rules, to, -1)
+            _move(board, share, x, moved, to)
+            _recount(board, rules, server, 1)
+            _recount(board, rules, to, 1)
+            return 1
+        work *= 0.5
+    return -1
+
+
+@lean
+def _warm(board: Board, rules: Rules, pair: int, low: int, high: int, to: int) -> None:
+    """What a rank sends makes its other rows dearer."""
+    rows, keys = needs(board.pairs, board.holding, board.home, True, pair, low, high, to)
+    board.heat[board.home[board.pairs.q[pair]]] += rules.spread * rows * rules.priced_q
+    board.heat[board.home[board.pairs.k[pair]]] += rules.spread * keys * rules.kv_bytes
+
+
+@lean
+def _move(board: Board, share: int, x: int, moved: int, to: int) -> None:
+    """Rows from x on, which have `moved` work, go to server `to`."""
+    shares, servers, gone = board.shares, board.servers, share
+    servers.load[shares.at[share]] -= moved
+    servers.load[to] += moved
+    hold(board.pairs, board.holding, shares.pair[share], x, shares.high[share])
+    if x > shares.low[share]:
+        gone = shares.size[0]
+        shares.size[0] = gone + 1
+        shares.pair[gone], shares.low[gone], shares.high[gone] = shares.pair[share], x, shares.high[share]
+        shares.high[share] = x
+        shares.work[share] -= moved
+        shares.work[gone] = moved
+    shares.at[gone] = to
+    put(board.lists, to, gone)
+
+
+@lean
+def _still_surplus(shares: Shares, servers: Servers, rules: Rules, chosen: Ints, count: int) -> int:
+    kept = 0
+    for place in range(count):
+        server = shares.at[chosen[place]]
+        if servers.load[server] > (1 + rules.excess) * servers.target[server]:
+            chosen[kept] = chosen[place]
+            kept += 1
+    return kept
+
+
+@jit
+def migrate_pairs(
+    board: Board, rules: Rules, order: Ints, chosen: Ints, most_e: Floats
+) -> tuple[int, int, int]:
+    """One pass over the deficit servers in `order`: as `distca_greedy.migrate`."""
+    shares, servers, lists = board.shares, board.servers, board.lists
+    stamp, count = np.full(len(shares.pair), -1, np.int64), len(chosen)
+    moves, forbidden, below = 0, 0, 0
+    for turn, to in enumerate(order):
+        if servers.load[to] >= (1 - rules.tolerance) * servers.target[to]:
+            continue
+        if turn % SWEEP == 0:
+            count = _still_surplus(shares, servers, rules, chosen, count)
+        if count == 0:
+            break
+        open_pairs(board, board.holding, to)
+        while servers.load[to] < (1 - rules.tolerance) * servers.target[to]:
+            if shares.size[0] == len(shares.pair) or lists.size[1] == len(lists.item):
+                return -1, forbidden, below
+            share, score = _best(board, rules, chosen, most_e, count, to, stamp)
+            if share < 0:
+                break
+            if score < rules.threshold:
+                below += 1
+                break
+            given = _give(board, rules, share, to)
+            if given == 1:
+                moves += 1
+            else:
+                stamp[share] = to
+                forbidden -= min(given, 0)
+    return moves, forbidden, below

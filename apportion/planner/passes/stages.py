@@ -1,0 +1,183 @@
+"""When tasks run: the stage of each, and the order of a program.
+
+A stage is a step of the compute schedule: some before the first round, one after each round, some behind the last.
+Tasks that arrive by tile run in the stage of their round; those that need none fill the stages up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.jit import jit
+from apportion.planner.passes.layouts import Rows
+from apportion.planner.passes.merging import KeyParts, merge_tasks
+from apportion.planner.passes.schedule import Schedule
+from apportion.planner.passes.sorting import sort_order
+from apportion.planner.passes.tasks import Members, Tasks
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+
+
+def program_order(
+    tasks: Tasks, members: Members, schedule: Schedule, rows: Rows, division: Ints | None = None
+) -> tuple[Tasks, Members, KeyParts, Ints]:
+    """The tasks by rank and stage, merged where they can be, and their stages, int32 [tasks]. Within a stage those with
+    a band that is not full come first: they have one block of queries each, so that they can open it, and the rest
+    keep the order in which they were found. division: int32 [tasks], where the schedule goes by them."""
+    count = schedule.stages
+    if division is None or schedule.division is None:
+        tasks, members = strips(tasks, members, schedule, rows.ranks)
+        stage = stages(tasks, schedule, rows)
+    else:
+        stage = (schedule.leads - 1 + np.searchsorted(schedule.division, division, "right")).astype(np.int32)
+    tasks, stage, parts, into = merge_tasks(tasks, stage, schedule, rows)
+    key = 2 * (tasks.exec.astype(np.int64) * count + stage) + tasks.full
+    order = sort_order(key, 2 * rows.ranks * count)
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+    members = replace(members, task=place[into[members.task]])
+    return tasks.take(order), members, replace(parts, task=place[parts.task]), stage[order]
+
+
+def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
+    """int32 [tasks]: 1 + round of their tile. Tasks that need none run in the first stage, in the last, or where they
+    make every rank compute evenly from stage to stage, so that none keeps others waiting for its rounds."""
+    first = np.int32(schedule.leads - 1 + schedule.rounds if schedule.local == "last" else 0)
+    of_edge = np.append(schedule.leads + schedule.round, first)  # edge -1 picks the last
+    stage, edge = of_edge[tasks.edge].astype(np.int32), tasks.edge
+    if tasks.queries_move:
+        of_edge[-1] = -1
+        edge = np.maximum(edge, tasks.query_edge)
+        stage = np.maximum(of_edge[tasks.edge], of_edge[tasks.query_edge]).astype(np.int32)
+        stage[edge < 0] = first
+    if schedule.own is not None:
+        stage[edge < 0] = schedule.own[tasks.k[edge < 0]]
+    elif schedule.local == "even":
+        order: Ints = np.arange(len(tasks))
+        visit: Ints = np.arange(schedule.stages)
+        if (
+            schedule.beside_exchange
+        ):  # few rows for the first and the last stage, because others wait for these
+            order = _over_members(tasks, rows, schedule.beside_exchange)
+            visit = np.append(0, np.roll(visit[1:], 1))
+        _fill(stage, tasks.exec, edge, tasks.work, rows.ranks, _shares(schedule), order, visit)
+    return stage
+
+
+def _over_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
+    """int64 [tasks]: an order in which each rank's tasks take turns over the shares that the members of its group have
+    of its rows, the densest of a share first: what is exchanged for some of them then burdens all members alike."""
+    share = tasks.row.astype(np.int64) * members // np.maximum(rows.per_rank[tasks.exec], 1)
+    share += members * tasks.exec
+    by_share = np.lexsort((-tasks.work / tasks.rows, share))
+    fresh = np.append(True, np.diff(share[by_share]) != 0)
+    turn = np.empty(len(tasks), np.int64)
+    turn[by_share] = np.arange(len(tasks)) - np.maximum.accumulate(np.where(fresh, np.arange(len(tasks)), 0))
+    return np.lexsort((share, turn))
+
+
+def _shares(schedule: Schedule) -> Floats:
+    """float64 [stages]: what each should have of a rank's work."""
+    share = np.ones(schedule.stages)
+    if schedule.tails > 1 and not schedule.beside_exchange:  # others wait for what this rank relays
+        share[0] /= 2
+    share /= share.sum()
+    if schedule.beside_exchange:
+        share[[0, -1]] = np.minimum(share[[0, -1]], EXCHANGE_SHARE)
+        share[1:-1] *= (1 - share[0] - share[-1]) / share[1:-1].sum()
+    return share
+
+
+@jit
+def _fill(
+    stage: Ints, rank: Ints, edge: Ints, work: Ints, ranks: int, share: Floats, order: Ints, visit: Ints
+) -> None:
+    """Give tasks without an edge, in this order, the first stage of `visit`, not before that of the one before, up to
+    which their rank has computed less than these stages' share of its work; into `stage`, in place."""
+    load, total = np.zeros((ranks, len(share)), np.int64), np.zeros(ranks, np.int64)
+    for task in range(len(rank)):
+        total[rank[task]] += work[task]
+        if edge[task] >= 0:
+            load[rank[task], stage[task]] += work[task]
+    due = np.cumsum(share[visit])
+    now, done = np.zeros(ranks, np.int64), load[:, visit[0]].copy()
+    for task in order:
+        if edge[task] < 0:
+            r = rank[task]
+            while now[r] < len(visit) - 1 and done[r] >= total[r] * due[now[r]]:
+                now[r] += 1
+                done[r] += load[r, visit[now[r]]]
+            stage[task] = visit[now[r]]
+            done[r] += work[task]
+
+
+# What is computed while an exchange goes on: enough to hide most of it, though every row of it adds to what is not
+# hidden (simulated with groups of eight H100).
+EXCHANGE_SHARE = 0.1
+# A strip has at least this many query rows: shorter ones cost more than they hide (the kernel's efficiency falls).
+STRIP_ROWS = 2048
+# Nor do those that are computed beside an exchange have fewer than this.
+LEAST_ROWS = 512
+
+
+def strips(tasks: Tasks, members: Members, schedule: Schedule, ranks: int) -> tuple[Tasks, Members]:
+    """Large tasks that need no tile, cut into strips of query rows, so that each stage can have its share of them."""
+    if schedule.local != "even" or schedule.stages == 1 or schedule.own is not None:
+        return tasks, members
+    local = np.flatnonzero((tasks.edge < 0) & (tasks.query_edge < 0) & (tasks.rows >= 2 * STRIP_ROWS))
+    if not len(local):
+        return tasks, members
+    work, total = tasks.work, np.zeros(ranks, np.int64)
+    np.add.at(total, tasks.exec, work)
+    parts, short = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
+    total = np.maximum(total[tasks.exec[local]], 1)
+    if (
+        schedule.beside_exchange
+    ):  # beside large strips two of what one member needs for the first and the last stage
+        keys = (tasks.k1 - tasks.k0)[local]
+        need = (EXCHANGE_SHARE / schedule.beside_exchange * total / keys).astype(np.int64)
+        short[local] = np.where(4 * need < tasks.rows[local], np.maximum(need, LEAST_ROWS), 0)
+    left = tasks.rows[local] - 2 * short[local]
+    parts[local] = np.clip(2 * schedule.stages * work[local] // total, 1, np.maximum(left // STRIP_ROWS, 1))
+    count = parts + 2 * (short > 0)
+    return _cut_rows(tasks, parts, short, count), _of_strips(members, count)
+
+
+def _cut_rows(tasks: Tasks, parts: Ints, short: Ints, strips: Ints) -> Tasks:
+    """Each task cut into so many strips: equal `parts`, and where `short` rows are given two such strips; each with the
+    keys that its rows see."""
+    of = np.repeat(np.arange(len(tasks)), strips)
+    cut, count, tail = tasks.take(of), parts[of], short[of]
+    place = np.arange(len(cut)) - np.repeat(np.cumsum(strips) - strips, strips)
+    body = cut.rows.astype(np.int64) - 2 * tail
+    low, high = (
+        body * np.minimum(place + step, count) // count + tail * np.maximum(place + step - count, 0)
+        for step in (0, 1)
+    )
+    keys = (cut.k1 - cut.k0).astype(np.int64)
+    first, last = np.maximum(low - cut.dmax, 0), np.minimum(high - 1 - cut.dmin + 1, keys)
+    shift = low - first  # a row and a key of the strip are this much nearer
+    columns = {
+        "row": cut.row + low,
+        "rows": high - low,
+        "k0": cut.k0 + first,
+        "k1": cut.k0 + last,
+        "dmin": np.maximum(cut.dmin - shift, 1 - (last - first)),
+        "dmax": np.minimum(cut.dmax - shift, high - low - 1),
+    }
+    return replace(cut, **{name: column.astype(np.int32) for name, column in columns.items()})
+
+
+def _of_strips(members: Members, parts: Ints) -> Members:
+    """The query blocks of strips; one with several strips is not covered by any of them."""
+    several = parts[members.task]
+    index = np.repeat(np.arange(len(members.task)), several)
+    place = np.arange(len(index)) - np.repeat(np.cumsum(several) - several, several)
+    task = (np.cumsum(parts) - parts)[members.task[index]] + place
+    whole = np.where(several[index] > 1, 0, members.whole[index])
+    return Members(task.astype(np.int32), members.block[index], whole.astype(np.int32))

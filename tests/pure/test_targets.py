@@ -1,0 +1,82 @@
+"""The table of promises: what is measured, what is met, and how it is written down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from apportion.ir.errors import CapacityError
+from apportion.planner.recipes import find_recipe
+from benchmarks import targets
+from benchmarks.targets import PROMISES, Effort, Figure, merged, promised
+
+EFFORT = Effort(ranks=(2, 4), seeds=(0,), repeats=1, patience=60.0)
+SMALL = replace(PROMISES["fcp 2K"], tokens_per_rank=1024)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return list(targets.measure(SMALL, SMALL.recipe(), EFFORT))
+
+
+def test_promises_hold_from_some_number_of_ranks_on() -> None:
+    by_ranks = {8: 0.02, 64: 0.01}
+    assert [promised(by_ranks, ranks) for ranks in (4, 8, 63, 64, 1024)] == [None, 0.02, 0.02, 0.01, 0.01]
+
+
+def test_figures_say_whether_they_are_as_promised() -> None:
+    assert str(Figure(1.5, 1.5)) == "1.50"
+    assert str(Figure(1.51, 1.5, 1)) == "**1.5**"
+    assert str(Figure(4.9, 5.0, 1, least=True)) == "**4.9**"
+    assert str(Figure(7.0, None)) == "7.00"
+    assert str(Figure(None, 1.0)) == "-"
+
+
+def test_a_row_for_each_rank_count_and_seed(rows: list[dict[str, Any]]) -> None:
+    assert [(row["name"], row["ranks"], row["seed"]) for row in rows] == [("fcp 2K", 2, 0), ("fcp 2K", 4, 0)]
+    for row in rows:
+        assert row["slots"] == row["max_degree"]
+        assert row["tasks"] > 0
+        assert row["planning_ms"]["p50"] > 0
+
+
+def test_sizes_beyond_patience_are_not_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    hasty = replace(EFFORT, patience=0.0)
+    assert [row["ranks"] for row in targets.measure(SMALL, SMALL.recipe(), hasty)] == [2]
+    assert "no more than 2 ranks" in capsys.readouterr().err
+
+
+def test_recipes_that_are_not_there_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = targets.Promise("absent", lambda: find_recipe("absent"), {})
+    monkeypatch.setitem(PROMISES, "absent", absent)
+    assert list(targets.measured(["absent"], EFFORT)) == []
+    assert capsys.readouterr().err == "absent: there is no such recipe\n"
+
+
+def test_refusals_are_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise CapacityError("too small\nby far")
+
+    monkeypatch.setattr(targets, "timed_plan", refuse)
+    found = list(targets.measure(SMALL, SMALL.recipe(), replace(EFFORT, ranks=(2,))))
+    assert found == [{"name": "fcp 2K", "ranks": 2, "seed": 0, "refused": "too small"}]
+    assert targets.tables(found)["targets-quality"] == "\nfcp 2K, 2 ranks: too small"
+
+
+def test_tables(rows: list[dict[str, Any]]) -> None:
+    written = targets.tables(rows)
+    times = written["targets-times"].splitlines()
+    assert times[0] == "| ms | 2 | 4 |"
+    assert times[2].startswith("| fcp 2K | ")
+    quality = written["targets-quality"].splitlines()
+    assert [line.split(" | ")[1] for line in quality[2:]] == ["2", "4"]
+    assert len({line.count("|") for line in quality}) == 1
+
+
+def test_fresh_rows_replace_old_ones(rows: list[dict[str, Any]]) -> None:
+    newer = [dict(rows[1], tokens=-1)]
+    assert [row["tokens"] for row in merged(rows[::-1], newer)] == [rows[0]["tokens"], -1]
