@@ -139,7 +139,8 @@ def measure(promise: Promise, recipe: Recipe, effort: Effort) -> Iterator[dict[s
 
 
 def _row(promise: Promise, job: Job, effort: Effort) -> dict[str, Any]:
-    _, first, _ = timed_plan(job)  # caches are warm in the runs that count
+    plan, first, _ = timed_plan(job)  # caches are warm in the runs that count
+    timed_verify(plan)
     repeats = effort.repeats if first < effort.patience * 1e3 else 1
     runs = [timed_plan(job) for _ in range(repeats)]
     plan, steps = runs[-1][0], {step: median(run[2][step] for run in runs) for step in runs[0][2]}

@@ -24,10 +24,13 @@ def recipes(
     """List the recipes: what each does, what it needs and where it comes from; or print one as YAML.
 
     What is printed of one recipe is a recipe file: change it, and give the file as --recipe or in --recipes.
+    Comments in it name the parameters that its passes have, with their defaults; `docs/recipes.md` explains them.
 
     [bold]Examples[/bold]
 
       apportion recipes
+
+      apportion recipes zeppelin
 
       apportion recipes fcp > mine.yaml
     """
@@ -49,12 +52,12 @@ def _recipe(entry: Entry) -> dict[str, Any]:
     return {**entry.recipe.to_data(), **facts, "parameters": _parameters(entry.recipe)}
 
 
-def _parameters(recipe: Recipe) -> dict[str, list[str]]:
-    """Step -> what its pass may be told; switches have nothing."""
+def _parameters(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Step -> what its pass may be told, with the defaults; switches have nothing."""
     from apportion.planner.recipes import parameters
 
     passes = {step.step: step.name for step in recipe if step.name not in ("on", "off")}
-    return {step: [name for name, _ in parameters(step, held)] for step, held in passes.items()}
+    return {step: dict(parameters(step, held)) for step, held in passes.items()}
 
 
 def solvers(as_json: options.AsJson = False) -> None:

@@ -134,6 +134,20 @@ def recipe_of(name: str, block: str | None = None) -> Recipe:
     return recipe if block is None else recipes.with_block(recipe, _block(block))
 
 
+def with_deadline(recipe: Recipe, deadline_ms: float | None) -> Recipe:
+    """The recipe with a deadline for its search. Raises ConfigError where it does not search."""
+    from apportion.ir.policy import Recipe, Step
+
+    search = recipe.step("search")
+    if deadline_ms is None:
+        return recipe
+    if search is None:
+        rule = f"recipe {recipe.name} does not search, it has nothing to end"
+        raise ConfigError("--deadline-ms", deadline_ms, rule, "drop it, or take --recipe auto")
+    held = Step("search", search.name, {**search.params, "deadline_ms": deadline_ms})
+    return Recipe(recipe.name, tuple(held if step.step == "search" else step for step in recipe))
+
+
 def _block(text: str) -> int | str:
     if text == "auto":
         return text

@@ -46,9 +46,18 @@ TokensPerRank = Annotated[
     typer.Option("--tokens-per-rank", help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1),
 ]
 RecipeName = Annotated[
-    str, typer.Option("--recipe", help="A recipe by name, or a recipe file (YAML or JSON).")
+    str, typer.Option("--recipe", help="A name of `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches.")
 ]
 Block = Annotated[
     str | None, typer.Option("--block", help="Tokens per block, or `auto`. Default: what the recipe says.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)]
+DeadlineMs = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline-ms",
+        help="End the search of recipe `auto` on the wall clock, not after its steps; then equal requests may give "
+        "other plans.",
+        metavar="MS",
+    ),
+]

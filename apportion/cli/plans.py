@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,7 @@ def plan(
     tokens_per_rank: options.TokensPerRank = None,
     recipe: options.RecipeName = "fcp",
     block: options.Block = None,
+    deadline_ms: options.DeadlineMs = None,
     seed: options.Seed = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here.", metavar="P.plan")
@@ -44,6 +46,8 @@ def plan(
 
       apportion plan --workload examples/code_lengths.json --ranks 64 --block 2048 -o code.plan
 
+      apportion plan --workload examples/code_lengths.json --ranks 64 --recipe auto --deadline-ms 150
+
       apportion plan --lengths lengths.jsonl --cluster cluster.yaml --model model.yaml --json
     """
     from apportion import views
@@ -58,7 +62,7 @@ def plan(
         raise ConfigError("--tokens-per-rank", tokens_per_rank, rule, "drop it or --batch")
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     the_batch, skipped = inputs.batch_of(batch, lengths, workload, tokens, seed)
-    the_recipe = inputs.recipe_of(recipe, block)
+    the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block), deadline_ms)
     job = Job(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware)
     with Console(stderr=True).status("compiling (the first run of all, half a minute) and planning"):
         warm_up(the_recipe)
@@ -109,24 +113,68 @@ def _violation(item: Any) -> dict[str, Any]:
 def show(
     plan: options.PlanFile,
     rank: Annotated[int | None, typer.Option("--rank", help="Print this rank's program.", min=0)] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", help="Draw the mask and the simulated timelines.", metavar="P.svg"),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="With --svg: this attention kind. Default: the first.")
+    ] = None,
+    phase: Annotated[
+        str | None, typer.Option("--phase", help="With --svg: forward (default) or backward.")
+    ] = None,
+    hardware: options.HardwareName = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show a plan: its figures and a picture of the ranks, or the program of one rank as text.
+    """Show a plan: its figures and a picture of the ranks, the program of one rank as text, or a drawing.
+
+    The drawing has the mask, each part in the colour of the rank that computes it
+    (a node's, above 64 ranks), and under it what every rank does when, simulated.
 
     [bold]Examples[/bold]
 
       apportion show first.plan
 
       apportion show first.plan --rank 3
+
+      apportion show first.plan --svg first.svg --phase backward
     """
+    if svg is None:
+        _refuse_without_svg({"--kind": kind, "--phase": phase, "--hardware": hardware})
+    else:
+        files.check_output("--svg", svg)
     the_plan = files.read_plan(plan)
+    if rank is not None:
+        _check_rank(the_plan, rank)
+    if svg is not None:
+        _draw(the_plan, svg, kind, phase or "forward", hardware)
     if rank is None:
-        _show_plan(the_plan, as_json)
+        _show_plan(the_plan, svg, as_json)
     else:
         _show_rank(the_plan, rank, as_json)
 
 
-def _show_plan(plan: Plan, as_json: bool) -> None:
+def _refuse_without_svg(given: Mapping[str, str | None]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(option, value, "says what is drawn, and nothing is", f"add --svg or drop {option}")
+
+
+def _check_rank(plan: Plan, rank: int) -> None:
+    if rank >= plan.header.ranks:
+        rule = f"the plan has ranks 0 to {plan.header.ranks - 1}"
+        raise ConfigError("--rank", rank, rule, "name one of these")
+
+
+def _draw(plan: Plan, path: Path, kind: str | None, phase: str, hardware: str | None) -> None:
+    from apportion.cli.pictures import draw
+
+    the_hardware = inputs.hardware_of(hardware)
+    inputs.warn_of_mismatch(the_hardware, plan.request.cluster)
+    files.write(path, draw(plan, kind, phase, the_hardware).encode())
+
+
+def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
     from apportion import views
 
     record = {
@@ -136,6 +184,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
         "programs": views.program_sizes(plan),
         "load": views.loads(plan).tolist(),
         "tokens": views.tokens(plan).tolist(),
+        "svg": None if svg is None else str(svg),
     }
     title = f"plan {record['id'][:16]}, recipe {plan.header.recipe}"
     emit(
@@ -150,10 +199,6 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
 def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
     from apportion import views
 
-    if rank >= plan.header.ranks:
-        raise ConfigError(
-            "--rank", rank, f"the plan has ranks 0 to {plan.header.ranks - 1}", "name one of these"
-        )
     text = plan.text(rank).rstrip("\n")
     programs = views.program_sizes(plan, rank)
     emit({"id": plan.id.hex(), "rank": rank, "programs": programs, "text": text}, as_json, lambda: text)

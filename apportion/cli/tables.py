@@ -135,16 +135,20 @@ def recipe_file(row: Record) -> str:
     """A recipe as YAML that `--recipe` reads, under a comment that says what it is."""
     import yaml
 
-    told = "; ".join(f"{step} {', '.join(names)}" for step, names in row["parameters"].items() if names)
-    facts = (
-        row["summary"],
-        f"from: {_source(row)}",
-        f"needs: {row['needs'] or 'nothing'}",
-        f"parameters: {told or 'none'}",
-    )
+    facts = [row["summary"], f"from: {_source(row)}", f"needs: {row['needs'] or 'nothing'}"]
+    for step, held in row["parameters"].items():
+        (name,) = row["steps"][step]
+        told = ", ".join(f"{parameter}: {_yaml(default)}" for parameter, default in held.items())
+        facts.append(f"{step} {name} has {told or 'no parameters'}")
     steps = {"name": row["name"], "steps": row["steps"]}
     body = yaml.safe_dump(steps, sort_keys=False, default_flow_style=None)
     return "".join(f"# {fact}\n" for fact in facts) + body.rstrip("\n")
+
+
+def _yaml(value: Any) -> str:
+    import json
+
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _source(row: Record) -> str:

@@ -15,6 +15,7 @@ from apportion.ir.errors import ConfigError
 if TYPE_CHECKING:
     from apportion.compare import Setting
     from apportion.ir.batch import Batch
+    from apportion.ir.policy import Recipe
 
 BATCHES = 5  # drawn where the option is not given
 WIDE = 260  # columns of the table that has everything
@@ -50,6 +51,7 @@ def compare(
     seed: options.Seed = 0,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,
+    deadline_ms: options.DeadlineMs = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check every plan.")] = True,
     wide: Annotated[bool, typer.Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
     as_json: options.AsJson = False,
@@ -58,9 +60,9 @@ def compare(
 
     Times are simulated milliseconds of one attention call of each kind, medians
     over batches; the speed-up is that of forward and backward together. A recipe
-    that cannot serve the batch keeps its row, with the reason. Without a batch,
-    workload or lengths file the documents are log-normal (median 2048, sigma 1.5,
-    at most 512K tokens).
+    that cannot serve the batch keeps its row, with the reason; exit code 1 where
+    none can. Without a batch, workload or lengths file the documents are
+    log-normal (median 2048, sigma 1.5, at most 512K tokens).
 
     [bold]Examples[/bold]
 
@@ -75,7 +77,9 @@ def compare(
 
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    chosen, reference = inputs.recipes_of(recipes), inputs.recipe_of(baseline)
+    chosen, reference = _with_deadline(
+        [*inputs.recipes_of(recipes), inputs.recipe_of(baseline)], recipes, deadline_ms
+    )
     if batch is None:
         tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
         drawn, skipped = _drawn(workload, lengths, mask, tokens, range(seed, seed + (batches or BATCHES)))
@@ -94,7 +98,23 @@ def compare(
         **_setting(setting),
     }
     emit(record, as_json, *tables.comparison(record, wide), width=WIDE if wide else WIDTH)
-    raise typer.Exit(FAILED if found.broken else OK)
+    raise typer.Exit(FAILED if found.broken or not any(row.trials for row in found.rows) else OK)
+
+
+def _with_deadline(
+    given: Sequence[Recipe], named: str, deadline_ms: float | None
+) -> tuple[list[Recipe], Recipe]:
+    """(the recipes, the baseline, which comes last): those that search with the deadline. Raises ConfigError where
+    none does."""
+    searching = [recipe.step("search") is not None for recipe in given]
+    if deadline_ms is not None and not any(searching):
+        rule = f"none of the recipes {named} searches"
+        raise ConfigError("--deadline-ms", deadline_ms, rule, "drop it, or add auto to --recipes")
+    held = [
+        inputs.with_deadline(recipe, deadline_ms) if searches else recipe
+        for recipe, searches in zip(given, searching, strict=True)
+    ]
+    return held[:-1], held[-1]
 
 
 def _drawn(

@@ -40,10 +40,16 @@ Ints = NDArray[np.int64]
 
 FORWARD, BACKWARD = range(2)
 IDLE = -1
-#: homes are cut alike whatever the mask, so that a microbatch has one layout in all ticks and stages
+#: homes are ranges of rows whatever the mask, so that a microbatch has one layout in all ticks and stages. (Heads and
+#: tails for all, `head_tail: all`, would do as well; on 4 stages x 4 ranks of 32K tokens they took 9 % longer.)
 RECIPE = Recipe(
     "distca",
-    {"shard": {"sequences": {}}, "place": {"distca": {"head_tail": "all"}}, "schedule": {"gather": {}}},
+    {
+        "shard": {"sequences": {}},
+        "place": {"distca": {"head_tail": "none"}},
+        "route": {"node": {}},
+        "schedule": {"gather": {"local": "first"}},
+    },
 )
 
 

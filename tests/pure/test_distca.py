@@ -172,6 +172,14 @@ def test_each_kind_is_balanced_by_itself_in_one_layout():
     assert imbalance(made, placement, "local") <= 0.05
 
 
+@pytest.mark.parametrize("kv_ranges", [False, True])
+def test_a_policy_that_asks_for_less_is_obeyed(kv_ranges):
+    made = problem(LONG, 5)
+    asked = Problem(made.batch, made.cluster, MODEL, ap.Policy(RECIPE, tolerance=0.002))
+    placement = place(Distca(kv_ranges=kv_ranges), asked)
+    assert imbalance(made, placement) <= 0.002
+
+
 def test_cuts_are_multiples_of_the_granularity_where_that_is_fine_enough():
     made = problem([100_001], 8)
     placement = place(Distca(tolerance=0.1, granularity=64), made)

@@ -36,7 +36,7 @@ HOME_ONLY = {
     "name": "home_only",
     "steps": {
         "shard": {"sequences": {}},
-        "place": {"distca": {"head_tail": "all", "threshold": 1e12}},
+        "place": {"distca": {"head_tail": "none", "threshold": 1e12}},
         "schedule": {"gather": {}},
     },
 }
@@ -131,6 +131,12 @@ def test_a_table_as_text():
         "stage 1  .  F0 B0 F1 B1 F2 B2 .",
     ]
     assert str(tick_table(1, 1, virtual=2)) == "stage 0  F0a F0b B0b B0a"
+
+
+def test_idle_places_are_those_of_the_pipeline_bubble():
+    table = tick_table(4, 8)
+    assert table.idle == pytest.approx(1 - 2 * 8 / table.ticks)
+    assert tick_table(1, 8).idle == 0
 
 
 def test_a_cap_below_the_chunks_of_one_microbatch_is_refused():

@@ -38,6 +38,11 @@ class Ranges:
     def __len__(self) -> int:
         return len(self.rank)
 
+    def take(self, index: Ints) -> Ranges:
+        """Some of the ranges."""
+        heads = self.heads if isinstance(self.heads, int) else self.heads[index]
+        return Ranges(self.rank[index], self.row[index], self.rows[index], heads)
+
 
 def distinct(rank: Ints, row: Ints, rows: Ints) -> tuple[Ranges, Ints]:
     """The distinct ranges, sorted, and for each given range its index among them."""
@@ -59,10 +64,24 @@ def _distinct_keys(rank: Ints, row: Ints, rows: Ints, span: int) -> tuple[Ints, 
         found, index = np.unique((rank.astype(np.int64) * span + row) * span + rows, return_inverse=True)
         return found, index.reshape(-1)
     first_seen, number = _hash(rank, row, rows, span, 1 << (2 * len(rank)).bit_length())
-    order = np.argsort(first_seen)
+    order = sort_order(first_seen // (span * span), int(rank.max()) + 1)
+    _sort_runs(first_seen, order, span * span)
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
     return first_seen[order], place[number]
+
+
+@jit
+def _sort_runs(keys: Ints, order: Ints, width: int) -> None:
+    """Sorts `order`, by which keys // width rise, by the keys; in place."""
+    begin = 0
+    while begin < len(order):
+        end = begin + 1
+        while end < len(order) and keys[order[end]] // width == keys[order[begin]] // width:
+            end += 1
+        run = order[begin:end].copy()
+        order[begin:end] = run[np.argsort(keys[run])]
+        begin = end
 
 
 @jit
@@ -88,6 +107,17 @@ class RangeSet:
 
     ranges: Ranges
     index: tuple[Ints, ...]
+
+    def without(self, request: int) -> RangeSet:
+        """The same without the ranges that only this request asked for; it has no entries then."""
+        rest = (*self.index[:request], self.index[request][:0], *self.index[request + 1 :])
+        asked = np.zeros(len(self.ranges), bool)
+        for index in rest:
+            asked[index] = True
+        if asked.all():
+            return RangeSet(self.ranges, rest)
+        place = np.cumsum(asked) - 1
+        return RangeSet(self.ranges.take(np.flatnonzero(asked)), tuple(place[index] for index in rest))
 
 
 def range_set(*requests: tuple[Ints, Ints, Ints], heads: Sequence[Ints | int] | None = None) -> RangeSet:

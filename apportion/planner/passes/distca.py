@@ -80,7 +80,6 @@ class Distca:
     head_tail: Literal["causal", "all", "none"] = "causal"
     kv_free: bool = True
     kv_ranges: bool = False
-    spread: float = 0.0
     send_bytes: int | None = None
     receive_bytes: int | None = None
     buffer_bytes: int | None = None
@@ -178,7 +177,6 @@ class Distca:
             priced_q=q + o if self.o_bytes else q,
             paper=self.form == "paper",
             kv_free=self.kv_free,
-            spread=self.spread / (problem.batch.tokens / problem.ranks * (q + o)),
             capped=any(cap is not None for cap in caps),
             send_cap=caps[0] or NO_CAP,
             receive_cap=caps[1] or NO_CAP,

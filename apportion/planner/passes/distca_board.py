@@ -93,7 +93,6 @@ class Rules(NamedTuple):
     priced_q: int
     paper: bool
     kv_free: bool
-    spread: float
     capped: bool
     send_cap: int
     receive_cap: int

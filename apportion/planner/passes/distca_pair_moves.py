@@ -85,7 +85,6 @@ def _score(
     servers: Servers,
     holding: Holding,
     home: Ints,
-    heat: Floats,
     rules: Rules,
     i: int,
     to: int,
@@ -103,9 +102,7 @@ def _score(
     if work < whole:
         low = high - max(1, int((high - low) * (work / whole)))
     rows, keys = needs(pairs, holding, home, rules.kv_free, shares.pair[i], low, high, to)
-    price = rows * rules.priced_q * (1.0 + heat[home[pairs.q[shares.pair[i]]]])
-    price += keys * rules.kv_bytes * (1.0 + heat[home[pairs.k[shares.pair[i]]]])
-    score: float = work / max(FREE, price)
+    score: float = work / max(FREE, float(rows * rules.priced_q + keys * rules.kv_bytes))
     return score
 
 
@@ -133,7 +130,7 @@ def _best_at_hand(board: Board, rules: Rules, to: int, stamp: Ints, side: int) -
             server = shares.at[pair]
             if servers.load[server] <= (1 + rules.excess) * servers.target[server]:
                 continue  # most are: not worth a call
-            score = _score(pairs, shares, servers, holding, home, board.heat, rules, pair, to, stamp)
+            score = _score(pairs, shares, servers, holding, home, rules, pair, to, stamp)
             if score > most:
                 best, most = pair, score
     return best, most
@@ -153,7 +150,7 @@ def _best(
     for place in range(count):
         if most_e[chosen[place]] <= most:
             break
-        score = _score(pairs, shares, servers, board.holding, board.home, board.heat, rules, chosen[place], to, stamp)
+        score = _score(pairs, shares, servers, board.holding, board.home, rules, chosen[place], to, stamp)
         if score > most:
             best, most = chosen[place], score
     return best, most
@@ -180,11 +177,9 @@ def _give(board: Board, rules: Rules, share: int, to: int) -> int:
         if moved == 0:
             return 0 if halving == 0 else -1
         if not rules.capped:
-            _warm(board, rules, pair, x, high, to)
             _move(board, share, x, moved, to)
             return 1
         if _fits(board, rules, pair, x, high, to):
-            _warm(board, rules, pair, x, high, to)
             _recount(board, rules, server, -1)
             _recount(board, rules, to, -1)
             _move(board, share, x, moved, to)
@@ -193,14 +188,6 @@ def _give(board: Board, rules: Rules, share: int, to: int) -> int:
             return 1
         work *= 0.5
     return -1
-
-
-@lean
-def _warm(board: Board, rules: Rules, pair: int, low: int, high: int, to: int) -> None:
-    """What a rank sends makes its other rows dearer."""
-    rows, keys = needs(board.pairs, board.holding, board.home, True, pair, low, high, to)
-    board.heat[board.home[board.pairs.q[pair]]] += rules.spread * rows * rules.priced_q
-    board.heat[board.home[board.pairs.k[pair]]] += rules.spread * keys * rules.kv_bytes
 
 
 @lean

@@ -12,7 +12,6 @@ from apportion.ir.jit import jit, lean
 from apportion.planner.passes.distca_board import Lists, Servers
 
 Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 
 class Pairs(NamedTuple):
@@ -67,8 +66,7 @@ class Holding(NamedTuple):
 
 class Board(NamedTuple):
     """All that the passes over one kind look at and change. home, origin: int64 [blocks], the rank of each block and
-    the first token of its sequence. holding: of the server at hand; other: of one looked at
-    aside. heat: float64 [ranks], how much dearer the rows of each rank have become."""
+    the first token of its sequence. holding: of the server at hand; other: of one looked at aside."""
 
     pairs: Pairs
     shares: Shares
@@ -79,7 +77,6 @@ class Board(NamedTuple):
     origin: Ints
     holding: Holding
     other: Holding
-    heat: Floats
 
 
 @lean

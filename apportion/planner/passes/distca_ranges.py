@@ -125,7 +125,7 @@ def _begin(
     lists = new_lists(shares.at[:count], ranks, count + 2 * room)
     holding, other = (Holding(*[*np.zeros((6, blocks), np.int64), np.zeros(2, np.int64)]) for _ in range(2))
     index = _find_index(pairs, home, ranks)
-    board = Board(pairs, shares, lists, servers, index, home, origin, holding, other, np.zeros(ranks))
+    board = Board(pairs, shares, lists, servers, index, home, origin, holding, other)
     if limits.rules.capped:
         book_pairs(board, limits.rules)
     return _State(starts, board, limits.granularity)

@@ -5,7 +5,8 @@
 
 Rows are those of Ulysses: work rows in attention order hold the heads of one stage, then those of the next (UPipe,
 section 3.3). KV rows stay for the stages of their window, and so do their gradients, which leave after its last stage.
-With `ahead` there are two arenas in turn: a stage comes in while the one before it is computed.
+With `ahead` there are two arenas in turn: a stage comes in while the one before it is computed. With `hold` KV tiles of
+other groups stay for the stages of a window too; else every stage brings its own, as ring attention does for its heads.
 
 Where the program projects, a home rank makes the heads of each rank of the group in work rows beyond the attention
 rows, from where they are sent; its own, and KV heads that it shares, in their place. Gradients return to such rows

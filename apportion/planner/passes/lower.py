@@ -145,8 +145,8 @@ def spread(asm: Assembler, ops: Operands, low: Lowering) -> tuple[Assembler, Ope
 def forward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
     """The forward of groups between exchanges; returns the operands of rows in attention order."""
     queries, keys, tasks = low.queries, low.keys, low.tasks
-    home = _numbers(ops, (Tensor.Q, Tensor.O), low.space, queries.home_ranges)
-    home |= _numbers(ops, (Tensor.KV,), low.space, keys.home_ranges)
+    home = _of_side(ops, low, queries, *QUERY_SIDE["forward"])
+    home |= _of_side(ops, low, keys, *KEY_SIDE["forward"])
     _clear(asm, asm.step(Op.CLEAR), queries, home[Tensor.O])
     fetches, returns = append_steps(asm, low.schedule, Op.ATTEND, Op.MERGE, low.batches("forward"), between)
     of = _tiles(asm, ops, low, "forward", home, fetches, returns)
@@ -165,8 +165,8 @@ def forward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between 
 def backward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
     """The backward of groups between exchanges; returns the operands of rows in attention order."""
     queries, keys, tasks = low.queries, low.keys, low.tasks
-    home = _numbers(ops, OF_QUERY, low.space, queries.home_ranges)
-    home |= _numbers(ops, OF_KEY, low.space, keys.home_ranges)
+    home = _of_side(ops, low, queries, *QUERY_SIDE["backward"])
+    home |= _of_side(ops, low, keys, *KEY_SIDE["backward"])
     clear = asm.step(Op.CLEAR)
     _clear(asm, clear, queries, home[Tensor.DQ])
     _clear(asm, clear, keys, home[Tensor.DKV])
@@ -184,6 +184,16 @@ def backward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between
         tasks.dmax,
         FIRST_DQ * queries.opening + FIRST_DKV * keys.opening,
     )
+    return home
+
+
+def _of_side(
+    ops: Operands, low: Lowering, side: Side, taken: tuple[Tensor, ...], result: Tensor | None
+) -> Home:
+    """The operands of rows in attention order; only results are ever cleared."""
+    home = _numbers(ops, taken, low.space, side.home_ranges.without(CLEARED))
+    if result is not None:
+        home |= _numbers(ops, (result,), low.space, side.home_ranges)
     return home
 
 

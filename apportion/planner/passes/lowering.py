@@ -312,6 +312,8 @@ class Lowering:
 
     def batches(self, phase: str) -> Batches:
         """In which batches results come back: of queries, and backward also of keys."""
+        if not self.tasks.queries_move:
+            return Batches.of_rounds(self.schedule) if phase == "backward" else Batches.none(len(self.edges))
         every = np.full(len(self.edges), phase == "backward")
         return Batches.of(self.schedule.round, self.back, every | (self.edges.lane & 1 == 1))
 

@@ -104,12 +104,12 @@ class Schedule:
         return [int(round_) for round_ in after]
 
 
-# `auto` makes rounds of about this many tokens a rank: enough work behind each to hide it (FCP, section 4.2, coalesces
-# four blocks of 2K; simulated, four times that is faster by 5 to 10 % and by more where tiles are long), but
-AUTO_ROUND_TOKENS = 32768
-# keeps this many rounds where there are as many slots, so that some overlap others. With relays rounds are twice as
-# long: a tile then passes through two, and what every round waits for counts twice (simulated on 1,024 ranks).
-AUTO_ROUNDS = 8
+# `auto` makes this few rounds, because ranks wait for each other in every one, but keeps so many that some overlap
+# others; with relays they are twice as long, as a tile then passes through two. (FCP, section 4.2, coalesces four
+# blocks; simulated with 8 to 256 ranks, four long rounds are as fast as many or up to 30 % faster.)
+AUTO_ROUNDS = 4
+# Unless they would have more than this many tokens a rank, because so many rows are held at a time.
+AUTO_ROUND_TOKENS = 131072
 # Rounds between the arrival of a tile that is relayed and the wait for it where it is relayed to: with one, little is
 # computed meanwhile (simulated on 64 ranks: 10 % slower), with three nothing is gained.
 RELAY_LAG = 2

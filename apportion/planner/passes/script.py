@@ -72,6 +72,17 @@ class Batches:
         batch[returning] = number
         return Batches(batch, keys % rounds, keys // rounds)
 
+    @staticmethod
+    def of_rounds(schedule: Schedule) -> Batches:
+        """What came in a round goes back together."""
+        rounds = np.arange(schedule.rounds)
+        return Batches(schedule.round, rounds, rounds)
+
+    @staticmethod
+    def none(edges: int) -> Batches:
+        """Nothing goes back."""
+        return Batches(np.full(edges, -1, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
     def __len__(self) -> int:
         return len(self.round)
 

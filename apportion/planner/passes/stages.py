@@ -31,7 +31,7 @@ def program_order(
     keep the order in which they were found. division: int32 [tasks], where the schedule goes by them."""
     count = schedule.stages
     if division is None or schedule.division is None:
-        tasks, members = strips(tasks, members, schedule, rows.ranks)
+        tasks, members = strips(tasks, members, schedule, rows.per_rank)
         stage = stages(tasks, schedule, rows)
     else:
         stage = (schedule.leads - 1 + np.searchsorted(schedule.division, division, "right")).astype(np.int32)
@@ -59,13 +59,11 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
         stage[edge < 0] = schedule.own[tasks.k[edge < 0]]
     elif schedule.local == "even":
         order: Ints = np.arange(len(tasks))
-        visit: Ints = np.arange(schedule.stages)
-        if (
-            schedule.beside_exchange
-        ):  # few rows for the first and the last stage, because others wait for these
+        visit, apart = np.arange(schedule.stages), 0
+        if schedule.beside_exchange:  # few rows for the first and the last stage: others wait for these
             order = _over_members(tasks, rows, schedule.beside_exchange)
-            visit = np.append(0, np.roll(visit[1:], 1))
-        _fill(stage, tasks.exec, edge, tasks.work, rows.ranks, _shares(schedule), order, visit)
+            visit, apart = np.append(0, np.roll(visit[1:], 1)), 2
+        _fill(stage, tasks.exec, edge, tasks.work, rows.ranks, _shares(schedule), order, visit, apart)
     return stage
 
 
@@ -95,10 +93,19 @@ def _shares(schedule: Schedule) -> Floats:
 
 @jit
 def _fill(
-    stage: Ints, rank: Ints, edge: Ints, work: Ints, ranks: int, share: Floats, order: Ints, visit: Ints
+    stage: Ints,
+    rank: Ints,
+    edge: Ints,
+    work: Ints,
+    ranks: int,
+    share: Floats,
+    order: Ints,
+    visit: Ints,
+    apart: int,
 ) -> None:
     """Give tasks without an edge, in this order, the first stage of `visit`, not before that of the one before, up to
-    which their rank has computed less than these stages' share of its work; into `stage`, in place."""
+    which their rank has computed less than these stages' share of its work; of the first `apart` stages each counts by
+    itself. Into `stage`, in place."""
     load, total = np.zeros((ranks, len(share)), np.int64), np.zeros(ranks, np.int64)
     for task in range(len(rank)):
         total[rank[task]] += work[task]
@@ -109,11 +116,16 @@ def _fill(
     for task in order:
         if edge[task] < 0:
             r = rank[task]
-            while now[r] < len(visit) - 1 and done[r] >= total[r] * due[now[r]]:
+            while now[r] < len(visit) - 1 and (
+                load[r, visit[now[r]]] >= total[r] * share[visit[now[r]]]
+                if now[r] < apart
+                else done[r] >= total[r] * due[now[r]]
+            ):
                 now[r] += 1
                 done[r] += load[r, visit[now[r]]]
             stage[task] = visit[now[r]]
             done[r] += work[task]
+            load[r, visit[now[r]]] += work[task]
 
 
 # What is computed while an exchange goes on: enough to hide most of it, though every row of it adds to what is not
@@ -125,23 +137,25 @@ STRIP_ROWS = 2048
 LEAST_ROWS = 512
 
 
-def strips(tasks: Tasks, members: Members, schedule: Schedule, ranks: int) -> tuple[Tasks, Members]:
-    """Large tasks that need no tile, cut into strips of query rows, so that each stage can have its share of them."""
+def strips(tasks: Tasks, members: Members, schedule: Schedule, held: Ints) -> tuple[Tasks, Members]:
+    """Large tasks that need no tile, cut into strips of query rows, so that each stage can have its share of them.
+    held: int64 [ranks], the rows of each."""
     if schedule.local != "even" or schedule.stages == 1 or schedule.own is not None:
         return tasks, members
     local = np.flatnonzero((tasks.edge < 0) & (tasks.query_edge < 0) & (tasks.rows >= 2 * STRIP_ROWS))
     if not len(local):
         return tasks, members
-    work, total = tasks.work, np.zeros(ranks, np.int64)
+    work, total = tasks.work, np.zeros(len(held), np.int64)
     np.add.at(total, tasks.exec, work)
     parts, short = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
     total = np.maximum(total[tasks.exec[local]], 1)
     if (
         schedule.beside_exchange
-    ):  # beside large strips two of what one member needs for the first and the last stage
-        keys = (tasks.k1 - tasks.k0)[local]
+    ):  # beside large strips two of what a member needs for the first and the last stage
+        keys, of_member = (tasks.k1 - tasks.k0)[local], held[tasks.exec[local]] // schedule.beside_exchange
         need = (EXCHANGE_SHARE / schedule.beside_exchange * total / keys).astype(np.int64)
-        short[local] = np.where(4 * need < tasks.rows[local], np.maximum(need, LEAST_ROWS), 0)
+        need = np.minimum(need, (EXCHANGE_SHARE * of_member).astype(np.int64))
+        short[local] = np.where(3 * need < tasks.rows[local], np.maximum(need, LEAST_ROWS), 0)
     left = tasks.rows[local] - 2 * short[local]
     parts[local] = np.clip(2 * schedule.stages * work[local] // total, 1, np.maximum(left // STRIP_ROWS, 1))
     count = parts + 2 * (short > 0)

@@ -55,7 +55,9 @@ class UPipe(Ulysses):
         super().__post_init__()
         choice(self._field("order"), self.order, ("gqa", "natural"))
         if self.overlap:
-            raise ConfigError(self._field("overlap"), True, "rows of whole stages go in and out", "use ahead: 1")
+            raise ConfigError(
+                self._field("overlap"), True, "rows of whole stages go in and out", "use ahead: 1"
+            )
         for field in ("heads", "keep"):
             value = getattr(self, field)
             if value != "auto" and (type(value) is not int or value < 1):

@@ -19,6 +19,8 @@ ROUNDS, BUFFERS = 6, 16
 RELAYED_ROUNDS = 3
 # What is tried around the best: about so many rounds, and so many buffers.
 MORE_ROUNDS, MORE_BUFFERS = (12, 3, 20, 2), (4,)
+# Which part of a share of a long document comes from its head.
+HEADS = (0.4, 0.5, 0.33)
 # In what order tiles of several lengths travel, and when tasks run that need none (`even` cuts them into strips).
 ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
 # How many candidates are tried before the neighbours of the best of them.
@@ -119,7 +121,7 @@ def _recipe(
     how = {"buffers": BUFFERS} if schedule == "matchings" else {}
     data: dict[str, Any] = {"shard": shard, "place": {place: {}}, "schedule": {schedule: how}}
     if degree > 1:
-        data["inner"] = {"ulysses": {"degree": degree}}
+        data["inner"] = {"ulysses": {"degree": degree, "overlap": True}}
     if route != "star":
         data["route"] = {route: {}}
     return Recipe(name, data)
@@ -130,6 +132,7 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> Iterator[Candid
     scheduled = best.rounds is not None
     if scheduled:
         yield from (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[:2])
+        yield from _overlapped(best)
         yield from (best.with_schedule(order=order) for order in ORDERS)
         yield from (best.with_schedule(local=local) for local in LOCALS)
     if inner == "auto":
@@ -149,13 +152,22 @@ def _rerouted(best: Candidate) -> Candidate:
     return best.with_step("route", None, name, ROUNDS)
 
 
+def _overlapped(best: Candidate) -> Iterator[Candidate]:
+    """With the exchange beside computation, or before and after it."""
+    step = best.recipe.step("inner")
+    if step is not None and step.name == "ulysses":
+        for overlap in (True, False):
+            value = {"ulysses": {**step.params, "overlap": overlap}}
+            yield best.with_step("inner", value, best.recipe.name, best.rounds)
+
+
 def _split(best: Candidate, problem: Problem) -> Iterator[Candidate]:
     step = best.recipe.step("inner")
     held = 1 if step is None else int(step.params["degree"])
     base = best.recipe.name.rpartition("-u")[0] or best.recipe.name
     for degree in sorted({*_degrees(problem), 1}, key=lambda degree: abs(degree - held)):
         if degree != held:
-            value = None if degree == 1 else {"ulysses": {"degree": degree}}
+            value = None if degree == 1 else {"ulysses": {"degree": degree, "overlap": True}}
             yield best.with_step("inner", value, f"{base}-u{degree}", best.rounds)
 
 

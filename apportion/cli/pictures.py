@@ -1,0 +1,253 @@
+"""`apportion show --svg`: the mask in the colours of the ranks that compute it, and what these do when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.cli import svg
+from apportion.cli.mask_cells import Axis, axis_of, owners
+from apportion.cli.output import count
+from apportion.ir.errors import ConfigError
+from apportion.ir.hardware import Hardware
+from apportion.ir.isa import PHASES, Op
+from apportion.ir.plan import Plan
+from apportion.planner.simulate import Run, simulate
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+CELLS = 112  # of the mask, a side
+STEPS = 240  # cells of a timeline
+MOST = 64  # ranks with a colour and a timeline of their own; of more, nodes have colours
+
+WIDTH, LEFT, TOP = 900, 74, 64
+MASK = 560
+LEGEND = LEFT + MASK + 36
+TRACK = WIDTH - LEFT - 40  # width of a timeline
+
+# what a rank does in a cell of its timeline, beside attention, which has the rank's colour
+OTHER, WAITING, EVEN, ODD = range(4)
+_FILLS = {OTHER: "#57606a", WAITING: "#dfe3e8", EVEN: "#24292f", ODD: "#98a2ad"}
+
+
+@dataclass(frozen=True)
+class Colours:
+    """The colours of ranks: each its own, or that of its node."""
+
+    ranks: int
+    per_node: int
+    nodes: bool
+
+    def of(self, rank: int) -> str:
+        if self.nodes:
+            return svg.colour(rank // self.per_node, -(-self.ranks // self.per_node))
+        return svg.colour(rank, self.ranks)
+
+    def legend(self) -> list[tuple[str, str]]:
+        """(name, colour) of ranks, or of the first nodes."""
+        if not self.nodes:
+            return [(f"rank {rank}", self.of(rank)) for rank in range(self.ranks)]
+        nodes = range(min(-(-self.ranks // self.per_node), MOST))
+        return [(f"node {node}", self.of(node * self.per_node)) for node in nodes]
+
+
+def draw(
+    plan: Plan, kind: str | None = None, phase: str = "forward", hardware: Hardware | None = None
+) -> str:
+    """The plan as an SVG file: one kind (default: the first) and phase. Raises ConfigError for one that is not there,
+    VerifyError for a plan that cannot run."""
+    kind = plan.header.kinds[0] if kind is None else kind
+    _check(plan, kind, phase)
+    simulated = simulate(plan, hardware)
+    run = simulated.runs[kind, phase]
+    colours = Colours(plan.header.ranks, plan.request.cluster.ranks_per_node, plan.header.ranks > MOST)
+    axis = axis_of(plan, CELLS)
+    below = max(TOP + MASK + 74, TOP + 40 + _legend_height(colours))
+    track = list(_timelines(run, colours, below))
+    ranks = count(plan.header.ranks, "rank")
+    title = f"{plan.header.recipe}: {phase} of kind {kind} on {ranks}"
+    parts = [
+        svg.text(LEFT, 28, title, 18, rest='font-weight="600"'),
+        svg.text(LEFT, 48, _subtitle(plan, axis), 12, rest=f'fill="{svg.PALE}"'),
+        *_mask(plan, kind, phase, axis, colours),
+        *_legend(colours, plan),
+        *track,
+    ]
+    said = f"{_subtitle(plan, axis)}. {_told(run, simulated.hardware)}"
+    return svg.document(WIDTH, below + _height(run) + 70, title, said, parts)
+
+
+def _check(plan: Plan, kind: str, phase: str) -> None:
+    for option, value, known in (("--kind", kind, plan.header.kinds), ("--phase", phase, PHASES)):
+        if value not in known:
+            raise ConfigError(option, value, f"the plan has {', '.join(known)}", "name one of these")
+
+
+def _subtitle(plan: Plan, axis: Axis) -> str:
+    batch = plan.request.batch
+    held = f"{count(len(batch.lengths), 'sequence')}, {batch.tokens:,} tokens"
+    return held if len(axis.lengths) == len(batch.lengths) else f"the {len(axis.lengths)} longest of {held}"
+
+
+def _told(run: Run, hardware: str) -> str:
+    return (
+        f"{run.makespan_us / 1e3:.3f} ms on {hardware}, {100 * run.efficiency:.0f} % of it what balanced work without "
+        f"communication needs"
+    )
+
+
+# --- the mask
+
+
+def _mask(plan: Plan, kind: str, phase: str, axis: Axis, colours: Colours) -> Iterator[str]:
+    found = owners(plan, kind, phase, axis)
+    fills = {rank: colours.of(rank) for rank in np.unique(found[found != svg.NOBODY]).tolist()}
+    yield svg.rect(LEFT, TOP, MASK, MASK, "#f6f8fa")
+    at = 10 * MASK * axis.edges // axis.tokens
+    yield svg.raster(found, fills, svg.Grid(10 * LEFT + at, 10 * TOP + at))
+    yield from _sequences(axis)
+    middle = TOP + MASK / 2
+    yield svg.text(LEFT + MASK / 2, TOP + MASK + 40, "keys (tokens)", 12, "middle")
+    yield svg.text(20, middle, "queries (tokens)", 12, "middle", f'transform="rotate(-90 20 {middle:g})"')
+
+
+def _sequences(axis: Axis) -> Iterator[str]:
+    """An outline for each sequence, and the tokens where those begin that have room for a number."""
+    scale = MASK / axis.tokens
+    last = -100.0
+    boxes = []
+    for offset, length in zip(axis.offsets.tolist(), axis.lengths.tolist(), strict=True):
+        at, side = round(offset * scale, 1), round(length * scale, 1)
+        boxes.append(f"M{LEFT + at:g} {TOP + at:g}h{side:g}v{side:g}h-{side:g}z")
+        if at - last >= 44 and at <= MASK - 44:
+            yield from _tick(at, f"{offset:,}")
+            last = at
+    yield from _tick(MASK, f"{axis.tokens:,}")
+    yield f'<path d="{"".join(boxes)}" fill="none" stroke="{svg.PALE}" stroke-width="0.7"/>'
+
+
+def _tick(at: float, said: str) -> Iterator[str]:
+    yield svg.text(LEFT + at, TOP + MASK + 20, said, 10, "middle", f'fill="{svg.PALE}"')
+    yield svg.text(LEFT - 8, TOP + at + 4, said, 10, "end", f'fill="{svg.PALE}"')
+    yield svg.lines([(LEFT + at, TOP + MASK, LEFT + at, TOP + MASK + 6), (LEFT - 5, TOP + at, LEFT, TOP + at)])
+
+
+# --- the legend
+
+_ROW = 19
+
+
+def _columns(colours: Colours) -> int:
+    return 1 if len(colours.legend()) <= 26 else 3
+
+
+def _legend_height(colours: Colours) -> int:
+    return -(-len(colours.legend()) // _columns(colours)) * _ROW
+
+
+def _legend(colours: Colours, plan: Plan) -> Iterator[str]:
+    names, columns = colours.legend(), _columns(colours)
+    rows = -(-len(names) // columns)
+    yield svg.text(LEGEND, TOP + 10, "computed by", 12, rest='font-weight="600"')
+    for i, (name, fill) in enumerate(names):
+        x, y = LEGEND + 74 * (i // rows), TOP + 22 + _ROW * (i % rows)
+        yield svg.rect(x, y, 13, 13, fill)
+        yield svg.text(x + 18, y + 11, name, 11)
+    if plan.header.head_sets:
+        y = TOP + 44 + _ROW * rows
+        for i, said in enumerate(("rows in turn: each shows", "one share of the heads")):
+            yield svg.text(LEGEND, y + 14 * i, said, 11, rest=f'fill="{svg.PALE}"')
+
+
+# --- the timeline
+
+
+def _shown(run: Run) -> list[int]:
+    """All ranks, or of many those that wait longest."""
+    return sorted(np.argsort(-run.exposed_us, kind="stable")[:MOST].tolist())
+
+
+def _bar(run: Run) -> int:
+    return min(max(300 // len(_shown(run)), 8), 22)
+
+
+def _height(run: Run) -> int:
+    return _bar(run) * len(_shown(run))
+
+
+def _timelines(run: Run, colours: Colours, top: int) -> Iterator[str]:
+    shown, bar = _shown(run), _bar(run)
+    which = "" if len(shown) == len(run.exposed_us) else f", the {len(shown)} ranks that wait longest"
+    yield svg.text(LEFT, top, f"simulated: {run.makespan_us / 1e3:.3f} ms{which}", 14, rest='font-weight="600"')
+    yield from _key(top)
+    for i, rank in enumerate(shown):
+        yield from _timeline(run, rank, colours.of(rank), top + 14 + i * bar, bar)
+        if bar >= 11 or i % 4 == 0:
+            y = top + 14 + i * bar + min(bar, 14) - 3
+            yield svg.text(LEFT - 8, y, rank, min(bar, 11), "end", f'fill="{svg.PALE}"')
+    bottom = top + 16 + bar * len(shown)
+    for part in range(5):
+        x, time = LEFT + TRACK * part / 4, run.makespan_us / 1e3 * part / 4
+        yield svg.lines([(x, bottom, x, bottom + 5)])
+        yield svg.text(x, bottom + 18, f"{time:.3g}", 10, "middle", f'fill="{svg.PALE}"')
+    yield svg.text(LEFT + TRACK / 2, bottom + 36, "milliseconds", 12, "middle")
+
+
+def _key(top: int) -> Iterator[str]:
+    """What the fills of a timeline mean, at the right end of its title."""
+    x = LEFT + TRACK - 400
+    said = (("attention: the rank's colour", None), ("other work", OTHER), ("waits", WAITING), ("rounds", EVEN))
+    for name, fill in said:
+        if fill is not None:
+            high = 4 if fill == EVEN else 11
+            yield svg.rect(x, top - (6 if fill == EVEN else 10), 11, high, _FILLS[fill])
+        yield svg.text(x + (0 if fill is None else 15), top, name, 11)
+        x += 174 if fill is None else 92
+
+
+def _timeline(run: Run, rank: int, fill: str, y: float, bar: int) -> Iterator[str]:
+    """Work and waits of a rank, and under them, thin, the rounds that it has under way, by turns dark and light."""
+    spans = run.spans
+    mine = spans.rank == rank
+    work = mine & (spans.stream == 0)
+    attends = (spans.op == Op.ATTEND) | (spans.op == Op.ATTEND_GRAD)
+    waits = spans.op == Op.WAIT
+    doing = _most(run, [work & attends, work & ~attends & ~waits, work & waits])
+    rounds = mine & (spans.stream > 0)
+    moving = _most(run, [rounds & (spans.round % 2 == parity) for parity in (0, 1)])
+    fills = {0: fill, 1: _FILLS[OTHER], 2: _FILLS[WAITING]}
+    yield svg.raster(doing[None, :], fills, _track(y, y + 0.72 * (bar - 2)))
+    yield svg.raster(moving[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, _track(y + 0.77 * (bar - 2), y + bar - 2))
+
+
+def _track(top: float, bottom: float) -> svg.Grid:
+    x = 10 * LEFT + np.arange(STEPS + 1) * 10 * TRACK // STEPS
+    return svg.Grid(x, np.array([round(10 * top), round(10 * bottom)]))
+
+
+def _most(run: Run, chosen: Sequence[NDArray[np.bool_]]) -> Ints:
+    """int64 [STEPS]: which of the chosen spans fill most of each step, NOBODY where all together have little."""
+    edges = np.linspace(0.0, run.makespan_us, STEPS + 1)
+    shares = np.array([_share(run, spans, edges) for spans in chosen])
+    most = np.argmax(shares, axis=0)
+    return np.where(shares.sum(axis=0) >= 0.3, most, svg.NOBODY).astype(np.int64)
+
+
+def _share(run: Run, chosen: NDArray[np.bool_], edges: Floats) -> Floats:
+    """float64 [steps]: which part of each step lies in the spans, those that overlap counted once."""
+    start, end = run.spans.start_us[chosen], run.spans.end_us[chosen]
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    if not len(start):
+        return np.zeros(len(edges) - 1)
+    start = np.maximum(start, np.append(0.0, end[:-1]))
+    done = np.cumsum(end - start)
+    points = np.stack([start, end], axis=1).ravel()
+    return np.asarray(
+        np.diff(np.interp(edges, points, np.stack([done - (end - start), done], axis=1).ravel()))
+        / np.maximum(np.diff(edges), 1e-12)
+    )

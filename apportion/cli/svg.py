@@ -1,0 +1,107 @@
+"""SVG as text: shapes that are escaped and rounded, so that equal pictures are equal bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+NOBODY = -1
+FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
+INK, PALE, LINE = "#1f2328", "#59636e", "#d1d9e0"
+
+_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# hues that stay apart for most eyes, near each other in lightness (after Okabe and Ito, 2008, and Tableau's ten)
+_FEW = ("#4477aa", "#ee7733", "#228833", "#cc3377", "#66b3dd", "#ccaa22", "#884488", "#9a6a4a")
+_TURN = 0.381966  # of a circle, the golden angle: no two of the first hues come close
+_TONES = ((62, 52), (48, 36), (70, 72))  # saturation and lightness in percent, in turn
+
+
+def safe(said: object) -> str:
+    """Text as XML may hold it."""
+    return escape(_NOT_XML.sub("\ufffd", str(said)))
+
+
+def colour(index: int, count: int) -> str:
+    """The colour of one of `count` things, told apart as well as so many can be."""
+    if count <= len(_FEW):
+        return _FEW[index]
+    saturation, lightness = _TONES[index % len(_TONES)]
+    return f"hsl({round(360 * (index * _TURN % 1))},{saturation}%,{lightness}%)"
+
+
+def text(x: float, y: float, said: object, size: int = 12, anchor: str = "start", rest: str = "") -> str:
+    """A line of text whose baseline is at y. rest: further attributes."""
+    place = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text {place}{' ' * bool(rest)}{rest}>{safe(said)}</text>"
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str, rest: str = "") -> str:
+    """A rectangle. rest: further attributes."""
+    shape = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+    return f'<rect {shape} fill="{fill}"{" " * bool(rest)}{rest}/>'
+
+
+def lines(ends: Sequence[tuple[float, float, float, float]], stroke: str = LINE) -> str:
+    """Straight lines (x0, y0, x1, y1)."""
+    path = "".join(f"M{x0:g} {y0:g}L{x1:g} {y1:g}" for x0, y0, x1, y1 in ends)
+    return f'<path d="{path}" fill="none" stroke="{stroke}"/>'
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Where columns and rows begin, and the last ends: int64 [columns + 1], [rows + 1], in tenths of a pixel."""
+
+    x: Ints
+    y: Ints
+
+
+def raster(owners: Ints, fills: dict[int, str], grid: Grid) -> str:
+    """Cells [rows, columns] as one path a fill; owners without a fill stay empty.
+
+    Neighbours of one owner in a row are one rectangle, and equal rectangles of neighbouring rows too.
+    """
+    x, y = grid.x.tolist(), grid.y.tolist()
+    paths: dict[int, list[str]] = {owner: [] for owner in fills}
+    for owner, row, high, start, wide in _boxes(owners):
+        if owner in paths:
+            width, height = x[start + wide] - x[start], y[row + high] - y[row]
+            paths[owner].append(f"M{x[start]} {y[row]}h{width}v{height}h-{width}z")
+    drawn = (f'<path fill="{fills[owner]}" d="{"".join(path)}"/>' for owner, path in paths.items() if path)
+    return f'<g transform="scale(.1)" shape-rendering="crispEdges">{"".join(drawn)}</g>'
+
+
+def _boxes(owners: Ints) -> list[tuple[int, int, int, int, int]]:
+    """(owner, first row, rows, first column, columns) of rectangles that cover all cells but NOBODY's."""
+    found: list[tuple[int, int, int, int, int]] = []
+    growing: dict[tuple[int, int, int], int] = {}  # (owner, column, columns) -> first row
+    for row in range(len(owners) + 1):
+        runs = _runs(owners[row]) if row < len(owners) else []
+        kept = {run: growing.get(run, row) for run in runs}
+        ended = ((run, first) for run, first in growing.items() if run not in kept)
+        found += [(owner, first, row - first, column, wide) for (owner, column, wide), first in ended]
+        growing = kept
+    return found
+
+
+def _runs(row: Ints) -> list[tuple[int, int, int]]:
+    edges = np.flatnonzero(np.diff(row)) + 1
+    starts, ends = np.append(0, edges), np.append(edges, len(row))
+    runs = zip(row[starts].tolist(), starts.tolist(), (ends - starts).tolist(), strict=True)
+    return [run for run in runs if run[0] != NOBODY]
+
+
+def document(width: float, height: float, title: str, description: str, parts: Sequence[str]) -> str:
+    """A whole SVG file that needs nothing else, with what a screen reader says of it."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img" aria-labelledby="title desc" font-family="{FONT}" fill="{INK}">'
+    )
+    told = f'<title id="title">{safe(title)}</title>\n<desc id="desc">{safe(description)}</desc>'
+    return "\n".join([head, told, rect(0, 0, width, height, "#ffffff"), *parts, "</svg>", ""])
