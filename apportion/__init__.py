@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from apportion.trainer.loader import PlannedBatch, PlannedLoader
     from apportion.trainer.loss import normalised_loss
     from apportion.trainer.pingpong import PingPongLayer, ping_pong, ping_pong_attention
+    from apportion.trainer.projection import HeadProjection
 
 _HOMES = {
     "apportion.backends.torch.remap": ("from_linear", "to_linear"),
@@ -75,6 +76,7 @@ _HOMES = {
     "apportion.trainer.loader": ("PlannedBatch", "PlannedLoader"),
     "apportion.trainer.loss": ("normalised_loss",),
     "apportion.trainer.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
+    "apportion.trainer.projection": ("HeadProjection",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

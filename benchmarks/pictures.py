@@ -21,7 +21,7 @@ FOLDER = ROOT / "docs/pictures"
 PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
 
 #: long, middling and short documents, 8K tokens a rank, in the order in which a loader might bring them
-LENGTHS = (3000, 24000, 900, 12000, 1600, 7000, 5000, 600, 4000, 2800, 2200, 1300, 1136)
+LENGTHS = (3000, 24000, 900, 12000, 1600, 7000, 5000, 4000, 2800, 2200, 1300, 1736)
 CLUSTER = Cluster(nodes=2, ranks_per_node=4)
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, dtype="bf16", layers=32)
 MOST_BYTES = 60_000

@@ -69,7 +69,7 @@ def draw(
     below = max(TOP + MASK + 74, TOP + 40 + _legend_height(colours))
     track = list(_timelines(run, colours, below))
     ranks = count(plan.header.ranks, "rank")
-    title = f"{plan.header.recipe}: {phase} of kind {kind} on {ranks}"
+    title = f"{_recipe(plan)}: {phase} of kind {kind} on {ranks}"
     parts = [
         svg.text(LEFT, 28, title, 18, rest='font-weight="600"'),
         svg.text(LEFT, 48, _subtitle(plan, axis), 12, rest=f'fill="{svg.PALE}"'),
@@ -85,6 +85,12 @@ def _check(plan: Plan, kind: str, phase: str) -> None:
     for option, value, known in (("--kind", kind, plan.header.kinds), ("--phase", phase, PHASES)):
         if value not in known:
             raise ConfigError(option, value, f"the plan has {', '.join(known)}", "name one of these")
+
+
+def _recipe(plan: Plan) -> str:
+    """The recipe, and what it chose where it searched."""
+    search = plan.report.get("search")
+    return plan.header.recipe if search is None else f"{plan.header.recipe} ({search['recipe']['name']})"
 
 
 def _subtitle(plan: Plan, axis: Axis) -> str:

@@ -174,6 +174,7 @@ _ENTRIES = (
         "4, A, B; tasks take parts of their rows' keys: 8",
         shard={"sequences": {}},
         place={"distca": {"kv_ranges": True}},
+        route={"node": {}},
         schedule={"gather": {"local": "first"}},
     ),
     _entry(

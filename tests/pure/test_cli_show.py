@@ -1,0 +1,199 @@
+"""`apportion show --svg`: what is drawn is what the programs do, in XML that any viewer takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion import cli
+from apportion.cli import svg
+from apportion.cli.mask_cells import Axis, axis_of, owners
+from apportion.cli.pictures import CELLS, MOST, Colours, draw
+from apportion.ir import bands, masks
+from apportion.ir.errors import ConfigError
+from apportion.ir.plan import Plan
+from apportion.ir.workload import lognormal_lengths
+from apportion.planner.recipes import entries
+
+SVG = "{http://www.w3.org/2000/svg}"
+MODEL = ap.Model(q_heads=8, kv_heads=4, head_dim=64, layers=2)
+LENGTHS = (1500, 700, 300, 61)
+Spec = masks.Mask | dict[str, masks.Mask] | None
+
+
+def planned(recipe: object = "fcp", mask: Spec = None, ranks: int = 4, lengths: object = LENGTHS) -> Plan:
+    batch = ap.Batch.from_lengths(lengths, mask)
+    return ap.plan(batch, ap.Cluster(1, ranks), MODEL, recipe=recipe, seed=0, verify=False)
+
+
+def fills(text: str) -> set[str]:
+    return set(re.findall(r'<path fill="([^"]+)"', text))
+
+
+def allowed(plan: Plan, axis: Axis) -> np.ndarray:
+    """bool [cells, cells]: whether the mask allows any pair of a cell, by the dense mask."""
+    tokens = plan.request.batch.tokens
+    dense = bands.dense(plan.request.batch.bands("default"), tokens, tokens)
+    sums = np.add.reduceat(np.add.reduceat(dense, axis.edges[:-1], axis=0), axis.edges[:-1], axis=1)
+    return np.asarray(sums > 0)
+
+
+# --- who computes what
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("recipe", [name for name in entries() if name != "round_robin"])
+def test_every_cell_of_the_mask_has_a_rank_and_no_other(recipe: str, phase: str) -> None:
+    plan = planned(recipe)
+    axis = axis_of(plan, 40)
+    np.testing.assert_array_equal(owners(plan, "default", phase, axis) >= 0, allowed(plan, axis))
+
+
+def test_queries_that_stay_home_are_computed_there() -> None:
+    plan = planned("ring")
+    axis = axis_of(plan, CELLS)
+    found = owners(plan, "default", "forward", axis)
+    spans = plan.layout("attention").spans
+    rank, token, length = spans.rank_of_row(), spans["token"], spans["length"]
+    whole = [
+        (row, int(rank[at[0]]))
+        for row, (first, end) in enumerate(zip(axis.edges, axis.edges[1:], strict=False))
+        if len(at := np.flatnonzero((token <= first) & (end <= token + length)))
+    ]
+    assert len(whole) > 20
+    assert all(set(found[row][found[row] >= 0].tolist()) == {home} for row, home in whole)
+
+
+def test_ranks_that_share_heads_are_all_there() -> None:
+    plan = planned("ulysses")
+    found = owners(plan, "default", "forward", axis_of(plan, CELLS))
+    assert set(np.unique(found)) == {-1, 0, 1, 2, 3}
+    assert all(len(set(row[row >= 0].tolist())) == 1 for row in found)
+
+
+def test_only_the_longest_of_many_sequences_are_drawn() -> None:
+    plan = planned(lengths=[10] * 30 + [900] + [500] + [11] * 20)
+    axis = axis_of(plan, 50)
+    assert axis.lengths.tolist() == [900, 500, *[11] * 10]
+    assert axis.starts.tolist()[:3] == [300, 1200, 1700]
+    assert "the 12 longest of 52 sequences" in draw(plan)
+
+
+# --- the file
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_it_is_xml_with_a_title_and_the_colours_of_all_ranks(phase: str) -> None:
+    text = draw(planned(), phase=phase)
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg"
+    assert root.findtext(f"{SVG}title") == f"fcp: {phase} of kind default on 4 ranks"
+    assert "2,561 tokens" in str(root.findtext(f"{SVG}desc"))
+    assert {Colours(4, 4, False).of(rank) for rank in range(4)} <= fills(text)
+    said = {element.text for element in root.iter(f"{SVG}text")}
+    assert {"rank 0", "rank 3", "keys (tokens)", "queries (tokens)", "milliseconds", "waits"} <= said
+    assert not {element.tag for element in root.iter()} & {f"{SVG}image", f"{SVG}script", f"{SVG}style"}
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_equal_plans_have_equal_pictures() -> None:
+    assert draw(planned("distca")) == draw(Plan.decode(planned("distca").encode()))
+
+
+def test_names_are_escaped() -> None:
+    kinds = {'a<b>&"\x01': masks.causal(), "other": masks.full()}
+    recipe = ap.Recipe("r]]>&", {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}})
+    root = ElementTree.fromstring(draw(planned(recipe, kinds)))
+    assert root.findtext(f"{SVG}title") == 'r]]>&: forward of kind a<b>&"\ufffd on 4 ranks'
+    assert "kind other" in draw(planned(recipe, kinds), kind="other")
+
+
+def test_the_picture_of_many_ranks_is_small() -> None:
+    lengths = lognormal_lengths(64 * 4096, seed=0)
+    text = draw(planned("fcp", ranks=64, lengths=lengths))
+    assert len(text.encode()) < 300_000
+    assert "rank 63" in text
+
+
+def test_the_worst_mask_of_many_ranks_stays_small() -> None:
+    checks = np.indices((CELLS + 12, CELLS + 12)).sum(axis=0) % MOST
+    at = np.arange(CELLS + 13) * 50
+    text = svg.raster(checks, {rank: svg.colour(rank, MOST) for rank in range(MOST)}, svg.Grid(at, at))
+    assert len(text.encode()) < 300_000
+
+
+def test_nodes_have_the_colours_where_ranks_are_too_many() -> None:
+    batch = ap.Batch.from_lengths([4000] * 40)
+    text = draw(ap.plan(batch, ap.Cluster(10, 8), MODEL, recipe="contiguous", seed=0))
+    assert "node 9" in text
+    assert "rank 9<" not in text
+    assert "the 64 ranks that wait longest" in text
+
+
+def test_colours_are_told_apart() -> None:
+    for count in (2, 8, 9, 16, 64):
+        assert len({svg.colour(rank, count) for rank in range(count)}) == count
+
+
+def test_boxes_cover_each_cell_once() -> None:
+    cells = np.random.default_rng(0).integers(-1, 3, (12, 9))
+    cells[3:7, 2:5] = 1
+    drawn = np.full_like(cells, -1)
+    for owner, row, high, start, wide in svg._boxes(cells):
+        assert (drawn[row : row + high, start : start + wide] == -1).all()
+        drawn[row : row + high, start : start + wide] = owner
+    np.testing.assert_array_equal(drawn, cells)
+
+
+# --- the command
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "p.plan"
+    path.write_bytes(planned().encode())
+    return path
+
+
+def test_show_draws_beside_what_it_prints(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = plan_file.with_suffix(".svg")
+    assert cli.main(["show", str(plan_file), "--svg", str(target), "--phase", "backward", "--json"]) == 0
+    assert f'"svg": "{target}"' in capsys.readouterr().out
+    assert target.read_text(encoding="utf-8") == draw(planned(), phase="backward")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kind", "default"], "add --svg"),
+        (["--phase", "forward"], "add --svg"),
+        (["--svg", "nowhere/p.svg"], "there is no folder"),
+        (["--svg", "p.svg", "--phase", "sideways"], "the plan has forward, backward"),
+        (["--svg", "p.svg", "--kind", "none"], "the plan has default"),
+        (["--svg", "p.svg", "--rank", "4"], "the plan has ranks 0 to 3"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    plan_file: Path,
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(plan_file.parent)
+    assert cli.main(["show", str(plan_file), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("p.svg").exists()
+
+
+def test_a_kind_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="the plan has default"):
+        draw(planned(), kind="global")
