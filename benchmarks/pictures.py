@@ -1,11 +1,16 @@
-"""The pictures of docs/recipes.md: each recipe plans one small batch, and `apportion show --svg` draws the plan.
+"""The pictures of docs/recipes.md: each recipe plans one small batch, and the plan is drawn as `apportion show --svg`
+does it.
 
-Run: python benchmarks/pictures.py (seconds). Writes docs/pictures/RECIPE.svg; equal programs give equal files.
+Run: python benchmarks/pictures.py (seconds). Writes docs/pictures/RECIPE.svg for every recipe that the page has markers
+for, and between these the picture, where the recipe comes from, its steps and what it needs.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 from apportion.cli.pictures import draw
 from apportion.ir.batch import Batch
@@ -18,7 +23,8 @@ from apportion.planner.recipes import entries, find_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs/pictures"
-PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+PAGE = ROOT / "docs/recipes.md"
+MARKED = re.compile(r"<!-- recipe: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 #: long, middling and short documents, 8K tokens a rank, in the order in which a loader might bring them
 LENGTHS = (3000, 24000, 900, 12000, 1600, 7000, 5000, 4000, 2800, 2200, 1300, 1736)
@@ -34,15 +40,45 @@ def picture(name: str) -> str:
     return draw(plan(batch, CLUSTER, MODEL, recipe, seed=0), hardware=Hardware.load("h100"))
 
 
+def facts(name: str) -> str:
+    """What stands between the markers of a recipe."""
+    entry = entries()[name]
+    section = (
+        f", section {entry.section}"
+        if entry.section[:1].isdigit()
+        else entry.section and f", {entry.section}"
+    )
+    told = [f"From: {entry.paper}{section}.", f"Steps: {steps(entry.recipe)}."]
+    told += [f"Needs: {entry.needs}."] if entry.needs else []
+    return f"![{entry.summary}](pictures/{name}.svg)\n\n" + "\n".join(told) + "\n"
+
+
+def steps(recipe: Recipe) -> str:
+    """The steps of a recipe in one line."""
+    return ", ".join(
+        f"`{step.step} {step.name}{_told(step.params)}`" for step in recipe if step.name != "off"
+    )
+
+
+def _told(params: Any) -> str:
+    said = (
+        f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in params.items()
+    )
+    return f" {{{', '.join(said)}}}" if params else ""
+
+
 def main() -> None:
-    """Draws all of them."""
+    """Draws all of them, and writes the page."""
     FOLDER.mkdir(exist_ok=True)
-    for name in [name for name in entries() if f"pictures/{name}.svg" in PAGE]:
+    page = PAGE.read_text(encoding="utf-8")
+    for name, _ in MARKED.findall(page):
         path, data = FOLDER / f"{name}.svg", picture(name).encode()
         if len(data) > MOST_BYTES:
             raise SystemExit(f"{path} would have {len(data)} bytes, more than {MOST_BYTES}")
         path.write_bytes(data)
         print(f"{path.relative_to(ROOT)}: {len(data):,} bytes")
+    filled = MARKED.sub(lambda held: f"<!-- recipe: {held[1]} -->\n{facts(held[1])}<!-- end -->", page)
+    PAGE.write_text(filled, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ def steps(recipe: str, **changed: dict) -> dict:
 
 #: on short sequences chunks are as short as trainers make them
 SHORT = {"place": {"chunk": 1}}
+#: every built-in recipe by its name, and others; recipes of upipe take q, k and v
 STRATEGIES: dict[str, dict] = {
+    "fcp": steps("fcp", shard={"block": 5}),
     "ring": steps("ring", **SHORT),
     "allgather": steps("allgather", **SHORT),
     "ulysses": steps("ulysses"),
@@ -48,8 +50,20 @@ STRATEGIES: dict[str, dict] = {
     "distca": steps("distca"),
     "distca_paper": steps("distca_paper"),
     "distca_relayed": steps("distca") | {"route": {"node": {}}},
-    "dcp": steps("dcp") | {"shard": {"blocks": {"block": 5, "zigzag": False}}},
+    "dcp": steps("dcp", shard={"block": 5}),
+    "dcp_heads": {
+        "shard": {"blocks": {"block": 5, "zigzag": False}},
+        "place": {"dcp": {"head_groups": "kv", "divisions": 2}},
+        "schedule": {"divisions": {"count": 2}},
+    },
+    "upipe": steps("upipe", inner={"project": False}),
+    "upipe_ring": steps("upipe_ring", inner={"project": False}, **SHORT),
+    "upipe_ahead": steps("upipe_ring", inner={"heads": 4, "project": False, "ahead": 1}, **SHORT),
+    "upipe_hold": BLOCKS
+    | MATCHINGS
+    | {"inner": {"upipe": {"degree": "node", "order": "natural", "hold": True}}},
     "blend": steps("blend"),
+    "auto": steps("auto"),
     "blend_of_blocks": steps("blend", place={"grain": 5}),
     "blend_by_node": steps("blend") | {"route": {"node": {}}},
     "zeppelin": steps("zeppelin", remap={"when": "always"}),

@@ -74,11 +74,12 @@ def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
         raise VerifyError(f"{kind} {phase} reads rows that nothing has written; verify the plan")
     bands, piece = _on_axis(np.ascontiguousarray(tasks.bands.T), axis)
     task = tasks.task[piece]
-    sets = program["operands"]["heads"][program.task_operand("q", task)]
+    sets = np.asarray(program["operands"]["heads"][program.task_operand("q", task)], np.int64)
     rows, part = _rows(bands, axis.edges)
     mine = _unlike_heads(program.q_sets, sets)[:, sets[part]]
     shown = mine[rows % len(mine), np.arange(len(rows))]
-    return _busiest(bands[part[shown]], rows[shown], program[program.task_list].rank[task[part[shown]]], axis.edges)
+    rank = np.asarray(program[program.task_list].rank[task], np.int64)[part]
+    return _busiest(bands[part[shown]], rows[shown], rank[shown], axis.edges)
 
 
 def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
@@ -86,7 +87,9 @@ def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
     parts, of = [], []
     for start, length, offset in zip(axis.starts, axis.lengths, axis.offsets, strict=True):
         at = np.flatnonzero((bands[:, 0] < start + length) & (bands[:, 1] > start))
-        cut = algebra.intersect(bands[at], np.array([start, start + length, start, start + length]), tight=True)
+        cut = algebra.intersect(
+            bands[at], np.array([start, start + length, start, start + length]), tight=True
+        )
         seen = cut[:, 0] < cut[:, 1]
         parts.append(algebra.shift(cut[seen], offset - start, offset - start))
         of.append(at[seen])
@@ -122,7 +125,9 @@ def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:
     strips = algebra.intersect(
         bands, np.stack([edges[row], edges[row + 1], 0 * row, everything], axis=1), tight=True
     )
-    first, last = (np.searchsorted(edges, ends, side="right") - 1 for ends in (strips[:, 2], strips[:, 3] - 1))
+    first, last = (
+        np.searchsorted(edges, ends, side="right") - 1 for ends in (strips[:, 2], strips[:, 3] - 1)
+    )
     column, strip = _ranges(first, np.maximum(last, first - 1))
     boxes = np.stack([0 * column, 0 * column + edges[-1], edges[column], edges[column + 1]], axis=1)
     pairs = algebra.area(algebra.intersect(strips[strip], boxes))

@@ -46,7 +46,10 @@ TokensPerRank = Annotated[
     typer.Option("--tokens-per-rank", help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1),
 ]
 RecipeName = Annotated[
-    str, typer.Option("--recipe", help="A name of `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches.")
+    str,
+    typer.Option(
+        "--recipe", help="A name of `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches."
+    ),
 ]
 Block = Annotated[
     str | None, typer.Option("--block", help="Tokens per block, or `auto`. Default: what the recipe says.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ Floats = NDArray[np.float64]
 
 CELLS = 112  # of the mask, a side
 STEPS = 240  # cells of a timeline
+MOST_BYTES = 280_000  # of a file; what would have more is drawn coarser
+COARSEST = 30  # steps
+LITTLE = 0.3  # share of a step below which it stays empty
 MOST = 64  # ranks with a colour and a timeline of their own; of more, nodes have colours
 
 WIDTH, LEFT, TOP = 900, 74, 64
@@ -55,6 +59,29 @@ class Colours:
         return [(f"node {node}", self.of(node * self.per_node)) for node in nodes]
 
 
+@dataclass(frozen=True, eq=False)
+class _Scene:
+    """What is drawn. coarse: how many cells and steps are drawn as one, so that the file stays small."""
+
+    plan: Plan
+    run: Run
+    hardware: str
+    coarse: int = 1
+
+    @cached_property
+    def axis(self) -> Axis:
+        return axis_of(self.plan, CELLS // self.coarse)
+
+    @property
+    def steps(self) -> int:
+        return STEPS // self.coarse
+
+    @cached_property
+    def colours(self) -> Colours:
+        ranks = self.plan.header.ranks
+        return Colours(ranks, self.plan.request.cluster.ranks_per_node, ranks > MOST)
+
+
 def draw(
     plan: Plan, kind: str | None = None, phase: str = "forward", hardware: Hardware | None = None
 ) -> str:
@@ -62,23 +89,29 @@ def draw(
     VerifyError for a plan that cannot run."""
     kind = plan.header.kinds[0] if kind is None else kind
     _check(plan, kind, phase)
-    simulated = simulate(plan, hardware)
-    run = simulated.runs[kind, phase]
-    colours = Colours(plan.header.ranks, plan.request.cluster.ranks_per_node, plan.header.ranks > MOST)
-    axis = axis_of(plan, CELLS)
-    below = max(TOP + MASK + 74, TOP + 40 + _legend_height(colours))
-    track = list(_timelines(run, colours, below))
-    ranks = count(plan.header.ranks, "rank")
-    title = f"{_recipe(plan)}: {phase} of kind {kind} on {ranks}"
+    found = simulate(plan, hardware)
+    scene = _Scene(plan, found.runs[kind, phase], found.hardware)
+    drawn = _drawn(scene)
+    while len(drawn) > MOST_BYTES and scene.steps > COARSEST:
+        scene = replace(scene, coarse=2 * scene.coarse)
+        drawn = _drawn(scene)
+    return drawn
+
+
+def _drawn(scene: _Scene) -> str:
+    plan, run = scene.plan, scene.run
+    below = TOP + max(MASK + 74, _legend_height(scene.colours) + 40)
+    title = f"{_recipe(plan)}: {run.phase} of kind {run.kind} on {count(plan.header.ranks, 'rank')}"
+    held = _held(plan, scene.axis)
     parts = [
         svg.text(LEFT, 28, title, 18, rest='font-weight="600"'),
-        svg.text(LEFT, 48, _subtitle(plan, axis), 12, rest=f'fill="{svg.PALE}"'),
-        *_mask(plan, kind, phase, axis, colours),
-        *_legend(colours, plan),
-        *track,
+        svg.text(LEFT, 48, held, 12, rest=f'fill="{svg.PALE}"'),
+        *_mask(scene),
+        *_legend(scene.colours, plan),
+        *_timelines(scene, below),
     ]
-    said = f"{_subtitle(plan, axis)}. {_told(run, simulated.hardware)}"
-    return svg.document(WIDTH, below + _height(run) + 70, title, said, parts)
+    height = below + _bar(run) * len(_shown(run)) + 70
+    return svg.document(WIDTH, height, title, f"{held}. {_told(run, scene.hardware)}.", parts)
 
 
 def _check(plan: Plan, kind: str, phase: str) -> None:
@@ -93,7 +126,7 @@ def _recipe(plan: Plan) -> str:
     return plan.header.recipe if search is None else f"{plan.header.recipe} ({search['recipe']['name']})"
 
 
-def _subtitle(plan: Plan, axis: Axis) -> str:
+def _held(plan: Plan, axis: Axis) -> str:
     batch = plan.request.batch
     held = f"{count(len(batch.lengths), 'sequence')}, {batch.tokens:,} tokens"
     return held if len(axis.lengths) == len(batch.lengths) else f"the {len(axis.lengths)} longest of {held}"
@@ -109,9 +142,10 @@ def _told(run: Run, hardware: str) -> str:
 # --- the mask
 
 
-def _mask(plan: Plan, kind: str, phase: str, axis: Axis, colours: Colours) -> Iterator[str]:
-    found = owners(plan, kind, phase, axis)
-    fills = {rank: colours.of(rank) for rank in np.unique(found[found != svg.NOBODY]).tolist()}
+def _mask(scene: _Scene) -> Iterator[str]:
+    axis = scene.axis
+    found = owners(scene.plan, scene.run.kind, scene.run.phase, axis)
+    fills = {rank: scene.colours.of(rank) for rank in np.unique(found[found != svg.NOBODY]).tolist()}
     yield svg.rect(LEFT, TOP, MASK, MASK, "#f6f8fa")
     at = 10 * MASK * axis.edges // axis.tokens
     yield svg.raster(found, fills, svg.Grid(10 * LEFT + at, 10 * TOP + at))
@@ -139,7 +173,9 @@ def _sequences(axis: Axis) -> Iterator[str]:
 def _tick(at: float, said: str) -> Iterator[str]:
     yield svg.text(LEFT + at, TOP + MASK + 20, said, 10, "middle", f'fill="{svg.PALE}"')
     yield svg.text(LEFT - 8, TOP + at + 4, said, 10, "end", f'fill="{svg.PALE}"')
-    yield svg.lines([(LEFT + at, TOP + MASK, LEFT + at, TOP + MASK + 6), (LEFT - 5, TOP + at, LEFT, TOP + at)])
+    yield svg.lines(
+        [(LEFT + at, TOP + MASK, LEFT + at, TOP + MASK + 6), (LEFT - 5, TOP + at, LEFT, TOP + at)]
+    )
 
 
 # --- the legend
@@ -181,21 +217,24 @@ def _bar(run: Run) -> int:
     return min(max(300 // len(_shown(run)), 8), 22)
 
 
-def _height(run: Run) -> int:
-    return _bar(run) * len(_shown(run))
-
-
-def _timelines(run: Run, colours: Colours, top: int) -> Iterator[str]:
+def _timelines(scene: _Scene, top: int) -> Iterator[str]:
+    run = scene.run
     shown, bar = _shown(run), _bar(run)
     which = "" if len(shown) == len(run.exposed_us) else f", the {len(shown)} ranks that wait longest"
-    yield svg.text(LEFT, top, f"simulated: {run.makespan_us / 1e3:.3f} ms{which}", 14, rest='font-weight="600"')
+    yield svg.text(
+        LEFT, top, f"simulated: {run.makespan_us / 1e3:.3f} ms{which}", 14, rest='font-weight="600"'
+    )
     yield from _key(top)
     for i, rank in enumerate(shown):
-        yield from _timeline(run, rank, colours.of(rank), top + 14 + i * bar, bar)
+        yield from _timeline(scene, rank, top + 14 + i * bar, bar - 2)
         if bar >= 11 or i % 4 == 0:
             y = top + 14 + i * bar + min(bar, 14) - 3
             yield svg.text(LEFT - 8, y, rank, min(bar, 11), "end", f'fill="{svg.PALE}"')
-    bottom = top + 16 + bar * len(shown)
+    yield from _times(run, top + 16 + bar * len(shown))
+
+
+def _times(run: Run, bottom: int) -> Iterator[str]:
+    """The axis under the timelines."""
     for part in range(5):
         x, time = LEFT + TRACK * part / 4, run.makespan_us / 1e3 * part / 4
         yield svg.lines([(x, bottom, x, bottom + 5)])
@@ -206,7 +245,12 @@ def _timelines(run: Run, colours: Colours, top: int) -> Iterator[str]:
 def _key(top: int) -> Iterator[str]:
     """What the fills of a timeline mean, at the right end of its title."""
     x = LEFT + TRACK - 400
-    said = (("attention: the rank's colour", None), ("other work", OTHER), ("waits", WAITING), ("rounds", EVEN))
+    said = (
+        ("attention: the rank's colour", None),
+        ("other work", OTHER),
+        ("waits", WAITING),
+        ("rounds", EVEN),
+    )
     for name, fill in said:
         if fill is not None:
             high = 4 if fill == EVEN else 11
@@ -215,32 +259,27 @@ def _key(top: int) -> Iterator[str]:
         x += 174 if fill is None else 92
 
 
-def _timeline(run: Run, rank: int, fill: str, y: float, bar: int) -> Iterator[str]:
+def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
     """Work and waits of a rank, and under them, thin, the rounds that it has under way, by turns dark and light."""
-    spans = run.spans
+    run, spans = scene.run, scene.run.spans
     mine = spans.rank == rank
-    work = mine & (spans.stream == 0)
-    attends = (spans.op == Op.ATTEND) | (spans.op == Op.ATTEND_GRAD)
-    waits = spans.op == Op.WAIT
-    doing = _most(run, [work & attends, work & ~attends & ~waits, work & waits])
-    rounds = mine & (spans.stream > 0)
-    moving = _most(run, [rounds & (spans.round % 2 == parity) for parity in (0, 1)])
-    fills = {0: fill, 1: _FILLS[OTHER], 2: _FILLS[WAITING]}
-    yield svg.raster(doing[None, :], fills, _track(y, y + 0.72 * (bar - 2)))
-    yield svg.raster(moving[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, _track(y + 0.77 * (bar - 2), y + bar - 2))
+    work, rounds = mine & (spans.stream == 0), mine & (spans.stream > 0)
+    attends, waits = (spans.op == Op.ATTEND) | (spans.op == Op.ATTEND_GRAD), spans.op == Op.WAIT
+    doing = _most(run, [work & attends, work & ~attends & ~waits, work & waits], scene.steps)
+    moving = _most(run, [rounds & (spans.round % 2 == parity) for parity in (0, 1)], scene.steps)
+    fills = {0: scene.colours.of(rank), 1: _FILLS[OTHER], 2: _FILLS[WAITING]}
+    x = 10 * LEFT + np.arange(scene.steps + 1) * 10 * TRACK // scene.steps
+    y = [round(10 * (top + part * high)) for part in (0, 0.72, 0.77, 1)]
+    yield svg.raster(doing[None, :], fills, svg.Grid(x, np.array(y[:2])))
+    yield svg.raster(moving[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, svg.Grid(x, np.array(y[2:])))
 
 
-def _track(top: float, bottom: float) -> svg.Grid:
-    x = 10 * LEFT + np.arange(STEPS + 1) * 10 * TRACK // STEPS
-    return svg.Grid(x, np.array([round(10 * top), round(10 * bottom)]))
-
-
-def _most(run: Run, chosen: Sequence[NDArray[np.bool_]]) -> Ints:
-    """int64 [STEPS]: which of the chosen spans fill most of each step, NOBODY where all together have little."""
-    edges = np.linspace(0.0, run.makespan_us, STEPS + 1)
+def _most(run: Run, chosen: Sequence[NDArray[np.bool_]], steps: int) -> Ints:
+    """int64 [steps]: which of the chosen spans fill most of each step, NOBODY where all together have little."""
+    edges = np.linspace(0.0, run.makespan_us, steps + 1)
     shares = np.array([_share(run, spans, edges) for spans in chosen])
     most = np.argmax(shares, axis=0)
-    return np.where(shares.sum(axis=0) >= 0.3, most, svg.NOBODY).astype(np.int64)
+    return np.where(shares.sum(axis=0) >= LITTLE, most, svg.NOBODY).astype(np.int64)
 
 
 def _share(run: Run, chosen: NDArray[np.bool_], edges: Floats) -> Floats:

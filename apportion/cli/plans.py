@@ -157,7 +157,9 @@ def show(
 def _refuse_without_svg(given: Mapping[str, str | None]) -> None:
     for option, value in given.items():
         if value is not None:
-            raise ConfigError(option, value, "says what is drawn, and nothing is", f"add --svg or drop {option}")
+            raise ConfigError(
+                option, value, "says what is drawn, and nothing is", f"add --svg or drop {option}"
+            )
 
 
 def _check_rank(plan: Plan, rank: int) -> None:

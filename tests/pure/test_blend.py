@@ -10,9 +10,9 @@ import apportion as ap
 from apportion.ir.batch import Sequence
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.workload import lognormal_lengths
-from apportion.planner.passes.blend import UNEVEN, Blend, token_shares
-from apportion.planner.passes.blend_profile import profile
-from apportion.planner.passes.blend_repair import repair
+from apportion.planner.passes.blend.placement import UNEVEN, Blend, token_shares
+from apportion.planner.passes.blend.profile import profile
+from apportion.planner.passes.blend.repair import repair
 from apportion.planner.passes.kinds import busiest
 from apportion.planner.passes.place import Lpt
 from apportion.planner.passes.sequences import Sequences

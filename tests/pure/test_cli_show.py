@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-import apportion as ap
 from apportion import cli
-from apportion.cli import svg
+from apportion.cli import pictures, svg
 from apportion.cli.mask_cells import Axis, axis_of, owners
-from apportion.cli.pictures import CELLS, MOST, Colours, draw
+from apportion.cli.pictures import CELLS, Colours, draw
 from apportion.ir import bands, masks
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
+from apportion.ir.model import Model
 from apportion.ir.plan import Plan
 from apportion.ir.workload import lognormal_lengths
+from apportion.planner.api import plan as make_plan
 from apportion.planner.recipes import entries
 
 SVG = "{http://www.w3.org/2000/svg}"
-MODEL = ap.Model(q_heads=8, kv_heads=4, head_dim=64, layers=2)
+MODEL = Model(q_heads=8, kv_heads=4, head_dim=64, layers=2)
 LENGTHS = (1500, 700, 300, 61)
-Spec = masks.Mask | dict[str, masks.Mask] | None
+Spec = masks.Mask | Mapping[str, masks.Mask] | None
 
 
-def planned(recipe: object = "fcp", mask: Spec = None, ranks: int = 4, lengths: object = LENGTHS) -> Plan:
-    batch = ap.Batch.from_lengths(lengths, mask)
-    return ap.plan(batch, ap.Cluster(1, ranks), MODEL, recipe=recipe, seed=0, verify=False)
+def planned(recipe: str = "fcp", mask: Spec = None, ranks: int = 4, lengths: Any = LENGTHS) -> Plan:
+    batch = Batch.from_lengths(lengths, mask)
+    return make_plan(batch, Cluster(1, ranks), MODEL, recipe=recipe, seed=0, verify=False)
 
 
 def fills(text: str) -> set[str]:
@@ -106,31 +110,40 @@ def test_equal_plans_have_equal_pictures() -> None:
     assert draw(planned("distca")) == draw(Plan.decode(planned("distca").encode()))
 
 
-def test_names_are_escaped() -> None:
-    kinds = {'a<b>&"\x01': masks.causal(), "other": masks.full()}
-    recipe = ap.Recipe("r]]>&", {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}})
-    root = ElementTree.fromstring(draw(planned(recipe, kinds)))
-    assert root.findtext(f"{SVG}title") == 'r]]>&: forward of kind a<b>&"\ufffd on 4 ranks'
-    assert "kind other" in draw(planned(recipe, kinds), kind="other")
+def test_text_is_escaped() -> None:
+    said = 'a<b>&"]]>\x01\ud800'
+    root = ElementTree.fromstring(svg.document(9, 9, said, said, [svg.text(0, 0, said)]))
+    shown = [root.findtext(f"{SVG}{name}") for name in ("title", "desc", "text")]
+    assert shown == ['a<b>&"]]>\ufffd\ufffd'] * 3
+
+
+def test_another_kind_can_be_drawn() -> None:
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(64)}
+    plan = planned("fcp", kinds)
+    assert "kind global" in draw(plan)
+    assert "kind local" in draw(plan, kind="local")
+    filled = [np.sum(owners(plan, kind, "forward", axis_of(plan, CELLS)) >= 0) for kind in kinds]
+    assert filled[1] < filled[0] / 3
 
 
 def test_the_picture_of_many_ranks_is_small() -> None:
-    lengths = lognormal_lengths(64 * 4096, seed=0)
+    lengths = lognormal_lengths(0, 64 * 4096)
     text = draw(planned("fcp", ranks=64, lengths=lengths))
     assert len(text.encode()) < 300_000
     assert "rank 63" in text
 
 
-def test_the_worst_mask_of_many_ranks_stays_small() -> None:
-    checks = np.indices((CELLS + 12, CELLS + 12)).sum(axis=0) % MOST
-    at = np.arange(CELLS + 13) * 50
-    text = svg.raster(checks, {rank: svg.colour(rank, MOST) for rank in range(MOST)}, svg.Grid(at, at))
-    assert len(text.encode()) < 300_000
+def test_what_would_be_large_is_drawn_coarser(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = draw(planned())
+    monkeypatch.setattr(pictures, "MOST_BYTES", len(fine) - 1)
+    coarse = draw(planned())
+    assert len(coarse) < len(fine)
+    assert fills(coarse) >= fills(fine) - {"#57606a"}
 
 
 def test_nodes_have_the_colours_where_ranks_are_too_many() -> None:
-    batch = ap.Batch.from_lengths([4000] * 40)
-    text = draw(ap.plan(batch, ap.Cluster(10, 8), MODEL, recipe="contiguous", seed=0))
+    batch = Batch.from_lengths([4000] * 40)
+    text = draw(make_plan(batch, Cluster(10, 8), MODEL, recipe="contiguous", seed=0))
     assert "node 9" in text
     assert "rank 9<" not in text
     assert "the 64 ranks that wait longest" in text
@@ -152,8 +165,6 @@ def test_boxes_cover_each_cell_once() -> None:
 
 
 # --- the command
-
-Run = Callable[..., int]
 
 
 @pytest.fixture

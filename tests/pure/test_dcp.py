@@ -19,8 +19,8 @@ from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner.passes import dcp
 from apportion.planner.passes.cells import cut_cells
-from apportion.planner.passes.dcp import Dcp
-from apportion.planner.passes.dcp_cells import Heads, divide, hyperedges, traffic
+from apportion.planner.passes.dcp.cells import Heads, divide, hyperedges, traffic
+from apportion.planner.passes.dcp.placement import Dcp
 from apportion.planner.passes.divisions import Divisions
 from apportion.planner.passes.shard import Blocks
 from apportion.planner.problem import Placement, Problem

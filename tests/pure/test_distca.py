@@ -14,13 +14,13 @@ from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 from apportion.ir.isa import Tensor
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes.cells import cut_cells
-from apportion.planner.passes.distca import Distca, forward_bytes
-from apportion.planner.passes.distca_communication import (
+from apportion.planner.passes.distca.communication import (
     context_independent_flops,
     head_tail_cut,
     most_shards,
     range_cut,
 )
+from apportion.planner.passes.distca.placement import Distca, forward_bytes
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.problem import Problem
 from apportion.planner.simulate import simulate

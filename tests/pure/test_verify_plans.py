@@ -15,9 +15,9 @@ from apportion.backends import reference
 from apportion.ir import codec, text
 from apportion.ir.bands import intersect_area, overlaps
 from apportion.ir.plan import Plan, ProgramSet, Table
+from apportion.ir.sorting import stable_order
 from apportion.ir.verify import check
 from apportion.ir.verify.coverage import pairs
-from apportion.ir.sorting import stable_order
 
 PLANS = Path(__file__).parent.parent / "plans"
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=1)

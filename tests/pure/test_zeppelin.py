@@ -19,8 +19,8 @@ from apportion.planner.passes.queues import Queues
 from apportion.planner.passes.route import Site
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.passes.tasks import find_tasks
-from apportion.planner.passes.zeppelin import Zeppelin
-from apportion.planner.passes.zeppelin_route import INTER, INTRA, LOCAL, QueueRings
+from apportion.planner.passes.zeppelin.placement import Zeppelin
+from apportion.planner.passes.zeppelin.route import INTER, INTRA, LOCAL, QueueRings
 from apportion.planner.problem import Problem
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)

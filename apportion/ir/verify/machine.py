@@ -285,6 +285,7 @@ def _wait(
     """Rows are free again, and those received hold what was sent. Returns the transfer that must be waited for, -1
     for none."""
     stuck = -1
+    m[FULL_LINE, TOUCHED] = _touch(m, transfers, 2, 3, base, first, end)
     for item in range(first, end):
         x = base + transfers[2, item]
         cell, sender = m[x, CELL], mate[item]
@@ -316,6 +317,7 @@ def _wait(
 def _launch(m: Ints, transfers: Ints, carried: Ints, constant: int, base: int, first: int, end: int) -> int:
     """Notes what is sent and marks what will be received. Returns where it must stop, -1 for nowhere."""
     stuck = -1
+    m[FULL_LINE, TOUCHED] = _touch(m, transfers, 2, 3, base, first, end)
     for item in range(first, end):
         x = base + transfers[2, item]
         cell = m[x, CELL]
@@ -372,7 +374,7 @@ def _work(
     """The steps of an op for each row of its list. Returns where it must stop, -1 for nowhere."""
     stuck, flags = -1, len(rows) - 1  # `first` is the last column of tasks, grads and rowops
     operands = flags - 2 if op in (_ATTEND, _ATTEND_GRAD) else flags
-    m[FULL_LINE, TOUCHED] = _touch(m, rows, operands, base, first, end)
+    m[FULL_LINE, TOUCHED] = _touch(m, rows, 0, operands, base, first, end)
     for item in range(first, end):
         m[COUNTERS, ITEM] = item
         again = item > first and op in (_ATTEND, _ATTEND_GRAD) and rows[0, item] == rows[0, item - 1]
@@ -506,11 +508,12 @@ def _live_before(m: Ints, x: int, cell: int) -> int:
 
 
 @lean
-def _touch(m: Ints, rows: Ints, operands: int, base: int, first: int, end: int) -> int:
-    """Reads each operand of a list and its first cell, in no order, so that a processor fetches many of them at a
-    time; one by one, as the steps need them, it would wait for each. Returns something that depends on all."""
+def _touch(m: Ints, rows: Ints, begin: int, stop: int, base: int, first: int, end: int) -> int:
+    """Reads the operands in some columns of a list and their first cells, in no order, so that a processor fetches
+    many of them at a time; one by one, as the steps need them, it would wait for each. Returns something that depends
+    on all."""
     seen = 0
-    for column in range(operands):
+    for column in range(begin, stop):
         for item in range(first, end):
             seen ^= m[m[base + rows[column, item], CELL], STATE]
     return seen

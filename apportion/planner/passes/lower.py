@@ -233,7 +233,9 @@ def _fetch(
         return dict.fromkeys(tensors, _NONE)
     launch = fetches.launch[side.round]
     # a tile is held until its tasks are done and it is passed on
-    held = np.maximum(fetches.stage[low.schedule.leads + side.back], np.append(fetches.wait, -1)[side.last_sent])
+    held = np.maximum(
+        fetches.stage[low.schedule.leads + side.back], np.append(fetches.wait, -1)[side.last_sent]
+    )
     if low.holds:
         held = np.full_like(held, len(asm.steps))
     row = allot(edges.dst, edges.rows, launch, held, low.kept, side.order)

@@ -12,7 +12,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice, integer
 from apportion.planner.passes.route import Routed
 from apportion.planner.passes.schedule import LOCAL, Local, Schedule, degrees
-from apportion.planner.passes.zeppelin_route import Queued, QueueRings
+from apportion.planner.passes.zeppelin.route import Queued, QueueRings
 
 Ints = NDArray[np.integer[Any]]
 

@@ -45,6 +45,12 @@ class Candidate:
         """Equal for candidates whose tokens have the same homes."""
         return _text(self.recipe, ["inner", "shard", "place"])
 
+    @property
+    def overlapped(self) -> bool:
+        """Whether the exchange of its heads goes beside computation."""
+        step = self.recipe.step("inner")
+        return step is not None and bool(step.params.get("overlap"))
+
     def with_schedule(self, **changed: int | str) -> Candidate:
         """The candidate with other parameters of its matchings."""
         step = self.recipe.step("schedule")
@@ -128,21 +134,24 @@ def _recipe(
 
 
 def neighbours(best: Candidate, problem: Problem, inner: str) -> Iterator[Candidate]:
-    """Variations of one step each: rounds, order, degree, route, blocks and buffers; some are the best itself."""
+    """Variations of one step each, those first that helped most often; some are the best itself."""
     scheduled = best.rounds is not None
     if scheduled:
         yield from (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[:2])
-        yield from _overlapped(best)
+    yield from _overlapped(best)
+    yield from _headed(best)
+    if scheduled:
         yield from (best.with_schedule(order=order) for order in ORDERS)
-        yield from (best.with_schedule(local=local) for local in LOCALS)
     if inner == "auto":
         yield from _split(best, problem)
-    if scheduled and problem.cluster.nodes > 1:
-        yield _rerouted(best)
-    yield from _resized(best)
     if scheduled:
         yield from (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[2:])
+        if not best.overlapped:  # which runs these evenly in any case
+            yield from (best.with_schedule(local=local) for local in LOCALS)
+        if problem.cluster.nodes > 1:
+            yield _rerouted(best)
         yield from (best.with_schedule(buffers=buffers) for buffers in MORE_BUFFERS)
+    yield from _resized(best)
 
 
 def _rerouted(best: Candidate) -> Candidate:
@@ -171,15 +180,19 @@ def _split(best: Candidate, problem: Problem) -> Iterator[Candidate]:
             yield best.with_step("inner", value, f"{base}-u{degree}", best.rounds)
 
 
+def _headed(best: Candidate) -> Iterator[Candidate]:
+    """Other shares of long documents, where `blend` cuts them."""
+    place = best.recipe.step("place")
+    if place is not None and place.name == "blend":
+        for head in HEADS:
+            value = {"blend": {**place.params, "head": head}}
+            yield best.with_step("place", value, best.recipe.name, best.rounds)
+
+
 def _resized(best: Candidate) -> Iterator[Candidate]:
-    """Other blocks, where tokens are cut into blocks or `blend` may cut its shares."""
-    shard, place = best.recipe.step("shard"), best.recipe.step("place")
+    """Other blocks, where tokens are cut into blocks."""
+    shard = best.recipe.step("shard")
     if shard is not None and shard.name == "blocks":
         for block in (8192, 4096, 2048, "auto"):
             value = {"blocks": {**shard.params, "block": block}}
             yield best.with_step("shard", value, best.recipe.name, best.rounds)
-    if place is not None and place.name == "blend":
-        for grain in (4096, 0):
-            yield best.with_step(
-                "place", {"blend": {**place.params, "grain": grain}}, best.recipe.name, best.rounds
-            )

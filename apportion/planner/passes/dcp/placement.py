@@ -13,8 +13,8 @@ from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import integer, number
 from apportion.ir.isa import PHASES
 from apportion.planner.passes.cells import Cells, Execution, cut_cells
-from apportion.planner.passes.dcp_cells import Heads, divide
-from apportion.planner.passes.dcp_homes import SPREADS, Blocks, homes
+from apportion.planner.passes.dcp.cells import Heads, divide
+from apportion.planner.passes.dcp.homes import SPREADS, Blocks, homes
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Placement, Problem, Shards
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
 from apportion.planner.passes.cells import Cells, cut_cells
-from apportion.planner.passes.dcp_cells import Heads, hyperedges, traffic
+from apportion.planner.passes.dcp.cells import Heads, hyperedges, traffic
 from apportion.planner.problem import Problem, Shards, exact_sums
 from apportion.planner.solvers import hypergraph
 from apportion.planner.solvers.contracts import HypergraphProblem, caps_of

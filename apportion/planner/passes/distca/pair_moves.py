@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit, lean
-from apportion.planner.passes.distca_board import Rules, Servers, put
-from apportion.planner.passes.distca_greedy import HALVINGS
-from apportion.planner.passes.distca_pairs import (
+from apportion.planner.passes.distca.board import Rules, Servers, put
+from apportion.planner.passes.distca.greedy import HALVINGS
+from apportion.planner.passes.distca.pairs import (
     Board,
     Holding,
     Pairs,
@@ -21,7 +21,7 @@ from apportion.planner.passes.distca_pairs import (
     open_pairs,
     pair_work,
 )
-from apportion.planner.passes.distca_shares import FREE
+from apportion.planner.passes.distca.shares import FREE
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]

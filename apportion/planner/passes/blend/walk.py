@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit, lean
-from apportion.planner.passes.blend_profile import Profile, pairs_between
+from apportion.planner.passes.blend.profile import Profile, pairs_between
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]

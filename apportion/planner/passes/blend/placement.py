@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer
-from apportion.planner.passes.blend_profile import profile
-from apportion.planner.passes.blend_repair import repair
-from apportion.planner.passes.blend_walk import walk
+from apportion.planner.passes.blend.profile import profile
+from apportion.planner.passes.blend.repair import repair
+from apportion.planner.passes.blend.walk import walk
 from apportion.planner.passes.kinds import lightest
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights

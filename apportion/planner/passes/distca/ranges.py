@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.planner.passes.cells import Cells, cut_cells
-from apportion.planner.passes.distca_balance import ROOM, Ended, Limits, fill, new_lists
-from apportion.planner.passes.distca_board import Rules, Servers
-from apportion.planner.passes.distca_pair_moves import book_pairs, migrate_pairs
-from apportion.planner.passes.distca_pairs import Board, Holding, Index, Pairs, Shares, first_work
+from apportion.planner.passes.distca.balance import ROOM, Ended, Limits, fill, new_lists
+from apportion.planner.passes.distca.board import Rules, Servers
+from apportion.planner.passes.distca.pair_moves import book_pairs, migrate_pairs
+from apportion.planner.passes.distca.pairs import Board, Holding, Index, Pairs, Shares, first_work
 from apportion.planner.problem import exact_sums
 
 Ints = NDArray[np.integer[Any]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from apportion.ir.jit import jit, lean
-from apportion.planner.passes.distca_board import Board, Near, Rules, close_server, hull, open_homes, widen
-from apportion.planner.passes.distca_shares import home_keys, new_keys, rows_of
+from apportion.planner.passes.distca.board import Board, Near, Rules, close_server, hull, open_homes, widen
+from apportion.planner.passes.distca.shares import home_keys, new_keys, rows_of
 
 
 @lean

@@ -19,11 +19,11 @@ from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import choice, integer, number
 from apportion.ir.isa import PHASES, Tensor
 from apportion.planner.passes.cells import Execution, cut_cells, cut_columns
-from apportion.planner.passes.distca_balance import Balance, Ended, Limits, Site, balance, imbalance
-from apportion.planner.passes.distca_board import Rules, Servers
-from apportion.planner.passes.distca_communication import FORMS, Form
-from apportion.planner.passes.distca_homes import causal_sequences, sequential_homes, token_ranges
-from apportion.planner.passes.distca_ranges import RangeBalance, balance_ranges
+from apportion.planner.passes.distca.balance import Balance, Ended, Limits, Site, balance, imbalance
+from apportion.planner.passes.distca.board import Rules, Servers
+from apportion.planner.passes.distca.communication import FORMS, Form
+from apportion.planner.passes.distca.homes import causal_sequences, sequential_homes, token_ranges
+from apportion.planner.passes.distca.ranges import RangeBalance, balance_ranges
 from apportion.planner.passes.refusals import obey_token_cap
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Placement, Problem, Shards, exact_sums

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit
-from apportion.planner.passes.blend_profile import pairs_between
+from apportion.planner.passes.blend.profile import pairs_between
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.planner.passes.distca_board import Board, Holders, Items, Lists, Near, Rules, Servers
-from apportion.planner.passes.distca_caps import book_homes
-from apportion.planner.passes.distca_greedy import first_work, migrate
-from apportion.planner.passes.distca_homes import Ranges
-from apportion.planner.passes.distca_walks import find_walks, in_tokens, on_walks
+from apportion.planner.passes.distca.board import Board, Holders, Items, Lists, Near, Rules, Servers
+from apportion.planner.passes.distca.caps import book_homes
+from apportion.planner.passes.distca.greedy import first_work, migrate
+from apportion.planner.passes.distca.homes import Ranges
+from apportion.planner.passes.distca.walks import find_walks, in_tokens, on_walks
 from apportion.planner.problem import exact_sums
 
 Ints = NDArray[np.integer[Any]]

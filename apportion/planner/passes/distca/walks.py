@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.planner.passes.distca_board import Walks
-from apportion.planner.passes.distca_homes import Ranges, token_ranges
+from apportion.planner.passes.distca.board import Walks
+from apportion.planner.passes.distca.homes import Ranges, token_ranges
 from apportion.planner.passes.shard import row_areas
 from apportion.planner.problem import exact_sums
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit, lean
-from apportion.planner.passes.distca_board import Lists, Servers
+from apportion.planner.passes.distca.board import Lists, Servers
 
 Ints = NDArray[np.integer[Any]]
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import lean
-from apportion.planner.passes.distca_board import Near, Rules, Walks, hull
-from apportion.planner.passes.distca_communication import head_tail_rows
+from apportion.planner.passes.distca.board import Near, Rules, Walks, hull
+from apportion.planner.passes.distca.communication import head_tail_rows
 
 Ints = NDArray[np.integer[Any]]
 

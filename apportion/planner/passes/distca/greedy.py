@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit, lean
-from apportion.planner.passes.distca_board import (
+from apportion.planner.passes.distca.board import (
     Board,
     Items,
     Rules,
@@ -35,8 +35,8 @@ from apportion.planner.passes.distca_board import (
     put,
     widen,
 )
-from apportion.planner.passes.distca_caps import fits, recount
-from apportion.planner.passes.distca_shares import cheapest, estimate, price_of, work_of
+from apportion.planner.passes.distca.caps import fits, recount
+from apportion.planner.passes.distca.shares import cheapest, estimate, price_of, work_of
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]

@@ -1,0 +1,1 @@
+"""Blend: the densest and the sparsest documents mixed on each rank."""

@@ -1,0 +1,1 @@
+"""Zeppelin: sequences by zones, in three queues of rings (section 3)."""

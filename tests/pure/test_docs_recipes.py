@@ -1,0 +1,73 @@
+"""docs/recipes.md: every recipe, every parameter with its default, every picture; and the pictures are as drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from apportion.planner import recipes
+from benchmarks import pictures
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+ROWS = re.findall(r"^\| (\w+ \w+) \| `(\w+)` \| `([^|]+)` \| \S", PAGE, re.MULTILINE)
+BUILT_IN = [name for name, entry in recipes._BUILT_IN.items() if entry is recipes.entries()[name]]
+
+
+def told(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def test_every_parameter_is_there_once_with_its_default() -> None:
+    known = Counter(
+        (f"{step} {name}", parameter, told(default))
+        for step, held in recipes._PASSES.items()
+        for name in held
+        for parameter, default in recipes.parameters(step, name)
+    )
+    written = Counter(ROWS)
+    assert {"missing or changed": known - written, "gone or twice": written - known} == {
+        "missing or changed": Counter(),
+        "gone or twice": Counter(),
+    }
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_recipe_has_a_section_that_says_what_it_is(name: str) -> None:
+    section = SECTIONS[name]
+    assert pictures.facts(name) in section, "run python benchmarks/pictures.py"
+    assert len(section.split("<!-- end -->")[1].split("\n\n")) >= 3
+    assert "When: " in section
+    assert f"[{name}](#{name})" in PAGE
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_picture_is_small_and_of_its_recipe(name: str) -> None:
+    data = (ROOT / f"docs/pictures/{name}.svg").read_bytes()
+    assert len(data) <= pictures.MOST_BYTES
+    title = ElementTree.fromstring(data).findtext("{http://www.w3.org/2000/svg}title")
+    assert re.fullmatch(rf"{name}( \(\S+\))?: forward of kind default on 8 ranks", str(title))
+
+
+def test_no_picture_is_left_over() -> None:
+    assert {path.stem for path in (ROOT / "docs/pictures").iterdir()} == set(BUILT_IN)
+
+
+def test_a_picture_is_drawn_again_as_it_is() -> None:
+    assert pictures.picture("contiguous") == (ROOT / "docs/pictures/contiguous.svg").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_links_and_files_of_the_page_are_there() -> None:
+    anchors = {name.lower().replace(" ", "-") for name in SECTIONS}
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= anchors
+    named = re.findall(r"`((?:apportion|examples|docs|tests|benchmarks)/[\w./]+)`", PAGE)
+    assert [name for name in named if not (ROOT / name).exists()] == []
