@@ -69,7 +69,7 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ),
         ("plan size", f"{human_bytes(sizes['total'])}, largest rank {human_bytes(sizes['largest_rank'])}"),
     ]
-    return rows + _time_rows(record)
+    return rows + _search_rows(record) + _time_rows(record)
 
 
 def _bytes_bound(record: Record) -> str:
@@ -83,6 +83,21 @@ def _bytes_bound(record: Record) -> str:
 
 def _heaviest(record: Record) -> str:
     return f"heaviest piece {record['heaviest_piece_over_mean']:.3f} of the mean load"
+
+
+def _search_rows(record: Record) -> list[tuple[str, str]]:
+    if "search" not in record:
+        return []
+    held = record["search"]
+    ended = f"ended by {held['stopped']}" if held["stopped"] else "all there was"
+    return [
+        ("search", f"{held['recipe']['name']} is the best of {held['steps']} tried ({ended})"),
+        (
+            "gap",
+            f"{percent(held['gap'])}: {held['ms']:.3f} ms a layer, {held['ideal_ms']:.3f} ms balanced and without "
+            "communication",
+        ),
+    ]
 
 
 def _time_rows(record: Record) -> list[tuple[str, str]]:
@@ -184,6 +199,45 @@ def _bars(values: NDArray[Any], group: int, style: str) -> list[Text]:
 def _bar(share: float, longest: float, style: str) -> Text:
     filled = round(BAR * share / longest)
     return Text.assemble(("█" * filled, style), " " * (BAR - filled), f" {share:.3f}")
+
+
+def search_table(search: Record) -> Table:
+    """What a search tried, in its order: milliseconds of a layer, or why there are none."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("tried", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("steps")
+    for trial in search["tried"]:
+        best = trial["recipe"] == search["recipe"]
+        table.add_row(
+            trial["recipe"]["name"], _trial_ms(trial), Text(_steps(trial)), style="bold" if best else ""
+        )
+    return table
+
+
+def _trial_ms(trial: Record) -> str:
+    if trial["refused"] is not None:
+        return "refused"
+    return f"> {trial['least_ms']:.3f}" if trial["ms"] is None else f"{trial['ms']:.3f}"
+
+
+def _steps(trial: Record) -> str:
+    """The steps with their parameters, or why the candidate was refused."""
+    if trial["refused"] is not None:
+        return str(trial["refused"])
+    steps = trial["recipe"]["steps"].items()
+    return ", ".join(_step(step, named) for step, named in steps if named)
+
+
+def _step(step: str, named: Any) -> str:
+    if named is True:  # a switch
+        return step
+    ((name, held),) = named.items()
+    return f"{step} {name}{_params(held)}"
+
+
+def _params(held: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{name}: {value}' for name, value in held.items())})" if held else ""
 
 
 def program_sizes(plan: Plan, rank: int | None = None) -> list[dict[str, Any]]:

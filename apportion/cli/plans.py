@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,8 @@ from apportion.cli.output import FAILED, OK, count, emit
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from apportion.ir.plan import Plan
 
 
@@ -74,6 +76,7 @@ def plan(
         "id": row.plan.id.hex(),
         "skipped_samples": skipped,
         "file": None if output is None else str(output),
+        **({"search": row.plan.report["search"]} if "search" in row.plan.report else {}),
     }
     title = f"plan {record['id'][:16]}, verified"
     emit(record, as_json, lambda: views.summary(title, views.plan_rows(record)))
@@ -195,7 +198,16 @@ def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
         lambda: views.summary(title, views.plan_rows(plan.report)),
         lambda: views.picture(plan),
         lambda: views.programs_table(record["programs"]),
+        *_tried(plan),
     )
+
+
+def _tried(plan: Plan) -> list[Callable[[], RenderableType]]:
+    """What a search tried, where there was one."""
+    from apportion import views
+
+    search = plan.report.get("search")
+    return [] if search is None else [lambda: views.search_table(search)]
 
 
 def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:

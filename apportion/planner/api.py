@@ -31,7 +31,7 @@ from apportion.planner.passes.lower import lower_backward, lower_forward
 from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.overlap import overlapped
 from apportion.planner.passes.remap import Remapping
-from apportion.planner.passes.route import KeysOnly, Routed, Site, Star
+from apportion.planner.passes.route import KeysOnly, Routed, Site, Star, depths
 from apportion.planner.passes.schedule import Matchings
 from apportion.planner.passes.stages import program_order
 from apportion.planner.passes.tasks import Edges, Members, Tasks, find_tasks, placed_tasks
@@ -255,6 +255,9 @@ def _with_own_cap(problem: Problem, passes: Pipeline, lowered: Lowered) -> Probl
 
 def _schedule(problem: Problem, passes: Pipeline, placement: Placement, groups: Groups) -> Lowered:
     """The tasks of every kind and phase and when their tiles move; `problem` has groups for ranks."""
+    if placement.execution is not None and getattr(passes.route, "rings", False):
+        rule = "the placement says who computes, and what that adds up does not go around rings"
+        raise ConfigError("recipe.steps.route", "ring", rule, "use star, node or tree")
     rows = Rows(placement.starts, placement.home, len(groups))
     heads = HeadGroups.of(problem.model, placement.head_groups)
     sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
@@ -312,6 +315,10 @@ def _first_needed(tasks: Tasks, routed: Routed, division: Ints) -> Ints:
     for edge in (tasks.edge, tasks.query_edge):
         some = np.flatnonzero(edge >= 0)
         np.minimum.at(first, routed.arrives[edge[some]], division[some])
+    depth, parent = depths(routed.edges.parent), routed.edges.parent
+    for level in range(int(depth.max(initial=0)), 0, -1):  # what is passed on must have come
+        relays = np.flatnonzero(depth == level)
+        np.minimum.at(first, parent[relays], first[relays])
     return first
 
 

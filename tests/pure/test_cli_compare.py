@@ -114,6 +114,28 @@ def test_compare_prints_a_table(run: Cli, mine: Path) -> None:
     assert "slots" in run("compare", "--recipes", "ring", *SMALL, "--wide").out
 
 
+def test_compare_fails_where_no_recipe_serves_the_batch(run: Cli, tmp_path: Path) -> None:
+    batch = tmp_path / "homes.json"
+    batch.write_text(json.dumps({"lengths": [100, 50], "home_ranks": [[0], None]}))
+    args = ("compare", "--batch", batch, "--ranks", 2, "--recipes", "blend", "--baseline", "blend", "--json")
+    result = run(*args)
+    assert (result.code, result.json["rows"][0]["status"]) == (1, "refused")
+
+
+def test_a_deadline_ends_a_search_and_nothing_else(run: Cli) -> None:
+    batch = ("--batch", EXAMPLES / "batch.json", "--ranks", 4)
+    plan = run("plan", *batch, "--recipe", "auto", "--deadline-ms", 5, "--json").json
+    assert plan["recipe"] == "auto"
+    rows = run(
+        "compare", *batch, "--recipes", "fcp,auto", "--baseline", "fcp", "--deadline-ms", 5, "--json"
+    ).json
+    assert [row["status"] for row in rows["rows"]] == ["ok", "ok"]
+    for command in (("plan", "--recipe", "fcp"), ("compare", "--recipes", "fcp")):
+        result = run(*command, *batch, "--deadline-ms", 5)
+        assert (result.code, "--deadline-ms = 5" in result.err) == (2, True)
+    assert run("plan", *batch, "--recipe", "auto", "--deadline-ms", 0).code == 2
+
+
 def test_compare_says_why_a_recipe_is_refused(run: Cli, tmp_path: Path) -> None:
     batch = tmp_path / "homes.json"
     homes = [{"length": 1000, "mask": {"causal": {}}} for _ in range(4)]
@@ -245,10 +267,21 @@ def test_a_recipe_prints_as_a_recipe_file(run: Cli, tmp_path: Path, name: str) -
     }
 
 
-def test_an_unknown_recipe_is_refused_with_the_names(run: Cli) -> None:
-    result = run("recipes", "rign")
+@pytest.mark.parametrize(
+    "command", [["recipes", "rign"], ["plan", "--recipe", "rign"], ["compare", "--recipes", "rign"]]
+)
+def test_an_unknown_recipe_is_refused_with_the_names_once(run: Cli, command: list[str]) -> None:
+    batch = [] if command[0] == "recipes" else ["--batch", str(EXAMPLES / "batch.json")]
+    result = run(*command, *batch)
     assert result.code == 2
-    assert "ring" in result.err
+    assert all(len(re.findall(rf"\b{name}\b", result.err)) == 1 for name in entries())
+
+
+def test_a_recipe_tells_its_parameters_and_their_defaults(run: Cli) -> None:
+    assert "# schedule queues has proxies: 1, local: last" in run("recipes", "zeppelin").out
+    record = run("recipes", "zeppelin", "--json").json
+    assert record["section"] == "3"
+    assert record["parameters"]["remap"] == {"objective": "two_sided", "when": "pays"}
 
 
 def test_solvers_say_what_they_need(run: Cli) -> None:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from apportion import cli
+from apportion import cli, views
 from apportion.cli import pictures, svg
 from apportion.cli.mask_cells import Axis, axis_of, owners
 from apportion.cli.pictures import CELLS, Colours, draw
@@ -208,3 +208,38 @@ def test_what_cannot_be_drawn_is_refused(
 def test_a_kind_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ConfigError, match="the plan has default"):
         draw(planned(), kind="global")
+
+
+# --- what a search tried
+
+
+def test_show_tells_what_a_search_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "{name: mine, steps: {search: {portfolio: {candidates: [fcp, ring, contiguous], improve: false}}}}"
+    )
+    batch, path = tmp_path / "batch.json", str(tmp_path / "p.plan")
+    batch.write_text('{"lengths": [900, 500, 60], "mask": {"causal": {}}}')
+    args = ["plan", "--batch", str(batch), "--ranks", "4", "--recipe", str(recipe), "-o", path]
+    assert cli.main(args) == 0
+    assert "is the best of 3 tried (all there was)" in capsys.readouterr().out
+    assert cli.main(["show", path]) == 0
+    printed = capsys.readouterr().out.split("tried", 2)[2]
+    assert all(
+        name in printed for name in ("fcp", "ring", "contiguous", "shard blocks (block: auto, zigzag: True)")
+    )
+
+
+def test_a_trial_is_told_with_its_time_or_why_it_has_none() -> None:
+    steps = {"place": {"lpt": {}}, "reshuffle": True}
+    trials = [
+        {"recipe": {"name": name, "steps": steps}, "ms": ms, "least_ms": 2.0, "refused": refused}
+        for name, ms, refused in (("a", 2.5, None), ("b", None, None), ("c", None, "too large"))
+    ]
+    table = views.search_table({"recipe": trials[0]["recipe"], "tried": trials})
+    rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
+    assert [(row[1], str(row[2])) for row in rows] == [
+        ("2.500", "place lpt, reshuffle"),
+        ("> 2.000", "place lpt, reshuffle"),
+        ("refused", "too large"),
+    ]

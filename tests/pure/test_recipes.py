@@ -1,11 +1,16 @@
-"""Recipes: each equals dense attention on every mask, and moves what its strategy says."""
+"""Recipes: each equals dense attention on every mask, and moves what its strategy says.
+
+Every strategy x mask x number of ranks from 1 to 8 is planned and run forward and backward, with four masks in a batch;
+and every strategy x mask alone in its batch, on numbers of ranks that take turns.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import BLOCKS, MATCHINGS, STRATEGIES, cluster
+from strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, cluster, steps
 from test_reference_matrix import LAYERS, SEQUENCES, batch_of, compare
+from test_upipe import compare_block
 
 import apportion as ap
 from apportion.ir import masks
@@ -15,7 +20,20 @@ from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
+from apportion.planner import recipes
 from apportion.planner.recipes import entries, find_recipe, pipeline
+
+
+#: heads of every recipe: MHA, GQA 2, 4 and 8
+HEADS = [*LAYERS, (8, 4, 4, 6, False, None)]
+MASKS = list(SEQUENCES)
+TURNS = {name: turn for turn, name in enumerate(STRATEGIES)}
+
+
+def layer_of(name: str, turn: int) -> tuple:
+    """Stages of four heads need four."""
+    heads = HEADS[1:] if name == "upipe_ahead" else HEADS
+    return heads[turn % len(heads)]
 
 
 def model_of(layer: tuple) -> Model:
@@ -35,24 +53,55 @@ def refuses(name: str, ranks: int) -> bool:
     return ranks % 2 == 1 and "inner" in name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def mixed(ranks: int) -> list[list[str]]:
+    """All masks in batches of four; for each number of ranks others are together."""
+    turned = [MASKS[(2 * ranks + 1) * at % len(MASKS)] for at in range(len(MASKS))]
+    return [turned[at : at + 4] for at in range(0, len(turned), 4)]
+
+
+def test_masks_are_mixed_anew_for_every_number_of_ranks() -> None:
+    for ranks in range(1, 9):
+        assert sorted(sum(mixed(ranks), [])) == sorted(MASKS)
+    assert len({frozenset(masks) for ranks in range(1, 9) for masks in mixed(ranks)}) > 16
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_equals_dense_attention(name: str, ranks: int) -> None:
+def test_every_strategy_with_every_mask_equals_dense_attention(name: str, ranks: int) -> None:
+    """The full matrix, forward and backward, four masks a plan; heads take turns."""
     if refuses(name, ranks):
         with pytest.raises(ap.ConfigError, match=r"recipe\.inner\.ulysses\.degree"):
             planned(name, batch_of("causal"), LAYERS[0], ranks)
         return
-    for turn, mask in enumerate(SEQUENCES):
-        if (turn + ranks) % 3 == 0 or mask == "causal":
-            layer = LAYERS[(turn + ranks) % len(LAYERS)]
-            compare(planned(name, batch_of(mask, "causal"), layer, ranks), "default", layer, ranks)
+    for turn, masks_ in enumerate(mixed(ranks)):
+        layer = layer_of(name, turn + ranks + TURNS[name])
+        compare(planned(name, batch_of(*masks_), layer, ranks), "default", layer, ranks)
 
 
-@pytest.mark.parametrize("mask", SEQUENCES)
-def test_every_mask_in_every_strategy(mask: str) -> None:
-    for turn, name in enumerate(STRATEGIES):
-        layer = LAYERS[turn % len(LAYERS)]
-        compare(planned(name, batch_of(mask), layer, 4), "default", layer, turn)
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_sequence_of_every_mask_in_every_strategy(mask: str) -> None:
+    """Each pair on one number of ranks, all of 1 to 8 for each strategy and for each mask."""
+    for name, turn in TURNS.items():
+        ranks = 1 + (MASKS.index(mask) + 3 * turn) % 8
+        layer = layer_of(name, turn + MASKS.index(mask) // 4)
+        compare(planned(name, batch_of(mask), layer, ranks + refuses(name, ranks)), "default", layer, turn)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("name", ["upipe", "upipe_ring"])
+def test_upipe_as_it_is_shipped_takes_hidden_states(name: str, ranks: int) -> None:
+    """`project` is on; every mask, and the gradients of the weights."""
+    changed = {} if name == "upipe" else SHORT
+    recipe = Recipe(name, steps(name, **changed))
+    model = Model(2 * ranks, 2 if ranks % 2 == 0 else ranks, 4, 6, dtype="fp64", hidden=5, layers=1)
+    for masks_ in mixed(ranks):
+        compare_block(ap.plan(batch_of(*masks_), cluster(ranks), model, recipe))
+
+
+def test_every_built_in_recipe_is_among_the_strategies_with_its_own_passes() -> None:
+    for name in recipes._BUILT_IN:
+        passes = [(step.step, step.name) for step in find_recipe(name)]
+        assert [(step.step, step.name) for step in Recipe(name, STRATEGIES[name])] == passes
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -12,7 +12,7 @@ ring, go on with the tile to its last rank and home from there.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,8 +101,7 @@ class Star:
 
 @dataclass(frozen=True)
 class KeysOnly:
-    """KV rows by a route, query rows, which nobody shares, straight to where they are needed. Raises ConfigError for a
-    ring."""
+    """KV rows by a route, query rows, which nobody shares, straight to where they are needed."""
 
     route: Route
 
@@ -110,9 +109,6 @@ class KeysOnly:
         queries = edges.lane & 1 == 1
         keys, straight = np.flatnonzero(~queries), np.flatnonzero(queries)
         routed = self.route(edges.take(keys), site)
-        if routed.carry:
-            rule = "queries travel in this placement, and these do not go around rings"
-            raise ConfigError("recipe.steps.route", "ring", rule, "use star, node or tree")
         arrives = np.empty(len(edges), np.int32)
         arrives[keys] = routed.arrives
         arrives[straight] = len(routed.edges) + np.arange(len(straight))
@@ -278,6 +274,7 @@ class Ring:
     """
 
     over: Literal["ranks", "holders"] = "ranks"
+    rings: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         choice("recipe.route.ring.over", self.over, ("ranks", "holders"))

@@ -74,9 +74,11 @@ def portfolio(problem: Problem, inner: str) -> list[Candidate]:
     inner: "auto", or "none" for recipes that do not split heads.
     """
     degrees = _degrees(problem) if inner == "auto" else []
-    route = "node" if problem.cluster.nodes > 1 else "star"
+    several = problem.cluster.nodes > 1
+    route = "node" if several else "star"
     found = [_mixed("blend", "star", degree) for degree in degrees[:2]]
-    found += [_mixed("blend", route, 1), _blocks("auto", 1)]
+    found.insert(len(found) if several else 0, _mixed("blend", route, 1))
+    found += [_blocks("auto", 1)]
     found += [_staged(degree) for degree in degrees[:1]]
     found += [_mixed("blend", route, degree) for degree in degrees[2:]]
     found += [_blocks(4096, degree) for degree in (1, *degrees[:1])]

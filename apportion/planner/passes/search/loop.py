@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from apportion.planner.api import Draft, Placed, Watch
     from apportion.planner.recipes import Pipeline
 
-# Enough for what is known to matter; about 10 ms each on 64 ranks.
-STEPS = 16
+# Enough for what is known to matter; about 10 ms each on 64 ranks. On few ranks steps are cheap: twice as many.
+STEPS, FEW_RANKS = 16, 32
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,22 @@ class Portfolio:
     """Tries recipes and keeps the one whose programs the simulator runs fastest, forward and backward, all layers.
 
     candidates: what to start from, names or data of recipes; "auto": see `portfolio`. improve: whether to vary what did
-    best. inner: "none" leaves out what splits heads. steps: how many recipes are tried at most (policy.budget comes
-    first); one at least is planned, whatever the budget. deadline_ms: end on the wall clock, so that equal requests may
+    best. inner: "none" leaves out what splits heads. steps: how many recipes are tried at most, "auto": 16, on up to 32 ranks
+    twice that (policy.budget comes first); one at least is planned, whatever the budget. deadline_ms: end on the wall clock, so that equal requests may
     give other plans. Raises ConfigError.
     """
 
     candidates: Literal["auto"] | Sequence[Any] = "auto"
     inner: Literal["auto", "none"] = "auto"
     improve: bool = True
-    steps: int = STEPS
+    steps: int | Literal["auto"] = "auto"
     deadline_ms: float | None = None
 
     def __post_init__(self) -> None:
         where = "recipe.search.portfolio"
         choice(f"{where}.inner", self.inner, ("auto", "none"))
-        integer(f"{where}.steps", self.steps)
+        if self.steps != "auto":
+            integer(f"{where}.steps", self.steps)
         if not isinstance(self.improve, bool):
             raise ConfigError(f"{where}.improve", self.improve, "is a switch", "write true or false")
         if self.deadline_ms is not None:
@@ -62,10 +63,18 @@ class Portfolio:
         """The sealed plan of the best candidate; its report has `search`. Raises ConfigError, CapacityError."""
         seconds = None if self.deadline_ms is None else self.deadline_ms / 1e3
         clock = Budget(seconds).start()
-        search = _Search(problem, self, problem.policy.budget or self.steps, clock)
+        search = _Search(problem, self, self.budget(problem), clock)
         with watch("search"):
             search.run()
         return search.seal(watch)
+
+    def budget(self, problem: Problem) -> int:
+        """The most steps."""
+        if problem.policy.budget is not None:
+            return problem.policy.budget
+        if self.steps == "auto":
+            return STEPS if problem.ranks > FEW_RANKS else 2 * STEPS
+        return self.steps
 
     @property
     def first(self) -> int | None:

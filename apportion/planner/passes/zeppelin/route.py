@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,8 @@ class QueueRings:
     """proxies: how many ranks of a node share what one sends to another node."""
 
     proxies: int = 1
-    by_block: bool = True
+    by_block: ClassVar[bool] = True
+    rings: ClassVar[bool] = True
 
     def __call__(self, edges: Edges, site: Site) -> Queued:
         rings, parts = find_rings(site), min(self.proxies, site.cluster.ranks_per_node)
