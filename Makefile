@@ -4,6 +4,9 @@
 #   make test     lint, types, import contract, all tests with branch coverage
 #   make lint     the first three of these
 #   make bench    the planning benchmark, one core
+#   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
+#   make auto     what `auto` is worth beside every single recipe, simulated
+#   make pictures the pictures of docs/recipes.md
 #   make compare  the tables of docs/comparison.md: every recipe, simulated (about five minutes)
 #   make fuzz     100,000 mutated plans through decoder and verifier
 #   make clean    remove the environment and every cache
@@ -19,7 +22,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint bench compare fuzz clean
+.PHONY: help demo test lint bench targets auto pictures compare fuzz clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +52,15 @@ test: lint
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/planning.py
+
+targets: $(READY)
+	@$(BIN)/python benchmarks/targets.py
+
+auto: $(READY)
+	@$(BIN)/python benchmarks/auto.py
+
+pictures: $(READY)
+	@$(BIN)/python benchmarks/pictures.py
 
 compare: $(READY)
 	@$(BIN)/python benchmarks/comparison.py

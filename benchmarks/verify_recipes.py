@@ -1,4 +1,4 @@
-"""Every recipe on the shipped workloads and log-normal documents, planned and verified at 64 and 256 ranks.
+"""Every built-in recipe on the shipped workloads and log-normal documents, planned and verified at 64 and 256 ranks.
 
 Run: python benchmarks/verify_recipes.py [--ranks 64,256] [--recipes all|NAME,...] [--workloads NAME,...] [--fresh]
 [--timeout 600] [--memory-gib 12] [--json]. Built-in h100, the README's model, 32K tokens a rank, 8 ranks a node, seed
@@ -35,6 +35,7 @@ from apportion.ir.errors import ApportionError, VerifyError
 from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.ir.workload import read_workload
+from apportion.planner.plugins import found as found_plugins
 from apportion.planner.recipes import entries
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,7 +175,8 @@ def main() -> None:
     told = parser.parse_args()
     if told.case is not None:
         return child(Case(**json.loads(told.case)), told.memory_gib)
-    names = list(entries()) if told.recipes == "all" else told.recipes.split(",")
+    built_in = [name for name in entries() if name not in found_plugins("apportion.recipes")]
+    names = built_in if told.recipes == "all" else told.recipes.split(",")
     counts = [int(text) for text in told.ranks.split(",")]
     cases = [Case(*case) for case in product(counts, told.workloads.split(","), names)]
     found = rows(cases, told.timeout, told.memory_gib, told.fresh)

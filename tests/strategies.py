@@ -59,7 +59,8 @@ STRATEGIES: dict[str, dict] = {
     "upipe": steps("upipe", inner={"project": False}),
     "upipe_ring": steps("upipe_ring", inner={"project": False}, **SHORT),
     "upipe_ahead": steps("upipe_ring", inner={"heads": 4, "project": False, "ahead": 1}, **SHORT),
-    "upipe_hold": BLOCKS
+    "upipe_held": steps("upipe_ring", inner={"project": False, "hold": True}, **SHORT),
+    "upipe_natural": BLOCKS
     | MATCHINGS
     | {"inner": {"upipe": {"degree": "node", "order": "natural", "hold": True}}},
     "blend": steps("blend"),

@@ -220,10 +220,8 @@ def _bar(run: Run) -> int:
 def _timelines(scene: _Scene, top: int) -> Iterator[str]:
     run = scene.run
     shown, bar = _shown(run), _bar(run)
-    which = "" if len(shown) == len(run.exposed_us) else f", the {len(shown)} ranks that wait longest"
-    yield svg.text(
-        LEFT, top, f"simulated: {run.makespan_us / 1e3:.3f} ms{which}", 14, rest='font-weight="600"'
-    )
+    yield svg.text(LEFT, top, f"simulated: {run.makespan_us / 1e3:.3f} ms", 14, rest='font-weight="600"')
+    yield svg.text(LEFT + 186, top, _remark(run), 11, rest=f'fill="{svg.PALE}"')
     yield from _key(top)
     for i, rank in enumerate(shown):
         yield from _timeline(scene, rank, top + 14 + i * bar, bar - 2)
@@ -240,6 +238,11 @@ def _times(run: Run, bottom: int) -> Iterator[str]:
         yield svg.lines([(x, bottom, x, bottom + 5)])
         yield svg.text(x, bottom + 18, f"{time:.3g}", 10, "middle", f'fill="{svg.PALE}"')
     yield svg.text(LEFT + TRACK / 2, bottom + 36, "milliseconds", 12, "middle")
+
+
+def _remark(run: Run) -> str:
+    hidden = len(run.exposed_us) > len(_shown(run))
+    return f"the {MOST} ranks that wait longest" if hidden else f"{100 * run.efficiency:.0f} % efficient"
 
 
 def _key(top: int) -> Iterator[str]:

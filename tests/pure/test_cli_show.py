@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,9 +19,10 @@ from apportion.cli.pictures import CELLS, Colours, draw
 from apportion.ir import bands, masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.model import Model
 from apportion.ir.plan import Plan
+from apportion.ir.verify.subject import Subject
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.api import plan as make_plan
 from apportion.planner.recipes import entries
@@ -79,6 +81,18 @@ def test_ranks_that_share_heads_are_all_there() -> None:
     found = owners(plan, "default", "forward", axis_of(plan, CELLS))
     assert set(np.unique(found)) == {-1, 0, 1, 2, 3}
     assert all(len(set(row[row >= 0].tolist())) == 1 for row in found)
+
+
+def test_the_legend_says_that_rows_show_shares_of_heads() -> None:
+    assert "one share of the heads" in draw(planned("ulysses"))
+    assert "one share of the heads" not in draw(planned("ring"))
+
+
+def test_a_plan_that_reads_what_nothing_wrote_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Subject.tasks
+    monkeypatch.setattr(Subject, "tasks", lambda *args: replace(real(*args), complete=False))
+    with pytest.raises(VerifyError, match="nothing has written; verify the plan"):
+        draw(planned())
 
 
 def test_only_the_longest_of_many_sequences_are_drawn() -> None:
@@ -224,7 +238,7 @@ def test_show_tells_what_a_search_tried(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(args) == 0
     assert "is the best of 3 tried (all there was)" in capsys.readouterr().out
     assert cli.main(["show", path]) == 0
-    printed = capsys.readouterr().out.split("tried", 2)[2]
+    printed = " ".join(capsys.readouterr().out.split("tried", 2)[2].split())
     assert all(
         name in printed for name in ("fcp", "ring", "contiguous", "shard blocks (block: auto, zigzag: True)")
     )

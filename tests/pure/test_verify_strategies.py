@@ -46,6 +46,13 @@ def later(wait: str, what: str) -> tuple[str, str]:
     return f"  {wait}\n  {what}\n", f"  {what}\n  {wait}\n"
 
 
+def earlier(what: str, *lines: str) -> tuple[str, str]:
+    """The edit that moves something before the lines that come before it."""
+    return "".join(f"  {line}\n" for line in (*lines, what)), "".join(
+        f"  {line}\n" for line in (what, *lines)
+    )
+
+
 # what is broken -> strategy, phase, edit, the rule that names it, words of its message
 CASES = {
     "ring: own rows sent on": (
@@ -101,22 +108,29 @@ CASES = {
     "node: relayed before it came": (
         "node",
         "backward",
-        later("wait 0", "launch 2 channel 1: send KV.work[0:5) to 3, receive KV.work[20:25) from 3"),
+        earlier(
+            "launch 2 channel 1: send KV.work[0:5) to 3, receive KV.work[20:25) from 3",
+            "wait 0",
+            "attend_grad Q.home[0:10) KV.work[0:5) dO.home[0:10) delta.home[0:10)"
+            " -> dQ.home[0:10) dKV.work[0:5) full first_dkv, "
+            "Q.home[5:10) KV.work[5:10) dO.home[5:10) delta.home[5:10)"
+            " -> dQ.home[5:10) dKV.work[5:10) full first_dkv",
+        ),
         "dataflow",
         "not yet waited for",
     ),
-    "node: no wait": ("node", "backward", ("  wait 3\n", ""), "transfers", "wait"),
+    "node: no wait": ("node", "backward", ("  wait 4\n", ""), "transfers", "wait"),
     "node: a branch left out of the reduction": (
         "node",
         "backward",
-        ("  add dKV.work[20:25) -> dKV.work[0:5)\n", ""),
+        ("  add dKV.work[30:35) -> dKV.work[0:5)\n", ""),
         "delivery",
-        "never reaches its home",
+        "has not reached its home",
     ),
     "node: a branch added before it came": (
         "node",
         "backward",
-        later("wait 3", "add dKV.work[20:25) -> dKV.work[0:5)"),
+        later("wait 4", "add dKV.work[30:35) -> dKV.work[0:5)"),
         "dataflow",
         "not yet waited for",
     ),
@@ -124,8 +138,8 @@ CASES = {
         "node",
         "backward",
         (
-            "add dKV.work[20:25) -> dKV.work[0:5)",
-            "add" + ",".join([" dKV.work[20:25) -> dKV.work[0:5)"] * 2),
+            "add dKV.work[30:35) -> dKV.work[0:5)",
+            "add" + ",".join([" dKV.work[30:35) -> dKV.work[0:5)"] * 2),
         ),
         "delivery",
         "merged, added or sent before",

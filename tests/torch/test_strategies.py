@@ -1,25 +1,83 @@
-"""Every strategy on real ranks over gloo, forward and backward, against dense float64 attention."""
+"""Every strategy on real ranks over gloo, forward and backward, against dense float64 attention.
+
+A pairwise cover: every strategy meets every mask, 1 to 8 ranks, MHA and GQA, every dtype, sinks and softcap; and so
+does each of these the others. Masks share batches, three of them or two in each.
+"""
+
+from itertools import combinations, product
+from typing import NamedTuple
 
 import cases
 import pytest
 from strategies import STRATEGIES, cluster
 
+from apportion.ir.batch import Batch, Sequence
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.recipes import pipeline
 
 MASKS = tuple(cases.BATCHES)
-TURNS = [(name, turn) for turn, name in enumerate(STRATEGIES)]
+RANKS = tuple(range(1, 9))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("name", "turn"), TURNS, ids=list(STRATEGIES))
-def test_every_strategy_on_real_ranks(pool, name, turn, ranks):
-    dtype, extra = ("fp64", "fp32", "bf16")[turn % 3], ("", "sinks", "softcap")[(turn + ranks) % 3]
-    batch = cases.batch_of(MASKS[(5 * turn + ranks) % len(MASKS)])
-    model = cases.model(2, dtype, (8, 12), kv_heads=1 + turn % 2)
+class Cell(NamedTuple):
+    """One cell of the matrix. heads: query heads per KV head, and KV heads."""
+
+    name: str
+    masks: tuple[str, ...]
+    ranks: int
+    heads: tuple[int, int]
+    dtype: str
+    extra: str  # "", "sinks" or "softcap"
+
+
+AXES = Cell(
+    name=tuple(STRATEGIES),
+    masks=tuple(MASKS[first::5] for first in range(5)),
+    ranks=RANKS,
+    heads=((1, 4), (2, 2), (8, 1)),
+    dtype=("fp64", "fp32", "bf16"),
+    extra=("", "sinks", "softcap"),
+)
+
+
+def serves(name, ranks):
+    """Groups of two ranks need an even number of them."""
+    return ranks % 2 == 0 or "inner" not in name
+
+
+def cell(turn, place):
+    """The cell of a strategy and a number of ranks; the other axes take turns at different speeds."""
+    name, at = AXES.name[turn], turn + place
+    return Cell(
+        name,
+        AXES.masks[at % 5],
+        place + 1 if serves(name, place + 1) else place + 2,
+        AXES.heads[at % 3],
+        AXES.dtype[at // 3 % 3],
+        AXES.extra[(at // 3 + place) % 3],
+    )
+
+
+CELLS = [cell(turn, place) for turn in range(len(STRATEGIES)) for place in range(len(RANKS))]
+
+
+def test_the_cells_hold_every_pair_of_values_of_every_two_axes():
+    held = {(i, each[i], j, each[j]) for each in CELLS for i, j in combinations(range(len(AXES)), 2)}
+    wanted = {
+        (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])
+    }
+    refused = {(0, name, 2, ranks) for name in AXES.name for ranks in RANKS if not serves(name, ranks)}
+    assert held == wanted - refused
+
+
+@pytest.mark.parametrize("at", range(len(CELLS)), ids=lambda at: f"{CELLS[at].name}-{at % 8}")
+def test_every_strategy_on_real_ranks(pool, at):
+    name, masks, ranks, heads, dtype, extra = CELLS[at]
+    batch = Batch.from_sequences([Sequence(*each) for mask in masks for each in cases.BATCHES[mask]])
+    model = cases.model(heads[0], dtype, (8, 12), kv_heads=heads[1])
     recipe = Recipe(name, STRATEGIES[name])
     cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
     plan = api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
-    problem = cases.problem_of(plan, turn, extra == "sinks", 2.0 if extra == "softcap" else None)
+    problem = cases.problem_of(plan, at, extra == "sinks", 2.0 if extra == "softcap" else None)
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch), dtype)

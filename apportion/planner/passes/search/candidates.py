@@ -15,16 +15,14 @@ from apportion.planner.problem import Problem
 # rounds leave the first one exposed, many make every rank wait for the slowest; buffers for all of them keep ranks
 # apart.
 ROUNDS, BUFFERS = 6, 16
-# Relayed tiles pass through two rounds: fewer and longer ones did better.
-RELAYED_ROUNDS = 3
+# Of tiles that are relayed: they pass through two rounds, so that more of these are on their way.
+RELAYED_ROUNDS = 12
 # What is tried around the best: about so many rounds, and so many buffers.
-MORE_ROUNDS, MORE_BUFFERS = (12, 3, 20, 2), (4,)
+MORE_ROUNDS, MORE_BUFFERS = (12, 3, 8, 20, 2), (4,)
 # Which part of a share of a long document comes from its head.
 HEADS = (0.4, 0.5, 0.33)
 # In what order tiles of several lengths travel, and when tasks run that need none (`even` cuts them into strips).
 ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
-# How many candidates are tried before the neighbours of the best of them.
-FIRST = 4
 
 
 @dataclass(frozen=True)
@@ -68,24 +66,24 @@ def _text(recipe: Recipe, names: Sequence[str]) -> str:
     return json.dumps({name: steps[name] for name in sorted(names) if name in steps}, sort_keys=True)
 
 
-def portfolio(problem: Problem, inner: str) -> list[Candidate]:
-    """The recipes that a search starts from: `FIRST` that are cheap to plan and did best, then others.
+def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candidate]]:
+    """The recipes that a search starts from, those that are cheap to plan and did best, and others.
 
     inner: "auto", or "none" for recipes that do not split heads.
     """
     degrees = _degrees(problem) if inner == "auto" else []
     several = problem.cluster.nodes > 1
     route = "node" if several else "star"
-    found = [_mixed("blend", "star", degree) for degree in degrees[:2]]
-    found.insert(len(found) if several else 0, _mixed("blend", route, 1))
-    found += [_blocks("auto", 1)]
-    found += [_staged(degree) for degree in degrees[:1]]
-    found += [_mixed("blend", route, degree) for degree in degrees[2:]]
-    found += [_blocks(4096, degree) for degree in (1, *degrees[:1])]
-    found += [Candidate(_recipe(f"zigzag-u{degree}", degree, "zigzag", "ring")) for degree in degrees[:1]]
-    found += [_mixed("contiguous", "star", 1)]
-    found += [_blocks("auto", degree) for degree in degrees[:1]]
-    return found
+    first = [_mixed("blend", "star", degree) for degree in degrees[:2]]
+    first.insert(len(first) if several else 0, _mixed("blend", route, 1))
+    first += [_blocks("auto", 1)]
+    others = [_staged(degree) for degree in degrees[:1]]
+    others += [_mixed("blend", route, degree) for degree in degrees[2:]]
+    others += [_blocks(4096, degree) for degree in (1, *degrees[:1])]
+    others += [Candidate(_recipe(f"zigzag-u{degree}", degree, "zigzag", "ring")) for degree in degrees[:1]]
+    others += [_mixed("contiguous", "star", 1)]
+    others += [_blocks("auto", degree) for degree in degrees[:1]]
+    return first, others
 
 
 def last_resort() -> Candidate:

@@ -13,17 +13,17 @@ from apportion.ir.fields import choice, integer, number
 from apportion.ir.plan import Plan
 from apportion.ir.policy import Recipe
 from apportion.planner.passes.schedule import Matchings
-from apportion.planner.passes.search.candidates import FIRST, Candidate, last_resort, neighbours, portfolio
+from apportion.planner.passes.search.candidates import Candidate, last_resort, neighbours, portfolio
 from apportion.planner.passes.search.price import Price, least_placed_us, least_scheduled_us, price
 from apportion.planner.problem import Problem
 from apportion.planner.solvers.status import Budget, Clock, Limit
 
 if TYPE_CHECKING:
-    from apportion.planner.api import Draft, Placed, Watch
+    from apportion.planner.api import Draft, Lowered, Placed, Watch
     from apportion.planner.recipes import Pipeline
 
-# Enough for what is known to matter; about 10 ms each on 64 ranks. On few ranks steps are cheap: twice as many.
-STEPS, FEW_RANKS = 16, 32
+# Enough for what is known to matter; 10 to 20 ms each on 64 ranks. On few ranks steps are cheap: twice as many.
+STEPS, FEW_RANKS = 8, 32
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Portfolio:
     """Tries recipes and keeps the one whose programs the simulator runs fastest, forward and backward, all layers.
 
     candidates: what to start from, names or data of recipes; "auto": see `portfolio`. improve: whether to vary what did
-    best. inner: "none" leaves out what splits heads. steps: how many recipes are tried at most, "auto": 16, on up to 32 ranks
-    twice that (policy.budget comes first); one at least is planned, whatever the budget. deadline_ms: end on the wall clock, so that equal requests may
-    give other plans. Raises ConfigError.
+    best. inner: "none" leaves out what splits heads. steps: how many recipes are tried at most, "auto": 8, on up to 32
+    ranks twice that (policy.budget comes first); one at least is planned, whatever the budget. deadline_ms: end on the
+    wall clock, so that equal requests may give other plans. Raises ConfigError.
     """
 
     candidates: Literal["auto"] | Sequence[Any] = "auto"
@@ -76,16 +76,11 @@ class Portfolio:
             return STEPS if problem.ranks > FEW_RANKS else 2 * STEPS
         return self.steps
 
-    @property
-    def first(self) -> int | None:
-        """How many of the candidates come before the neighbours of the best of them."""
-        return FIRST if self.candidates == "auto" else None
-
-    def start(self, problem: Problem) -> list[Candidate]:
-        """What is tried, but for neighbours."""
+    def start(self, problem: Problem) -> tuple[list[Candidate], list[Candidate]]:
+        """What is tried before the neighbours of the best, and after them."""
         if self.candidates == "auto":
             return portfolio(problem, self.inner)
-        return [Candidate(recipe) for recipe in self.candidates if isinstance(recipe, Recipe)]
+        return [Candidate(recipe) for recipe in self.candidates if isinstance(recipe, Recipe)], []
 
 
 def _named(where: str, given: Any) -> tuple[Recipe, ...]:
@@ -141,9 +136,7 @@ class _Search:
     def run(self) -> None:
         """Tries the first of the portfolio, then, while that helps, the neighbours of the best, then the others, and
         their neighbours where they are better."""
-        candidates = self.settings.start(self.problem)
-        first = self.settings.first
-        for some in (candidates[:first], candidates[first:]):
+        for some in self.settings.start(self.problem):
             if self._try_all(some) and self.settings.improve:
                 self._improve()
 
@@ -203,11 +196,12 @@ class _Search:
         least = least_placed_us(placed)
         if least >= most:
             return Trial(candidate, least), None
-        candidate, placed = _with_rounds(candidate, replace(placed, passes=_passes(candidate.recipe)))
+        placed = replace(placed, passes=_passes(candidate.recipe))
+        candidate, placed, lowered = _with_rounds(candidate, placed)
         if repr(placed.passes) in self._planned:
             return None, None
         self._planned.add(repr(placed.passes))
-        lowered = api.schedule(placed, _silent())
+        lowered = lowered or api.schedule(placed, _silent())
         least = least_scheduled_us(placed, lowered)
         if least >= most:
             return Trial(candidate, least), None
@@ -282,19 +276,21 @@ def _passes(recipe: Recipe) -> Pipeline:
     return pipeline(recipe)
 
 
-def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Placed]:
-    """Says how many slots make a round, so that there are about as many rounds as the candidate wants."""
+def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Placed, Lowered | None]:
+    """Says how many slots make a round, so that there are about as many rounds as the candidate wants. The schedule is
+    returned where it was made to find out."""
     schedule = placed.passes.schedule
     if candidate.rounds is None or not isinstance(schedule, Matchings):
-        return candidate, placed
+        return candidate, placed, None
     from apportion.planner import api
 
     single = replace(placed, passes=replace(placed.passes, schedule=replace(schedule, coalesce=1)))
-    slots = max(low.schedule.slots for low in api.schedule(single, _silent()).values())
+    lowered = api.schedule(single, _silent())
+    slots = max(low.schedule.slots for low in lowered.values())
     coalesce = max(1, -(-slots // candidate.rounds))
     named = candidate.with_schedule(coalesce=coalesce)
     chosen = replace(placed.passes, schedule=replace(schedule, coalesce=coalesce))
-    return named, replace(placed, passes=chosen)
+    return named, replace(placed, passes=chosen), lowered if coalesce == 1 else None
 
 
 def _check_cap(problem: Problem, draft: Draft) -> None:
