@@ -48,7 +48,7 @@ lint: $(READY)
 
 test: lint
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
-	$(BIN)/pytest tests/pure tests/torch --cov --cov-report=term:skip-covered
+	$(BIN)/pytest tests/pure tests/torch -n 2 --dist loadfile --cov --cov-report=term:skip-covered
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/planning.py

@@ -58,7 +58,7 @@ STRATEGIES: dict[str, dict] = {
     },
     "upipe": steps("upipe", inner={"project": False}),
     "upipe_ring": steps("upipe_ring", inner={"project": False}, **SHORT),
-    "upipe_ahead": steps("upipe_ring", inner={"heads": 4, "project": False, "ahead": 1}, **SHORT),
+    "upipe_ahead": steps("upipe_ring", inner={"project": False, "ahead": 1}, **SHORT),
     "upipe_held": steps("upipe_ring", inner={"project": False, "hold": True}, **SHORT),
     "upipe_natural": BLOCKS
     | MATCHINGS
@@ -73,6 +73,10 @@ STRATEGIES: dict[str, dict] = {
         "place": {"zeppelin": {"cap": "paper", "inter_tokens": 30, "parts": 2}},
         "schedule": {"queues": {"proxies": 2, "local": "even"}},
     },
+}
+#: stages of twice as many heads as ranks: at least four query heads
+WIDE = {
+    "upipe_wide": steps("upipe_ring", inner={"heads": 4, "project": False, "ahead": 1}, **SHORT),
 }
 
 

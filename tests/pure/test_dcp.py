@@ -17,8 +17,8 @@ from apportion.ir.isa import PHASES
 from apportion.ir.model import Model
 from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
-from apportion.planner.passes import dcp
 from apportion.planner.passes.cells import cut_cells
+from apportion.planner.passes.dcp import placement as dcp
 from apportion.planner.passes.dcp.cells import Heads, divide, hyperedges, traffic
 from apportion.planner.passes.dcp.placement import Dcp
 from apportion.planner.passes.divisions import Divisions

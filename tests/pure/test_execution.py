@@ -66,6 +66,7 @@ def steps(draw: random.Random) -> dict:
                 }
             },
             {"gather": {"local": local, "whole": draw.random() < 0.3}},
+            {"divisions": {"count": 4, "buffers": draw.choice([1, 2, 4])}},
         ]
     )
     place = {

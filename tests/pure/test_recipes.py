@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, cluster, steps
+from strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, WIDE, cluster, steps
 from test_reference_matrix import LAYERS, SEQUENCES, batch_of, compare
 from test_upipe import compare_block
 
@@ -26,12 +26,13 @@ from apportion.planner.recipes import entries, find_recipe, pipeline
 #: heads of every recipe: MHA, GQA 2, 4 and 8
 HEADS = [*LAYERS, (8, 4, 4, 6, False, None)]
 MASKS = list(SEQUENCES)
-TURNS = {name: turn for turn, name in enumerate(STRATEGIES)}
+MATRIX = STRATEGIES | WIDE
+TURNS = {name: turn for turn, name in enumerate(MATRIX)}
 
 
 def layer_of(name: str, turn: int) -> tuple:
-    """Stages of four heads need four."""
-    heads = HEADS[1:] if name == "upipe_ahead" else HEADS
+    """Wide stages need four heads."""
+    heads = HEADS[1:] if name in WIDE else HEADS
     return heads[turn % len(heads)]
 
 
@@ -42,7 +43,7 @@ def model_of(layer: tuple) -> Model:
 
 def planned(name: str, batch: Batch, layer: tuple, ranks: int) -> Plan:
     """Blocks of five tokens on many ranks cannot keep 1.02 x the mean."""
-    recipe = Recipe(name, STRATEGIES[name])
+    recipe = Recipe(name, MATRIX[name])
     own = getattr(pipeline(recipe).place, "own_cap", False)
     policy = Policy(recipe, token_cap=None if own else batch.tokens)
     return ap.plan(batch, cluster(ranks), model_of(layer), policy=policy)
@@ -65,7 +66,7 @@ def test_masks_are_mixed_anew_for_every_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", MATRIX)
 def test_every_strategy_with_every_mask_equals_dense_attention(name: str, ranks: int) -> None:
     """The full matrix, forward and backward, four masks a plan; heads take turns."""
     if refuses(name, ranks):

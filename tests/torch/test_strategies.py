@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import cases
 import pytest
-from strategies import STRATEGIES, cluster
+from strategies import STRATEGIES, WIDE, cluster
 
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.policy import Policy, Recipe
@@ -17,6 +17,7 @@ from apportion.planner import api
 from apportion.planner.recipes import pipeline
 
 MASKS = tuple(cases.BATCHES)
+MATRIX = STRATEGIES | WIDE
 RANKS = tuple(range(1, 9))
 
 
@@ -32,7 +33,7 @@ class Cell(NamedTuple):
 
 
 AXES = Cell(
-    name=tuple(STRATEGIES),
+    name=tuple(MATRIX),
     masks=tuple(MASKS[first::5] for first in range(5)),
     ranks=RANKS,
     heads=((1, 4), (2, 2), (8, 1)),
@@ -59,7 +60,7 @@ def cell(turn, place):
     )
 
 
-CELLS = [cell(turn, place) for turn in range(len(STRATEGIES)) for place in range(len(RANKS))]
+CELLS = [cell(turn, place) for turn in range(len(MATRIX)) for place in range(len(RANKS))]
 
 
 def test_the_cells_hold_every_pair_of_values_of_every_two_axes():
@@ -76,7 +77,7 @@ def test_every_strategy_on_real_ranks(pool, at):
     name, masks, ranks, heads, dtype, extra = CELLS[at]
     batch = Batch.from_sequences([Sequence(*each) for mask in masks for each in cases.BATCHES[mask]])
     model = cases.model(heads[0], dtype, (8, 12), kv_heads=heads[1])
-    recipe = Recipe(name, STRATEGIES[name])
+    recipe = Recipe(name, MATRIX[name])
     cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
     plan = api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
     problem = cases.problem_of(plan, at, extra == "sinks", 2.0 if extra == "softcap" else None)

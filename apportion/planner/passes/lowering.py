@@ -259,9 +259,7 @@ class Lowering:
         away = np.flatnonzero(parts.edge >= 0)
         task, tile = parts.task[away], place[parts.edge[away]]
         whole = parts.keys[away] == edges.rows[tile]
-        if (
-            self.tasks.queries_move
-        ):  # gradients may come back to a tile that is passed on before a later stage
+        if self._later:  # gradients may come back to a tile that is passed on before a later stage
             passed_on = np.isin(np.arange(len(edges)), edges.parent)
             whole &= ~((self.stage[task] > self.schedule.leads + round_[tile]) & passed_on[tile])
         in_tiles = self._openers(task, tile, whole, len(edges))
@@ -300,10 +298,15 @@ class Lowering:
     def _pieces(self) -> RowRange:
         return _NO_RANGES if self.exchange is None else self.exchange.ranges
 
+    @property
+    def _later(self) -> bool:
+        """Whether a task may run in a later stage than the one behind the round of its tile."""
+        return self.tasks.queries_move or self.schedule.division is not None
+
     @cached_property
     def back(self) -> Ints:
         """int32 [edges]: the round after whose stage the last task that uses the edge's tile has run."""
-        if not self.tasks.queries_move:
+        if not self._later:
             return self.schedule.round
         back = np.append(self.schedule.round, np.int32(0))  # edge -1 is the last
         np.maximum.at(back, self.tasks.query_edge, self.stage - self.schedule.leads)
@@ -312,7 +315,7 @@ class Lowering:
 
     def batches(self, phase: str) -> Batches:
         """In which batches results come back: of queries, and backward also of keys."""
-        if not self.tasks.queries_move:
+        if not self._later:
             return Batches.of_rounds(self.schedule) if phase == "backward" else Batches.none(len(self.edges))
         every = np.full(len(self.edges), phase == "backward")
         return Batches.of(self.schedule.round, self.back, every | (self.edges.lane & 1 == 1))

@@ -149,9 +149,8 @@ def strips(tasks: Tasks, members: Members, schedule: Schedule, held: Ints) -> tu
     np.add.at(total, tasks.exec, work)
     parts, short = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
     total = np.maximum(total[tasks.exec[local]], 1)
-    if (
-        schedule.beside_exchange
-    ):  # beside large strips two of what a member needs for the first and the last stage
+    if schedule.beside_exchange:
+        # beside large strips two of what a member needs for the first and the last stage
         keys, of_member = (tasks.k1 - tasks.k0)[local], held[tasks.exec[local]] // schedule.beside_exchange
         need = (EXCHANGE_SHARE / schedule.beside_exchange * total / keys).astype(np.int64)
         need = np.minimum(need, (EXCHANGE_SHARE * of_member).astype(np.int64))
