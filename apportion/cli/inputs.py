@@ -98,7 +98,7 @@ def batch_of(
     given = [path for path in (batch, lengths, workload) if path is not None]
     if len(given) != 1:
         rule = "exactly one of --batch, --lengths and --workload must be there"
-        raise ConfigError("--batch", [str(path) for path in given], rule, "name one file")
+        raise ConfigError("input", [str(path) for path in given] or "nothing", rule, "name one file")
     if batch is not None:
         return Batch.load(batch), 0
     drawn, skipped = sample((read_lengths if lengths else read_workload)(given[0]), tokens, tokens, seed)

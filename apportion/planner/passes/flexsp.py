@@ -65,6 +65,11 @@ class FlexSp:
     deadline_s: float | None = None
     own_cap: ClassVar[bool] = True
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether no wall clock can cut what the solver finds."""
+        return self.deadline_s is None
+
     def __post_init__(self) -> None:
         if self.capacity is not None:
             integer("recipe.place.flexsp.capacity", self.capacity, 1, MOST_TOKENS)

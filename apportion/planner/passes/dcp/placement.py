@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -24,7 +25,9 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 Ints = NDArray[np.integer[Any]]
 
 # what cutting cells that are too heavy to be balanced stops at
-MOST_CELLS = 2**22
+MOST_CELLS = 2**19
+# Nor more often: a cell then has a thousandth of its pairs, and what is not even yet will not be.
+MOST_CUTS = 5
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Dcp:
     tries: int = 3
     deadline_s: float | None = 10.0
     own_cap: ClassVar[bool] = True
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether no wall clock can cut what the solver finds."""
+        return self.solver == "greedy" or self.deadline_s is None
 
     def __post_init__(self) -> None:
         where = "recipe.place.dcp"
@@ -81,15 +89,17 @@ class Dcp:
         self, problem: Problem, blocks: Blocks, heads: Heads
     ) -> tuple[Blocks, Mapping[str, Cells], Mapping[tuple[str, str], Sides]]:
         """Who computes each cell, of blocks cut finely enough for both balances."""
-        while True:
+        for cut in count():
             cells = {kind: cut_cells(bands, blocks.starts) for kind, bands in problem.bands.items()}
             sides = self._solved(problem, blocks, cells, heads)
             if len(sides) == len(PHASES) * len(cells):
                 return blocks, cells, sides
             finer = blocks.finer(list(cells.values()))
-            if len(finer.home) == len(blocks.home) or max(map(len, cells.values())) > MOST_CELLS:
-                raise self._uneven(problem, list(cells.values()))
+            small = len(finer.home) == len(blocks.home) or cut == MOST_CUTS
+            if small or heads.groups * max(map(len, cells.values())) > MOST_CELLS:
+                break
             blocks = finer
+        raise self._uneven(problem, list(cells.values()))
 
     def _uneven(self, problem: Problem, cells: list[Cells]) -> CapacityError:
         heaviest, count = max((int(each.work.max(initial=0)), len(each)) for each in cells)

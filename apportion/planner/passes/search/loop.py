@@ -56,8 +56,11 @@ class Portfolio:
 
     @property
     def deterministic(self) -> bool:
-        """Whether equal requests give equal plans: not where a wall clock ends the search."""
-        return self.deadline_ms is None
+        """Whether equal requests give equal plans: not where a wall clock ends the search, or that of a candidate."""
+        from apportion.planner.recipes import is_deterministic
+
+        named = [recipe for recipe in self.candidates if isinstance(recipe, Recipe)]
+        return self.deadline_ms is None and all(is_deterministic(recipe) for recipe in named)
 
     def __call__(self, problem: Problem, watch: Watch) -> Plan:
         """The sealed plan of the best candidate; its report has `search`. Raises ConfigError, CapacityError."""
