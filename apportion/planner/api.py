@@ -239,7 +239,7 @@ def _check_memory(problem: Problem) -> None:
 def _unequal_groups(passes: Pipeline, first: Ints) -> Groups:
     if passes.inner is not None:
         rule = "the placement makes groups of its own"
-        raise ConfigError("recipe.steps.inner", "ulysses", rule, "leave `inner` out")
+        raise ConfigError("recipe.steps.inner", passes.inner.name, rule, "leave `inner` out")
     return Groups(first)
 
 

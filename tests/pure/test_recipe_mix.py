@@ -26,6 +26,13 @@ PLACES = [
     {"hybrid_dp": {}},
     {"megatron_hybrid": {}},
     {"wlb": {"chunk": 1}},
+    {"blend": {}},
+    {"blend": {"grain": 5, "head": 0}},
+    {"distca": {}},
+    {"distca": {"kv_ranges": True}},
+    {"zeppelin": {"inter_tokens": 30, "parts": 2}},
+    {"dcp": {"divisions": 3}},
+    {"dcp": {"divisions": 3, "head_groups": 2}},
 ]
 ROUTES = [
     {"star": {}},
@@ -53,12 +60,14 @@ def random_recipe(draw: random.Random) -> Recipe:
             },
             {"ring": {"over": draw.choice(["ranks", "holders"]), "turns": draw.random() < 0.5}},
             {"gather": {"local": local, "whole": draw.random() < 0.5}},
+            {"divisions": {"count": 3, "buffers": draw.choice([1, 2, 3])}},
+            {"queues": {"proxies": draw.choice([1, 2]), "local": local}},
         ]
     )
     steps = {"shard": {"sequences": {}}, "place": place, "schedule": schedule}
-    if "lpt" in place:
+    if "lpt" in place or "dcp" in place:
         steps["shard"] = {"blocks": {"block": draw.choice([1, 3, 5, 16])}}
-    if "ring" not in schedule:
+    if "ring" not in schedule and "queues" not in schedule:
         steps["route"] = draw.choice(ROUTES)
     if draw.random() < 0.4:
         overlap = draw.random() < 0.5
@@ -78,7 +87,7 @@ def plan_of(seed: int) -> tuple[ap.Plan, tuple] | None:
     ranks = draw.choice([1, 2, 3, 4, 6, 8, 12])
     per_node = draw.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
     recipe, batch, layer = random_recipe(draw), random_batch(draw), draw.choice(HEADS)
-    cap = batch.tokens if recipe.step("place").name == "lpt" else None
+    cap = batch.tokens if recipe.step("place").name in ("lpt", "dcp") else None
     model = Model(*layer[:4], dtype="fp64", layers=1)
     try:
         return ap.plan(

@@ -21,7 +21,7 @@ def refuse_home_ranks(problem: Problem, name: str) -> None:
             "batch.home_ranks",
             dict(list(homes.items())[:3]),
             f"cannot be kept by the place pass {name}, whose rule fixes the rank of every token",
-            "leave home_ranks out or use recipe fcp",
+            "leave home_ranks out or use recipe fcp, distca or dcp",
         )
 
 

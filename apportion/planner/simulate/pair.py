@@ -42,6 +42,7 @@ from apportion.planner.simulate.program import (
     Traffic,
     View,
     find_traffic,
+    neighbours,
     port_count,
     write_script,
 )
@@ -405,18 +406,9 @@ def _script(rows: Rows, launch: Ints, copies: list[Half], old: Ints, traffic: Tr
         for name in ("rank", "round", "channel")
     )
     ptr = np.searchsorted(rows.rank, np.arange(ranks + 1))
-    before, after = _neighbours(rank * (int(channel.max(initial=0)) + 1) + channel)
+    before, after = neighbours(rank * (int(channel.max(initial=0)) + 1) + channel)
     ends = np.concatenate([traffic.sender, traffic.receiver])
     end_ptr = np.searchsorted(np.sort(ends), np.arange(len(rank) + 1))
     of_launch = np.argsort(ends, kind="stable") % max(len(traffic.sender), 1)
     role = rows.role.astype(np.int8)
     return Script(ptr, role, rows.work_us, launch, rank, round_, channel, before, after, end_ptr, of_launch)
-
-
-def _neighbours(stream: Ints) -> tuple[Ints, Ints]:
-    """The launches before and after each one in its stream, or -1."""
-    before, after = np.full((2, len(stream)), -1)
-    order = np.argsort(stream, kind="stable")
-    same = np.flatnonzero(stream[order[1:]] == stream[order[:-1]])
-    before[order[same + 1]], after[order[same]] = order[same], order[same + 1]
-    return before, after

@@ -254,7 +254,7 @@ def write_script(view: View, work_us: Floats, traffic: Traffic) -> Script:
         view.rank_of[at],
         *(table[name][at].astype(np.int64) for name in ("round", "channel")),
     )
-    before, after = _neighbours(rank * (int(channel.max(initial=0)) + 1) + channel)
+    before, after = neighbours(rank * (int(channel.max(initial=0)) + 1) + channel)
     ends = np.concatenate([traffic.sender, traffic.receiver])
     order = sort_order(ends, len(at))
     return Script(
@@ -272,8 +272,8 @@ def write_script(view: View, work_us: Floats, traffic: Traffic) -> Script:
     )
 
 
-def _neighbours(stream: Ints) -> tuple[Ints, Ints]:
-    """The launches before and after each one in its stream."""
+def neighbours(stream: Ints) -> tuple[Ints, Ints]:
+    """int64 [launches] each: the launches before and after each one in its stream, -1 for none."""
     before, after = np.full((2, len(stream)), -1)
     order = np.argsort(stream, kind="stable")
     same = np.flatnonzero(stream[order[1:]] == stream[order[:-1]])
