@@ -314,7 +314,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--large", action="store_true", help=f"{LARGE} ranks too")
     parser.add_argument("--seeds", type=_numbers, default=(0, 1, 2))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--patience", type=float, default=5.0, help="seconds a plan may take")
+    parser.add_argument("--patience", type=float, default=2.0, help="seconds a plan may take")
     parser.add_argument("--json", action="store_true", help="print the rows, write nothing")
     given = parser.parse_args()
     given.names = [name for name in (given.only or ",".join(PROMISES)).split(",") if name != "none"]
