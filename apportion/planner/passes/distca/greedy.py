@@ -1,13 +1,13 @@
 """The greedy migration of DistCA (section 4.2): items of attention move from surplus servers to deficit servers.
 
-An item is a range [a, b) of a sequence's walk (see `distca_homes`) that one server computes. Servers are filled in the
+An item is a range [a, b) of a sequence's walk (see `distca.homes`) that one server computes. Servers are filled in the
 order of their deficits. For each, every item of a surplus server could give
 
     dF_max = min(the item's work, its server's surplus, the deficit)
 
 by its cheapest share of that work, V bytes (Appendix B); the item with the largest E = dF_max / V gives it.
 
-    causal        items are head-tail pairs and the innermost rows are the cheapest (`distca_communication`)
+    causal        items are head-tail pairs and the innermost rows are the cheapest (`distca.communication`)
     other masks   items are ranges of query rows, cut where their exact work says: from the bands, summed up for grains
                   of `granularity` rows. The share is the item's first rows or its last rows, whichever is cheaper; the
                   keys of a range are counted from above, by the hull of what it sees and by the sum over its grains.
@@ -28,11 +28,11 @@ from apportion.planner.passes.distca.board import (
     Board,
     Items,
     Rules,
-    Servers,
     Walks,
     close_server,
     open_server,
     put,
+    still_surplus,
     widen,
 )
 from apportion.planner.passes.distca.caps import fits, recount
@@ -50,17 +50,6 @@ def first_work(walks: Walks, items: Items, count: int) -> None:
     """Fill in the work of the first `count` items."""
     for item in range(count):
         items.work[item] = work_of(walks, items.seq[item], items.a[item], items.b[item])
-
-
-@lean
-def _still_surplus(items: Items, servers: Servers, rules: Rules, chosen: Ints, count: int) -> int:
-    kept = 0
-    for place in range(count):
-        server = items.at[chosen[place]]
-        if servers.load[server] > (1 + rules.excess) * servers.target[server]:
-            chosen[kept] = chosen[place]
-            kept += 1
-    return kept
 
 
 @lean
@@ -155,7 +144,7 @@ def migrate(board: Board, rules: Rules, order: Ints, chosen: Ints, most_e: Float
     for to in order:
         if servers.load[to] >= (1 - rules.tolerance) * servers.target[to]:
             continue
-        count = _still_surplus(items, servers, rules, chosen, count)
+        count = still_surplus(items.at, servers, rules, chosen, count)
         if count == 0:
             break
         open_server(board, board.near, to)

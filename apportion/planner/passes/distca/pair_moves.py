@@ -1,4 +1,4 @@
-"""The greedy migration of pairs (see `distca_ranges`): which rows of which pair a deficit server gets, under caps."""
+"""The greedy migration of pairs (see `distca.ranges`): which rows of which pair a deficit server gets, under caps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit, lean
-from apportion.planner.passes.distca.board import Rules, Servers, put
+from apportion.planner.passes.distca.board import Rules, Servers, put, still_surplus
 from apportion.planner.passes.distca.greedy import HALVINGS
 from apportion.planner.passes.distca.pairs import (
     Board,
@@ -208,22 +208,11 @@ def _move(board: Board, share: int, x: int, moved: int, to: int) -> None:
     put(board.lists, to, gone)
 
 
-@lean
-def _still_surplus(shares: Shares, servers: Servers, rules: Rules, chosen: Ints, count: int) -> int:
-    kept = 0
-    for place in range(count):
-        server = shares.at[chosen[place]]
-        if servers.load[server] > (1 + rules.excess) * servers.target[server]:
-            chosen[kept] = chosen[place]
-            kept += 1
-    return kept
-
-
 @jit
 def migrate_pairs(
     board: Board, rules: Rules, order: Ints, chosen: Ints, most_e: Floats
 ) -> tuple[int, int, int]:
-    """One pass over the deficit servers in `order`: as `distca_greedy.migrate`."""
+    """One pass over the deficit servers in `order`: as `distca.greedy.migrate`."""
     shares, servers, lists = board.shares, board.servers, board.lists
     stamp, count = np.full(len(shares.pair), -1, np.int64), len(chosen)
     moves, forbidden, below = 0, 0, 0
@@ -231,7 +220,7 @@ def migrate_pairs(
         if servers.load[to] >= (1 - rules.tolerance) * servers.target[to]:
             continue
         if turn % SWEEP == 0:
-            count = _still_surplus(shares, servers, rules, chosen, count)
+            count = still_surplus(shares.at, servers, rules, chosen, count)
         if count == 0:
             break
         open_pairs(board, board.holding, to)

@@ -6,7 +6,7 @@
     rows of C  |     | ### | ##  |    a server that holds B computes C's rows against B's keys: it gets rows of C and
                                       sends back partial O; no key travels
 
-Pairs move as head-tail items do (`distca_greedy`): deficit servers by descending deficit, dF_max, the largest E first,
+Pairs move as head-tail items do (`distca.greedy`): deficit servers by descending deficit, dF_max, the largest E first,
 and their last rows where a part is enough. What a server holds, or got for another pair, is free.
 """
 
