@@ -8,6 +8,7 @@
 #   make auto     what `auto` is worth beside every single recipe, simulated
 #   make pictures the pictures of docs/recipes.md
 #   make compare  the tables of docs/comparison.md: every recipe, simulated (about five minutes)
+#   make soak     the service under faults and load, for hours if you like (benchmarks/soak.py)
 #   make fuzz     100,000 mutated plans through decoder and verifier
 #   make clean    remove the environment and every cache
 
@@ -22,7 +23,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint bench targets auto pictures compare fuzz clean
+.PHONY: help demo test lint bench targets auto pictures compare soak fuzz clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,7 +49,7 @@ lint: $(READY)
 
 test: lint
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
-	$(BIN)/pytest tests/pure tests/torch -n 2 --dist loadfile --cov --cov-report=term:skip-covered
+	$(BIN)/pytest tests/pure tests/torch tests/service -n 2 --dist loadfile --cov --cov-report=term:skip-covered
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/planning.py
@@ -64,6 +65,9 @@ pictures: $(READY)
 
 compare: $(READY)
 	@$(BIN)/python benchmarks/comparison.py
+
+soak: $(READY)
+	@$(BIN)/python benchmarks/soak.py all
 
 fuzz: $(READY)
 	@$(BIN)/python benchmarks/fuzz_plans.py --count 100000

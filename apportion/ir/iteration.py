@@ -11,10 +11,10 @@ its programs nothing but what other ranks need of it. `schemas/FORMAT.md` descri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -27,6 +27,9 @@ from apportion.ir.fields import integers
 from apportion.ir.hashing import digest
 from apportion.ir.isa import VERSION
 from apportion.ir.plan import Plan, Request
+
+if TYPE_CHECKING:
+    from apportion.ir.iteration_slice import IterationSlice
 
 Ints = NDArray[np.integer[Any]]
 
@@ -81,13 +84,18 @@ class IterationPlan:
     @cached_property
     def id(self) -> bytes:
         """32 bytes, BLAKE2b over the ids and the sequences of the microbatches and what is deferred."""
-        return _id(
-            [plan.id for plan in self.plans], [_packed(own) for own in self.indexes], _packed(self.deferred)
-        )
+        return iteration_id([plan.id for plan in self.plans], self.indexes, self.deferred)
 
     def for_rank(self, rank: int) -> tuple[Slice, ...]:
         """The rank's slice of every microbatch. Raises ConfigError where there is no such rank."""
         return tuple(plan.for_rank(rank) for plan in self.plans)
+
+    def slice_for(self, rank: int) -> IterationSlice:
+        """All that the rank needs of the iteration, and what proves it. Raises ConfigError where there is no such
+        rank."""
+        from apportion.ir.iteration_slice import IterationSlice
+
+        return IterationSlice(self.id, self.for_rank(rank), self.indexes, self.deferred)
 
     @cached_property
     def report(self) -> dict[str, Any]:
@@ -121,8 +129,8 @@ class IterationPlan:
                 FORMAT,
                 VERSION,
                 [plan.encode() for plan in self.plans],
-                [_packed(own) for own in self.indexes],
-                _packed(self.deferred),
+                [packed(own) for own in self.indexes],
+                packed(self.deferred),
                 self.id,
             )
         )
@@ -137,9 +145,9 @@ class IterationPlan:
             raise DecodeError(
                 f"iteration: {len(found.plans)} plans, but {len(found.indexes)} columns of indexes"
             )
-        columns = [_unpacked(column) for column in (*found.indexes, found.deferred)]
+        columns = [unpacked(column) for column in (*found.indexes, found.deferred)]
         plans = tuple(codec.decode(plan) for plan in found.plans)
-        real = _id([plan.id for plan in plans], found.indexes, found.deferred)
+        real = iteration_id([plan.id for plan in plans], columns[:-1], columns[-1])
         if real != found.id:
             raise DecodeError(
                 f"iteration: stored id {found.id[:32].hex()} differs from {real.hex()}, the id of its bytes: it was "
@@ -157,9 +165,10 @@ class IterationPlan:
         return hash(self.id)
 
 
-def _id(plans: list[bytes], indexes: list[bytes], deferred: bytes) -> bytes:
-    leaves = [part for plan, own in zip(plans, indexes, strict=True) for part in (plan, digest(own))]
-    return digest(b"".join([FORMAT.encode(), b"\0", *leaves, digest(deferred)]))
+def iteration_id(plans: Iterable[bytes], indexes: Iterable[Ints], deferred: Ints) -> bytes:
+    """The id of an iteration plan, from the ids and the sequences of its microbatches and what is deferred."""
+    leaves = [part for plan, own in zip(plans, indexes, strict=True) for part in (plan, digest(packed(own)))]
+    return digest(b"".join([FORMAT.encode(), b"\0", *leaves, digest(packed(deferred))]))
 
 
 # ---------------------------------------------------------------------------------------------- columns
@@ -172,11 +181,13 @@ def _column(name: str, values: Any) -> Ints:
     return column
 
 
-def _packed(column: Ints) -> bytes:
+def packed(column: Ints) -> bytes:
+    """A column as it is written: 4 bytes a number, little endian."""
     return column.astype(_INDEX).tobytes()
 
 
-def _unpacked(data: bytes) -> Ints:
+def unpacked(data: bytes) -> Ints:
+    """The int64 column that `packed` wrote. Raises DecodeError."""
     if len(data) % _INDEX.itemsize:
         raise DecodeError(
             f"iteration: a column of {len(data)} bytes, expected {_INDEX.itemsize} for each sequence"

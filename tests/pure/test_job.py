@@ -1,0 +1,157 @@
+"""Jobs, requests and what one rank receives of an iteration."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from apportion.ir import masks
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import CapacityError, ConfigError, DecodeError, VersionError
+from apportion.ir.iteration import IterationPlan
+from apportion.ir.iteration_slice import MOST_IMPLIED, IterationSlice
+from apportion.ir.job import Job, decode_request, encode_request
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy
+from apportion.ir.sampling import Sampling, batches_of
+from apportion.planner.api import plan
+from apportion.planner.iterate import plan_iteration
+from apportion.planner.recipes import find_recipe
+
+CLUSTER, MODEL = Cluster(1, 4), Model(q_heads=4, kv_heads=2, head_dim=16, layers=2)
+LENGTHS = [300, 120, 77, 500, 10, 64, 200]
+
+
+def job(recipe: str = "fcp", **more: object) -> Job:
+    return Job(CLUSTER, MODEL, Policy(find_recipe(recipe)), 256, **more)  # type: ignore[arg-type]
+
+
+def batches() -> tuple[Batch, ...]:
+    return Batch.from_lengths(LENGTHS[:4]), Batch.from_lengths(LENGTHS[4:], masks.sliding_window(8))
+
+
+def consecutive() -> IterationPlan:
+    plans = tuple(plan(batch, CLUSTER, MODEL) for batch in batches())
+    return IterationPlan(plans, (np.arange(4), np.arange(4, 7)))
+
+
+@pytest.fixture(scope="module", params=["consecutive", "packed"])
+def iteration(request: pytest.FixtureRequest) -> IterationPlan:
+    if request.param == "consecutive":
+        return consecutive()
+    recipe = {"name": "w", "steps": {"pack": {"wlb": {"microbatches": 2, "tokens_per_rank": 256}}}}
+    recipe["steps"] |= find_recipe("fcp").to_data()["steps"]  # type: ignore[operator]
+    return plan_iteration(Batch.from_lengths(LENGTHS), CLUSTER, MODEL, recipe)
+
+
+def test_every_rank_can_prove_what_it_received(iteration: IterationPlan) -> None:
+    for rank in range(4):
+        held = iteration.slice_for(rank)
+        back = IterationSlice.decode(held.encode())
+        assert (back.id, back.rank, back.ranks) == (iteration.id, rank, 4)
+        assert back.slices == iteration.for_rank(rank)
+        assert all(np.array_equal(a, b) for a, b in zip(back.indexes, iteration.indexes, strict=True))
+        assert back.encode() == held.encode()
+
+
+def test_a_changed_byte_is_noticed(iteration: IterationPlan) -> None:
+    data, rng = iteration.slice_for(1).encode(), random.Random(0)
+    for _ in range(400):
+        at, value = rng.randrange(len(data)), rng.randrange(256)
+        if data[at] != value:
+            with pytest.raises(DecodeError):
+                IterationSlice.decode(data[:at] + bytes([value]) + data[at + 1 :])
+    for size in rng.sample(range(len(data)), 50):
+        with pytest.raises(DecodeError):
+            IterationSlice.decode(data[:size])
+
+
+def test_few_bytes_do_not_name_many_sequences() -> None:
+    data = msgspec.msgpack.decode(consecutive().slice_for(0).encode())
+    data["counts"] = [4, MOST_IMPLIED]
+    with pytest.raises(DecodeError, match="without indexes"):
+        IterationSlice.decode(msgspec.msgpack.encode(data))
+    data["version"] = [99, 0]
+    with pytest.raises(VersionError):
+        IterationSlice.decode(msgspec.msgpack.encode(data))
+
+
+def test_slices_are_of_one_rank() -> None:
+    held = consecutive()
+    mixed = (held.plans[0].for_rank(0), held.plans[1].for_rank(1))
+    with pytest.raises(ConfigError, match="one rank"):
+        IterationSlice(held.id, mixed, held.indexes)
+
+
+def test_requests_come_back() -> None:
+    asked = job(microbatches=2, hardware="a100")
+    back, found = decode_request(encode_request(asked, batches()))
+    assert back.to_data() == asked.to_data()
+    assert encode_request(back, found) == encode_request(asked, batches())
+    assert back.request_key(found) == asked.request_key(batches())
+
+
+def test_keys_tell_apart_what_plans_depend_on() -> None:
+    one, two = batches()
+    base = job(microbatches=2)
+    keys = {base.request_key(given) for given in ([one], [two], [one, two], [two, one])}
+    keys |= {other.request_key([one]) for other in (job("zeppelin"), job(hardware="a100"))}
+    assert len(keys) == 6
+    more = Job(CLUSTER, MODEL, base.policy, 512)
+    assert more.request_key([one]) == base.request_key([one])  # only the batch says how much is planned
+    assert job("wlb").request_key([one]) != job("wlb", microbatches=2).request_key([one])
+
+
+def test_damaged_requests_are_refused() -> None:
+    data, rng = encode_request(job(microbatches=2), batches()), random.Random(1)
+    for _ in range(300):
+        at = rng.randrange(len(data))
+        try:
+            decode_request(data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :])
+        except DecodeError:
+            continue
+
+
+def test_a_request_fits_its_job() -> None:
+    one, two = batches()
+    with pytest.raises(ConfigError, match="1 to 1"):
+        job().check([one, two])
+    with pytest.raises(ConfigError, match="packs all"):
+        job("wlb", microbatches=2).check([one, two])
+    with pytest.raises(CapacityError, match="1100 tokens"):
+        job().check([Batch.from_lengths([1100])])
+
+
+def test_outsiders_do_not_name_files() -> None:
+    data = job().to_data() | {"hardware": "/etc/passwd"}
+    with pytest.raises(ConfigError, match="built-in"):
+        Job.from_data(data)
+    assert Job.from_data(job().to_data() | {"hardware": "h100"}).hardware is not None
+
+
+def test_an_epoch_has_every_sample_once() -> None:
+    sampling = Sampling(LENGTHS, 600, microbatches=2, seed=3)
+    epochs = [sampling.epoch(number) for number in (0, 1)]
+    for epoch in epochs:
+        drawn = np.concatenate([group for groups in epoch for group in groups])
+        assert sorted(drawn.tolist()) == list(range(len(LENGTHS)))
+        assert all(np.asarray(LENGTHS)[group].sum() <= 600 for groups in epoch for group in groups)
+    assert str(epochs[0]) != str(epochs[1])
+    assert str(epochs[0]) == str(sampling.epoch(0))
+    with pytest.raises(CapacityError, match="sample 3"):
+        Sampling(LENGTHS, 499)
+
+
+def test_samples_keep_their_masks() -> None:
+    groups, own = [np.array([2, 0]), np.array([1])], [masks.full(), None, masks.sliding_window(4)]
+    first, second = batches_of(groups, [5, 6, 7], own, packs=False)
+    assert first == Batch.from_sequences([Sequence(7, masks.sliding_window(4)), Sequence(5, masks.full())])
+    assert second == Batch.from_lengths([6])
+    (together,) = batches_of(groups, [5, 6, 7], masks.full(), packs=True)
+    assert together == Batch.from_lengths([7, 5, 6], masks.full())
+    with pytest.raises(ConfigError, match="masks"):
+        batches_of(groups, [5, 6, 7], own[:2], packs=False)
