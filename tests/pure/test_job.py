@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
+import jsonschema
 import msgspec
 import numpy as np
 import pytest
+import referencing
 
+import apportion
 from apportion.ir import masks
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError, VersionError
+from apportion.ir.hardware import Hardware
 from apportion.ir.iteration import IterationPlan
 from apportion.ir.iteration_slice import MOST_IMPLIED, IterationSlice
 from apportion.ir.job import Job, decode_request, encode_request
@@ -23,6 +31,7 @@ from apportion.planner.iterate import plan_iteration
 from apportion.planner.recipes import find_recipe
 
 CLUSTER, MODEL = Cluster(1, 4), Model(q_heads=4, kv_heads=2, head_dim=16, layers=2)
+SCHEMAS = Path(apportion.__file__).parent / "schemas"
 LENGTHS = [300, 120, 77, 500, 10, 64, 200]
 
 
@@ -155,3 +164,22 @@ def test_samples_keep_their_masks() -> None:
     assert together == Batch.from_lengths([7, 5, 6], masks.full())
     with pytest.raises(ConfigError, match="masks"):
         batches_of(groups, [5, 6, 7], own[:2], packs=False)
+
+
+def registry() -> referencing.Registry[Any]:
+    found = (json.loads(path.read_text()) for path in SCHEMAS.glob("*.schema.json"))
+    return referencing.Registry().with_resources(
+        (data["$id"], referencing.Resource.from_contents(data)) for data in found
+    )
+
+
+def test_the_schema_says_the_same() -> None:
+    data = json.loads((SCHEMAS / "job.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(data, registry=registry())
+    validator.validate(json.loads(json.dumps(job(hardware="a100").to_data())))
+    validator.validate(json.loads(json.dumps(job().to_data())))
+    assert set(data["properties"]) == {item.name for item in fields(Job)}
+    assert data["properties"]["hardware"]["anyOf"][1]["enum"] == list(Hardware.builtin())
+    for wrong in ({"tokens_per_rank": 0}, {"microbatches": 0}, {"cluster": None}, {"hardware": "abacus"}):
+        with pytest.raises(jsonschema.ValidationError):
+            validator.validate(job().to_data() | wrong)
