@@ -238,19 +238,24 @@ class Lowering:
         remote = np.flatnonzero(edge >= 0)
         covered = tasks.rows[remote] == edges.rows[edge[remote]]
         in_tiles = self._openers(remote, edge[remote], covered, len(edges))
-        lane = (
-            tasks.exec,
-            edge,
-            tasks.row,
-            tasks.rows,
-            tasks.group,
-            index,
-            edges,
-            round_,
-            back,
-            self.heads.query,
+        return Side(
+            rows=self.rows,
+            exec=tasks.exec,
+            edge=edge,
+            row=tasks.row,
+            count=tasks.rows,
+            group=tasks.group,
+            index=index,
+            edges=edges,
+            round=round_,
+            back=back,
+            heads=self.heads.query,
+            carry=self._carry,
+            openers=self._query_openers,
+            tile_openers=in_tiles,
+            pieces=self._pieces,
+            whole=whole,
         )
-        return Side(self.rows, *lane, self._carry, self._query_openers, in_tiles, self._pieces, whole)
 
     @cached_property
     def keys(self) -> Side:
@@ -264,19 +269,24 @@ class Lowering:
             whole &= ~((self.stage[task] > self.schedule.leads + round_[tile]) & passed_on[tile])
         in_tiles = self._openers(task, tile, whole, len(edges))
         group = self.heads.shared[tasks.group] if len(self.heads) > 1 else tasks.group
-        lane = (
-            tasks.exec,
-            place[tasks.edge],
-            self._key_row,
-            tasks.k1 - tasks.k0,
-            group,
-            index,
-            edges,
-            round_,
-            back,
+        return Side(
+            rows=self.rows,
+            exec=tasks.exec,
+            edge=place[tasks.edge],
+            row=self._key_row,
+            count=tasks.k1 - tasks.k0,
+            group=group,
+            index=index,
+            edges=edges,
+            round=round_,
+            back=back,
+            heads=self.heads.key_sets,
+            carry=self._carry,
+            openers=self._key_openers,
+            tile_openers=in_tiles,
+            pieces=self._pieces,
+            whole=_NO_RANGES,
         )
-        openers = (self._key_openers, in_tiles)
-        return Side(self.rows, *lane, self.heads.key_sets, self._carry, *openers, self._pieces, _NO_RANGES)
 
     def _edges_of(self, which: int) -> tuple[Ints, Ints, Edges, Ints, Ints]:
         """Where each of all edges is among those of query rows (1) or key rows (0), int32 [edges + 1] with a -1 at the
