@@ -1,0 +1,49 @@
+"""Keys and values as stores take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from apportion.ir.errors import ConfigError
+
+MAX_KEY = 1024  # bytes of UTF-8
+PAGE = 256  # records or packs read at once
+
+Record = tuple[bytes, bytes]
+
+
+def encoded(key: str) -> bytes:
+    """A record's key as stored: UTF-8, whose order is that of code points. Raises ConfigError."""
+    try:
+        data = key.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise ConfigError("key", key, "is not text", "leave out lone surrogates") from None
+    if not 0 < len(data) <= MAX_KEY:
+        raise ConfigError("key", key, f"must have 1 to {MAX_KEY} bytes", "write a shorter key")
+    return data
+
+
+def changes(puts: Mapping[str, bytes], drops: Collection[str]) -> tuple[list[Record], list[bytes]]:
+    """What a commit writes and drops. Raises ConfigError before anything is written."""
+    for key, value in puts.items():
+        if not isinstance(value, bytes):
+            raise ConfigError(f"puts[{key!r}]", value, "must be bytes", "encode it")
+    return [(encoded(key), value) for key, value in puts.items()], [
+        encoded(key) for key in drops if key not in puts
+    ]
+
+
+def span(prefix: str) -> tuple[bytes, bytes]:
+    """[first, last) of the keys that begin with `prefix`."""
+    first = encoded(prefix) if prefix else b""
+    return first, first[:-1] + bytes([first[-1] + 1]) if first else b"\xff"  # no byte of UTF-8 is above 0xf4
+
+
+def records(page: Callable[[bytes, bytes], list[Record]], prefix: str) -> Iterator[tuple[str, bytes]]:
+    """The records that begin with `prefix`, by pages: page(first, last) -> at most PAGE records in [first, last)."""
+    first, last = span(prefix)
+    while found := page(first, last):
+        yield from ((key.decode(), value) for key, value in found)
+        if len(found) < PAGE:
+            return
+        first = found[-1][0] + b"\0"  # the next possible key

@@ -1,0 +1,330 @@
+"""A store in a folder: an SQLite index, and one file for each pack.
+
+    DIR/index.sqlite          records, and the order of the packs (with index.sqlite-wal while it is written)
+    DIR/packs/ab/ab….pack     64 hex digits of the key; nothing else names files
+    DIR/lock                  who writes
+
+Opening it for writing puts in order what a process that was killed left: files that were being written are removed,
+packs that the index does not know yet are added to it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from apportion.ir.errors import ConfigError, VersionError
+from apportion.service.errors import StoreError
+from apportion.service.packs import Part, check_key, read_body
+from apportion.service.store import names
+from apportion.service.store.files import (
+    PART,
+    FolderLock,
+    make_folder,
+    sync,
+    sync_folder,
+    teaching,
+    write_whole,
+)
+
+VERSION = 1
+INDEX = "index.sqlite"
+
+_APPLICATION = 0x41505354  # "APST": what `file` and SQLite know our databases by
+_SCHEMA = (
+    "CREATE TABLE records (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE packs (key BLOB PRIMARY KEY, bytes INTEGER NOT NULL, number INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE INDEX packs_by_number ON packs (number, key)",
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {VERSION}",
+)
+_ADD_PACK = "INSERT OR IGNORE INTO packs SELECT ?, ?, COALESCE(MAX(number) + 1, 0) FROM packs"
+_DROP_PACK = "DELETE FROM packs WHERE key = ?"
+
+_FOLDER = re.compile("[0-9a-f]{2}")
+_PACK = re.compile("[0-9a-f]{64}[.]pack")
+
+
+class SqliteStore:
+    """`Store` in a folder of one machine. Raises what `open_store` raises."""
+
+    def __init__(self, folder: Path, read_only: bool = False) -> None:
+        self.folder, self.read_only = folder, read_only
+        self._mutex = RLock()
+        self._db: sqlite3.Connection | None = None
+        if read_only and not (folder / INDEX).is_file():
+            rule = f"there is no store: it has no {INDEX}"
+            raise ConfigError(
+                "store", str(folder), rule, "name the folder of a server, or of apportion precompute"
+            )
+        with teaching(folder, "open the store"):
+            if not read_only:
+                make_folder(folder.absolute())
+            self._lock = FolderLock(folder, shared=read_only)
+            try:
+                self._start()
+            except BaseException:
+                self._stop()
+                raise
+
+    def _start(self) -> None:
+        index = self.folder / INDEX
+        with teaching(index, "open the store"):
+            if not self.read_only:
+                index.with_name(f"{INDEX}-shm").unlink(missing_ok=True)  # of readers who have left
+            self._db = _connect(index, self.read_only)
+            new = _is_new(self._db, index)
+            if new and self.read_only:
+                raise StoreError(f"{index} is empty: whoever made it was killed; let a server open it first")
+            if not self.read_only:
+                _make_writable(self._db, new)
+                sync_folder(self.folder)
+                self._tidy()
+
+    def _path(self, key: bytes) -> Path:
+        return pack_path(self.folder, check_key("key", key))
+
+    # ------------------------------------------------------------------------------------------ records
+
+    def records(self, prefix: str = "") -> Iterator[tuple[str, bytes]]:
+        return names.records(self._records, prefix)
+
+    def _records(self, first: bytes, last: bytes) -> list[names.Record]:
+        sql = "SELECT key, value FROM records WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
+        return self._read(sql, (first, last, names.PAGE))
+
+    def commit(self, puts: Mapping[str, bytes], drops: Collection[str] = ()) -> None:
+        written, dropped = names.changes(puts, drops)
+        with self._writing("commit records") as db:
+            db.executemany("DELETE FROM records WHERE key = ?", ((key,) for key in dropped))
+            db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?)", written)
+
+    # ------------------------------------------------------------------------------------------ packs
+
+    def put_pack(self, key: bytes, data: bytes) -> None:
+        path = self._path(key)
+        with teaching(path, "store a pack"):
+            self._check_writable()
+            if not (self._knows(key) and path.exists()):
+                write_whole(path, data)
+                self._index("store a pack", _ADD_PACK, (key, len(data)))
+
+    def read_pack(self, key: bytes) -> bytes | None:
+        self._connection()
+        with teaching(path := self._path(key), "read a pack"), suppress(FileNotFoundError):
+            return path.read_bytes()
+        return None
+
+    def read_body(self, key: bytes, rank: int) -> Part | None:
+        self._connection()
+        with teaching(path := self._path(key), "read a pack"), suppress(FileNotFoundError):
+            return read_body(path, key, rank)
+        return None
+
+    def has_pack(self, key: bytes) -> bool:
+        self._connection()
+        with teaching(path := self._path(key), "look for a pack"):
+            return path.exists()
+
+    def drop_pack(self, key: bytes) -> None:
+        path = self._path(key)
+        with teaching(path, "drop a pack"):
+            self._check_writable()
+            path.unlink(missing_ok=True)  # first: a full disk has no room to write the index before
+            self._index("drop a pack", _DROP_PACK, (key,))
+
+    def packs(self) -> Iterator[tuple[bytes, int]]:
+        sql = "SELECT number, key, bytes FROM packs WHERE (number, key) > (?, ?) ORDER BY number, key LIMIT ?"
+        found = self._read(sql, (-1, b"", names.PAGE))
+        while found:
+            yield from ((key, size) for _, key, size in found)
+            found = self._read(sql, (*found[-1][:2], names.PAGE))
+
+    def _knows(self, key: bytes) -> bool:
+        return bool(self._read("SELECT 1 FROM packs WHERE key = ?", (key,)))
+
+    # ------------------------------------------------------------------------------------------ the whole
+
+    def close(self) -> None:
+        with self._mutex:
+            self._stop()
+
+    def finish(self) -> None:
+        """As the function `finish`, and close."""
+        index, part = self.folder / INDEX, self.folder / (INDEX + PART)
+        with self._mutex, teaching(index, "finish the store"):
+            try:
+                self._check_writable()
+                _write_index(part, self.records(), sorted(self.packs()))
+                self._disconnect()
+                os.replace(part, index)
+                sync_folder(self.folder)
+            finally:
+                self._stop()
+
+    def damage(self) -> str | None:
+        """What SQLite finds wrong with the index, None where nothing is."""
+        found = str(self._read("PRAGMA quick_check(1)", ())[0][0])
+        return None if found == "ok" else found
+
+    def _tidy(self) -> None:
+        (self.folder / (INDEX + PART)).unlink(missing_ok=True)
+        there: set[bytes] = set()
+        for inner, name in _entries(self.folder / "packs"):
+            if name.endswith(PART):
+                (inner / name).unlink(missing_ok=True)
+            elif _is_pack(inner, name):
+                there.add(bytes.fromhex(name[:64]))
+        known = {key for (key,) in self._read("SELECT key FROM packs", ())}
+        if there != known:
+            self._adopt(sorted(there - known), known - there)
+
+    def _adopt(self, new: list[bytes], lost: set[bytes]) -> None:
+        sizes = [(key, pack_path(self.folder, key).stat().st_size) for key in new]
+        with self._writing("open the store") as db:
+            db.executemany(_DROP_PACK, ((key,) for key in lost))
+            db.executemany(_ADD_PACK, sizes)
+
+    # ------------------------------------------------------------------------------------------ the database
+
+    def _read(self, sql: str, values: Sequence[Any]) -> list[Any]:
+        with teaching(self.folder / INDEX, "read the index"), self._mutex:
+            return self._connection().execute(sql, values).fetchall()
+
+    def _index(self, task: str, sql: str, values: Sequence[Any]) -> None:
+        """Tell the index of a pack. A power cut may undo it: the next opening looks at the files."""
+        with self._writing(task, flush="NORMAL") as db:
+            db.execute(sql, values)
+
+    @contextmanager
+    def _writing(self, task: str, flush: str = "FULL") -> Iterator[sqlite3.Connection]:
+        """One transaction, which survives a power cut when this returns (FULL), or a kill alone (NORMAL)."""
+        with teaching(self.folder / INDEX, task), self._mutex:
+            self._check_writable()
+            self._connection().execute(f"PRAGMA synchronous = {flush}")
+            with transaction(self._connection()) as db:
+                yield db
+
+    def _check_writable(self) -> None:
+        self._connection()
+        if self.read_only:
+            raise StoreError(f"{self.folder} was opened for reading only")
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._db is None:
+            raise StoreError(f"the store in {self.folder} is closed")
+        return self._db
+
+    def _disconnect(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            db.close()  # the last connection moves the log into the database and removes it
+
+    def _stop(self) -> None:
+        self._disconnect()
+        self._lock.release()
+
+
+def pack_path(folder: Path, key: bytes) -> Path:
+    """Where the store in a folder keeps a pack."""
+    name = key.hex()
+    return folder / "packs" / name[:2] / f"{name}.pack"
+
+
+def finish(folder: Path) -> None:
+    """Make a folder's bytes a function of its contents: its index is written anew, sorted, in one transaction (equal
+    bytes need one version of SQLite). The packs' order is that of their keys then. Raises what `open_store` raises."""
+    SqliteStore(folder).finish()
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield db
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def _connect(index: Path, read_only: bool) -> sqlite3.Connection:
+    uri = index.absolute().as_uri()
+    if read_only:  # without a log nothing can change below us: no locks, no files beside it, read-only disks
+        log = index.with_name(index.name + "-wal")
+        uri += "?mode=ro" if log.exists() and log.stat().st_size else "?immutable=1"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+
+
+def _is_new(db: sqlite3.Connection, index: Path) -> bool:
+    """Whether nothing is in it yet. Raises VersionError, StoreError where something else is."""
+    application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
+    if application == _APPLICATION and version == VERSION:
+        return False
+    if application == _APPLICATION:
+        raise VersionError(
+            f"{index} is a store of format version {version}, this release reads {VERSION}: "
+            "use a newer release, or name another folder"
+        )
+    if application or db.execute("SELECT 1 FROM sqlite_schema").fetchone():
+        raise StoreError(f"{index} is another program's database: name another folder")
+    return True
+
+
+def _make_writable(db: sqlite3.Connection, new: bool) -> None:
+    db.execute("PRAGMA locking_mode = EXCLUSIVE")  # FolderLock keeps others out: no shared memory is needed
+    db.execute("PRAGMA journal_mode = WAL")
+    if new:
+        with transaction(db):
+            _create(db)
+
+
+def _create(db: sqlite3.Connection) -> None:
+    for statement in _SCHEMA:
+        db.execute(statement)
+
+
+def _write_index(path: Path, records: Iterator[tuple[str, bytes]], packs: list[tuple[bytes, int]]) -> None:
+    """A new index, a function of what is in it alone."""
+    path.unlink(missing_ok=True)
+    db = sqlite3.connect(path, isolation_level=None)
+    try:
+        db.execute("PRAGMA journal_mode = OFF")
+        with transaction(db):
+            _create(db)
+            db.executemany(
+                "INSERT INTO records VALUES (?, ?)", ((key.encode(), value) for key, value in records)
+            )
+            db.executemany("INSERT INTO packs VALUES (?, ?, 0)", packs)
+    finally:
+        db.close()
+    sync(path)
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def pack_keys(folder: Path) -> Iterator[bytes]:
+    """The keys of the packs that lie in a store's folder."""
+    for inner, name in _entries(folder / "packs"):
+        if _is_pack(inner, name):
+            yield bytes.fromhex(name[:64])
+
+
+def _is_pack(inner: Path, name: str) -> bool:
+    return _PACK.fullmatch(name) is not None and name.startswith(inner.name)
+
+
+def _entries(packs: Path) -> Iterator[tuple[Path, str]]:
+    """(folder, name) of what lies in the folders of packs."""
+    for inner in sorted(packs.iterdir()) if packs.is_dir() else ():
+        if _FOLDER.fullmatch(inner.name) and inner.is_dir():
+            yield from ((inner, name) for name in os.listdir(inner))
