@@ -18,6 +18,7 @@ from apportion.ir.errors import ConfigError, UnknownNameError
 Ints = NDArray[np.int64]
 
 MAX_INT = 2**62  # what fits 64-bit arithmetic with room for one addition
+MAX_COUNT = 2**31 - 1  # what fits the columns that counts end up in
 MAX_FILE_BYTES = 2**30
 _LARGEST = 10**300
 _MAX_DEPTH = 32

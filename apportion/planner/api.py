@@ -63,18 +63,12 @@ def plan(
     Raises ConfigError, CapacityError, VerifyError.
     """
     policy = policy_of(recipe, seed, policy)
-    problem = Problem(batch, cluster, model, policy, Hardware.named(hardware))
     watch = Watch(timings)
-    passes = pipeline(policy.recipe)
-    _check_request(problem)
-    if passes.search is None:
-        sealed = seal(draft(place(problem, passes, watch), watch), watch)
-    else:
-        sealed = passes.search(problem, watch)
+    made = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch)
     if verify:
         with watch("verify"):
-            verify_plan(sealed)
-    return sealed
+            verify_plan(made.plan)
+    return made.plan
 
 
 @dataclass(frozen=True)
@@ -115,17 +109,43 @@ class Draft:
         return Plan(header, request, self.layouts, self.programs, self.moves, report)
 
 
+@dataclass(frozen=True)
+class Made:
+    """A sealed plan, the placement it was made from, and what its report says of the search that found that."""
+
+    plan: Plan
+    placed: Placed
+    search: Mapping[str, Any] | None = None
+
+
+def make(problem: Problem, watch: Watch) -> Made:
+    """Runs all passes of the problem's recipe. Raises ConfigError, CapacityError."""
+    passes = pipeline(problem.policy.recipe)
+    check_request(problem)
+    if passes.search is not None:
+        found: Made = passes.search(problem, watch)
+        return found
+    placed = place(problem, passes, watch)
+    return Made(seal(draft(placed, watch), watch), placed)
+
+
 def place(problem: Problem, passes: Pipeline, watch: Watch) -> Placed:
     """Runs the passes up to placement. Raises ConfigError, CapacityError."""
-    groups = Groups.single(problem.ranks) if passes.inner is None else passes.inner.groups(problem)
-    inner = virtual_problem(problem, groups)
+    groups, inner = grouped(problem, passes)
     with watch("shard"):
         shards = passes.shard(inner)
     with watch("place"), _in_groups(groups):
         placement = passes.place(inner, shards)
     if placement.groups is not None:
-        groups = _unequal_groups(passes, placement.groups)
+        groups = unequal_groups(passes, placement.groups)
     return Placed(problem, passes, groups, inner, shards, placement)
+
+
+def grouped(problem: Problem, passes: Pipeline) -> tuple[Groups, Problem]:
+    """The groups of ranks that placement takes for ranks, and the problem in which they are. Raises ConfigError,
+    CapacityError."""
+    groups = Groups.single(problem.ranks) if passes.inner is None else passes.inner.groups(problem)
+    return groups, virtual_problem(problem, groups)
 
 
 def schedule(placed: Placed, watch: Watch) -> Lowered:
@@ -207,7 +227,8 @@ class Watch:
             self._timings[step] = (time.perf_counter() - start) * 1e3
 
 
-def _check_request(problem: Problem) -> None:
+def check_request(problem: Problem) -> None:
+    """Refuses what no recipe can plan. Raises ConfigError, CapacityError."""
     for kind in problem.batch.kinds:
         problem.model.layers_of(kind)
     ranks = problem.ranks
@@ -236,7 +257,8 @@ def _check_memory(problem: Problem) -> None:
         )
 
 
-def _unequal_groups(passes: Pipeline, first: Ints) -> Groups:
+def unequal_groups(passes: Pipeline, first: Ints) -> Groups:
+    """The groups that a placement made; first: int64 [groups + 1]. Raises ConfigError."""
     if passes.inner is not None:
         rule = "the placement makes groups of its own"
         raise ConfigError("recipe.steps.inner", passes.inner.name, rule, "leave `inner` out")
@@ -268,7 +290,8 @@ def _schedule(problem: Problem, passes: Pipeline, placement: Placement, groups: 
     for kind, bands in problem.bands.items():
         if placement.execution is None:
             found = find_tasks(bands, rows)
-            check_groups(groups, len(found[2]))
+            if placement.groups is not None:
+                check_groups(groups, len(found[2]))
             low = _scheduled(passes, site, found, None, exchange, groups, sets, heads)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer
+from apportion.ir.fields import MAX_COUNT, integer
 from apportion.ir.jit import jit
 from apportion.planner.passes.route import Routed, depths
 from apportion.planner.passes.schedule import Schedule, degrees
@@ -33,7 +33,9 @@ class Divisions:
 
     def __post_init__(self) -> None:
         for name in ("count", "buffers"):
-            object.__setattr__(self, name, integer(f"recipe.schedule.divisions.{name}", getattr(self, name)))
+            object.__setattr__(
+                self, name, integer(f"recipe.schedule.divisions.{name}", getattr(self, name), 1, MAX_COUNT)
+            )
 
     def __call__(self, routed: Routed, ranks: int) -> Schedule:
         edges = routed.edges

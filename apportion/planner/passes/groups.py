@@ -311,8 +311,9 @@ def _virtual_cluster(cluster: Cluster, size: int) -> Cluster:
 
 
 def check_groups(groups: Groups, tiles: int) -> None:
-    """Groups of several sizes cannot exchange tiles: their ranks hold different heads. Raises CapacityError."""
-    if tiles and len(set(groups.sizes.tolist())) > 1:
+    """Groups that a placement made, where any has several ranks, cannot exchange tiles: their sizes may differ, and so
+    may the heads of their ranks. Raises CapacityError."""
+    if tiles and groups.split:
         raise CapacityError(
             f"{tiles} tiles would have to move between groups of {sorted(set(groups.sizes.tolist()))} ranks, whose "
             f"ranks hold different heads: keep every sequence inside one group"

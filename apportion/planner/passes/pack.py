@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import integer, sequence
+from apportion.ir.fields import MAX_COUNT, integer, sequence
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES
 from apportion.ir.model import Model
@@ -263,7 +263,7 @@ def _check_common(name: str, microbatches: object, tokens_per_rank: object) -> N
         rule = "must be a positive integer or auto"
         raise ConfigError(f"recipe.pack.{name}.microbatches", microbatches, rule, "use auto")
     if tokens_per_rank is not None:
-        integer(f"recipe.pack.{name}.tokens_per_rank", tokens_per_rank)
+        integer(f"recipe.pack.{name}.tokens_per_rank", tokens_per_rank, 1, MAX_COUNT)
 
 
 def _levels(defer: bool, microbatches: object, tokens: object) -> tuple[int, ...] | None:
@@ -279,7 +279,9 @@ def _levels(defer: bool, microbatches: object, tokens: object) -> tuple[int, ...
         rule = "must be a number with defer: outliers wait for one in every microbatch"
         raise ConfigError(f"{where}.microbatches", microbatches, rule, "give the number")
     listed = [tokens] if isinstance(tokens, int) else sequence(f"{where}.outlier_tokens", tokens)
-    levels = tuple(integer(f"{where}.outlier_tokens[{i}]", level) for i, level in enumerate(listed))
+    levels = tuple(
+        integer(f"{where}.outlier_tokens[{i}]", level, 1, MAX_COUNT) for i, level in enumerate(listed)
+    )
     if not levels or list(levels) != sorted(set(levels)):
         raise ConfigError(f"{where}.outlier_tokens", levels, "must be lengths that rise", "write 65536")
     return levels

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice, integer
+from apportion.ir.fields import MAX_COUNT, choice, integer
 from apportion.planner.passes.route import Routed
 from apportion.planner.passes.schedule import LOCAL, Local, Schedule, degrees
 from apportion.planner.passes.zeppelin.route import Queued, QueueRings
@@ -35,7 +35,9 @@ class Queues:
 
     def __post_init__(self) -> None:
         choice("recipe.schedule.queues.local", self.local, LOCAL)
-        object.__setattr__(self, "proxies", integer("recipe.schedule.queues.proxies", self.proxies))
+        object.__setattr__(
+            self, "proxies", integer("recipe.schedule.queues.proxies", self.proxies, 1, MAX_COUNT)
+        )
 
     @property
     def route(self) -> QueueRings:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice, integer
+from apportion.ir.fields import MAX_COUNT, choice, integer
 from apportion.ir.jit import jit
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.tasks import Edges, joined
@@ -233,7 +233,7 @@ class Tree:
     fanout: int = 2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fanout", integer("recipe.route.tree.fanout", self.fanout))
+        object.__setattr__(self, "fanout", integer("recipe.route.tree.fanout", self.fanout, 1, MAX_COUNT))
 
     def __call__(self, edges: Edges, site: Site) -> Routed:
         if not len(edges):

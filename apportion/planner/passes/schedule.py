@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice
+from apportion.ir.fields import MAX_COUNT, choice
 from apportion.planner.passes.route import Ring as RingRoute
 from apportion.planner.passes.route import Routed, depths, join
 from apportion.planner.passes.tasks import Edges
@@ -284,6 +284,6 @@ def _switch(name: str, value: Any) -> None:
 
 
 def _positive(name: str, value: int | str, more: str = "") -> None:
-    if type(value) is not int or value < 1:
-        rule = f"must be a positive integer{more}"
+    if type(value) is not int or not 1 <= value <= MAX_COUNT:
+        rule = f"must be a positive integer of at most {MAX_COUNT}{more}"
         raise ConfigError(f"recipe.schedule.matchings.{name}", value, rule, "use 4, or leave it out")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from apportion.ir import bands as band_algebra
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer
+from apportion.ir.fields import MAX_COUNT, integer
 from apportion.ir.isa import PHASES
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import deal_evenly
@@ -42,7 +42,7 @@ class Wlb:
             raise ConfigError(
                 "recipe.place.wlb.shard", self.shard, "must be auto, sequence or document", "use auto"
             )
-        object.__setattr__(self, "chunk", integer("recipe.place.wlb.chunk", self.chunk))
+        object.__setattr__(self, "chunk", integer("recipe.place.wlb.chunk", self.chunk, 1, MAX_COUNT))
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "wlb")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer
+from apportion.ir.fields import MAX_COUNT, integer
 from apportion.ir.jit import jit
 from apportion.planner.passes.refusals import obey_token_cap, refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
@@ -45,7 +45,7 @@ class ZigZag:
     own_cap: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "chunk", integer("recipe.place.zigzag.chunk", self.chunk))
+        object.__setattr__(self, "chunk", integer("recipe.place.zigzag.chunk", self.chunk, 1, MAX_COUNT))
         if self.over not in ("sequence", "batch"):
             raise ConfigError(
                 "recipe.place.zigzag.over", self.over, "must be sequence or batch", "use sequence"

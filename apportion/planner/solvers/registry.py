@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
+from apportion.ir import fields
 from apportion.ir.errors import ConfigError, MissingDependencyError, UnknownNameError
 from apportion.planner import plugins
 from apportion.planner.solvers.contracts import KINDS, Solver
@@ -118,6 +119,7 @@ def find_solver(kind: str, name: str | None = None) -> Entry:
         raise UnknownNameError("solver kind", kind, f"there is {', '.join(KINDS)}", "name one of these")
     if name is None:
         return next(entry for entry in SOLVERS.values() if entry.kind == kind)
+    name = fields.name(f"solver of kind {kind}", name)
     entry = SOLVERS.get(name) or (_load(name) if name in plugins.found(GROUP) else None)
     if entry is None or entry.kind != kind:
         known = [entry.name for entry in list_solvers() if entry.kind == kind]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import integer, number
+from apportion.ir.fields import MAX_COUNT, integer, number
 from apportion.ir.isa import PHASES
 from apportion.planner.passes.cells import Cells, Execution, cut_cells
 from apportion.planner.passes.dcp.cells import Heads, divide
@@ -60,8 +60,10 @@ class Dcp:
     def __post_init__(self) -> None:
         where = "recipe.place.dcp"
         if self.head_groups != "kv":
-            object.__setattr__(self, "head_groups", integer(f"{where}.head_groups", self.head_groups))
-        object.__setattr__(self, "divisions", integer(f"{where}.divisions", self.divisions))
+            object.__setattr__(
+                self, "head_groups", integer(f"{where}.head_groups", self.head_groups, 1, MAX_COUNT)
+            )
+        object.__setattr__(self, "divisions", integer(f"{where}.divisions", self.divisions, 1, MAX_COUNT))
         object.__setattr__(self, "tries", integer(f"{where}.tries", self.tries, 1, len(SPREADS)))
         for name in ("epsilon_compute", "epsilon_tokens"):
             object.__setattr__(self, name, _pair(f"{where}.{name}", getattr(self, name)))

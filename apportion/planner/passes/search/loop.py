@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError, VerifyError
 from apportion.ir.fields import choice, integer, number
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Recipe
 from apportion.planner.passes.schedule import Matchings
 from apportion.planner.passes.search.candidates import Candidate, last_resort, neighbours, portfolio
@@ -19,7 +18,7 @@ from apportion.planner.problem import Problem
 from apportion.planner.solvers.status import Budget, Clock, Limit
 
 if TYPE_CHECKING:
-    from apportion.planner.api import Draft, Lowered, Placed, Watch
+    from apportion.planner.api import Draft, Lowered, Made, Placed, Watch
     from apportion.planner.recipes import Pipeline
 
 # Enough for what is known to matter; 10 to 20 ms each on 64 ranks. On few ranks steps are cheap: twice as many.
@@ -62,8 +61,8 @@ class Portfolio:
         named = [recipe for recipe in self.candidates if isinstance(recipe, Recipe)]
         return self.deadline_ms is None and all(is_deterministic(recipe) for recipe in named)
 
-    def __call__(self, problem: Problem, watch: Watch) -> Plan:
-        """The sealed plan of the best candidate; its report has `search`. Raises ConfigError, CapacityError."""
+    def __call__(self, problem: Problem, watch: Watch) -> Made:
+        """The best candidate; the report of its plan has `search`. Raises ConfigError, CapacityError."""
         seconds = None if self.deadline_ms is None else self.deadline_ms / 1e3
         clock = Budget(seconds).start()
         search = _Search(problem, self, self.budget(problem), clock)
@@ -222,13 +221,14 @@ class _Search:
             self._placed[candidate.placing] = placed
         return self._placed[candidate.placing]
 
-    def seal(self, watch: Watch) -> Plan:
-        """The best draft as a plan. One that breaks a promise of the policy is refused, and the next best taken."""
+    def seal(self, watch: Watch) -> Made:
+        """The best draft, sealed. One that breaks a promise of the policy is refused, and the next best taken."""
         from apportion.planner import api
 
         for trial, draft in self._drafts():
             try:
-                return api.seal(draft, watch, self._record(trial))
+                record = self._record(trial)
+                return api.Made(api.seal(draft, watch, record), draft.placed, record)
             except CapacityError as error:
                 self.trials[self.trials.index(trial)] = replace(trial, refusal=str(error))
         reasons = "; ".join(f"{trial.candidate.recipe.name}: {trial.refusal}" for trial in self.trials)

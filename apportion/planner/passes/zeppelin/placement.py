@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.ir.fields import choice, integer
+from apportion.ir.fields import MAX_COUNT, choice, integer
 from apportion.ir.jit import jit
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import placed
@@ -61,8 +61,8 @@ class Zeppelin:
         for field in ("capacity", "inter_tokens", "intra_tokens"):
             value = getattr(self, field)
             if value is not None:
-                object.__setattr__(self, field, integer(f"{where}.{field}", value))
-        object.__setattr__(self, "parts", integer(f"{where}.parts", self.parts))
+                object.__setattr__(self, field, integer(f"{where}.{field}", value, 1, MAX_COUNT))
+        object.__setattr__(self, "parts", integer(f"{where}.parts", self.parts, 1, MAX_COUNT))
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "zeppelin")
