@@ -71,6 +71,18 @@ def model_of(file: Path | None) -> Model:
     return Model() if file is None else Model.load(file)
 
 
+def key_of(path: Path) -> str:
+    """The key that a file holds, alone. Raises ConfigError."""
+    from apportion.ir.fields import read_text
+
+    key = read_text(path).strip()
+    if not key or not key.isascii() or any(map(str.isspace, key)):
+        raise ConfigError(
+            str(path), "(hidden)", "must hold one key", "write 16 or more characters, no spaces"
+        )
+    return key
+
+
 def mask_of(text: str | None) -> Mask | None:
     """The mask of a name, or of YAML as batch files have it; None where nothing is given. Raises ConfigError."""
     import yaml

@@ -1,0 +1,135 @@
+"""The hard cases of the service's tests, at full length.
+
+    python benchmarks/soak.py list
+    python benchmarks/soak.py all | CASE ... [--seeds N] [--json]
+
+A case is a function of tests/service that takes a seed and returns its figures; it raises where a promise does not
+hold. `make test` runs the same functions with few seeds. Prints one JSON object a case, or a line for people; the exit
+status is 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """function: `module:name`, seed -> figures. seeds: how many of them in full."""
+
+    function: str
+    seeds: int
+    summary: str
+
+    def run(self, seed: int) -> Figures:
+        module, name = self.function.split(":")
+        found: Callable[..., Figures | None] = getattr(import_module(module), name)
+        if "folder" not in signature(found).parameters:
+            return found(seed) or {}
+        with tempfile.TemporaryDirectory() as folder:
+            return found(seed, folder=Path(folder)) or {}
+
+
+CASES = {
+    "streams": Case("load:streams", 1, "256 clients x 200 iterations: in order, and how late"),
+    "hot-plan": Case("load:hot", 1, "GET of one plan by 64 keep-alive connections of wrk"),
+    "never-reading": Case(
+        "load:never_reading", 1, "50 clients that never read: the server's memory, the others"
+    ),
+    "overload": Case("load:overload", 1, "many more submits than workers can plan"),
+    "long-run": Case("load:long_run", 1, "10,000 iterations: the server's memory and descriptors"),
+    "server-kills": Case("load:server_kills", 20, "SIGKILL of the whole server, clients go on by themselves"),
+    "drain": Case("load:drain", 3, "SIGTERM while much is queued"),
+    "commit-points": Case("engine_kills:case", 100, "SIGKILL of the server before or after each commit"),
+    "engine-chaos": Case("engine_chaos:case", 20, "random requests, faults and epochs against the engine"),
+    "engine-long": Case(
+        "engine_soak:case", 1, "10,000 iterations through the engine: memory and descriptors"
+    ),
+    "worker-kills": Case("worker_cases:killed_workers", 1, "SIGKILL of a worker every 2 s for 60 s"),
+    "zygote-kills": Case("worker_cases:killed_zygotes", 3, "SIGKILL of what workers are forked from"),
+    "orphans": Case("worker_cases:killed_server", 3, "SIGKILL of the server leaves no process behind"),
+    "worker-long": Case("worker_cases:long_run", 1, "1,000 tasks: descriptors and memory of workers"),
+    "ray-kills": Case("ray_cases:killed_ray", 3, "a part of Ray is killed during a run"),
+    "network": Case("faulty_proxy:case", 100, "latency, slices, cuts within frames, resets"),
+    "network-server": Case("faulty_proxy:server_case", 20, "the same in front of the real server"),
+    "frame-fuzz": Case("test_frames:case", 1, "100,000 mutated streams of frames: typed errors only"),
+    "pack-fuzz": Case("pack_fuzz:case", 340, "102,000 changed packs: typed errors only"),
+    "assignment-fuzz": Case(
+        "test_assignment:hostile_assignment", 10_000, "changed assignments: typed errors only"
+    ),
+    "store-kills": Case("store_kills:case", 100, "SIGKILL within every step of a write to a folder"),
+    "redis-kills": Case("store_redis_kills:case", 12, "Redis is killed and started again"),
+    "schemathesis": Case("test_schemathesis:soak", 1, "the OpenAPI document against the server, all checks"),
+    "precompute-kills": Case(
+        "test_precompute_kills:case",
+        1,
+        "precompute of 1,000 iterations x 64 ranks, killed 20 times and resumed: the same bytes as undisturbed",
+    ),
+    "precompute-flat": Case(
+        "test_precompute_flat:case",
+        1,
+        "precompute of 20,000 iterations: memory is that of the first 2,000",
+    ),
+}
+
+
+def results(names: Sequence[str], seeds: int | None) -> Iterator[dict[str, Any]]:
+    """One record a case, as each is done; it stops at the first seed that fails."""
+    for name in names:
+        case, began = CASES[name], time.monotonic()
+        figures, error = [], None
+        for seed in range(case.seeds if seeds is None else seeds):
+            try:
+                found = case.run(seed)
+                figures.append({"seed": seed, **(found if isinstance(found, Mapping) else {"result": found})})
+            except Exception:
+                error = traceback.format_exc()
+                break
+        seconds = round(time.monotonic() - began, 1)
+        yield {"case": name, "ok": error is None, "seconds": seconds, "error": error, "figures": figures}
+
+
+def line(record: Mapping[str, Any]) -> str:
+    verdict = "ok" if record["ok"] else f"FAILED\n{record['error']}"
+    figures = record["figures"]
+    few = figures if len(figures) <= 8 else [*figures[:3], figures[-1]]
+    shown = "".join(f"\n    {json.dumps(each)}" for each in few)
+    return f"{record['case']:<24}{record['seconds']:>8.1f} s  {verdict}{shown}"
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="+", choices=["list", "all", *CASES], metavar="list|all|CASE")
+    parser.add_argument("--seeds", type=int, help="default: what each case says")
+    parser.add_argument("--json", action="store_true", help="one JSON object a case on stdout")
+    given = parser.parse_args(args)
+    if "list" in given.cases:
+        for name, case in CASES.items():
+            print(f"{name:<24}{case.seeds:>4} seeds  {case.summary}")
+        return 0
+    failed = False
+    for record in results(list(CASES) if "all" in given.cases else given.cases, given.seeds):
+        print(json.dumps(record) if given.json else line(record), flush=True)
+        failed |= not record["ok"]
+    return int(failed)
+
+
+if __name__ == "__main__":
+    TESTS = Path(__file__).resolve().parents[1] / "tests"
+    sys.path[:0] = map(
+        str, (TESTS.parent, TESTS, TESTS / "service", TESTS / "pure")
+    )  # the tests are not installed
+    sys.exit(main())
