@@ -10,7 +10,7 @@ in other languages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -393,21 +393,32 @@ def slice_plan(plan: Plan, rank: int) -> Slice:
     """The slice of one rank. Raises ConfigError where the plan has no such rank."""
     if not 0 <= rank < plan.header.ranks:
         raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "name one from 0 on")
-    sections: Sections = plan._sealed()
-    found = wire.SliceWire(
-        SLICE_FORMAT,
-        plan.header.version,
-        rank,
-        plan.header.ranks,
-        sections.header,
-        sections.layouts,
-        sections.moves,
-        sections.parts[rank],
-        [digest(sections.request), digest(sections.report)],
-        path(sections.tree, rank),
-        sections.id,
-    )
+    (found,) = _slice_wires(plan, [rank])
     layouts = {name: Layout(name, layout.spans.rank(rank)) for name, layout in plan.layouts.items()}
     programs = {key: program.rank(rank) for key, program in plan.programs.items()}
     moves = tuple(Move(move.source, move.target, move.table.rank(rank)) for move in plan.moves)
-    return Slice(sections.id, rank, plan.header, layouts, programs, moves, found)
+    return Slice(found.id, rank, plan.header, layouts, programs, moves, found)
+
+
+def encode_slices(plan: Plan) -> list[bytes]:
+    """The bytes of every rank's slice, without opening any."""
+    return [wire.encode_struct(found) for found in _slice_wires(plan, range(plan.header.ranks))]
+
+
+def _slice_wires(plan: Plan, ranks: Iterable[int]) -> Iterator[wire.SliceWire]:
+    s: Sections = plan._sealed()
+    digests = [digest(s.request), digest(s.report)]
+    for rank in ranks:
+        yield wire.SliceWire(
+            SLICE_FORMAT,
+            plan.header.version,
+            rank,
+            plan.header.ranks,
+            s.header,
+            s.layouts,
+            s.moves,
+            s.parts[rank],
+            digests,
+            path(s.tree, rank),
+            s.id,
+        )

@@ -16,11 +16,11 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from apportion.ir import wire
+from apportion.ir import codec, wire
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import VERSION
-from apportion.ir.iteration import MAX_MICROBATCHES, Ints, iteration_id, packed, unpacked
+from apportion.ir.iteration import MAX_MICROBATCHES, Ints, IterationPlan, iteration_id, packed, unpacked
 
 FORMAT = "apportion.iteration.slice"
 # Indexes of more sequences are written out: a few bytes must not make decoding allocate more than a few megabytes.
@@ -72,19 +72,7 @@ class IterationSlice:
 
     def encode(self) -> bytes:
         """The slice as bytes: a function of what it holds alone."""
-        counts = [len(own) for own in self.indexes]
-        columns = [] if _follow(self.indexes, self.deferred) else [packed(own) for own in self.indexes]
-        return wire.encode_struct(
-            _IterationSliceWire(
-                FORMAT,
-                VERSION,
-                [piece.encode() for piece in self.slices],
-                counts,
-                columns,
-                packed(self.deferred),
-                self.id,
-            )
-        )
+        return _encode([piece.encode() for piece in self.slices], self.indexes, self.deferred, self.id)
 
     @staticmethod
     def decode(data: bytes) -> IterationSlice:
@@ -111,6 +99,19 @@ class IterationSlice:
 
     def __hash__(self) -> int:
         return hash((self.id, self.rank))
+
+
+def encode_slices(plan: IterationPlan) -> tuple[bytes, ...]:
+    """What every rank receives, as bytes: `plan.slice_for(rank).encode()` of each, without opening any."""
+    columns = zip(*map(codec.encode_slices, plan.plans), strict=True)
+    return tuple(_encode(list(own), plan.indexes, plan.deferred, plan.id) for own in columns)
+
+
+def _encode(slices: list[bytes], indexes: tuple[Ints, ...], deferred: Ints, id_: bytes) -> bytes:
+    columns = [] if _follow(indexes, deferred) else [packed(own) for own in indexes]
+    counts = [len(own) for own in indexes]
+    found = _IterationSliceWire(FORMAT, VERSION, slices, counts, columns, packed(deferred), id_)
+    return wire.encode_struct(found)
 
 
 def _read_indexes(found: _IterationSliceWire) -> tuple[Ints, ...]:

@@ -21,7 +21,7 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError, VersionError
 from apportion.ir.hardware import Hardware
 from apportion.ir.iteration import IterationPlan
-from apportion.ir.iteration_slice import MOST_IMPLIED, IterationSlice
+from apportion.ir.iteration_slice import MOST_IMPLIED, IterationSlice, encode_slices
 from apportion.ir.job import Job, decode_request, encode_request
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
@@ -65,6 +65,10 @@ def test_every_rank_can_prove_what_it_received(iteration: IterationPlan) -> None
         assert back.slices == iteration.for_rank(rank)
         assert all(np.array_equal(a, b) for a, b in zip(back.indexes, iteration.indexes, strict=True))
         assert back.encode() == held.encode()
+
+
+def test_all_slices_are_encoded_together(iteration: IterationPlan) -> None:
+    assert encode_slices(iteration) == tuple(iteration.slice_for(rank).encode() for rank in range(4))
 
 
 def test_a_changed_byte_is_noticed(iteration: IterationPlan) -> None:
