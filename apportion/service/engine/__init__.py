@@ -1,0 +1,18 @@
+"""Which plan is made when, who waits for it, and what a restarted server knows."""
+
+from apportion.service.engine.engine import Engine
+from apportion.service.engine.library import Body
+from apportion.service.engine.metrics import Counters, Histogram, JobGauges, Snapshot
+from apportion.service.engine.state import EpochState, IterationState, JobState
+
+__all__ = [
+    "Body",
+    "Counters",
+    "Engine",
+    "EpochState",
+    "Histogram",
+    "IterationState",
+    "JobGauges",
+    "JobState",
+    "Snapshot",
+]

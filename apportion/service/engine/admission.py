@@ -1,0 +1,95 @@
+"""What the server takes, and when it has enough."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apportion.ir.batch import Batch
+from apportion.ir.hashing import digest
+from apportion.ir.job import Job, encode_request
+from apportion.ir.wire import encode_section
+from apportion.service.engine.library import Library
+from apportion.service.engine.metrics import Counters
+from apportion.service.engine.state import Epoch
+from apportion.service.errors import LimitError, OverloadError, QuotaError
+from apportion.service.limits import Limits
+
+_OVERLOAD_RETRY_S = 1.0
+_QUOTA_RETRY_S = (0.1, 5.0)
+_FEW_SEQUENCES = 512  # take at most a millisecond to encode
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A submission. key: content address of its plan, which depends on the release; digest: of the batches, which does
+    not; request: for the worker."""
+
+    key: bytes
+    digest: bytes
+    request: bytes
+
+
+async def asked(spec: Job, batches: Sequence[Batch]) -> Asked:
+    """The submission of these batches; made in a thread where it takes long enough to hold up others."""
+    long = sum(len(batch.lengths) for batch in batches) > _FEW_SEQUENCES
+    if long or any(batch.own_positions or batch.own_labels for batch in batches):
+        return await asyncio.to_thread(_asked, spec, batches)
+    return _asked(spec, batches)
+
+
+def _asked(spec: Job, batches: Sequence[Batch]) -> Asked:
+    batches_digest = digest(encode_section([batch.to_data() for batch in batches]))
+    return Asked(spec.request_key(batches), batches_digest, encode_request(spec, batches))
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Raises LimitError for what is never taken, QuotaError and OverloadError for what is not taken now."""
+
+    limits: Limits
+    library: Library
+    counters: Counters
+
+    def check_job(self, spec: Job, lookahead: int, jobs: int) -> None:
+        """A new job beside so many others."""
+        _check("job.cluster", spec.ranks, self.limits.ranks, "ranks")
+        _check("lookahead", lookahead, self.limits.lookahead, "iterations ahead")
+        if jobs >= self.limits.jobs:
+            raise QuotaError(f"there are {jobs} jobs, the most that this server takes: delete one")
+
+    def check_batches(self, spec: Job, batches: Sequence[Batch]) -> None:
+        """Raises also ConfigError and CapacityError, where they are no iteration of the job."""
+        _check("batches", sum(len(batch.lengths) for batch in batches), self.limits.sequences, "sequences")
+        _check("batches", sum(batch.tokens for batch in batches), self.limits.tokens, "tokens")
+        spec.check(batches)
+
+    def check_room(self, epoch: Epoch, number: int, request_bytes: int) -> None:
+        """For one iteration more."""
+        self._check_quota(epoch, number)
+        waiting, waiting_bytes = self.library.unplanned, self.library.unplanned_bytes
+        if waiting >= self.limits.queue_total or waiting_bytes + request_bytes > self.limits.queue_bytes:
+            self.counters.overload += 1
+            raise OverloadError(
+                f"{waiting} iterations of {waiting_bytes} bytes wait to be planned, this server takes "
+                f"{self.limits.queue_total} of {self.limits.queue_bytes}",
+                retry_after=_OVERLOAD_RETRY_S,
+            )
+
+    def _check_quota(self, epoch: Epoch, number: int) -> None:
+        """What a rank waits for, or what comes before all others, is taken beyond the quota, lest all wait for ever."""
+        wanted = number in epoch.gates or number < epoch.front
+        if epoch.pending >= self.limits.pending * (2 if wanted else 1):
+            self.counters.quota += 1
+            low, high = _QUOTA_RETRY_S
+            raise QuotaError(
+                f"job {epoch.job.name} has {epoch.pending} iterations that no rank has been given yet, "
+                f"{self.limits.pending} are allowed: wait until ranks come to iteration {epoch.front}",
+                retry_after=min(max(epoch.job.step_s, low), high),
+            )
+
+
+def _check(field: str, value: int, most: int, what: str) -> None:
+    if value > most:
+        raise LimitError(f"{value} {what}, this server takes {most}", field=field)

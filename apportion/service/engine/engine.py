@@ -1,0 +1,510 @@
+"""The service without HTTP: jobs, their epochs and iterations, who waits for what, and what is planned when.
+
+    submit ──record──► queue ──schedule──► worker ──pack──► store ──► cache ──► fetch, peek
+                         ▲                                    │ on a miss: read, lowered by a worker where compact
+                         └──── after a restart, from records ─┘
+
+What was answered is durable: a server that is killed at any moment and started again goes on where it was. All methods
+belong to one event loop; the store's calls are made in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from apportion.ir.batch import Batch
+from apportion.ir.fields import integer
+from apportion.ir.fields import name as checked_name
+from apportion.ir.job import Job as Spec
+from apportion.service.engine.admission import Admission, Asked, asked
+from apportion.service.engine.journal import Journal
+from apportion.service.engine.library import Body, Entry, Library
+from apportion.service.engine.metrics import JobGauges, Snapshot
+from apportion.service.engine.planning import Planning
+from apportion.service.engine.records import MAX_ITERATION, EpochRecord, epoch_key, job_key
+from apportion.service.engine.restore import restore
+from apportion.service.engine.schedule import choose
+from apportion.service.engine.state import Epoch, EpochState, Iteration, IterationState, Job, JobState
+from apportion.service.engine.tasks import shared
+from apportion.service.errors import (
+    ConflictError,
+    GoneError,
+    NotFoundError,
+    ServiceError,
+    StoppingError,
+    StoreError,
+    StoreGoneError,
+)
+from apportion.service.limits import Limits
+from apportion.service.store import Store
+from apportion.service.workers.supervisor import Supervisor
+
+T = TypeVar("T")
+
+_STORE_RETRY_S = 1.0
+_LOADING_S = 10.0  # that a reader waits for a plan that is there but not at hand, whatever it says
+
+
+class Engine:
+    """store and supervisor's pool are opened and closed by their owner, around `start` and `stop`. clock: seconds.
+
+    Unless another error is named, methods raise NotFoundError for a job, epoch or rank that there is not, GoneError for
+    what is over, StoreGoneError where the store fails, StoppingError while draining, and ConfigError for a wrong value.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        supervisor: Supervisor,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = Limits() if limits is None else limits
+        self._clock = clock
+        self._supervisor = supervisor
+        self._journal = Journal(store)
+        self._library = Library(self.limits)
+        self._planning = Planning(
+            supervisor, self._journal, self._library, self, self.limits.deadline_s, clock
+        )
+        self._counters = self._planning.counters
+        self._admission = Admission(self.limits, self._library, self._counters)
+        self._jobs: dict[str, Job] = {}
+        self._control = asyncio.Lock()
+        self._turn = 0
+        self.draining = False
+        self._started = False
+
+    # ---- life
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests."""
+        return self._started and not self.draining
+
+    async def trouble(self) -> str:
+        """Why the store cannot be used, "" where it can. Asks it; takes as long as it does."""
+        return await self._journal.probe()
+
+    async def start(self) -> None:
+        """Goes on where the last server on this store was. Raises StoreError, DecodeError for a damaged store."""
+        try:
+            found = await self._journal.call(restore, self._journal.store, self._library, self._clock())
+        except BaseException:
+            self._journal.close()
+            raise
+        self._jobs = found.jobs
+        self._journal.later({}, found.stale)
+        self._started = True
+        self._trim()
+        self.on_free()
+
+    async def stop(self, drain_s: float | None = None) -> None:
+        """Takes nothing more and waits so long (`limits.drain_s`) for what is at workers; what has not begun is kept
+        for the next server. Readers of anything else are told "not yet" at once."""
+        self.draining = True
+        self._wake_all()
+        await self._planning.tasks.finish(self.limits.drain_s if drain_s is None else drain_s)
+        self._wake_all()
+        with suppress(StoreError):
+            await self._journal.flush()
+        self._journal.close()
+
+    def _wake_all(self) -> None:
+        for job in self._jobs.values():
+            if job.current is not None:
+                job.current.wake_all()
+
+    # ---- jobs
+
+    def job(self, name: str) -> JobState:
+        """The job of that name."""
+        return self._job(name).state
+
+    def jobs(self) -> list[JobState]:
+        """All jobs, in the order in which they were made."""
+        return [job.state for job in self._jobs.values()]
+
+    async def create_job(self, name: str, spec: Spec, lookahead: int, key_digest: bytes) -> bool:
+        """Whether it was made now; False where there is the same. Raises ConflictError where it differs, LimitError,
+        QuotaError where there are too many jobs."""
+        state = JobState(checked_name("name", name), spec, integer("lookahead", lookahead), key_digest)
+        return await shared(self._planning.tasks.spawn(self._create(state)))
+
+    async def _create(self, state: JobState) -> bool:
+        async with self._control:
+            there = self._jobs.get(state.name)
+            if there is not None:
+                _check_same(there.state, state)
+                return False
+            self._check_running()
+            self._admission.check_job(state.spec, state.lookahead, len(self._jobs))
+            await self._commit(job_key(state.name), state.record())
+            self._jobs[state.name] = Job(state)
+        return True
+
+    async def delete_job(self, name: str) -> None:
+        """Forgets the job. Its packs stay while there is room; a job made anew under this name begins with epoch 1."""
+        async with self._control:
+            self._check_running()
+            job = self._jobs.pop(checked_name("name", name), None)
+            if job is None:
+                raise self._no_job(name)
+            drops = [job_key(name)]
+            drops += [epoch_key(name, number) for number in job.runs.values()]
+            if job.current is not None:
+                held = self._close(job.current, NotFoundError(f"job {name} was deleted", field="job"))
+                drops += [iteration.key for iteration in held]
+                for entry in {iteration.entry for iteration in held if not iteration.entry.users}:
+                    self._planning.give_up(entry)
+            self._journal.later({}, drops)
+            await self._guarded(self._journal.flush())
+
+    # ---- epochs
+
+    async def begin_epoch(self, name: str, run: str) -> tuple[int, bool]:
+        """(number of the run's epoch, whether it began now). The epoch before is over then."""
+        return await shared(self._planning.tasks.spawn(self._begin(name, checked_name("run", run))))
+
+    async def _begin(self, name: str, run: str) -> tuple[int, bool]:
+        async with self._control:
+            job = self._job(name)
+            if run in job.runs:
+                return job.runs[run], False
+            self._check_running()
+            epoch = Epoch(job, job.state.epoch + 1, EpochRecord(run), self._clock())
+            await self._commit(epoch.key, epoch.record())
+            self._switch(job, epoch)
+        return epoch.number, True
+
+    def epoch_state(self, name: str, epoch: int) -> EpochState:
+        """How far the current epoch is."""
+        return self._job(name).epoch(epoch).state()
+
+    def _switch(self, job: Job, epoch: Epoch) -> None:
+        why = f"epoch {epoch.number - 1} of job {job.name} is over, {epoch.number} has begun"
+        held = [] if job.current is None else self._close(job.current, GoneError(why))
+        drops = [iteration.key for iteration in held]
+        job.current, job.state = epoch, replace(job.state, epoch=epoch.number)
+        job.runs[epoch.run] = epoch.number
+        if len(job.runs) > self.limits.epochs:
+            drops.append(epoch_key(job.name, job.runs.pop(next(iter(job.runs)))))
+        self._journal.later({}, drops)
+
+    def _close(self, epoch: Epoch, why: ServiceError) -> list[Iteration]:
+        """Ends the epoch; what it had. What is at workers is still finished and stored: whoever restarts a run asks for
+        much of the same again."""
+        held = epoch.close(why)
+        for iteration in held:
+            self._library.release(iteration)
+        self._trim()
+        return held
+
+    # ---- iterations
+
+    async def submit(self, name: str, epoch: int, iteration: int, batches: Sequence[Batch]) -> bool:
+        """Whether it was new; False where the same was submitted before. Durable when it returns.
+
+        Raises ConflictError where another batch was submitted, QuotaError, OverloadError, LimitError, and CapacityError
+        for batches that are no iteration of the job.
+        """
+        integer("iteration", iteration, 0, MAX_ITERATION)
+        job = self._job(name)
+        found = job.epoch(epoch)
+        found.check(iteration)
+        self._admission.check_batches(job.state.spec, batches)
+        if iteration not in found.iterations:
+            self._check_running()
+            self._admission.check_room(found, iteration, 0)  # before any work
+        wanted = await asked(job.state.spec, batches)
+        while True:
+            found.check(iteration)
+            held = found.iterations.get(iteration)
+            if held is None or held.recording is None:
+                break
+            await asyncio.shield(held.recording)
+        if held is not None:
+            _check_same_batch(held, wanted.digest)
+            return False
+        await self._record(found, iteration, wanted)
+        return True
+
+    async def _record(self, epoch: Epoch, number: int, wanted: Asked) -> None:
+        self._check_running()
+        self._admission.check_room(epoch, number, len(wanted.request))
+        held = Iteration(epoch, number, wanted.digest, self._clock())
+        held.recording = asyncio.get_running_loop().create_future()
+        self._library.need(wanted.key, held, wanted.request)
+        epoch.add(held)
+        hit = held.entry.stored_bytes > 0 or len(held.entry.users) > 1
+        written = self._journal.commit({held.key: held.record(wanted.request, held.entry.problem)})
+        self._planning.tasks.spawn(self._recorded(held, written, hit))
+        error = await asyncio.shield(held.recording)
+        if error is not None:
+            raise error
+
+    async def _recorded(self, held: Iteration, written: Awaitable[None], hit: bool) -> None:
+        recording = held.recording
+        error: ServiceError | None = StoppingError("the server stopped before it was stored")
+        try:
+            await self._guarded(written)
+            held.epoch.check(held.number)
+            error = None
+        except ServiceError as failed:
+            error = failed
+        finally:
+            held.recording = None
+            self._admitted(held, hit) if error is None else self._turned_away(held)
+            if recording is not None:
+                recording.set_result(error)
+
+    def _admitted(self, held: Iteration, hit: bool) -> None:
+        self._counters.submitted += 1
+        self._counters.hits += hit
+        self._counters.misses += not hit
+        self._place(held, time.time())
+        self.on_free()
+
+    def _turned_away(self, held: Iteration) -> None:
+        if held.epoch.iterations.get(held.number) is held:
+            held.epoch.remove(held.number)
+            self._library.release(held)
+            self._journal.later({}, [held.key])
+
+    async def iteration_state(self, name: str, epoch: int, iteration: int) -> IterationState:
+        """What became of a submitted iteration."""
+        found = self._job(name).epoch(epoch)
+        found.check(iteration)
+        held = found.iterations.get(iteration)
+        if held is None:
+            raise NotFoundError(
+                f"iteration {iteration} of epoch {epoch} was not submitted", field="iteration"
+            )
+        entry = held.entry
+        if entry.problem is not None:
+            return IterationState(entry.state, problem=entry.problem.error())
+        if not entry.stored_bytes:
+            return IterationState(entry.state)
+        plan = await self._guarded(self._planning.id_of(entry))
+        return IterationState(entry.state, plan, None, entry.planned_ms, held.ready_at)
+
+    # ---- readers
+
+    def peek(self, name: str, epoch: int, iteration: int, rank: int) -> Body | None:
+        """The rank's body where it is at hand, else None: ask `fetch` for the reason. Raises nothing."""
+        job = self._jobs.get(name)
+        if job is None or job.current is None or job.current.number != epoch:
+            return None
+        held = job.current.iterations.get(iteration)
+        if held is None:
+            return None
+        bodies = held.entry.bodies
+        if bodies is None or not 0 <= rank < len(bodies):
+            return None
+        return self._delivered(held, bodies[rank])
+
+    async def fetch(self, name: str, epoch: int, iteration: int, rank: int, wait_s: float) -> Body | None:
+        """The rank's body; waits for it, be it submitted or not, at most `wait_s` and `limits.wait_s`, then None.
+
+        Raises RefusedBatchError and QuarantinedError where it cannot be planned.
+        """
+        body = self.peek(name, epoch, iteration, rank)
+        if body is not None:
+            return body
+        job = self._job(name)
+        found = job.epoch(epoch)
+        integer("iteration", iteration, 0, MAX_ITERATION)
+        if not 0 <= rank < job.state.spec.ranks:
+            raise NotFoundError(
+                f"job {name} has no rank {rank}, it has {job.state.spec.ranks} from 0 on", field="rank"
+            )
+        try:
+            async with asyncio.timeout(min(wait_s, self.limits.wait_s)) as patience:
+                return await self._guarded(self._awaited(found, iteration, rank, patience))
+        except TimeoutError:
+            return None
+
+    async def _awaited(self, epoch: Epoch, number: int, rank: int, patience: asyncio.Timeout) -> Body | None:
+        while True:
+            epoch.check(number)
+            held = epoch.iterations.get(number)
+            if held is not None and held.entry.problem is not None:
+                raise held.entry.problem.error()
+            if held is not None and held.entry.stored_bytes:
+                if held.entry.bodies is None:
+                    _extend(patience)
+                bodies = await self._planning.bodies(held.entry)
+                if bodies is not None:
+                    epoch.check(number)
+                    return self._delivered(held, bodies[rank])
+                continue
+            if self.draining and (held is None or held.entry.task is None):
+                return None
+            with epoch.waiting(number, self._clock()) as gate:
+                if gate.readers == 1:  # it is wanted now
+                    self.on_free()
+                await gate.event.wait()
+
+    def _delivered(self, held: Iteration, body: Body) -> Body:
+        self._counters.deliveries += 1
+        self._library.cache.touch(held.entry)
+        if held.number > held.epoch.delivered:
+            self._advance(held.epoch, held.number)
+        return body
+
+    def _advance(self, epoch: Epoch, number: int) -> None:
+        epoch.advance(number, self._clock())
+        behind = epoch.iterations.get(number - epoch.job.state.lookahead)
+        if behind is not None:  # no rank is likely to be so far behind
+            self._library.cache.spend(behind.entry)
+        drops = self._retire(epoch)
+        self._journal.later({epoch.key: epoch.record()}, drops)
+        self.on_free()
+
+    def _retire(self, epoch: Epoch) -> list[str]:
+        """No longer keeps what is far behind the front, some at a time; the keys of that."""
+        floor = epoch.front - self.limits.keep
+        if floor - epoch.floor < max(1, self.limits.keep // 16):
+            return []
+        epoch.floor = floor
+        held = [epoch.iterations[number] for number in epoch.numbers if number < floor]
+        for iteration in held:
+            epoch.remove(iteration.number)
+            self._library.release(iteration)
+        for number in [number for number in epoch.gates if number < floor]:
+            epoch.wake(number)
+        self._trim()
+        return [iteration.key for iteration in held]
+
+    # ---- planning
+
+    def on_free(self) -> None:
+        """Gives free workers what is needed next."""
+        if not self._started or self.draining:
+            return
+        while self._planning.free and (found := choose(self._jobs.values(), self._clock())) is not None:
+            self._turn += 1
+            found.epoch.job.served = self._turn
+            self._planning.start(found)
+
+    def on_news(self, entry: Entry) -> None:
+        """Tells those who need it."""
+        for held in tuple(entry.users):
+            self._place(held, entry.ready_at)
+        self._trim()
+        self.on_free()
+
+    def _place(self, held: Iteration, ready_at: float | None) -> None:
+        """In the queue where it waits for a worker; else its readers are told."""
+        if held.waits:
+            held.epoch.enqueue(held.number)
+        elif held.entry.task is None:
+            held.ready_at = held.ready_at or ready_at
+            held.epoch.wake(held.number)
+
+    def _trim(self) -> None:
+        excess = self._library.excess()
+        if excess:
+            self._planning.tasks.spawn(self._drop_packs(excess))
+
+    async def _drop_packs(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            await self._journal.insist(partial(self._drop_pack, key))
+
+    async def _drop_pack(self, key: bytes) -> None:
+        if key not in self._library:  # nobody has asked for the same meanwhile
+            await self._journal.call(self._journal.store.drop_pack, key)
+
+    # ---- figures
+
+    def snapshot(self) -> Snapshot:
+        """All there is to tell, now."""
+        pool = self._supervisor.pool
+        epochs = [job.current for job in self._jobs.values() if job.current is not None]
+        return Snapshot(
+            counters=self._counters,
+            tasks=self._supervisor.counters,
+            workers=pool.size,
+            alive=pool.alive,
+            restarts=pool.restarts,
+            jobs=tuple(map(_gauges, epochs)),
+            unplanned=self._library.unplanned,
+            unplanned_bytes=self._library.unplanned_bytes,
+            at_workers=self._planning.at_workers,
+            waiting=sum(gate.readers for epoch in epochs for gate in epoch.gates.values()),
+            packs=self._library.packs,
+            pack_bytes=self._library.pack_bytes,
+            cached=len(self._library.cache),
+            cache_bytes=self._library.cache.bytes,
+            store_errors=self._journal.errors,
+        )
+
+    # ---- checks
+
+    def _job(self, name: str) -> Job:
+        job = self._jobs.get(name)
+        if job is None:
+            raise self._no_job(name)
+        return job
+
+    def _no_job(self, name: str) -> NotFoundError:
+        return NotFoundError(f"there is no job {name[:64]!r}", field="job")
+
+    def _check_running(self) -> None:
+        if self.draining:
+            raise StoppingError("the server is shutting down: ask the next one", retry_after=_STORE_RETRY_S)
+
+    # ---- the store
+
+    async def _commit(self, key: str, record: bytes) -> None:
+        """A new record. Where this fails nobody knows whether it is there, so with the next commit it is not: a
+        restarted server shall not know more than was answered."""
+        try:
+            await self._guarded(self._journal.commit({key: record}))
+        except StoreGoneError:
+            self._journal.later({}, [key])
+            raise
+
+    async def _guarded(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except StoreError as error:
+            self._counters.overload += 1
+            raise StoreGoneError(f"the store does not answer: {error}", retry_after=_STORE_RETRY_S) from None
+
+
+def _extend(patience: asyncio.Timeout) -> None:
+    """A plan that is there is worth more than "not yet"."""
+    least = asyncio.get_running_loop().time() + _LOADING_S
+    patience.reschedule(max(patience.when() or 0.0, least))
+
+
+def _check_same(there: JobState, wanted: JobState) -> None:
+    parts = {
+        "job": there.spec.to_data() == wanted.spec.to_data(),
+        "lookahead": there.lookahead == wanted.lookahead,
+        "key": there.key_digest == wanted.key_digest,
+    }
+    for field, same in parts.items():
+        if not same:
+            raise ConflictError(f"job {there.name} is there with another {field}", field=field)
+
+
+def _check_same_batch(held: Iteration, asked: bytes) -> None:
+    if held.asked != asked:
+        raise ConflictError(
+            f"iteration {held.number} of epoch {held.epoch.number} was submitted with another batch: all ranks must "
+            "draw the same samples; begin a new epoch to plan it anew",
+            field="batches",
+        )
+
+
+def _gauges(epoch: Epoch) -> JobGauges:
+    state, job = epoch.state(), epoch.job
+    return JobGauges(job.name, state.epoch, state.front, state.held, state.queued, job.at_workers, job.step_s)

@@ -1,0 +1,240 @@
+"""From an entry to its bodies: planned by a worker and stored; or read from the store, and lowered if compact."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from apportion.ir.errors import ApportionError, DecodeError
+from apportion.service.engine.journal import Journal
+from apportion.service.engine.library import Body, Entry, Library
+from apportion.service.engine.metrics import Counters
+from apportion.service.engine.records import IterationRecord, Problem, decode
+from apportion.service.engine.state import Iteration, Job
+from apportion.service.engine.tasks import Tasks, shared
+from apportion.service.errors import OverloadError, QuarantinedError, RefusedBatchError
+from apportion.service.packs import Pack, etag, pack_of
+from apportion.service.store import Store
+from apportion.service.workers.errors import DeadlineError, PoisonedError, RefusedError
+from apportion.service.workers.supervisor import Supervisor
+from apportion.service.workers.tasks import Done, Task
+
+_PAUSE_S = 1.0  # after the pool failed, before the same task is given to it again
+
+log = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Who hears of changes."""
+
+    def on_free(self) -> None:
+        """A worker has become free."""
+
+    def on_news(self, entry: Entry) -> None:
+        """The entry has another state."""
+
+
+class Planning:
+    """Gives tasks to workers, and what they make to the store."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        journal: Journal,
+        library: Library,
+        listener: Listener,
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._supervisor, self._journal, self._library, self._listener = (
+            supervisor,
+            journal,
+            library,
+            listener,
+        )
+        self._deadline_s, self._clock = deadline_s, clock
+        self._entries = 0  # with a task
+        self._busy: dict[Entry, Job] = {}  # being planned, for whom first
+        self._lowering = 0
+        self.tasks, self.counters = Tasks(), Counters()
+
+    @property
+    def at_workers(self) -> int:
+        return len(self._busy) + self._lowering
+
+    @property
+    def free(self) -> bool:
+        """Whether another plan may be started; while the store is slow, results do not pile up."""
+        size = self._supervisor.pool.size
+        return self.at_workers < size and self._entries < 2 * size + 2
+
+    def start(self, found: Iteration) -> None:
+        """Has it planned, for all who need it."""
+        entry, job = found.entry, found.epoch.job
+        self._entries += 1
+        self._busy[entry] = job
+        job.at_workers += 1
+        entry.task = self.tasks.spawn(self._plan(entry))
+        entry.task.add_done_callback(lambda _: self._ended(entry))
+
+    def give_up(self, entry: Entry) -> None:
+        """Frees its worker, where it is at one; what is made already is stored."""
+        if entry in self._busy and entry.task is not None:
+            entry.task.cancel()
+
+    async def bodies(self, entry: Entry) -> tuple[Body, ...] | None:
+        """Of a stored entry, all ranks; None where its pack is lost, then it is planned again. Raises StoreError, and
+        OverloadError where no worker could lower it."""
+        if entry.bodies is not None:
+            return entry.bodies
+        if entry.loading is None:
+            entry.loading = self.tasks.spawn(self._loaded(entry))
+        return await shared(entry.loading)
+
+    async def id_of(self, entry: Entry) -> bytes | None:
+        """Of a stored entry's plan; None where its pack is lost. Raises StoreError."""
+        if entry.id is None:
+            entry.id = await self._journal.call(_read_id, self._journal.store, entry.key)
+        return entry.id
+
+    # ---- planning
+
+    async def _plan(self, entry: Entry) -> None:
+        started_s = self._clock()
+        try:
+            done = await self._supervisor.run(Task("plan", entry.request), self._deadline_s)
+        except (RefusedError, DeadlineError, PoisonedError) as error:
+            self._leave(entry)
+            await self._refuse(entry, _problem(error))
+        except Exception:
+            log.exception("the pool failed; the batch is planned again in %g s", _PAUSE_S)
+            self.counters.errors += 1
+            self._leave(entry)
+            await asyncio.sleep(_PAUSE_S)
+        else:
+            self.counters.plan_s.observe(self._clock() - started_s)
+            self._leave(entry)
+            await self._publish(entry, done)
+
+    def _leave(self, entry: Entry) -> None:
+        job = self._busy.pop(entry, None)
+        if job is not None:
+            job.at_workers -= 1
+            self._listener.on_free()
+
+    def _ended(self, entry: Entry) -> None:
+        """Also where the task was cancelled before its first step."""
+        self._entries -= 1
+        self._leave(entry)
+        self._library.finished(entry)
+        self._listener.on_news(entry)
+
+    async def _publish(self, entry: Entry, done: Done) -> None:
+        came_s, store = self._clock(), self._journal.store
+        size, bodies = await self._journal.insist(
+            lambda: self._journal.call(_store_pack, store, entry.key, done)
+        )
+        entry.planned_ms, entry.ready_at = done.ms, time.time()
+        self._library.stored(entry, size, bodies)
+        now_s = self._clock()
+        self.counters.publish_s.observe(now_s - came_s)
+        for user in entry.users:
+            self.counters.ready_s.observe(now_s - user.submitted_s)
+
+    async def _refuse(self, entry: Entry, problem: Problem) -> None:
+        def records() -> dict[str, bytes]:  # anew at each attempt: only for whom the entry still is
+            return {user.key: user.record(b"", problem) for user in entry.users if user.recording is None}
+
+        await self._journal.insist(lambda: self._journal.commit(records()))
+        self._library.given_up(entry, problem)
+
+    # ---- reading
+
+    async def _loaded(self, entry: Entry) -> tuple[Body, ...] | None:
+        try:
+            bodies = await self._read(entry)
+            if bodies is None:
+                await self._plan_again(entry)
+            else:
+                self._library.keep(entry, bodies, asked=True)
+            return bodies
+        finally:
+            entry.loading = None
+
+    async def _read(self, entry: Entry) -> tuple[Body, ...] | None:
+        pack = await self._journal.call(_read_pack, self._journal.store, entry.key)
+        if pack is None or pack.form == "slices":
+            return None if pack is None else await self._journal.call(_bodies, pack.id, pack.bodies)
+        return await self._lower(pack)
+
+    async def _lower(self, pack: Pack) -> tuple[Body, ...] | None:
+        self._lowering += 1
+        try:
+            done = await self._supervisor.run(Task("lower", pack.bodies[0]), self._deadline_s)
+        except RefusedError as error:
+            log.error("the assignment of %s cannot be lowered: %s", pack.key.hex(), error)
+            return None
+        except ApportionError as error:
+            raise OverloadError(f"no worker could lower the plan: {error}", retry_after=_PAUSE_S) from None
+        finally:
+            self._lowering -= 1
+            self._listener.on_free()
+        return await self._journal.call(_bodies, done.id, done.bodies) if done.id == pack.id else None
+
+    async def _plan_again(self, entry: Entry) -> None:
+        """Its pack is damaged or gone; the request is in the record of any iteration that needs it."""
+        store, user = self._journal.store, next(iter(entry.users), None)
+        if user is None:
+            return
+        log.error("the pack of %s is damaged or gone: it is planned again", entry.key.hex())
+        record = await self._journal.call(_request, store, user.key)
+        await self._journal.call(store.drop_pack, entry.key)
+        self.counters.healed += 1
+        self._library.lost(entry)
+        if record is not None:
+            self._library.expect(entry, record)
+        self._listener.on_news(entry)
+
+
+def _store_pack(store: Store, key: bytes, done: Done) -> tuple[int, tuple[Body, ...]]:
+    """(bytes of the pack, bodies)"""
+    pack = pack_of(done, key).encode()
+    store.put_pack(key, pack)
+    return len(pack), _bodies(done.id, done.bodies)
+
+
+def _bodies(id: bytes, bodies: tuple[bytes, ...]) -> tuple[Body, ...]:
+    return tuple(Body(data, etag(data), id) for data in bodies)
+
+
+def _read_pack(store: Store, key: bytes) -> Pack | None:
+    """None where it is not there or damaged."""
+    data = store.read_pack(key)
+    try:
+        return None if data is None else Pack.decode(data)
+    except DecodeError as error:
+        log.error("the pack of %s: %s", key.hex(), error)
+        return None
+
+
+def _read_id(store: Store, key: bytes) -> bytes | None:
+    try:
+        part = store.read_body(key, 0)
+    except DecodeError:
+        return None
+    return None if part is None else part.id
+
+
+def _request(store: Store, key: str) -> bytes | None:
+    found = next(store.records(key), None)
+    return None if found is None else decode(key, found[1], IterationRecord).request
+
+
+def _problem(error: RefusedError | DeadlineError | PoisonedError) -> Problem:
+    if isinstance(error, RefusedError):
+        return Problem(RefusedBatchError.type, error.message, error.field)
+    kind = QuarantinedError if isinstance(error, PoisonedError) else RefusedBatchError
+    return Problem(kind.type, str(error), "batches")

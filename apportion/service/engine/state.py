@@ -1,0 +1,266 @@
+"""Jobs as the engine holds them: each has one epoch that goes on, and that has iterations.
+
+Job ── current ── Epoch ── iterations by number; of these, `queue`: what waits for a worker
+                        ├─ front, floor: how far ranks have come; what is no longer kept
+                        └─ gates: who waits for an iteration, be it submitted or not
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from apportion.ir.job import Job as Spec
+from apportion.service.engine.library import Entry
+from apportion.service.engine.records import (
+    EpochRecord,
+    IterationRecord,
+    JobRecord,
+    Problem,
+    encode,
+    epoch_key,
+    iteration_key,
+)
+from apportion.service.errors import GoneError, NotFoundError, ServiceError
+
+_FIRST_STEP_S = 1.0  # until two deliveries tell how long the job's steps take
+_SMOOTHING = 0.25
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job. spec: what it plans; lookahead: iterations planned ahead of its ranks; key_digest: of its bearer key;
+    epoch: the current one, 0 before the first."""
+
+    name: str
+    spec: Spec
+    lookahead: int
+    key_digest: bytes
+    epoch: int = 0
+
+    def record(self) -> bytes:
+        """Encoded."""
+        return encode(JobRecord(self.spec.to_data(), self.lookahead, self.key_digest))
+
+
+@dataclass(frozen=True)
+class EpochState:
+    """An epoch now. front: 1 + the highest iteration that a rank was given, or the lowest submitted; floor: iterations
+    below it are no longer kept; held: iterations that are; queued: those of them that wait for a worker."""
+
+    job: str
+    epoch: int
+    run: str
+    front: int
+    floor: int
+    held: int
+    queued: int
+
+
+@dataclass(frozen=True)
+class IterationState:
+    """An iteration now. state: queued, planning, ready, refused or quarantined; id: 32 bytes, of the plan; problem: why
+    it cannot be planned. planned_ms: at the worker; ready_at: when ranks could have it, seconds since 1970; both None
+    where an earlier server did it."""
+
+    state: str
+    id: bytes | None = None
+    problem: ServiceError | None = None
+    planned_ms: float | None = None
+    ready_at: float | None = None
+
+
+class Iteration:
+    """A submitted iteration. asked: digest of its request. recording: while its record is on its way to the store; its
+    result is the error, if any."""
+
+    __slots__ = ("asked", "entry", "epoch", "number", "ready_at", "recording", "submitted_s")
+
+    def __init__(self, epoch: Epoch, number: int, asked: bytes, submitted_s: float) -> None:
+        self.epoch, self.number, self.asked, self.submitted_s = epoch, number, asked, submitted_s
+        self.entry: Entry
+        self.ready_at: float | None = None
+        self.recording: asyncio.Future[ServiceError | None] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """For a worker."""
+        return self.recording is None and self.entry.state == "queued"
+
+    @property
+    def key(self) -> str:
+        """Of its record."""
+        return iteration_key(self.epoch.job.name, self.epoch.number, self.number)
+
+    def record(self, request: bytes, problem: Problem | None) -> bytes:
+        """Encoded."""
+        return encode(IterationRecord(self.entry.key, self.asked, b"" if problem else request, problem))
+
+
+class Gate:
+    """Where readers of one iteration wait, all at one event."""
+
+    __slots__ = ("event", "readers", "since_s")
+
+    def __init__(self, since_s: float) -> None:
+        self.event, self.readers, self.since_s = asyncio.Event(), 0, since_s
+
+
+class Epoch:
+    """One pass of one run. over: what readers get once it is."""
+
+    def __init__(self, job: Job, number: int, record: EpochRecord, now_s: float) -> None:
+        self.job, self.number, self.run = job, number, record.run
+        self.delivered, self.floor = record.front - 1, record.floor
+        self.iterations: dict[int, Iteration] = {}
+        self.numbers: list[int] = []  # of `iterations`, rising
+        self.queue: list[int] = []  # rising; may still have some that no longer wait
+        self.gates: dict[int, Gate] = {}
+        self.moved_s = now_s  # when the front last moved
+        self.over: ServiceError | None = None
+
+    @property
+    def front(self) -> int:
+        if self.delivered >= 0 or not self.numbers:
+            return self.delivered + 1
+        return self.numbers[0]
+
+    @property
+    def pending(self) -> int:
+        """Iterations that no rank has been given yet, nor a later one."""
+        return len(self.numbers) - bisect_left(self.numbers, self.delivered + 1)
+
+    @property
+    def key(self) -> str:
+        """Of its record."""
+        return epoch_key(self.job.name, self.number)
+
+    def record(self) -> bytes:
+        """Encoded."""
+        return encode(EpochRecord(self.run, self.delivered + 1, self.floor))
+
+    def state(self) -> EpochState:
+        queued = sum(self.iterations[number].waits for number in self.queue)
+        return EpochState(
+            self.job.name, self.number, self.run, self.front, self.floor, len(self.numbers), queued
+        )
+
+    def check(self, iteration: int) -> None:
+        """Raises GoneError, or NotFoundError where the job was deleted."""
+        if self.over is not None:
+            raise type(self.over)(self.over.detail)
+        if iteration < self.floor:
+            raise GoneError(
+                f"iteration {iteration} of epoch {self.number} is no longer kept, the ranks are at {self.front}; "
+                f"those from {self.floor} on are"
+            )
+
+    def add(self, iteration: Iteration) -> None:
+        self.iterations[iteration.number] = iteration
+        insort(self.numbers, iteration.number)
+
+    def remove(self, number: int) -> Iteration:
+        del self.numbers[bisect_left(self.numbers, number)]
+        if (
+            self.queue
+            and (at := bisect_left(self.queue, number)) < len(self.queue)
+            and self.queue[at] == number
+        ):
+            del self.queue[at]
+        return self.iterations.pop(number)
+
+    def enqueue(self, number: int) -> None:
+        at = bisect_left(self.queue, number)
+        if at == len(self.queue) or self.queue[at] != number:
+            self.queue.insert(at, number)
+
+    # ---- readers
+
+    @contextmanager
+    def waiting(self, number: int, now_s: float) -> Iterator[Gate]:
+        """The gate that opens when there is news of the iteration."""
+        gate = self.gates.get(number)
+        if gate is None:
+            gate = self.gates[number] = Gate(now_s)
+        gate.readers += 1
+        try:
+            yield gate
+        finally:
+            gate.readers -= 1
+            if not gate.readers and self.gates.get(number) is gate:
+                del self.gates[number]
+
+    def wake(self, number: int) -> None:
+        if gate := self.gates.pop(number, None):
+            gate.event.set()
+
+    def wake_all(self) -> None:
+        for number in tuple(self.gates):
+            self.wake(number)
+
+    def close(self, why: ServiceError) -> list[Iteration]:
+        """It is over: who waits is told. What it had."""
+        held = list(self.iterations.values())
+        self.over = why
+        self.iterations.clear()
+        self.numbers.clear()
+        self.queue.clear()
+        self.wake_all()
+        return held
+
+    # ---- pace
+
+    def advance(self, number: int, now_s: float) -> None:
+        """A rank was given this iteration, the highest so far."""
+        if self.delivered >= 0:
+            step_s = (now_s - self.moved_s) / (number - self.delivered)
+            self.job.step_s += _SMOOTHING * (step_s - self.job.step_s)
+        self.delivered, self.moved_s = number, now_s
+
+    def deadline_s(self, number: int) -> float:
+        """When a rank will ask for the iteration, by the job's pace; since when one waits, if that is earlier."""
+        steps = number - (self.delivered if self.delivered >= 0 else self.front)
+        due_s = self.moved_s + max(steps, 0) * self.job.step_s
+        gate = self.gates.get(number)
+        return due_s if gate is None else min(due_s, gate.since_s)
+
+    def candidate(self) -> Iteration | None:
+        """What to plan next: the lowest that waits, within the look-ahead; beyond it only what a reader waits for."""
+        while self.queue and not self.iterations[self.queue[0]].waits:
+            del self.queue[0]
+        if not self.queue:
+            return None
+        if self.queue[0] < self.front + self.job.state.lookahead:
+            return self.iterations[self.queue[0]]
+        asked = (self.iterations[number] for number in self.gates if number in self.iterations)
+        return min((found for found in asked if found.waits), key=lambda found: found.number, default=None)
+
+
+class Job:
+    """A job, its runs and its current epoch."""
+
+    def __init__(self, state: JobState) -> None:
+        self.state = state
+        self.runs: dict[str, int] = {}  # run: epoch
+        self.current: Epoch | None = None
+        self.step_s = _FIRST_STEP_S
+        self.at_workers = 0
+        self.served = 0  # turn in which it was last served
+
+    @property
+    def name(self) -> str:
+        return self.state.name
+
+    def epoch(self, number: int) -> Epoch:
+        """The current epoch, which has to be that. Raises GoneError, NotFoundError."""
+        current = self.current
+        if current is not None and current.number == number:
+            return current
+        if 1 <= number < self.state.epoch:
+            raise GoneError(f"epoch {number} of job {self.name} is over, {self.state.epoch} has begun")
+        raise NotFoundError(
+            f"job {self.name} has no epoch {number}, it has begun {self.state.epoch}", field="epoch"
+        )

@@ -1,0 +1,484 @@
+"""The engine and its store: what a restarted server knows, what is kept and dropped, a store that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+import engine_chaos
+import engine_kills
+import engine_soak
+import pytest
+from engines import JOB, KEY, DownStore, LocalPool, Rig, batch, begin, raised, run, submit, take, until
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import DecodeError
+from apportion.planner.jobs import plan_job
+from apportion.service.engine.journal import Journal
+from apportion.service.engine.records import IterationRecord, JobRecord, decode, encode
+from apportion.service.errors import (
+    GoneError,
+    NotFoundError,
+    OverloadError,
+    StoppingError,
+    StoreError,
+    StoreGoneError,
+)
+from apportion.service.limits import Limits
+from apportion.service.packs import Pack
+from apportion.service.store import Store
+from apportion.service.store.memory import MemoryStore
+from apportion.service.workers.errors import RefusedError, WorkerDiedError
+
+WIDE = replace(JOB, cluster=Cluster(4, 8), tokens_per_rank=8192)  # its packs are compact
+PACKED = [9000 + 37 * i for i in range(20)]
+
+
+def wide(number: int) -> list[Batch]:
+    return [Batch.from_lengths([*PACKED, 1 + number, 1])]
+
+
+def spoil(store: Store, change: Callable[[bytes], bytes | None]) -> None:
+    """Every pack, by hand."""
+    for key, _ in list(store.packs()):
+        data = store.read_pack(key)
+        assert data is not None
+        store.drop_pack(key)
+        changed = change(data)
+        if changed is not None:
+            store.put_pack(key, changed)
+
+
+# ---------------------------------------------------------------------------------------------- restart
+
+
+def test_a_restarted_server_goes_on() -> None:
+    async def main() -> None:
+        rig = Rig(pool=LocalPool(held=True))
+        async with rig.with_job() as engine:
+            await engine.begin_epoch("run", "second")
+            await submit(engine, *range(6), epoch=2)
+            rig.pool.let(0, 1)
+            first = [await take(engine, i, epoch=2) for i in range(2)]
+            before = engine.job("run")
+            await engine.stop(0.0)
+        rig.pool = LocalPool()
+        async with rig.started() as engine:
+            assert engine.job("run") == before
+            assert engine.epoch_state("run", 2).front == 2
+            assert await engine.begin_epoch("run", "first") == (1, False)
+            assert await engine.begin_epoch("run", "second") == (2, False)
+            assert [await take(engine, i, epoch=2) for i in range(2)] == first
+            assert await submit(engine, *range(6), epoch=2) == [False] * 6
+            for i in range(6):
+                await take(engine, i, epoch=2)
+            assert sorted(rig.pool.begun) == [2, 3, 4, 5]
+
+    run(main())
+
+
+def test_what_nothing_refers_to_is_dropped_at_the_start() -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            await take(engine, 0)
+        records = dict(rig.store.records())
+        places = ("epoch/gone/00000001", "iteration/gone/00000001/0000000000000000")
+        stray = dict(
+            zip(places, [value for key, value in sorted(records.items()) if "/run/" in key], strict=True)
+        )
+        rig.store.commit(stray)
+        async with rig.started():
+            pass
+        assert rig.store.records().__next__()[0] == "epoch/run/00000001"
+        assert not stray.keys() & dict(rig.store.records()).keys()
+
+    run(main())
+
+
+def test_a_damaged_record_is_named() -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            await take(engine, 0)
+        sound = dict(rig.store.records())
+        iteration = next(key for key in sound if key.startswith("iteration/"))
+        job = decode("job/run", sound["job/run"], JobRecord)
+        for key, data in (
+            ("job/run", b"\xc1"),
+            ("job/run", encode(JobRecord({**job.spec, "tokens_per_rank": 0}, 8, KEY))),
+            ("epoch/run/x", sound["epoch/run/00000001"]),
+            (iteration, encode(IterationRecord(b"short", b"short", b""))),
+        ):
+            store = MemoryStore()
+            store.commit({**sound, key: data})
+            assert repr(key) in str(await raised(Rig(store).started().__aenter__(), DecodeError))
+
+    run(main())
+
+
+# ---------------------------------------------------------------------------------------------- kept and dropped
+
+
+def test_iterations_far_behind_are_gone() -> None:
+    async def main() -> None:
+        rig = Rig(limits=Limits(keep=3))
+        async with rig.with_job() as engine:
+            laggard = asyncio.create_task(take(engine, 0, 1))
+            for i in range(1, 10):
+                await submit(engine, i)
+                await take(engine, i)
+            error = await raised(laggard, GoneError)
+            assert "no longer kept" in error.detail
+            await raised(take(engine, 6), GoneError)
+            await raised(submit(engine, 6), GoneError)
+            await take(engine, 7, 1)
+            state = engine.epoch_state("run", 1)
+            assert (state.floor, state.held, state.front) == (7, 3, 10)
+        assert sum(key.startswith("iteration/") for key, _ in rig.store.records()) == 3
+        async with rig.started() as engine:
+            assert engine.epoch_state("run", 1).floor == 7
+            await raised(take(engine, 6), GoneError)
+
+    run(main())
+
+
+def test_packs_that_nobody_needs_go_when_the_store_is_full() -> None:
+    async def main() -> None:
+        rig = Rig(limits=Limits(keep=2, store_packs=4))
+        async with rig.with_job() as engine:
+            for i in range(10):
+                await submit(engine, i)
+                await take(engine, i)
+            await until(lambda: len(list(rig.store.packs())) <= 4)
+            assert engine.snapshot().packs <= 4
+            held = {
+                Pack.decode(data).id for key, _ in rig.store.packs() if (data := rig.store.read_pack(key))
+            }
+            assert {(await take(engine, i)).id for i in (8, 9)} <= held
+        small = Rig(rig.store, limits=Limits(store_bytes=1))
+        async with small.started() as engine:
+            await until(lambda: len(list(rig.store.packs())) == 2)
+            assert engine.snapshot().pack_bytes == sum(size for _, size in rig.store.packs())
+
+    run(main())
+
+
+def test_old_epochs_leave_nothing_but_their_runs() -> None:
+    async def main() -> None:
+        rig = Rig(limits=Limits(epochs=3))
+        async with rig.with_job() as engine:
+            await submit(engine, 0, 1)
+            for i in range(5):
+                await begin(engine, "run", run_id=f"run{i}")
+            assert await engine.begin_epoch("run", "run4") == (6, False)
+            assert await engine.begin_epoch("run", "run2") == (4, False)
+        keys = [key for key, _ in rig.store.records()]
+        assert keys == [f"epoch/run/{number:08d}" for number in (4, 5, 6)] + ["job/run"]
+
+    run(main())
+
+
+def test_bodies_are_read_again_when_the_cache_was_too_small() -> None:
+    async def main() -> None:
+        rig = Rig(limits=Limits(cache_bytes=1))
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            readers = [take(engine, 0, rank) for rank in (0, 1, 0, 1)]
+            bodies = await asyncio.gather(*readers)
+            assert engine.peek("run", 1, 0, 0) is None
+            assert await engine.fetch("run", 1, 0, 0, 0.0) == bodies[0]
+            assert bodies[:2] == bodies[2:]
+            assert [body.data for body in bodies[:2]] == [
+                plan_job(JOB, batch(0)).plan.slice_for(rank).encode() for rank in range(2)
+            ]
+            assert engine.snapshot().cache_bytes == 0
+
+    run(main())
+
+
+def test_compact_packs_are_lowered_once_for_all_who_wait() -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.started() as engine:
+            await begin(engine, "run", WIDE)
+            await engine.submit("run", 1, 0, wide(0))
+            first = [await take(engine, 0, rank) for rank in range(WIDE.ranks)]
+        (key,) = (key for key, _ in rig.store.packs())
+        data = rig.store.read_pack(key)
+        assert data is not None
+        assert Pack.decode(data).form == "assignment"
+        async with rig.started() as engine:
+            again = await asyncio.gather(*(take(engine, 0, rank) for rank in range(WIDE.ranks)))
+            assert again == first
+            assert rig.pool.lowered == 1
+            assert engine.snapshot().tasks.lowered == 1
+
+    run(main())
+
+
+def test_what_ranks_take_now_stays_in_the_cache_while_more_is_planned() -> None:
+    async def main() -> None:
+        plan = plan_job(WIDE, wide(0)).plan
+        room = int(2.5 * sum(len(plan.slice_for(rank).encode()) for rank in range(WIDE.ranks)))
+        rig = Rig(limits=Limits(cache_bytes=room))
+        async with rig.started() as engine:
+            await begin(engine, "run", WIDE)
+            for i in range(6):
+                await engine.submit("run", 1, i, wide(i))
+            await asyncio.gather(*(take(engine, 0, rank) for rank in range(4)))
+            await until(lambda: engine.snapshot().packs == 6)
+            assert engine.snapshot().cached == 2
+            for rank in range(WIDE.ranks):
+                assert engine.peek("run", 1, 0, rank) is not None
+            for i in range(1, 6):
+                await asyncio.gather(*(take(engine, i, rank) for rank in range(WIDE.ranks)))
+            assert rig.pool.lowered == 4
+
+    run(main())
+
+
+# ---------------------------------------------------------------------------------------------- trouble
+
+
+@pytest.mark.parametrize("change", [lambda data: None, lambda data: data[:-1] + bytes([data[-1] ^ 1])])
+def test_a_pack_that_was_lost_or_damaged_is_planned_again(change: Callable[[bytes], bytes | None]) -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            body = await take(engine, 0)
+            await engine.stop()
+        async with rig.started() as engine:
+            spoil(rig.store, change)
+            assert await take(engine, 0) == body
+            assert engine.snapshot().counters.healed == 1
+            assert len(list(rig.store.packs())) == 1
+            assert rig.pool.begun == [0, 0]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "lowered"), [(RefusedError("DecodeError", "another id"), 1), (WorkerDiedError("killed"), 3)]
+)
+def test_an_assignment_that_cannot_be_lowered(fault: Exception, lowered: int) -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.started() as engine:
+            await begin(engine, "run", WIDE)
+            await engine.submit("run", 1, 0, wide(0))
+            body = await take(engine, 0)
+        rig.pool.lowering = fault
+        async with rig.started() as engine:
+            if isinstance(fault, RefusedError):  # as damaged: planned again
+                assert await take(engine, 0) == body
+                assert engine.snapshot().counters.healed == 1
+            else:
+                assert (await raised(take(engine, 0), OverloadError)).retry_after == 1.0
+                rig.pool.lowering = None
+                assert await take(engine, 0) == body
+                lower = rig.pool.lowered - 1
+                assert lower == lowered
+
+    run(main())
+
+
+def test_the_state_of_a_damaged_pack_has_no_id() -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            await take(engine, 0)
+        spoil(rig.store, lambda data: b"x" * len(data))
+        async with rig.started() as engine:
+            assert (await engine.iteration_state("run", 1, 0)).id is None
+
+    run(main())
+
+
+class LateStore(MemoryStore):
+    """Takes its time to read."""
+
+    def read_pack(self, key: bytes) -> bytes | None:
+        time.sleep(0.3)
+        return super().read_pack(key)
+
+
+def test_who_waits_for_a_pack_when_the_server_stops_is_told() -> None:
+    async def main() -> None:
+        rig = Rig(LateStore())
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            await take(engine, 0)
+        async with rig.started() as engine:
+            reader = asyncio.create_task(take(engine, 0))
+            await asyncio.sleep(0)
+            await engine.stop(0.0)
+            await raised(reader, StoppingError)
+
+    run(main())
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_store_that_is_gone_is_told_and_forgotten_when_it_is_back(after: bool) -> None:
+    async def main() -> None:
+        store = DownStore(MemoryStore())
+        store.after = after
+        rig = Rig(store, LocalPool(held=True))
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            await until(lambda: rig.pool.begun == [0])
+            store.down = True
+            for work in (
+                submit(engine, 1),
+                engine.begin_epoch("run", "second"),
+                engine.create_job("other", JOB, 8, KEY),
+            ):
+                error = await raised(work, StoreGoneError)
+                assert (error.status, error.retry_after) == (503, 1.0)
+            rig.pool.open()
+            reader = asyncio.create_task(take(engine, 0))
+            await until(lambda: engine.snapshot().store_errors > 4)
+            assert not reader.done()
+            assert "127.0.0.1:1" in await engine.trouble()
+            store.down = False
+            await reader
+            assert await engine.trouble() == ""
+            assert await submit(engine, 1) == [True]
+            await take(engine, 1)
+            assert await engine.begin_epoch("run", "second") == (2, True)
+            assert await engine.create_job("other", JOB, 8, KEY)
+
+    run(main())
+
+
+def test_what_was_told_to_have_failed_has_not_happened() -> None:
+    async def main() -> None:
+        store = DownStore(MemoryStore())
+        store.after = True
+        rig = Rig(store)
+        async with rig.with_job() as engine:
+            store.down = True
+            await raised(engine.begin_epoch("run", "second"), StoreGoneError)
+            await raised(engine.create_job("other", JOB, 8, KEY), StoreGoneError)
+            await raised(submit(engine, 1), StoreGoneError)
+            assert len(list(store.behind.records("iteration/"))) == 1
+            store.down = False
+            await submit(engine, 0)
+        rig = Rig(store)
+        async with rig.started() as engine:
+            assert [(job.name, job.epoch) for job in engine.jobs()] == [("run", 1)]
+            await raised(engine.iteration_state("run", 1, 1), NotFoundError)
+            await take(engine, 0)
+
+    run(main())
+
+
+def test_a_client_that_leaves_does_not_leave_half_an_epoch() -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.with_job() as engine:
+            begun = asyncio.create_task(engine.begin_epoch("run", "second"))
+            await asyncio.sleep(0)
+            begun.cancel()
+            await raised(asyncio.wait_for(begun, 60.0), asyncio.CancelledError)
+            await until(lambda: engine.job("run").epoch == 2)
+            assert await engine.begin_epoch("run", "second") == (2, False)
+
+    run(main())
+
+
+def test_reading_from_a_store_that_is_gone() -> None:
+    async def main() -> None:
+        store = DownStore(MemoryStore())
+        rig = Rig(store, limits=Limits(cache_bytes=1))
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            body = await take(engine, 0)
+            store.down = True
+            await raised(take(engine, 0), StoreGoneError)
+            await raised(engine.delete_job("run"), StoreGoneError)
+            await raised(take(engine, 0), NotFoundError)
+            store.down = False
+            assert await begin(engine, "run") == 1
+            await submit(engine, 0)
+            assert await take(engine, 0) == body
+        assert sorted(key for key, _ in store.records("job/")) == ["job/run"]
+
+    run(main())
+
+
+def test_a_server_that_has_stopped_says_so() -> None:
+    async def main() -> None:
+        rig = Rig(limits=Limits(cache_bytes=1))
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            await take(engine, 0)
+            await engine.stop()
+            await raised(take(engine, 0), OverloadError)
+
+    run(main())
+
+
+class SlowStore(MemoryStore):
+    """Commits that wait until they may; commits: what each had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commits: list[tuple[list[str], list[str]]] = []
+        self.fail = False
+
+    def commit(self, puts: Mapping[str, bytes], drops: Collection[str] = ()) -> None:
+        self.commits.append((sorted(puts), sorted(drops)))
+        if self.fail:
+            raise StoreError("full")
+        super().commit(puts, drops)
+
+
+def test_commits_that_wait_are_made_together_and_in_order() -> None:
+    async def main() -> None:
+        store = SlowStore()
+        journal = Journal(store)
+        await asyncio.gather(*(journal.commit({f"k{i}": b"1"}) for i in range(64)))
+        assert len(store.commits) < 4
+        journal.later({"k0": b"2"}, ["k1", "k2"])
+        await journal.commit({"k1": b"3"})
+        assert store.commits[-1] == (["k0", "k1"], ["k2"])
+        journal.later({"k3": b"4"}, ["k4"])
+        store.fail = True
+        await raised(journal.commit({"k5": b"5"}), StoreError)
+        store.fail = False
+        journal.later({}, ["k3"])
+        await journal.commit({"k4": b"6"})
+        assert store.commits[-1] == (["k4"], ["k3"])
+        await journal.flush()
+        assert store.commits[-1] == (["k4"], ["k3"])
+        journal.later({}, [f"old{i}" for i in range(1000)])
+        await until(lambda: len(store.commits[-1][1]) == 1000)
+        journal.close()
+        assert dict(store.records("k"))["k0"] == b"2"
+
+    run(main())
+
+
+# ---------------------------------------------------------------------------------------------- long ones
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_a_commit_point(seed: int) -> None:
+    engine_kills.case(seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_left_after_chaos(seed: int) -> None:
+    engine_chaos.case(seed, 60)
+
+
+def test_memory_stays_flat() -> None:
+    engine_soak.case(0, 500)
