@@ -1,0 +1,16 @@
+"""Workers that are processes of this machine."""
+
+from __future__ import annotations
+
+from apportion.ir.fields import integer
+from apportion.service.workers.pool import LinePool
+
+RUNNER = "apportion.service.workers.worker"
+
+
+class ProcessPool(LinePool):
+    """Processes forked from a zygote. runner: a module with `warm()` and `run(task) -> Done`, which the zygote
+    imports. Raises ConfigError for a wrong number."""
+
+    def __init__(self, size: int, *, runner: str = RUNNER) -> None:
+        super().__init__(integer("workers", size), ("apportion.service.workers.zygote", runner))
