@@ -1,0 +1,48 @@
+"""What server and client of protocol v1 agree on: media types, headers and paths."""
+
+from __future__ import annotations
+
+from apportion.ir.isa import VERSION
+
+JSON = "application/json"
+PROBLEM = "application/problem+json"
+PLAN = "application/vnd.apportion.iteration"
+FRAMES = "application/vnd.apportion.frames"
+#: what a client that reads this major version of the format accepts, and what a server sends
+PLAN_VERSION = f"{PLAN}; version={VERSION[0]}"
+FRAMES_VERSION = f"{FRAMES}; version={VERSION[0]}"
+#: of a stream's answer: seconds between heartbeats; a stream silent for three of them is dead
+HEARTBEAT = "Apportion-Heartbeat"
+HEARTBEAT_S = 5.0
+SILENT_HEARTBEATS = 3
+#: plan frames after which a stream ends, where the client does not say
+WINDOW = 64
+
+JOBS = "/v1/jobs"
+EPOCHS = "/epochs"
+
+
+def job_path(name: str) -> str:
+    """Of a job; the paths below follow it."""
+    return f"{JOBS}/{name}"
+
+
+def epoch_path(epoch: int) -> str:
+    return f"/epochs/{epoch}"
+
+
+def iteration_path(epoch: int, iteration: int) -> str:
+    return f"/epochs/{epoch}/iterations/{iteration}"
+
+
+def plan_path(epoch: int, iteration: int, rank: int) -> str:
+    return f"/epochs/{epoch}/iterations/{iteration}/ranks/{rank}/plan"
+
+
+def stream_path(epoch: int, rank: int) -> str:
+    return f"/epochs/{epoch}/ranks/{rank}/stream"
+
+
+def etag(body_digest: bytes) -> str:
+    """The strong ETag of a body, of its BLAKE2b-256."""
+    return f'"{body_digest.hex()}"'
