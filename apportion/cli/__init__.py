@@ -14,7 +14,19 @@ from collections.abc import Sequence
 
 import typer
 
-from apportion.cli import bench, catalogue, hardware, house, plans, simulate, worth
+from apportion.cli import (
+    bench,
+    catalogue,
+    hardware,
+    house,
+    jobs,
+    plans,
+    precompute,
+    serve,
+    simulate,
+    stores,
+    worth,
+)
 from apportion.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, drop_stdout, refuse
 from apportion.ir.errors import ApportionError, VerifyError
 
@@ -35,6 +47,8 @@ for name, command in (
     ("diff", plans.diff),
     ("compare", worth.compare),
     ("simulate", simulate.simulate),
+    ("serve", serve.serve),
+    ("precompute", precompute.precompute),
     ("profile", hardware.profile),
     ("recipes", catalogue.recipes),
     ("solvers", catalogue.solvers),
@@ -43,7 +57,9 @@ for name, command in (
     ("version", house.version),
 ):
     app.command(name)(command)
+app.add_typer(jobs.app, name="job")
 app.add_typer(bench.app, name="bench")
+app.add_typer(stores.app, name="store")
 
 # click's UsageError, wherever the installed typer keeps its click
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -17,8 +19,9 @@ def demo(
 ) -> None:
     """Train a small transformer on 4 CPU processes under plans, and the same one in one process without.
 
-    Document lengths come from the examples, or from --workload. Prints both losses, and what the plans cost
-    beside contiguous filling and a zig-zag ring. Exit code 1 if the losses differ or a check fails.
+    A planning service is started on a free loopback port, and streams each process its part of every plan. Document
+    lengths come from the examples, or from --workload. Prints both losses, and what the plans cost beside contiguous
+    filling and a zig-zag ring. Exit code 1 if the losses differ or a check fails.
 
     [bold]Examples[/bold]
 
@@ -27,8 +30,10 @@ def demo(
       apportion demo --workload examples/doc_lengths.json --steps 5 --json
     """
     inputs.need("torch", "torch", "the demo")
+    inputs.need("uvicorn", "service", "the demo")
     from apportion.trainer import demo as trainer
 
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it started ends with it
     raise typer.Exit(trainer.run(workload, steps, as_json))
 
 

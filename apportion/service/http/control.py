@@ -1,0 +1,335 @@
+"""The control plane: jobs, epochs, iterations, and what is to know about the server. FastAPI."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from pydantic import BeforeValidator
+from starlette.exceptions import HTTPException
+
+from apportion.ir.batch import Batch
+from apportion.ir.errors import ApportionError, ConfigError
+from apportion.ir.job import Job as Spec
+from apportion.ir.version import __version__
+from apportion.service.engine import Engine, IterationState, JobState
+from apportion.service.http import models
+from apportion.service.http.auth import Keys, given, key_digest, new_key
+from apportion.service.http.bodies import Patience, parse, read
+from apportion.service.http.delivery import MAX_EPOCH, MAX_ITERATION
+from apportion.service.http.metrics import render
+from apportion.service.http.openapi import describe, document
+from apportion.service.http.pages import page
+from apportion.service.http.problems import Problem, encode, headers_of, plain, problem_of
+from apportion.service.limits import Limits
+from apportion.service.protocol import JSON, job_path
+
+T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
+_HOST = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
+PROBE_S = 2.0  # for the store's answer, where somebody asks whether the server is ready
+_SHOWN = 200  # characters of a path that is not there
+_PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+router = APIRouter()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the routes work on."""
+
+    engine: Engine
+    keys: Keys
+    limits: Limits
+    patience: Patience
+    registry: CollectorRegistry
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request that may do what it asks for."""
+
+    parts: Parts
+    request: Request
+
+    @property
+    def engine(self) -> Engine:
+        return self.parts.engine
+
+    async def body(self, kind: type[T], then: Callable[[T], R]) -> R:
+        """What `then` makes of the body; in a thread where it is large."""
+        most, wait_s = self.parts.limits.body_bytes, self.parts.patience.body_s
+        data = await read(self.request.scope, self.request.receive, most, wait_s)
+        return await parse(data, kind, then)
+
+    def url(self, job: str) -> str:
+        scope, host = self.request.scope, self.request.headers.get("host", "")
+        if not _HOST.fullmatch(host):
+            host = ":".join(map(str, scope.get("server") or ("localhost",)))
+        return f"{scope['scheme']}://{host}{job_path(job)}"
+
+    def reply(self, job: JobState) -> models.JobReply:
+        data = job.spec.to_data()
+        return models.JobReply(job.name, self.url(job.name), job.spec.ranks, job.lookahead, job.epoch, data)
+
+
+def _digits(value: Any) -> Any:
+    if isinstance(value, str) and not (value.isascii() and value.isdigit()):
+        raise ValueError("must be written in decimal digits")
+    return value
+
+
+Name = Annotated[str, Path(pattern=models.NAME)]
+EpochNumber = Annotated[int, BeforeValidator(_digits), Path(ge=1, le=MAX_EPOCH)]
+IterationNumber = Annotated[int, BeforeValidator(_digits), Path(ge=0, le=MAX_ITERATION)]
+
+
+def _call(request: Request) -> Call:
+    return Call(request.app.state.parts, request)
+
+
+def _authorization(request: Request) -> bytes | None:
+    value = request.headers.get("authorization")
+    return None if value is None else value.encode("latin-1")
+
+
+async def _anyone(request: Request) -> Call:
+    return _call(request)
+
+
+async def _admin(request: Request) -> Call:
+    call = _call(request)
+    call.parts.keys.check_admin(_authorization(request))
+    return call
+
+
+async def _member(request: Request, job: Name) -> Call:
+    call, sent = _call(request), given(_authorization(request))
+    call.parts.keys.check_job(job, call.engine.job(job).key_digest, sent)
+    return call
+
+
+async def _owner(request: Request, job: Name) -> Call:
+    call = _call(request)
+    call.parts.keys.check_owner(lambda: call.engine.job(job).key_digest, _authorization(request))
+    return call
+
+
+Anyone = Annotated[Call, Depends(_anyone)]
+Admin = Annotated[Call, Depends(_admin)]
+Member = Annotated[Call, Depends(_member)]
+Owner = Annotated[Call, Depends(_owner)]
+
+
+def reply(value: msgspec.Struct, status: int = 200) -> Response:
+    """JSON that nobody keeps."""
+    return Response(msgspec.json.encode(value), status, {"cache-control": "no-store"}, JSON)
+
+
+# ---------------------------------------------------------------------------------------------- jobs
+
+
+@router.post(
+    "/v1/jobs",
+    **describe("admin", {201: models.CreatedJob, 200: models.CreatedJob}, (409, 429), models.NewJob),
+)
+async def create_job(call: Admin) -> Response:
+    """Create a job.
+
+    201 with its key, which is told only here; 200 where the same name, job and key were sent before."""
+    asked, spec = await call.body(models.NewJob, lambda asked: (asked, Spec.from_data(asked.job)))
+    key = new_key() if asked.key is None else asked.key
+    created = await call.engine.create_job(asked.name, spec, asked.lookahead, key_digest(key))
+    return reply(models.CreatedJob(asked.name, key, call.url(asked.name)), 201 if created else 200)
+
+
+@router.get("/v1/jobs", **describe("admin", {200: models.JobsReply}))
+async def list_jobs(call: Admin) -> Response:
+    """List the jobs."""
+    found = sorted(call.engine.jobs(), key=lambda job: job.name)
+    return reply(models.JobsReply([call.reply(job) for job in found]))
+
+
+@router.get("/v1/jobs/{job}", **describe("job", {200: models.JobReply}, (404,)))
+async def read_job(call: Member, job: Name) -> Response:
+    """Read a job."""
+    return reply(call.reply(call.engine.job(job)))
+
+
+@router.delete("/v1/jobs/{job}", **describe("admin", {204: None}, (403, 404)))
+async def delete_job(call: Owner, job: Name) -> Response:
+    """Delete a job, its epochs and iterations."""
+    await call.engine.delete_job(job)
+    return Response(status_code=204)
+
+
+# ---------------------------------------------------------------------------------------------- epochs, iterations
+
+
+@router.post(
+    "/v1/jobs/{job}/epochs",
+    **describe("job", {201: models.BegunEpoch, 200: models.BegunEpoch}, (404, 409), models.NewEpoch),
+)
+async def begin_epoch(call: Member, job: Name) -> Response:
+    """Begin an epoch.
+
+    201 where the run is new: the epoch before is over then. 200 with the same number for every rank of the run."""
+    run = await call.body(models.NewEpoch, lambda asked: asked.run)
+    number, created = await call.engine.begin_epoch(job, run)
+    return reply(models.BegunEpoch(number, run), 201 if created else 200)
+
+
+@router.get("/v1/jobs/{job}/epochs/{epoch}", **describe("job", {200: models.EpochReply}, (404, 410)))
+async def read_epoch(call: Member, job: Name, epoch: EpochNumber) -> Response:
+    """Read how far an epoch is."""
+    found = call.engine.epoch_state(job, epoch)
+    told = models.EpochReply(found.epoch, found.run, found.front, found.floor, found.held, found.queued)
+    return reply(told)
+
+
+@router.put(
+    "/v1/jobs/{job}/epochs/{epoch}/iterations/{iteration}",
+    **describe(
+        "job",
+        {201: models.IterationReply, 200: models.IterationReply},
+        (404, 409, 410, 429),
+        models.NewIteration,
+    ),
+)
+async def submit(call: Member, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
+    """Submit an iteration.
+
+    Any rank may, and again: 201 for the first, 200 for the same once more, 409 for other batches. It is kept from
+    then on, also if the server is killed."""
+    batches = await call.body(models.NewIteration, _batches)
+    created = await call.engine.submit(job, epoch, iteration, batches)
+    found = await call.engine.iteration_state(job, epoch, iteration)
+    return reply(_told(iteration, found), 201 if created else 200)
+
+
+@router.get(
+    "/v1/jobs/{job}/epochs/{epoch}/iterations/{iteration}",
+    **describe("job", {200: models.IterationReply}, (404, 410)),
+)
+async def read_iteration(call: Member, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
+    """Read what became of an iteration."""
+    return reply(_told(iteration, await call.engine.iteration_state(job, epoch, iteration)))
+
+
+def _batches(asked: models.NewIteration) -> tuple[Batch, ...]:
+    return tuple(map(Batch.from_data, asked.batches))
+
+
+def _told(iteration: int, found: IterationState) -> models.IterationReply:
+    problem = found.problem
+    return models.IterationReply(
+        iteration,
+        found.state,
+        None if found.id is None else found.id.hex(),
+        None if problem is None else problem.detail,
+        None if problem is None else problem.field,
+        found.planned_ms,
+        found.ready_at,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- the server itself
+
+
+@router.get("/healthz", **describe(None, {200: models.Health}))
+async def health(call: Anyone) -> Response:
+    """Tell that the server is alive."""
+    return reply(models.Health("ok"))
+
+
+@router.get("/readyz", **describe(None, {200: models.Health, 503: models.Health}))
+async def ready(call: Anyone) -> Response:
+    """Tell whether the server takes work, and if not, why."""
+    reason = _not_ready(call.engine) or await _trouble(call.engine)
+    return reply(models.Health("not ready", reason), 503) if reason else reply(models.Health("ok"))
+
+
+def _not_ready(engine: Engine) -> str:
+    if engine.draining:
+        return "it is shutting down"
+    if not engine.ready:
+        return "it is starting"
+    found = engine.snapshot()
+    return "" if found.alive else f"none of its {found.workers} workers is alive"
+
+
+async def _trouble(engine: Engine) -> str:
+    """Of the store, which is asked."""
+    try:
+        async with asyncio.timeout(PROBE_S):
+            found = await engine.trouble()
+    except TimeoutError:
+        return f"the store does not answer within {PROBE_S:g} s"
+    return f"the store fails: {found}" if found else ""
+
+
+@router.get("/metrics", **describe(None, {200: CONTENT_TYPE_LATEST}))
+async def metrics(call: Anyone) -> Response:
+    """Tell what was counted, for Prometheus."""
+    return Response(render(call.parts.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    return Response(msgspec.json.encode(request.app.openapi()), media_type=JSON)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    return Response(page(request.app.openapi()), headers=_PAGE_HEADERS, media_type="text/html; charset=utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- the application
+
+
+def control(parts: Parts, has_admin: bool) -> FastAPI:
+    """The routes above as an ASGI application whose errors are problems."""
+    app = FastAPI(title="Apportion", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False
+    app.state.parts = parts
+    app.include_router(router)
+    app.openapi = cache(lambda: document(app.routes, has_admin))  # type: ignore[method-assign]
+    for kind in (RequestValidationError, HTTPException, ApportionError, Exception):
+        app.add_exception_handler(kind, _refuse)
+    return app
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    problem = _problem(request, error)
+    body = encode(problem)
+    headers = headers_of(problem, body, _allowed(request))
+    answer = Response(body, problem.status)
+    answer.raw_headers = headers
+    return answer
+
+
+def _problem(request: Request, error: Exception) -> Problem:
+    id = request.scope.get("apportion.request_id")
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        error = ConfigError(str(first["loc"][-1]), first["input"], first["msg"], "see /docs for the form")
+    if isinstance(error, HTTPException):
+        path = request.scope["path"][:_SHOWN]
+        return plain(error.status_code, f"{request.method} {path}: see /docs for what there is", id)
+    return problem_of(error, id)
+
+
+def _allowed(request: Request) -> str:
+    """Methods of the path: the router tells only those of the first route that fits."""
+    path = request.scope["path"]
+    fit = [route for route in router.routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
+    return ", ".join(sorted({method for route in fit for method in route.methods or ()}))

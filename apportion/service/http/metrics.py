@@ -1,0 +1,157 @@
+"""What is counted, in the form that Prometheus reads. All names begin with `apportion_`.
+
+The hot path adds to plain integers; families are made of them when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from apportion.service.engine import Engine, Histogram, Snapshot
+
+
+@dataclass
+class Traffic:
+    """Since the start. plans: answers by status; plan_bytes: of bodies; frames: by kind; requests: of the control plane
+    by (method, route, status); streams: open now."""
+
+    plans: Counter[int] = field(default_factory=Counter)
+    plan_bytes: int = 0
+    frames: Counter[str] = field(default_factory=Counter)
+    frame_bytes: int = 0
+    streams: int = 0
+    stalled: int = 0
+    requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    request_s: Histogram = field(default_factory=Histogram)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"apportion_{name}", text, value=value)
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"apportion_{name}", text, value=value)
+
+
+def labelled(
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    rows: Iterable[tuple[tuple[object, ...], float]],
+) -> Metric:
+    """One family; rows: (values of the labels, value)."""
+    found = family(f"apportion_{name}", text, labels=labels)
+    for values, value in rows:
+        found.add_metric([str(part) for part in values], value)
+    return found
+
+
+def histogram(name: str, text: str, held: Histogram) -> Metric:
+    total, buckets = 0, []
+    for bound, count in zip((*map(str, held.bounds), "+Inf"), held.counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return HistogramMetricFamily(f"apportion_{name}", text, buckets=buckets, sum_value=held.sum)
+
+
+def traffic_families(traffic: Traffic) -> Iterator[Metric]:
+    """Of what goes over the wire."""
+    by_status = [((status,), count) for status, count in traffic.plans.items()]
+    yield labelled(CounterMetricFamily, "plan_requests", "GET of plans, by status", ("status",), by_status)
+    yield counter("plan_bytes", "Bytes of plans in answers to GET", traffic.plan_bytes)
+    frames = [((kind,), count) for kind, count in traffic.frames.items()]
+    yield labelled(CounterMetricFamily, "frames", "Frames sent over streams, by kind", ("kind",), frames)
+    yield counter("frame_bytes", "Bytes of frames", traffic.frame_bytes)
+    yield gauge("streams", "Streams open", traffic.streams)
+    yield counter("streams_stalled", "Streams ended because the client took nothing", traffic.stalled)
+    labels = ("method", "route", "status")
+    yield labelled(
+        CounterMetricFamily, "requests", "Requests to the control plane", labels, traffic.requests.items()
+    )
+    yield histogram("request_seconds", "Seconds that they took", traffic.request_s)
+
+
+def engine_families(found: Snapshot) -> Iterator[Metric]:
+    """Of what the engine tells."""
+    counters, tasks = found.counters, found.tasks
+    for name, text, value in (
+        ("iterations", "Iterations submitted, each once", counters.submitted),
+        ("plan_cache_hits", "Iterations whose plan was there or under way", counters.hits),
+        ("plan_cache_misses", "Iterations that had to be planned", counters.misses),
+        ("deliveries", "Plans handed to ranks", counters.deliveries),
+        ("plans", "Iterations planned", tasks.plans),
+        ("lowered", "Compact plans lowered again", tasks.lowered),
+        ("refused", "Batches that the planner refused", tasks.refused),
+        ("deadlines", "Batches that took too long", tasks.deadlines),
+        ("quarantined", "Batches that killed their workers", tasks.poisoned),
+        ("worker_retries", "Batches given to another worker after theirs died", tasks.retries),
+        ("worker_restarts", "Workers that were replaced", found.restarts),
+        ("worker_errors", "Failures of the pool, tried again", counters.errors),
+        ("packs_healed", "Packs lost or damaged, planned again", counters.healed),
+        ("over_quota", "Iterations refused with 429", counters.quota),
+        ("overloaded", "Requests refused with 503", counters.overload),
+        ("store_errors", "Calls that the store failed", found.store_errors),
+    ):
+        yield counter(name, text, value)
+    yield from _engine_gauges(found)
+    yield histogram("planning_seconds", "Seconds at the worker", counters.plan_s)
+    yield histogram("publish_seconds", "Seconds from the result until readers have it", counters.publish_s)
+    yield histogram("ready_seconds", "Seconds from submission until readers have it", counters.ready_s)
+
+
+def _engine_gauges(found: Snapshot) -> Iterator[Metric]:
+    for name, text, value in (
+        ("workers", "Workers that there should be", found.workers),
+        ("workers_alive", "Workers that there are", found.alive),
+        ("unplanned", "Distinct iterations that wait or are at a worker", found.unplanned),
+        ("unplanned_bytes", "Bytes of their requests", found.unplanned_bytes),
+        ("at_workers", "Tasks at workers", found.at_workers),
+        ("waiting_readers", "Readers that wait for a plan", found.waiting),
+        ("packs", "Packs in the store", found.packs),
+        ("pack_bytes", "Bytes of them", found.pack_bytes),
+        ("cached_packs", "Packs in memory", found.cached),
+        ("cache_bytes", "Bytes of them", found.cache_bytes),
+        ("jobs", "Jobs", len(found.jobs)),
+    ):
+        yield gauge(name, text, value)
+    for name, text in (
+        ("epoch", "Current epoch"),
+        ("front", "1 + highest iteration that a rank was given"),
+        ("held", "Iterations kept"),
+        ("queued", "Iterations that wait for a worker"),
+        ("at_workers", "Iterations at workers"),
+        ("step_s", "Seconds between iterations, as ranks take them"),
+    ):
+        rows = [((job.name,), getattr(job, name)) for job in found.jobs]
+        yield labelled(GaugeMetricFamily, f"job_{name.replace('_s', '_seconds')}", text, ("job",), rows)
+
+
+class Families(Collector):
+    """Engine and traffic, as Prometheus collects them."""
+
+    def __init__(self, engine: Engine, traffic: Traffic) -> None:
+        self._engine, self._traffic = engine, traffic
+
+    def collect(self) -> Iterator[Metric]:
+        yield from traffic_families(self._traffic)
+        yield from engine_families(self._engine.snapshot())
+
+
+def registry_of(engine: Engine, traffic: Traffic) -> CollectorRegistry:
+    """A registry of its own, with memory, CPU and descriptors of this process."""
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(namespace="apportion", registry=registry)
+    registry.register(Families(engine, traffic))
+    return registry
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The text format."""
+    return generate_latest(registry)

@@ -1,0 +1,123 @@
+"""The JSON of the control plane. What a struct says here is what /openapi.json says."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from apportion.ir.iteration import MAX_MICROBATCHES
+from apportion.service.http.auth import KEY
+
+NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$"
+RUN = r"^[A-Za-z0-9_.-]{1,64}$"
+
+
+def _reference(name: str) -> msgspec.Meta:
+    return msgspec.Meta(extra_json_schema={"$ref": f"#/components/schemas/{name}"})
+
+
+Spec = Annotated[dict[str, Any], _reference("Job")]
+BatchData = Annotated[dict[str, Any], _reference("Batch")]
+State = Annotated[
+    str, msgspec.Meta(extra_json_schema={"enum": ["queued", "planning", "ready", "refused", "quarantined"]})
+]
+Lookahead = Annotated[
+    int, msgspec.Meta(ge=1, le=4096, description="iterations that are planned before ranks ask for them")
+]
+
+
+class NewJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A job to create. Who gives a key may ask again: the same name, job and key are the same job."""
+
+    name: Annotated[
+        str, msgspec.Meta(pattern=NAME, description="letters, digits, `_`, `-`, `.`; no dot first")
+    ]
+    job: Spec
+    lookahead: Lookahead = 8
+    key: (
+        Annotated[str, msgspec.Meta(pattern=KEY, description="of the job; a random one by default")] | None
+    ) = None
+
+
+class CreatedJob(msgspec.Struct, frozen=True):
+    """A job and its key, which is not told again."""
+
+    name: str
+    key: str
+    url: Annotated[str, msgspec.Meta(description="what `PlannedLoader(source=...)` takes")]
+
+
+class JobReply(msgspec.Struct, frozen=True):
+    """A job. `epoch` is the current one, 0 before the first."""
+
+    name: str
+    url: str
+    ranks: int
+    lookahead: int
+    epoch: int
+    job: Spec
+
+
+class JobsReply(msgspec.Struct, frozen=True):
+    """All jobs, by name."""
+
+    jobs: list[JobReply]
+
+
+class NewEpoch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An epoch to begin: equal runs are one epoch, so every rank may begin it."""
+
+    run: Annotated[str, msgspec.Meta(pattern=RUN, description="names one pass of one incarnation of the run")]
+
+
+class BegunEpoch(msgspec.Struct, frozen=True):
+    """The epoch of a run."""
+
+    epoch: int
+    run: str
+
+
+class EpochReply(msgspec.Struct, frozen=True):
+    """The current epoch. front: 1 + the highest iteration that any rank was given, or the lowest submitted; iterations
+    below `floor` are no longer kept; of the `held` ones, `queued` wait for a worker."""
+
+    epoch: int
+    run: str
+    front: int
+    floor: int
+    held: int
+    queued: int
+
+
+class NewIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an iteration trains on: one batch a microbatch, or one with all sequences where the recipe packs."""
+
+    batches: Annotated[list[BatchData], msgspec.Meta(min_length=1, max_length=MAX_MICROBATCHES)]
+
+
+class IterationReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An iteration. `id` of the plan in hex, once it is ready; `detail` says why there will be none. planned_ms: at the
+    worker; ready_at: when ranks could have it, seconds since 1970; neither is known of an earlier server's plans."""
+
+    iteration: int
+    state: State
+    id: str | None = None
+    detail: str | None = None
+    field: str | None = None
+    planned_ms: float | None = None
+    ready_at: float | None = None
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """The plan is not there yet: ask again."""
+
+    iteration: int
+    state: Literal["waiting"] = "waiting"
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Whether the server is alive, and ready; `reason` why not."""
+
+    status: Literal["ok", "not ready"]
+    reason: str = ""

@@ -1,0 +1,240 @@
+"""The server: store, workers, engine and HTTP, from start to end.
+
+SIGTERM ──► no new connections ──► streams end, readers are told "not yet" ──► running plans are stored ──► exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import uvicorn
+import uvloop
+
+from apportion.ir.errors import ConfigError
+from apportion.service.engine import Engine
+from apportion.service.http.auth import Keys
+from apportion.service.http.bodies import Patience
+from apportion.service.http.connection import Connection
+from apportion.service.http.control import Parts, control
+from apportion.service.http.delivery import Delivery
+from apportion.service.http.edge import Edge
+from apportion.service.http.logs import Format, configure, log
+from apportion.service.http.metrics import Traffic, registry_of
+from apportion.service.limits import Limits
+from apportion.service.store import open_store
+from apportion.service.workers import Supervisor, pool_of
+
+_IDLE_S = 75  # a connection without a request; trainers ask every few seconds
+_SPARE_DESCRIPTORS = 128  # for the store, workers and logs
+_CLOSING_S = 2.0  # of the drain: to close workers and store, and to end
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to serve. admin: digest of the admin key (`auth.key_digest`), None for none. parent: process that this one
+    ends with, None for its own life. Raises ConfigError."""
+
+    host: str = "127.0.0.1"
+    port: int = 8321
+    store: Path | str = Path(".apportion")
+    workers: int | Literal["ray"] = 1
+    admin: bytes | None = None
+    keyfile: Path | None = None
+    certfile: Path | None = None
+    log_format: Format = "text"
+    limits: Limits = field(default_factory=Limits)
+    patience: Patience = field(default_factory=Patience)
+    parent: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.keyfile is None) != (self.certfile is None):
+            rule = "key and certificate belong together"
+            raise ConfigError(
+                "--ssl-keyfile", str(self.keyfile), rule, "name both --ssl-keyfile and --ssl-certfile"
+            )
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.certfile is None else "https"
+
+
+@dataclass(frozen=True)
+class Started:
+    """What is there once the server listens. port: that the system chose, for port 0."""
+
+    url: str
+    pid: int
+    store: str
+    workers: int
+    in_the_clear: bool
+
+
+def serve(options: Options, announce: Callable[[Started], None]) -> None:
+    """Serve until SIGTERM or SIGINT. announce: called once it listens.
+
+    Raises ConfigError for an address beyond loopback without an admin key, OSError where it cannot be bound, StoreError
+    for a store that another server holds, LaunchError where no worker starts.
+    """
+    configure(options.log_format, sys.stderr)
+    most = _raise_descriptors()
+    with closing(bind(options)) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(options, listener, most, announce))
+
+
+def bind(options: Options) -> socket.socket:
+    """A socket bound to the address, not listening yet. Raises ConfigError, OSError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(
+            "--host", options.host, f"is no address ({error.strerror})", "write 127.0.0.1"
+        ) from None
+    if options.admin is None and not ip_address(address[0]).is_loopback:
+        rule = "other machines reach this address, and there is no admin key: anyone could make jobs"
+        raise ConfigError("--host", options.host, rule, "name a file with a key: --admin-key-file FILE")
+    with ExitStack() as opened:
+        listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        opened.pop_all()
+    return listener
+
+
+def _raise_descriptors() -> int:
+    """As many descriptors as the system allows; the connections that fit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard if hard != resource.RLIM_INFINITY else 1 << 16, 1 << 16)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most - _SPARE_DESCRIPTORS, 16)
+
+
+async def _serve(
+    options: Options, listener: socket.socket, most: int, announce: Callable[[Started], None]
+) -> None:
+    async with AsyncExitStack() as opened:
+        store = await asyncio.to_thread(open_store, options.store)
+        opened.push_async_callback(asyncio.to_thread, store.close)
+        pool = pool_of(options.workers)
+        opened.push_async_callback(pool.close)
+        engine = Engine(store, Supervisor(pool), options.limits)
+        await asyncio.gather(pool.start(), engine.start())
+        gc.freeze()  # 100,000 objects that stay: a full collection over them took 0.2 s, of every waiting rank
+        server = server_of(engine, options, most)
+        server.when_listening = lambda: announce(_started(options, listener, pool.size))
+        await server.serve(sockets=[listener])
+
+
+def _started(options: Options, listener: socket.socket, workers: int) -> Started:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    is_local = ip_address(host).is_loopback
+    return Started(
+        f"{options.scheme}://{shown}:{port}",
+        os.getpid(),
+        str(options.store),
+        workers,
+        in_the_clear=options.scheme == "http" and not is_local,
+    )
+
+
+def server_of(engine: Engine, options: Options, most_connections: int = 1024) -> Server:
+    """The server of an engine that has started; it stops the engine when it ends."""
+    config = configuration(application(engine, options), options, most_connections)
+    return Server(engine, config, options.parent)
+
+
+def application(engine: Engine, options: Options) -> Edge:
+    """All of HTTP on an engine."""
+    keys, limits, traffic = Keys(options.admin), options.limits, Traffic()
+    parts = Parts(engine, keys, limits, options.patience, registry_of(engine, traffic))
+    return Edge(Delivery(engine, keys, limits, traffic), control(parts, options.admin is not None), traffic)
+
+
+def configuration(app: Edge, options: Options, most_connections: int) -> uvicorn.Config:
+    """uvicorn with nothing between the connection and the application."""
+    most_bytes = 2 * options.limits.body_bytes + (1 << 20)  # twice: what comes too much is read for a moment
+    protocol = partial(
+        Connection, most_bytes=most_bytes, most_connections=most_connections, patience=options.patience
+    )
+    return uvicorn.Config(
+        cast(Any, app),
+        http=cast(type[asyncio.Protocol], protocol),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=_IDLE_S,
+        timeout_graceful_shutdown=int(_drain_s(options.limits)),
+        ssl_keyfile=options.keyfile,
+        ssl_certfile=options.certfile,
+    )
+
+
+def _drain_s(limits: Limits) -> float:
+    """For connections and plans, each."""
+    return max(limits.drain_s - _CLOSING_S, 1.0)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which ends the engine together with the connections."""
+
+    def __init__(self, engine: Engine, config: uvicorn.Config, parent: int | None = None) -> None:
+        super().__init__(config)
+        self._engine, self._parent = engine, parent
+        self.when_listening: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.when_listening()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:
+            now_s = asyncio.get_running_loop().time()
+            for connection in tuple(self.server_state.connections):
+                cast(Connection, connection).check_time(now_s)
+            self.should_exit |= self._parent not in (None, os.getppid())
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Readers wait for the engine, and the engine for what is at workers: both at once."""
+        log("stopping", connections=len(self.server_state.connections))
+        stopping = asyncio.create_task(self._engine.stop(_drain_s(self._engine.limits)))
+        await super().shutdown(sockets)
+        await stopping
+        log("stopped")
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The first signal drains, a second one does not wait. uvicorn's own would raise them again at the end."""
+        if threading.current_thread() is not threading.main_thread():  # no signal comes here
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._asked_to_stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _asked_to_stop(self) -> None:
+        self.force_exit, self.should_exit = self.should_exit, True

@@ -1,0 +1,118 @@
+"""What clients and the log are told when the server itself is at fault, and how the log looks."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from apportion.service.frames import FrameReader, Kind
+from apportion.service.http import logs
+from apportion.service.http.serve import Options, server_of
+from tests.service.engines import Rig, run
+from tests.service.servers import KEY, Live, begin, live, make_job, plan_path, submit, until
+
+
+@pytest.fixture
+def broken() -> Iterator[Live]:
+    """A server whose engine fails as no engine should."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a fault with a secret in it")
+
+    with live() as server:
+        make_job(server.caller)
+        begin(server.caller)
+        server.engine.peek = server.engine.submit = server.engine.fetch = fail  # type: ignore[method-assign,assignment]
+        yield server
+
+
+def test_a_fault_is_told_without_its_cause(broken: Live, caplog: pytest.LogCaptureFixture) -> None:
+    member = broken.caller.using(KEY)
+    for answer in (member("GET", plan_path(0)), submit(broken.caller, 0)):
+        assert (answer.status, answer.problem) == (500, "internal")
+        assert b"secret" not in answer.body
+        until(lambda id=answer.json["request_id"]: id in _logged(caplog))  # type: ignore[misc]
+    assert "a fault with a secret in it" in caplog.text
+
+
+def _logged(caplog: pytest.LogCaptureFixture) -> list[str | None]:
+    """Ids of the requests whose errors were logged."""
+    return [getattr(record, "facts", {}).get("request_id") for record in caplog.records if record.exc_info]
+
+
+def test_a_fault_ends_a_stream_with_a_problem(broken: Live) -> None:
+    answer = broken.caller.using(KEY)("GET", "/v1/jobs/run/epochs/1/ranks/0/stream")
+    (frame,) = FrameReader().feed(answer.body)
+    assert frame.kind is Kind.PROBLEM
+    assert json.loads(frame.body)["type"] == "urn:apportion:problem:internal"
+
+
+def test_connections_are_limited() -> None:
+    async def refused() -> bytes:
+        rig, written = Rig(), bytearray()
+        async with rig.started() as engine:
+            server = server_of(engine, Options(), most_connections=0)
+            server.config.load()
+            make: Any = server.config.http_protocol_class
+            protocol = make(config=server.config, server_state=server.server_state, app_state={})
+            protocol.connection_made(_Transport(written))
+        return bytes(written)
+
+    head, _, body = run(refused()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503")
+    assert json.loads(body)["status"] == 503
+
+
+class _Transport:
+    """Holds what was written."""
+
+    def __init__(self, written: bytearray) -> None:
+        self.write, self.closed = written.extend, False
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_log_has_one_line_an_event(form: logs.Format) -> None:
+    told = io.StringIO()
+    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    level = root.level
+    try:
+        logs.configure(form, told)
+        logs.log("request", path='/a b\n"c"=d', status=200, ms=1.5, nothing=None)
+        try:
+            raise ValueError("why")
+        except ValueError as error:
+            logs.log("failed", logging.ERROR, error=error)
+    finally:
+        root.handlers[:], root.level = before, level
+    lines = told.getvalue().splitlines()
+    if form == "json":
+        first, second = map(json.loads, lines)
+        assert (first["event"], first["path"], first["status"]) == ("request", '/a b\n"c"=d', 200)
+        assert "ValueError: why" in second["trace"]
+        assert "nothing" not in first
+    else:
+        assert lines[0].endswith(r' INFO    request path="/a b\n\"c\"=d" status=200 ms=1.5')
+        assert lines[-1] == "ValueError: why"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(b"a-B_1.2", True), (b"", False), (b"x" * 65, False), (b"a b", False)]
+)
+def test_ids_of_clients_are_kept_where_they_are_harmless(given: bytes, kept: bool) -> None:
+    assert (logs.request_id(given) == given.decode()) is kept

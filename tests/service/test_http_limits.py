@@ -1,0 +1,254 @@
+"""What hostile or broken clients may not do: a real server, bytes on sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from apportion.service.http.bodies import Patience
+from apportion.service.http.connection import MAX_HEAD
+from apportion.service.limits import Limits
+from tests.service.servers import KEY, Live, begin, live, make_job, plan_path, ready, submit, until
+
+BODY = 1 << 16
+PUT = f"PUT /v1/jobs/run/epochs/1/iterations/9 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+JSON = "Content-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    limits = Limits(body_bytes=BODY, drain_s=2.0)
+    with live(limits=limits, patience=Patience(head_s=1.0, body_s=1.0)) as found:
+        make_job(found.caller)
+        begin(found.caller)
+        submit(found.caller, 0)
+        ready(found.caller, 0)
+        yield found
+
+
+def talk(server: Live, *parts: bytes, wait_s: float = 0.0) -> bytes:
+    """All that the server answers until it closes the connection."""
+    with closing(server.connect()) as client:
+        for part in parts:
+            client.sendall(part)
+            time.sleep(wait_s)
+        return read(client)
+
+
+def read(client: socket.socket) -> bytes:
+    found = b""
+    while True:
+        try:
+            part = client.recv(1 << 16)
+        except ConnectionResetError:
+            return found
+        if not part:
+            return found
+        found += part
+
+
+def problem(answer: bytes) -> tuple[int, str]:
+    """(status, type) of an answer, once it was seen to be a whole problem."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = int(head.split()[1])
+    assert b"application/problem+json" in head
+    told = json.loads(body)
+    assert told["status"] == status
+    return status, told["type"].removeprefix("urn:apportion:problem:")
+
+
+# ---------------------------------------------------------------------------------------------- bodies
+
+
+def test_a_body_too_large_is_refused_unread(server: Live) -> None:
+    answer = talk(server, f"{PUT}{JSON}Content-Length: {BODY + 1}\r\n\r\n".encode())
+    assert problem(answer) == (413, "too-large")
+    assert b"connection: close" in answer
+
+
+def test_a_body_of_unknown_length_is_cut_off(server: Live) -> None:
+    chunk = b"%x\r\n%b\r\n" % (BODY // 4, b" " * (BODY // 4))
+    answer = talk(
+        server, f"{PUT}{JSON}Transfer-Encoding: chunked\r\n\r\n".encode(), *[chunk] * 5, b"0\r\n\r\n"
+    )
+    assert problem(answer) == (413, "too-large")
+
+
+def test_an_endless_body_ends(server: Live) -> None:
+    """Nobody reads for ever what nobody wants, not even to be polite."""
+    chunk = b"%x\r\n%b\r\n" % (BODY, b" " * BODY)
+    sent = 0
+    with closing(server.connect()) as client:
+        client.sendall(f"{PUT}{JSON}Transfer-Encoding: chunked\r\n\r\n".encode())
+        try:
+            while sent < 1 << 30:
+                client.sendall(chunk)
+                sent += len(chunk)
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+    assert sent < 64 << 20
+
+
+def test_a_body_of_the_largest_size_is_read(server: Live) -> None:
+    body = b'{"batches": [{"lengths": [1, 1]}]'.ljust(BODY - 1) + b"}"
+    answer = server.caller.using(KEY)("PUT", "/v1/jobs/run/epochs/1/iterations/1", body)
+    assert answer.status == 201
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[" * 60000,
+        b'{"batches": [' + b'{"lengths": ' + b"[" * 50000,
+        b'{"batches": [{"lengths": [1], "mask": ' + b'{"a":' * 10000,
+        b'{"batches": [{"lengths": [NaN]}]}',
+        b'{"batches": [{"lengths": [1e999]}]}',
+        b'{"batches": [{"lengths": [' + b"9" * 5000 + b"]}]}",
+        b'{"batches": [{"lengths": [1.5]}]}',
+        b'{"batches": [{"lengths": [true]}]}',
+        b'{"batches": [{"lengths": "1"}]}',
+        b'\xff\xfe{"batches"',
+        '{"batches": [{"lengths": [1], "\U0001f600": 1}]}'.encode(),
+        b'{"batches": [{"lengths": [1], "\\ud800": 1}]}',
+        b'{"batches": [{"lengths": [1], "mask": "\\u0000"}]}',
+        b'{"batches": [{"lengths": [1]}]} trailing',
+        b'{"batches": [{"sequences": [{"length": 1, "home_ranks": [-1]}]}]}',
+    ],
+)
+def test_garbage_is_refused(server: Live, body: bytes) -> None:
+    answer = server.caller.using(KEY)("PUT", "/v1/jobs/run/epochs/1/iterations/2", body)
+    assert answer.status == 422, answer
+    assert answer.problem == "invalid"
+
+
+def test_a_body_of_many_lists_holds_up_nobody() -> None:
+    with live() as server:
+        make_job(server.caller)
+        begin(server.caller)
+        body = b'{"batches": [{"lengths": [' + b"[]," * (5 << 20) + b"1]}]}"
+        answer = server.caller.using(KEY)("PUT", "/v1/jobs/run/epochs/1/iterations/0", body)
+        assert (answer.status, answer.problem, answer.json["field"]) == (422, "limit", "body")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content_type": "text/plain"}, 415),
+        ({"content_type": "application/x-www-form-urlencoded"}, 415),
+        ({"content_type": "application/json; charset=utf-8"}, 201),
+        ({"content_encoding": "gzip"}, 415),
+    ],
+)
+def test_only_plain_json_is_read(server: Live, headers: dict[str, str], status: int) -> None:
+    path = f"/v1/jobs/run/epochs/1/iterations/{3 if status == 201 else 2}"
+    answer = server.caller.using(KEY)("PUT", path, b'{"batches": [{"lengths": [3, 1]}]}', **headers)
+    assert answer.status == status
+
+
+def test_a_key_is_asked_for_before_the_body_is_read(server: Live) -> None:
+    head = f"POST /v1/jobs HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: 10\r\nConnection: close\r\n\r\n"
+    assert problem(talk(server, head.encode())) == (401, "auth")
+
+
+# ---------------------------------------------------------------------------------------------- slow clients
+
+
+def test_a_slow_body_ends(server: Live) -> None:
+    began_s = time.monotonic()
+    answer = talk(server, f"{PUT}{JSON}Content-Length: 100\r\n\r\n".encode(), b"{", wait_s=0.2)
+    assert problem(answer) == (408, "slow-body")
+    assert time.monotonic() - began_s < 20
+
+
+@pytest.mark.parametrize(
+    "parts", [[], [b"GET /hea"], [b"GET /healthz HTTP/1.1\r\n", b"Host: x\r\n", b"X-A: b\r\n"]]
+)
+def test_a_slow_head_ends(server: Live, parts: list[bytes]) -> None:
+    answer = talk(server, *parts, wait_s=0.2)
+    assert problem(answer) == (408, "request-timeout")
+
+
+def test_slow_clients_disturb_nobody(server: Live) -> None:
+    """200 that say nothing, or stop in the middle: others are answered, and the slow ones are gone in time."""
+    slow = [server.connect() for _ in range(200)]
+    try:
+        for i, client in enumerate(slow):
+            client.sendall(PUT[: i % len(PUT)].encode())
+        assert server.caller.using(KEY)("GET", plan_path(0)).status == 200
+        until(lambda: len(server.server.server_state.connections) < 20)
+    finally:
+        for client in slow:
+            client.close()
+
+
+def test_empty_lines_do_not_hold_a_connection(server: Live) -> None:
+    """They end the time of keep-alive, and must begin it again."""
+    with closing(server.connect()) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" in client.recv(4096)
+        (connection,) = [
+            held
+            for held in server.server.server_state.connections
+            if held.client == client.getsockname()  # type: ignore[union-attr]
+        ]
+        client.sendall(b"\r\n\r\n")
+        until(lambda: connection.timeout_keep_alive_task is not None)  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------------------------------------- heads
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 TLS to a plain port\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /v1/jobs/\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nBad Header\r\n\r\n",
+        b"POST /v1/jobs HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+        b"POST /v1/jobs HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /v1/jobs HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_a_problem_too(server: Live, head: bytes) -> None:
+    assert problem(talk(server, head)) == (400, "bad-request")
+
+
+def test_a_head_is_bounded(server: Live) -> None:
+    line = b"X-Filler: " + b"a" * 4000 + b"\r\n"
+    answer = talk(server, b"GET /healthz HTTP/1.1\r\n", *[line] * (MAX_HEAD // len(line) + 2))
+    assert answer == b"" or problem(answer)[0] == 431
+
+
+def test_trailers_are_bounded(server: Live) -> None:
+    line = b"X-Filler: " + b"a" * 4000 + b"\r\n"
+    start = f"{PUT}{JSON}Transfer-Encoding: chunked\r\n\r\n1\r\n{{\r\n0\r\n".encode()
+    with closing(server.connect()) as client:
+        client.sendall(start)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            client.sendall(line * 100_000)
+
+
+def test_requests_may_come_at_once(server: Live) -> None:
+    """Pipelined: answered one after another, in order."""
+    get = f"GET {plan_path(0)} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    last = "GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = talk(server, (f"{get}\r\n" * 3 + last).encode())
+    assert answer.count(b"HTTP/1.1 200 OK") == 4
+    assert answer.endswith(b'{"status":"ok","reason":""}')
+
+
+def test_a_host_of_the_clients_choice_is_not_repeated(server: Live) -> None:
+    for host in ("[", 'a"b', "evil.example/path", ""):
+        answer = server.caller("GET", "/v1/jobs", host=host)
+        assert answer.status == 200
+        assert answer.json["jobs"][0]["url"].startswith("http://127.0.0.1:")

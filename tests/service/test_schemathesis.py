@@ -1,0 +1,62 @@
+"""The server against its own OpenAPI document: schemathesis with all of its checks. `schemathesis.toml` has the two
+exceptions and their reasons."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apportion.service.limits import Limits
+from tests.service.servers import Live, begin, live, make_job, ready, submit
+
+CONFIG = Path(__file__).with_name("schemathesis.toml")
+QUICK = Limits(drain_s=2.0, wait_s=0.05, heartbeat_s=0.05)  # nobody waits for what was not submitted
+REAL = {"path.job": "run", "path.epoch": 1, "path.iteration": 0, "path.rank": 0}
+# Streams of a real job last until its next iterations come: `test_http_streams` has them. The job and its epoch stay.
+DEEP = ["--exclude-path-regex", "/stream$", "--exclude-method", "DELETE"]
+DEEP += ["--exclude-name", "POST /v1/jobs/{job}/epochs", "--phases", "coverage,fuzzing"]
+
+
+def check(server: Live, folder: Path, config: str, examples: int, seed: int, *options: str) -> None:
+    """Raises AssertionError with all that schemathesis found."""
+    (folder / "schemathesis.toml").write_text(config)
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", "schemathesis.toml", "--no-color"]
+    command += ["run", f"{server.url}/openapi.json", "--checks", "all", "--continue-on-failure"]
+    command += ["--max-examples", str(examples), "--seed", str(seed)]
+    command += ["--request-timeout", "30", "--warnings", "off"]
+    command += ["--header", f"Authorization: Bearer {server.caller.key}", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+    assert "Tested: 14" in done.stdout or options, done.stdout[-2_000:]
+
+
+def wide(folder: Path, seed: int, examples: int) -> None:
+    """All operations, with names and numbers that are drawn."""
+    with live(limits=QUICK) as server:
+        check(server, folder, CONFIG.read_text(), examples, seed)
+
+
+def deep(folder: Path, seed: int, examples: int) -> None:
+    """What can be asked of one job, whose iteration 0 is planned."""
+    given = "\n".join(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in REAL.items())
+    with live(limits=QUICK) as server:
+        make_job(server.caller)
+        begin(server.caller)
+        submit(server.caller, 0)
+        assert ready(server.caller, 0).status == 200
+        check(server, folder, f"[parameters]\n{given}\n\n{CONFIG.read_text()}", examples, seed, *DEEP)
+        assert ready(server.caller, 0).status == 200
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_wide(tmp_path: Path, seed: int) -> None:
+    wide(tmp_path, seed, 5)
+
+
+@pytest.mark.parametrize("seed", [2])
+def test_deep(tmp_path: Path, seed: int) -> None:
+    deep(tmp_path, seed, 10)
