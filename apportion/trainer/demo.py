@@ -1,56 +1,67 @@
-"""The demo: four processes train under plans, one process trains without, and the losses agree.
+"""The demo: four processes train under plans that a service streams to them, one process trains without, and the losses
+agree.
 
-    document lengths ──sample──► batches ──plan, verify──► plans ──slices──► 4 gloo processes ──► losses ┐
-                                     └──► the same model in one process with plain attention ──► losses ┴─► compare
+    document lengths ──sample──► steps ──┬► 4 gloo processes, each with a PlannedLoader ──► losses ┐
+                                         │        │ batches        ▲ plans, step by step           │
+                                         │        ▼                │                               │
+                                         │      the planning service                               │
+                                         └► the same model in one process, plain attention ──► losses ┴─► compare
 
-Every process gets its own slice of each plan and its own rows of tokens and labels, nothing else.
+Every process is told where the service is, and reads its own rows of tokens and labels. Afterwards all is planned
+again here: the plans must be the ones that the processes ran, and pass the verifier.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
+import urllib3
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, VerifyError
+from apportion.ir.job import Job
 from apportion.ir.model import Model
 from apportion.ir.plan import Plan
+from apportion.ir.policy import Policy
 from apportion.ir.verify import verify
 from apportion.ir.workload import Workload, read_workload, sample
-from apportion.trainer.attention import Communicator, PlanHandle, planned_attention
+from apportion.planner.jobs import plan_job
+from apportion.planner.recipes import find_recipe
+from apportion.service.client import create_job
+from apportion.service.http.child import serving
+from apportion.trainer import demo_rank
 from apportion.trainer.baselines import Costs, contiguous, zigzag_ring
-from apportion.trainer.decoder import Decoder, DecoderConfig
-from apportion.trainer.loader import local_rows
-from apportion.trainer.loss import normalised_loss
+from apportion.trainer.decoder import DecoderConfig
+from apportion.trainer.demo_rank import KINDS, Documents
+from apportion.trainer.loss import IGNORED, normalised_loss
 from apportion.trainer.plain import plain_attention
 
 RANKS = 4
 TOKENS = 6144
 LONG = TOKENS // 2  # of the document that spans all ranks
-WINDOW = 512
 TOLERANCE = 1e-4
-LEARNING_RATE = 2e-3
 SEED = 0
 STALLED_S = 120
+STOPPING_S = 5
 WIDTH = 110  # of the tables where there is no terminal
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -60,36 +71,43 @@ TEXT_FILES = ("*.py", "*.md", "*.toml", "*.yaml")
 Bytes = NDArray[np.uint8]
 
 
-class Share(NamedTuple):
-    """What one process gets for one step."""
-
-    piece: bytes
-    tokens: Any  # [rows] int64 arrays
-    labels: Any
-    valid_tokens: int
-
-
 @dataclass(frozen=True)
 class Step:
-    """One planned batch with its text."""
+    """One step's documents, one after another: their lengths and masks, and the text of all."""
 
     batch: Batch
     text: Bytes
-    plan: Plan
-    planning_ms: float
 
     @property
     def valid_tokens(self) -> int:
         return int((self.batch.labels() >= 0).sum())
 
-    def share(self, rank: int) -> Share:
-        piece = self.plan.for_rank(rank)
-        tokens, labels = local_rows(piece, self.batch, self.read)
-        return Share(piece.encode(), tokens.numpy(), labels.numpy(), self.valid_tokens)
 
-    def read(self, sequence: int) -> Bytes:
-        begin, end = self.batch.starts[sequence : sequence + 2].tolist()
-        return self.text[begin:end]
+@dataclass(frozen=True)
+class Ran:
+    """What the processes did in one step. plans: the id of each one's plan; waited_ms: of each, for plans, in all."""
+
+    loss: float
+    plans: tuple[bytes, ...]
+    waited_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step's plan, made here."""
+
+    plan: Plan
+    planning_ms: float
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the service did. delivered: slices of plans that processes got; planning_ms: mean of an iteration, verifying
+    included; waited_ms: the longest that a process waited for all of its plans."""
+
+    delivered: int
+    planning_ms: float
+    waited_ms: float
 
 
 @dataclass(frozen=True)
@@ -99,12 +117,18 @@ class Outcome:
     planned: list[float]
     plain: list[float]
     costs: dict[str, dict[str, float]]
-    failures: list[str]
+    service: Service
+    broken: list[str]
     seconds: float
 
     @property
     def difference(self) -> float:
         return max(abs(a - b) for a, b in zip(self.planned, self.plain, strict=True))
+
+    @property
+    def failures(self) -> list[str]:
+        differ = f"losses differ by {self.difference:.1e}, allowed is {TOLERANCE:.0e}"
+        return [*self.broken, *([] if self.difference <= TOLERANCE else [differ])]
 
     @property
     def ok(self) -> bool:
@@ -118,13 +142,14 @@ def run(lengths: Path | None = None, steps: int = 20, as_json: bool = False) -> 
     if steps < 1:
         raise ConfigError("steps", steps, "must be at least 1", "give a positive number")
     begin = time.perf_counter()
+    data = _steps(_workload(lengths), _corpus(), steps)
     with Progress(console=Console(stderr=as_json)) as progress:
-        prepared = _watched(
-            progress, "plan and verify", steps, _prepare(_workload(lengths), _corpus(), steps)
-        )
-        planned = _watched(progress, f"train on {RANKS} processes, planned", steps, _train_planned(prepared))
-        plain = _watched(progress, "train in one process, plain", steps, _train_plain(prepared))
-    outcome = _outcome(prepared, planned, plain, time.perf_counter() - begin)
+        ran, service = _train_planned(data, progress)
+        plain = _watched(progress, "train in one process, plain", steps, _train_plain(data))
+        planned = _watched(progress, "plan again here, and verify", steps, _plan(data))
+    failures = [text for i, own in enumerate(planned) for text in _broken(i, own.plan, ran[i].plans)]
+    losses = [own.loss for own in ran]
+    outcome = Outcome(losses, plain, _costs(data, planned), service, failures, time.perf_counter() - begin)
     print(json.dumps(_record(outcome))) if as_json else _show(outcome)
     return 0 if outcome.ok else 1
 
@@ -164,33 +189,30 @@ def _is_foreign(path: Path) -> bool:
     return any(part.startswith(".") or part in ("build", "dist", "site-packages") for part in path.parts)
 
 
-def _prepare(workload: Workload, corpus: Bytes, steps: int) -> Iterator[Step]:
-    for index in range(steps):
-        batch = _batch(workload, index)
-        at = index * TOKENS % max(1, len(corpus) - TOKENS)
-        text = np.resize(corpus[at : at + TOKENS], TOKENS)
-        plan, planning_ms = _plan(batch)
-        yield Step(batch, text, plan, planning_ms)
+def _steps(workload: Workload, corpus: Bytes, steps: int) -> list[Step]:
+    return [Step(_batch(workload, index), _text(corpus, index)) for index in range(steps)]
 
 
 def _batch(workload: Workload, index: int) -> Batch:
     """One long document and others drawn from the workload, under two attention kinds."""
     drawn, _ = sample(workload, TOKENS - LONG, TOKENS, SEED + index)
-    kinds = {"global": masks.causal(), "local": masks.sliding_window(WINDOW)}
-    return Batch.from_lengths([LONG, *drawn.lengths.tolist()], kinds)
+    return Batch.from_lengths([LONG, *drawn.lengths.tolist()], KINDS)
 
 
-def _plan(batch: Batch) -> tuple[Plan, float]:
-    from apportion.planner.api import plan
-
-    cluster = Cluster(nodes=1, ranks_per_node=RANKS)
-    begin = time.perf_counter()
-    made = plan(batch, cluster, _model(DecoderConfig()), seed=SEED, verify=False)
-    return made, (time.perf_counter() - begin) * 1e3
+def _text(corpus: Bytes, index: int) -> Bytes:
+    at = index * TOKENS % max(1, len(corpus) - TOKENS)
+    return np.resize(corpus[at : at + TOKENS], TOKENS)
 
 
-def _model(config: DecoderConfig) -> Model:
-    return Model(
+def _documents(steps: Sequence[Step]) -> Documents:
+    lengths = [step.batch.lengths for step in steps]
+    counts = np.array([len(own) for own in lengths])
+    return Documents(np.concatenate([step.text for step in steps]), np.concatenate(lengths), counts)
+
+
+def _job() -> Job:
+    config = DecoderConfig()
+    model = Model(
         q_heads=config.q_heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -199,26 +221,96 @@ def _model(config: DecoderConfig) -> Model:
         ffn=config.ffn,
         layers={kind: config.kinds.count(kind) for kind in config.kinds},
     )
+    policy = Policy(find_recipe("fcp"), seed=SEED)
+    return Job(Cluster(nodes=1, ranks_per_node=RANKS), model, policy, TOKENS // RANKS)
 
 
 # --- training
 
 
-def _trainer() -> tuple[Decoder, torch.optim.Optimizer]:
-    torch.manual_seed(SEED)
-    model = Decoder(DecoderConfig())
-    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+def _train_planned(steps: Sequence[Step], progress: Progress) -> tuple[list[Ran], Service]:
+    """What each step came to, each process holding its rows only; plans come from a service that runs as long."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        _processes() as pipes,
+        serving(Path(name) / "service") as server,  # starts while the processes do
+    ):
+        key = secrets.token_urlsafe(32)
+        create_job(server.url, "demo", _job(), key=key).close()
+        _documents(steps).save(Path(name))
+        begin = demo_rank.Begin(name, f"{server.url}/v1/jobs/demo", key)
+        for pipe in pipes:
+            pipe.send_bytes(msgspec.msgpack.encode(begin))
+        title = f"train on {RANKS} processes, planned"
+        ran = _watched(progress, title, len(steps), (_ran(_answers(pipes)) for _ in steps))
+        delivered = sum(len(own.plans) for own in ran)
+        return ran, Service(delivered, _planning_ms(server.url), max(ran[-1].waited_ms))
+
+
+def _ran(told: list[demo_rank.Step]) -> Ran:
+    return Ran(told[0].loss, tuple(own.plan for own in told), tuple(own.waited_ms for own in told))
+
+
+def _planning_ms(url: str) -> float:
+    """The mean time that the service's workers took for an iteration."""
+    text = urllib3.request("GET", f"{url}/metrics").data.decode()
+    figures = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
+    name = "apportion_planning_seconds"
+    return 1e3 * float(figures[f"{name}_sum"]) / float(figures[f"{name}_count"])
+
+
+@contextmanager
+def _processes() -> Iterator[list[Connection]]:
+    """A pipe to each process; they are gone when the `with` is left, at once where it is left by an error."""
+    context = multiprocessing.get_context("spawn")
+    pairs = [context.Pipe() for _ in range(RANKS)]
+    workers, patience_s = [], 0.0
+    try:
+        for rank, (_, theirs) in enumerate(pairs):
+            workers.append(context.Process(target=demo_rank.work, args=(theirs, rank, RANKS), daemon=True))
+            workers[-1].start()
+            theirs.close()
+        yield [ours for ours, _ in pairs]
+        patience_s = STOPPING_S
+    finally:
+        for worker in workers:
+            worker.join(patience_s)
+            worker.kill()
+            worker.join()
+        for ours, _ in pairs:
+            ours.close()
+
+
+def _answers(pipes: list[Connection]) -> list[demo_rank.Step]:
+    """What every process told of one step; the first failure wins."""
+    told: dict[int, demo_rank.Step] = {}
+    while len(told) < len(pipes):
+        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in told], STALLED_S)
+        if not ready:
+            raise ExecutionError(f"demo processes {sorted(set(range(len(pipes))) - set(told))} do not answer")
+        for rank, pipe in enumerate(pipes):
+            if pipe in ready:
+                told[rank] = _answer(rank, pipe)
+    return [told[rank] for rank in range(len(pipes))]
+
+
+def _answer(rank: int, pipe: Connection) -> demo_rank.Step:
+    try:
+        told = msgspec.msgpack.decode(pipe.recv_bytes(), type=demo_rank.Step | demo_rank.Failure)
+    except EOFError:
+        raise ExecutionError(f"demo process {rank} died") from None
+    if isinstance(told, demo_rank.Failure):
+        raise ExecutionError(f"demo process {rank} failed:\n{told.text}")
+    return told
 
 
 def _train_plain(steps: Sequence[Step]) -> Iterator[float]:
     """The loss of each step, all tokens in one process."""
-    model, optimizer = _trainer()
+    model, optimizer = demo_rank.trainer()
     for step in steps:
         ids = torch.from_numpy(step.text.astype(np.int64))
-        target = step.batch.labels()
-        labels = torch.where(
-            torch.from_numpy(target) >= 0, ids[torch.from_numpy(np.maximum(target, 0))], -100
-        )
+        target = torch.from_numpy(step.batch.labels())
+        labels = torch.where(target >= 0, ids[target.clamp(min=0)], IGNORED)
         positions = torch.from_numpy(step.batch.positions())
 
         def attention(q: Tensor, k: Tensor, v: Tensor, kind: str, batch: Batch = step.batch) -> Tensor:
@@ -231,141 +323,48 @@ def _train_plain(steps: Sequence[Step]) -> Iterator[float]:
         yield loss.item()
 
 
-def _train_planned(steps: Sequence[Step]) -> Iterator[float]:
-    """The loss of each step, each process holding its rows only."""
-    context = multiprocessing.get_context("spawn")
-    pairs = [context.Pipe() for _ in range(RANKS)]
-    pipes = [ours for ours, _ in pairs]
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            context.Process(target=_work, args=(theirs, rank, folder), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for worker in workers:
-            worker.start()
-        for _, theirs in pairs:
-            theirs.close()
-        try:
-            # all are running: a process reads its shares only once it has met the others
-            for rank, pipe in enumerate(pipes):
-                pipe.send([step.share(rank) for step in steps])
-            for _ in steps:
-                yield _answers(pipes)[0]
-        finally:
-            for worker in workers:
-                worker.join(5)
-                worker.kill()
-
-
-def _answers(pipes: list[Connection]) -> list[float]:
-    """One number from every process; the first traceback wins."""
-    values: dict[int, float] = {}
-    while len(values) < len(pipes):
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in values], STALLED_S)
-        if not ready:
-            raise ExecutionError(
-                f"demo processes {sorted(set(range(len(pipes))) - set(values))} do not answer"
-            )
-        for rank, pipe in enumerate(pipes):
-            if pipe in ready:
-                values[rank] = _answer(rank, pipe)
-    return [values[rank] for rank in range(len(pipes))]
-
-
-def _answer(rank: int, pipe: Connection) -> float:
-    try:
-        value = pipe.recv()
-    except EOFError:
-        raise ExecutionError(f"demo process {rank} died") from None
-    if isinstance(value, str):
-        raise ExecutionError(f"demo process {rank} failed:\n{value}")
-    return float(value)
-
-
-def _work(pipe: Connection, rank: int, folder: str) -> None:
-    """One process: trains on its shares and reports the global loss of each step."""
-    import traceback
-
-    torch.set_num_threads(1)
-    try:
-        place = (Path(folder) / "store").as_uri()
-        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS)
-        for loss in _train_shares(pipe.recv()):
-            pipe.send(loss)
-        dist.barrier()  # no process hangs up on another one's last collective
-        dist.destroy_process_group()
-    except Exception:
-        pipe.send(traceback.format_exc())
-
-
-def _train_shares(shares: Sequence[Share]) -> Iterator[float]:
-    model, optimizer = _trainer()
-    communicator = Communicator()
-    for share in shares:
-        handle = PlanHandle(Slice.decode(share.piece), communicator)
-        tokens, labels = torch.from_numpy(share.tokens), torch.from_numpy(share.labels)
-
-        def attention(q: Tensor, k: Tensor, v: Tensor, kind: str, handle: PlanHandle = handle) -> Tensor:
-            return planned_attention(q, k, v, handle, kind)
-
-        optimizer.zero_grad()
-        loss = normalised_loss(model(tokens, handle.position_ids, attention), labels, share.valid_tokens)
-        loss.backward()  # type: ignore[no-untyped-call]
-        _sum_gradients(model)
-        optimizer.step()
-        total = loss.detach()
-        dist.all_reduce(total)
-        yield total.item()
-
-
-def _sum_gradients(model: Decoder) -> None:
-    """What data parallelism does; each rank's loss is already its share of the global mean."""
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
-
-
 # --- result
 
 
-def _outcome(steps: Sequence[Step], planned: list[float], plain: list[float], seconds: float) -> Outcome:
-    costs = {
-        "planned (fcp)": _median([_planned_costs(step) for step in steps]),
+def _plan(steps: Sequence[Step]) -> Iterator[Planned]:
+    for step in steps:
+        begin = time.perf_counter()
+        made = plan_job(_job(), [step.batch], verify=False)
+        yield Planned(made.plan.plans[0], (time.perf_counter() - begin) * 1e3)
+
+
+def _costs(steps: Sequence[Step], planned: Sequence[Planned]) -> dict[str, dict[str, float]]:
+    return {
+        "planned (fcp)": _median([_planned_costs(own) for own in planned]),
         "contiguous": _median([_baseline_costs(contiguous, step) for step in steps]),
         "zig-zag ring": _median([_baseline_costs(zigzag_ring, step) for step in steps]),
     }
-    found = Outcome(planned, plain, costs, _broken_plans(steps), seconds)
-    if not found.difference <= TOLERANCE:
-        found.failures.append(f"losses differ by {found.difference:.1e}, allowed is {TOLERANCE:.0e}")
-    return found
 
 
-def _broken_plans(steps: Sequence[Step]) -> list[str]:
-    failures = []
-    for index, step in enumerate(steps):
-        try:
-            verify(step.plan)
-        except VerifyError as error:
-            failures.append(f"step {index}: {error}")
-        spans = step.plan.layout("attention").spans
-        holders = np.unique(spans.rank_of_row()[spans["sequence"] == 0])
-        if len(holders) != RANKS:
-            failures.append(f"step {index}: the long document is on ranks {holders.tolist()} only")
-    return failures
+def _broken(index: int, plan: Plan, ran: tuple[bytes, ...]) -> Iterator[str]:
+    """What is wrong with the plan of a step, and with those that the processes ran."""
+    try:
+        verify(plan)
+    except VerifyError as error:
+        yield f"step {index}: {error}"
+    if set(ran) != {plan.id}:
+        yield f"step {index}: the processes ran {sorted(one.hex()[:12] for one in set(ran))}, not {plan.id.hex()[:12]}"
+    spans = plan.layout("attention").spans
+    holders = np.unique(spans.rank_of_row()[spans["sequence"] == 0])
+    if len(holders) != RANKS:
+        yield f"step {index}: the long document is on ranks {holders.tolist()} only"
 
 
-def _planned_costs(step: Step) -> dict[str, float]:
-    report = step.plan.report
+def _planned_costs(planned: Planned) -> dict[str, float]:
+    report = planned.plan.report
     imbalance = report["imbalance"]
     costs = Costs(imbalance["compute"], imbalance["tokens"], report["bytes"]["total"], report["slots"])
     largest = report["plan_bytes"]["largest_rank"]
-    return asdict(costs) | {"plan_bytes_of_largest_rank": largest, "planning_ms": step.planning_ms}
+    return asdict(costs) | {"plan_bytes_of_largest_rank": largest, "planning_ms": planned.planning_ms}
 
 
 def _baseline_costs(baseline: Callable[[Batch, int, Model], Costs], step: Step) -> dict[str, float]:
-    return asdict(baseline(step.batch, RANKS, step.plan.request.model))
+    return asdict(baseline(step.batch, RANKS, _job().model))
 
 
 def _median(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -384,6 +383,7 @@ def _record(outcome: Outcome) -> dict[str, Any]:
         "largest_difference": outcome.difference,
         "tolerance": TOLERANCE,
         "layouts": outcome.costs,
+        "service": asdict(outcome.service),
         "seconds": outcome.seconds,
     }
 
@@ -394,6 +394,11 @@ def _show(outcome: Outcome) -> None:
     console.print(_loss_table(outcome), _cost_table(outcome))
     for failure in outcome.failures:
         console.print(f"[red]failed:[/red] {failure}")
+    service = outcome.service
+    console.print(
+        f"service: {service.delivered} plans delivered, {service.planning_ms:.1f} ms to plan and verify a step, "
+        f"{service.waited_ms:.0f} ms waited for them in all by the process that waited longest"
+    )
     verdict = "[green]ok[/green]" if outcome.ok else "[red]not ok[/red]"
     console.print(
         f"{verdict}: largest difference of losses {outcome.difference:.1e} (allowed {TOLERANCE:.0e}), "

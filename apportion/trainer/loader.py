@@ -1,44 +1,53 @@
 """The data seam: each rank's tokens, position ids and labels of a planned microbatch.
 
-    dataset ──fill microbatches──► Batch ──plan──► slice of this rank ──read only held samples──► PlannedBatch
+    sampler ──samples of an iteration──► Batch ──source: submit, plan──► slice of this rank ──► PlannedBatch
+                                                     dataset ──only the samples that the rank holds──┘
 
-Labels are shifted before sharding: the label of a rank's last row may be a token that another rank holds.
+Whoever plans, the loader does the same: a service, a folder of plans made before, or a process beside this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.bands import MAX_TOKENS
-from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Slice
-from apportion.ir.errors import CapacityError, ConfigError, ExecutionError, UnknownNameError
-from apportion.ir.fields import integer, integers
-from apportion.ir.masks import Mask
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.fields import choice, integer, integers, name, number
+from apportion.ir.job import Job
 from apportion.ir.model import Model
 from apportion.ir.policy import Recipe
-from apportion.trainer.loss import IGNORED
+from apportion.ir.sampling import Masks
+from apportion.planner.recipes import is_deterministic
+from apportion.service.client import PlanTimeoutError
+from apportion.trainer.agreement import Agreement
+from apportion.trainer.ahead import DEPTH, Fetched, Fetching, Progress, Threads, Waits, submit
+from apportion.trainer.processes import PREFETCHED, Collecting, Share
+from apportion.trainer.rows import Dataset, Ints, rows_of
+from apportion.trainer.sources import Source, Told, open_source
+from apportion.trainer.wanted import Asked, Draw, Iterations, Wanted
 
-Ints = NDArray[np.integer[Any]]
+MAX_RUN = 48  # characters: the service takes 64, and passes are numbered behind them
 
 
-class Dataset(Protocol):
-    """Map-style: sample i is a 1-d array or tensor of token ids."""
+class Sampler(Protocol):
+    """The iterations of a pass: of each a list of microbatches of sample numbers, or a flat list of sample numbers
+    (one microbatch, or a recipe that packs). The same on all ranks. May have `set_epoch(epoch)`."""
 
-    def __getitem__(self, index: int) -> ArrayLike | Tensor: ...
-
-    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -55,167 +64,174 @@ class PlannedBatch:
     valid_tokens: int  # labels of all ranks and all microbatches of the iteration
 
 
-def local_rows(
-    piece: Slice, batch: Batch, read: Callable[[int], ArrayLike | Tensor]
-) -> tuple[Tensor, Tensor]:
-    """(tokens, labels) [rows] int64 of the slice's rank. `read(i)` gives the ids of sequence i of the batch and is
-    called once for each sequence that the rank holds. Raises ExecutionError where a sample has another length."""
-    spans = piece.layout(piece.header.home_layout).spans
-    rows = int(spans["length"].sum())
-    tokens, labels = np.empty(rows, np.int64), np.full(rows, IGNORED, np.int64)
-    starts, label_of, samples = batch.starts, batch.labels(), dict[int, Ints]()
-    columns = (spans[name].tolist() for name in ("row", "token", "length", "sequence"))
-    for row, token, length, sequence in zip(*columns, strict=True):
-        if sequence not in samples:
-            samples[sequence] = _checked(read(sequence), int(batch.lengths[sequence]), sequence)
-        ids, start, here = samples[sequence], int(starts[sequence]), slice(row, row + length)
-        tokens[here] = ids[token - start : token - start + length]
-        targets = label_of[token : token + length]
-        labels[here] = np.where(targets >= 0, ids[np.maximum(targets - start, 0)], IGNORED)
-    return torch.from_numpy(tokens), torch.from_numpy(labels)
-
-
-def _checked(sample: ArrayLike | Tensor, length: int, sequence: int) -> Ints:
-    ids = np.asarray(sample, np.int64)
-    if ids.shape != (length,):
-        raise ExecutionError(
-            f"sequence {sequence} has shape {ids.shape}, it was planned with length {length}"
-        )
-    return ids
-
-
 class PlannedLoader:
     """Iterates over a dataset in planned microbatches; every rank makes one with equal arguments.
 
-    dataset: map-style; lengths: tokens of each sample, integers [n]; samples are read only where a rank holds a part.
-    tokens: at most so many in a microbatch, all ranks together. mask: one spec, or {kind: spec}; default causal.
-    microbatches: per optimizer step; a recipe with a pack step (such as `wlb`) spreads the samples of a step anew over
-    as many. shuffle: in an order drawn from seed and epoch (`set_epoch`).
-    source: who plans. "local": this process, in a thread that is one iteration ahead; planning is deterministic,
-    so all ranks get the same plan, and they compare its id before they use it.
+        for batch in ap.PlannedLoader(dataset, source="http://127.0.0.1:8321/v1/jobs/run1", rank=rank, key=key):
 
-    Raises ConfigError, and CapacityError for a sample longer than a microbatch.
+    dataset: map-style, with `lengths`, the tokens of each sample, integers [n], and, if it likes, `masks`, one spec for
+    all or one a sample (default causal); `lengths` and `masks` given here win. A rank reads only samples that it holds
+    a part of.
+
+    source: who plans. A URL: the service's job, which needs its `key`. A folder: plans that `apportion precompute`
+    made. "local": a process beside this one, told `cluster`, `model`, `tokens_per_rank` of a microbatch, `microbatches`
+    of an iteration, `recipe` and `seed`; the other sources know these, and refuse different ones.
+
+    sampler: see `Sampler`; by default samples fill microbatches in an order drawn from `seed` and the epoch
+    (`set_epoch`), or one after another without `shuffle`. run: names this run at the service, so that a restarted run
+    gets none of its predecessor's plans; random by default. lookahead: iterations that rank 0 submits before they are
+    needed; where it is lost, other ranks submit. workers: torch data-loader processes that fetch plans and read
+    samples; 0 is a thread that fetches, and samples are read where they are used.
+
+    on_timeout: where there is no plan after `timeout_s` seconds, "raise" TimeoutError, or "local": in each iteration
+    all ranks agree on who has the plan, those that have not plan it themselves, and all compare. `fallbacks` counts
+    such iterations, and a warning is logged. waited_s: seconds spent waiting for plans.
+
+    Raises ConfigError; CapacityError for samples that do not fit; ClientError, and what the source raises.
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        lengths: ArrayLike,
-        cluster: Cluster,
-        model: Model,
-        tokens: int,
-        mask: Mask | Mapping[str, Mask] | None = None,
+        cluster: Cluster | None = None,
+        model: Model | None = None,
+        tokens_per_rank: int | None = None,
         *,
-        source: str = "local",
+        source: str | Path | Source = "local",
+        rank: int | None = None,
+        key: str | None = None,
+        lengths: ArrayLike | None = None,
+        masks: Masks = None,
+        sampler: Sampler | None = None,
+        microbatches: int | None = None,
+        recipe: str | Mapping[str, Any] | Recipe | None = None,
+        seed: int | None = None,
+        shuffle: bool | None = None,
         communicator: Communicator | None = None,
-        microbatches: int = 1,
-        recipe: str | Mapping[str, Any] | Recipe = "fcp",
-        seed: int = 0,
-        shuffle: bool = True,
+        run: str | None = None,
+        on_timeout: str = "raise",
+        timeout_s: float = 300.0,
+        lookahead: int = 8,
+        workers: int = 0,
     ) -> None:
-        if source != "local":
-            raise UnknownNameError("source", source, "the sources are local", "write local")
-        from apportion.planner.recipes import find_recipe
+        self._dataset, self._sampler = dataset, sampler
+        told = Told(cluster, model, tokens_per_rank, microbatches, recipe, seed)
+        self._source = open_source(source, key, told)
+        masks = getattr(dataset, "masks", None) if masks is None else masks
+        self._asked = Asked(self._source.job, _lengths(dataset, lengths), masks)
+        self._sampling = None
+        if sampler is None:
+            self._sampling = self._source.sampling(self._asked.lengths, seed, shuffle)
+        self._communicator = _communicator(self._source.job, communicator, rank)
+        self._rank, self._agreement = self._communicator.rank, Agreement(self._communicator)
+        self._agrees = _agrees(on_timeout, self._source, self._communicator.ranks)
+        self._run = None if run is None else _name(run)
+        self._workers = integer("workers", workers, 0)
+        self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
+        self._waits = Waits.of(self._rank, number("timeout_s", timeout_s, above=True))
+        self._epoch, self._start, self._passes, self.waited_s = 0, 0, 0, 0.0
 
-        self._dataset, self._mask, self._recipe = dataset, mask, find_recipe(recipe)
-        self._packs = self._recipe.step("pack") is not None
-        self._lengths = _checked_lengths(dataset, lengths)
-        self._cluster, self._model, self._tokens = cluster, model, integer("tokens", tokens, 1, MAX_TOKENS)
-        self._microbatches = integer("microbatches", microbatches)
-        self._seed, self._shuffle, self._epoch = seed, shuffle, 0
-        self._communicator = communicator if communicator is not None else Communicator()
-        if int(self._lengths.max(initial=0)) > tokens:
-            longest = int(self._lengths.argmax())
-            raise CapacityError(
-                f"sample {longest} has {self._lengths[longest]} tokens, a microbatch takes {tokens}: raise `tokens` "
-                "or cut the sample"
-            )
+    @property
+    def fallbacks(self) -> int:
+        """Iterations that some rank planned itself."""
+        return self._agreement.fallbacks
 
-    def set_epoch(self, epoch: int) -> None:
-        """Another order, for the next iteration over the loader."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[PlannedBatch]:
-        groups = self._iterations()
-        with ThreadPoolExecutor(1, "apportion-plan") as thread:
-            ahead = thread.submit(self._plan, groups[0]) if groups else None
-            for number in range(len(groups)):
-                planned = ahead.result() if ahead else []
-                ahead = thread.submit(self._plan, groups[number + 1]) if number + 1 < len(groups) else None
-                yield from self._yielded(number, planned)
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Another order, for the next passes over the loader; the next one begins with iteration `start`."""
+        self._epoch, self._start = integer("epoch", epoch, 0), integer("start", start, 0)
 
     def __len__(self) -> int:
-        """Microbatches of an epoch."""
-        return sum(map(len, self._iterations()))
+        """Microbatches of a pass."""
+        return sum(self._asked.microbatches(number, drawn) for number, drawn in enumerate(self._draw()))
 
-    def _iterations(self) -> list[list[Ints]]:
-        """Sample numbers of each microbatch of each iteration; microbatches are filled in order."""
-        order = np.arange(len(self._lengths))
-        if self._shuffle:
-            np.random.Generator(np.random.PCG64([self._seed, self._epoch])).shuffle(order)
-        batches = _filled(order, self._lengths[order], self._tokens)
-        step = self._microbatches
-        return [batches[i : i + step] for i in range(0, len(batches), step)]
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        start, self._start = self._start, 0
+        iterations, progress = Iterations(self._asked, self._draw(), start), Progress(start)
+        with ExitStack() as stack:
+            supply = self._supply(stack, iterations, progress)
+            while (wanted := iterations.at(progress.own)) is not None:
+                yield from self._batches(wanted, self._taken(supply, wanted))
+                iterations.forget(wanted.number + 1)
+                progress.reach(wanted.number + 1)
 
-    def _plan(self, group: Sequence[Ints]) -> list[_Planned]:
-        if self._packs:
-            return self._packed(np.concatenate(group), len(group))
-        from apportion.planner.api import plan
+    def _draw(self) -> Draw:
+        return Draw(self._sampling, self._sampler, self._epoch)
 
-        batches = [Batch.from_lengths(self._lengths[samples], self._mask) for samples in group]
-        plans = (plan(batch, self._cluster, self._model, self._recipe, self._seed) for batch in batches)
-        slices = (made.for_rank(self._communicator.rank) for made in plans)
-        return [_Planned(*parts) for parts in zip(group, batches, slices, strict=True)]
+    # ---- a pass
 
-    def _packed(self, samples: Ints, microbatches: int) -> list[_Planned]:
-        """The samples of an iteration, packed anew into as many microbatches by the recipe's pack step."""
-        from apportion.planner.iterate import plan_iteration
+    def _supply(self, stack: ExitStack, iterations: Iterations, progress: Progress) -> Fetching | Collecting:
+        """What the plans of a pass are taken from, until the stack is closed."""
+        run, shared = self._next_run(iterations.start), self._source.shared
+        if self._workers:
+            collecting = stack.enter_context(closing(self._collecting(run, progress)))
+            if shared and self._rank == 0:
+                self._submitting(self._threads(stack, run, iterations, progress), progress)
+            return collecting
+        threads, submits = self._threads(stack, run, iterations, progress), not shared or self._rank == 0
+        if submits:
+            self._submitting(threads, progress)
+        fetching = Fetching(threads.feed, progress, self._waits, submits)
+        threads.run(fetching.fetch, DEPTH)
+        return fetching
 
-        batch = Batch.from_lengths(self._lengths[samples], self._mask)
-        recipe = _packing(self._recipe, microbatches, -(-self._tokens // self._cluster.ranks))
-        made = plan_iteration(batch, self._cluster, self._model, recipe, self._seed)
-        slices = made.for_rank(self._communicator.rank)
-        return [
-            _Planned(samples[index], batch.take(index), piece)
-            for index, piece in zip(made.indexes, slices, strict=True)
-        ]
+    def _threads(self, stack: ExitStack, run: str, iterations: Iterations, progress: Progress) -> Threads:
+        return stack.enter_context(Threads(self._source.begin(run, self._rank), iterations, progress))
 
-    def _yielded(self, iteration: int, planned: list[_Planned]) -> Iterator[PlannedBatch]:
-        valid = sum(int((item.batch.labels() >= 0).sum()) for item in planned)
-        for number, item in enumerate(planned):
-            handle = PlanHandle(item.piece, self._communicator)
-            tokens, labels = local_rows(item.piece, item.batch, self._reader(item.samples))
-            last = number == len(planned) - 1
-            yield PlannedBatch(tokens, handle.position_ids, labels, handle, iteration, number, last, valid)
+    def _submitting(self, threads: Threads, progress: Progress) -> None:
+        threads.run(lambda wanted: submit(threads.feed, wanted, progress), self._lookahead)
 
-    def _reader(self, samples: Ints) -> Callable[[int], ArrayLike | Tensor]:
-        return lambda sequence: self._dataset[int(samples[sequence])]
+    def _collecting(self, run: str, progress: Progress) -> Collecting:
+        pieces = (self._dataset, self._source, self._asked, self._draw(), progress.own, run, self._rank)
+        return Collecting(Share(*pieces, self._waits), self._workers, progress)
+
+    def _next_run(self, start: int) -> str:
+        """The name of this pass, on all ranks; a collective, so that none begins it before all have left the one
+        before, whose plans the service drops. Raises ExecutionError where ranks are in different ones."""
+        self._passes += 1
+        place = [self._passes, self._epoch, start]
+        drawn = int.from_bytes(secrets.token_bytes(7))
+        rows = self._communicator.all_gather([*place, drawn])
+        if any(row[:3] != place for row in rows):
+            told = "; ".join(f"rank {rank}: {row[:3]}" for rank, row in enumerate(rows))
+            raise ExecutionError(f"ranks begin different passes (pass, epoch, first iteration): {told}")
+        self._run = self._run or f"{rows[0][3]:014x}"
+        return f"{self._run}-{self._passes}"
+
+    def _taken(self, supply: Fetching | Collecting, wanted: Wanted) -> Fetched:
+        begin = time.monotonic()
+        take = partial(supply.take, wanted.number)
+        try:
+            if not self._agrees:
+                return take()
+            return self._agreement.take(wanted.number, take, partial(self._planned_here, wanted))
+        except TimeoutError as error:
+            told = (self._passes, wanted.number, self._rank, self._waits.timeout_s, str(error))
+            raise PlanTimeoutError(*told) from error
+        finally:
+            self.waited_s += time.monotonic() - begin
+
+    def _planned_here(self, wanted: Wanted) -> Fetched:
+        from apportion.planner.jobs import plan_job
+
+        return Fetched(plan_job(self._source.job, wanted.batches).plan.slice_for(self._rank))
+
+    def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
+        pieces, valid = fetched.piece.slices, wanted.valid_tokens
+        read = fetched.rows
+        if read is None:
+            read = rows_of(self._dataset, wanted, fetched.piece)
+        for place, (piece, (tokens, labels)) in enumerate(zip(pieces, read, strict=True)):
+            handle = PlanHandle(piece, self._communicator)
+            last = place == len(pieces) - 1
+            yield PlannedBatch(tokens, handle.position_ids, labels, handle, wanted.number, place, last, valid)
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """One microbatch: the sample of each sequence of the batch, and this rank's slice of the plan."""
-
-    samples: Ints
-    batch: Batch
-    piece: Slice
-
-
-def _packing(recipe: Recipe, microbatches: int, tokens_per_rank: int) -> Recipe:
-    """The recipe with the loader's figures in its pack step. Raises ConfigError where that would defer samples."""
-    steps = recipe.to_data()["steps"]
-    ((name, params),) = steps["pack"].items()
-    if params.get("defer"):
-        rule = "the loader reads every sample in its iteration"
-        raise ConfigError(
-            f"recipe.pack.{name}.defer", True, rule, "use plan_iteration and keep what it defers"
-        )
-    ours = {"microbatches": microbatches, "tokens_per_rank": tokens_per_rank}
-    return Recipe(recipe.name, {**steps, "pack": {name: {**params, **ours}}})
-
-
-def _checked_lengths(dataset: Dataset, lengths: ArrayLike) -> Ints:
-    listed = lengths if isinstance(lengths, list | tuple | range) else np.asarray(lengths)
+def _lengths(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
+    found = getattr(dataset, "lengths", None) if lengths is None else lengths
+    if found is None:
+        rule = "planning needs the length of each sample before it is read"
+        raise ConfigError("lengths", None, rule, "give lengths, or a dataset that has them as `lengths`")
+    listed = found if isinstance(found, list | tuple | range) else np.asarray(found)
     checked = integers("lengths", listed, 1, MAX_TOKENS)
     held = len(dataset) if isinstance(dataset, Sized) else "an unknown number of"
     if held != len(checked):
@@ -224,13 +240,30 @@ def _checked_lengths(dataset: Dataset, lengths: ArrayLike) -> Ints:
     return checked
 
 
-def _filled(order: Ints, lengths: Ints, tokens: int) -> list[Ints]:
-    """Consecutive samples, as many as fit into `tokens`, microbatch by microbatch."""
-    stops = np.cumsum(lengths)
-    batches, begin = [], 0
-    while begin < len(order):
-        before = int(stops[begin - 1]) if begin else 0
-        end = int(np.searchsorted(stops, before + tokens, side="right"))
-        batches.append(order[begin:end])
-        begin = end
-    return batches
+def _communicator(job: Job, given: Communicator | None, rank: int | None) -> Communicator:
+    found = Communicator() if given is None else given
+    if found.ranks != job.ranks:
+        rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
+        remedy = "initialise torch.distributed with as many, or make another job"
+        raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
+    if rank not in (None, found.rank):
+        rule = f"this process is rank {found.rank} of its group"
+        raise ConfigError("rank", rank, rule, "leave it out, or give the communicator of the right group")
+    return found
+
+
+def _name(run: str) -> str:
+    if len(name("run", run)) > MAX_RUN:
+        raise ConfigError("run", run, f"must have at most {MAX_RUN} characters", "write a shorter name")
+    return run
+
+
+def _agrees(on_timeout: str, source: Source, ranks: int) -> bool:
+    """Whether ranks plan themselves what does not come. Raises ConfigError where they could come to different plans."""
+    agrees = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
+    several = agrees or (ranks > 1 and not source.shared)
+    if several and not is_deterministic(source.job.policy.recipe):
+        rule = "a clock ends this recipe's search: two ranks would come to different plans"
+        remedy = "let a service plan, with on_timeout='raise', or take its time limit out of the recipe"
+        raise ConfigError("on_timeout" if agrees else "source", "local", rule, remedy)
+    return agrees

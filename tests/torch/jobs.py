@@ -8,10 +8,8 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 
-from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ApportionError
-from apportion.ir.model import Model
 from apportion.trainer.attention import (
     Communicator,
     PlanHandle,
@@ -19,7 +17,6 @@ from apportion.trainer.attention import (
     planned_attention_block,
     planned_remap,
 )
-from apportion.trainer.loader import PlannedLoader
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -148,17 +145,6 @@ def error_of(comm, shard):
     except ApportionError as error:
         return type(error).__name__, str(error)
     return "none", ""
-
-
-def loaded(comm, lengths):
-    """(tokens, labels, position ids, plan id) of every microbatch of a loader on this rank; token j of sample i is
-    100 i + j."""
-    dataset = [np.arange(length) + 100 * i for i, length in enumerate(lengths)]
-    model = Model(2, 1, 8, dtype="fp32")
-    loader = PlannedLoader(
-        dataset, lengths, Cluster(1, comm.ranks), model, 64, communicator=comm, microbatches=2
-    )
-    return [(b.tokens.numpy(), b.labels.numpy(), b.position_ids.numpy(), b.handle.id) for b in loader]
 
 
 def on_channels(comm, shard):

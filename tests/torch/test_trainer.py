@@ -1,110 +1,37 @@
 """The trainer seam: loader, loss, baselines, refused arguments, self-test and a short demo."""
 
 import json
-from itertools import chain
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
-import jobs
 import numpy as np
 import pytest
 import torch
 from cases import model, recipe
+from loading import Recorded
 
 from apportion.ir import masks
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import CapacityError, ConfigError, ExecutionError, UnknownNameError
+from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.planner import api
-from apportion.planner.recipes import find_recipe
 from apportion.trainer import demo, selftest
 from apportion.trainer.attention import PlanHandle, planned_attention
 from apportion.trainer.baselines import contiguous, zigzag_ring
-from apportion.trainer.loader import PlannedLoader, local_rows
 from apportion.trainer.loss import IGNORED, normalised_loss
-
-LENGTHS = [40, 9, 33, 1, 25, 60, 12]
-
-
-class Recorded:
-    """A dataset that remembers what was read; sample i is 100 i, 100 i + 1, …"""
-
-    def __init__(self, lengths):
-        self.lengths, self.read = lengths, []
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        self.read.append(index)
-        return np.arange(self.lengths[index]) + 100 * index
+from apportion.trainer.rows import local_rows
 
 
 def piece_of(batch, ranks=1, rank=0, **options):
     return api.plan(batch, Cluster(1, ranks), model(2, **options), recipe(), verify=False).for_rank(rank)
 
 
-# --- loader
-
-
-def test_every_token_is_on_one_rank_with_its_label_and_position(pool):
-    results = pool.run(jobs.loaded, 3, LENGTHS)
-    for step in zip(*results, strict=True):
-        tokens, labels, positions = (np.concatenate([rank[i] for rank in step]) for i in range(3))
-        order = np.argsort(tokens)
-        assert len(set(tokens.tolist())) == len(tokens)
-        np.testing.assert_array_equal(tokens % 100, positions)
-        last = np.append(np.diff(tokens[order]) != 1, True)
-        np.testing.assert_array_equal(labels[order], np.where(last, IGNORED, tokens[order] + 1))
-        assert {rank[3] for rank in step} == {step[0][3]}
-    seen = np.concatenate([part[0] for rank in results for part in rank])
-    assert len(seen) == sum(LENGTHS)
-
-
-def test_iterations_end_with_their_last_microbatch_and_count_all_labels():
-    dataset = Recorded(LENGTHS)
-    loader = PlannedLoader(dataset, LENGTHS, Cluster(1, 1), model(2), 64, microbatches=2, shuffle=False)
-    batches = list(loader)
-    assert len(batches) == len(loader) == 4
-    assert [(b.iteration, b.microbatch, b.is_last) for b in batches] == [
-        (0, 0, False),
-        (0, 1, True),
-        (1, 0, False),
-        (1, 1, True),
-    ]
-    for iteration in (0, 1):
-        group = [b for b in batches if b.iteration == iteration]
-        assert {b.valid_tokens for b in group} == {sum(int((b.labels != IGNORED).sum()) for b in group)}
-    assert sorted(dataset.read) == list(range(len(LENGTHS)))
-
-
-def test_a_pack_step_spreads_the_samples_of_an_iteration_anew():
-    lengths = [40, 8, 8, 8, 30, 10, 16, 4]
-    loader = PlannedLoader(
-        Recorded(lengths), lengths, Cluster(1, 1), model(2), 64, microbatches=2, shuffle=False, recipe="wlb"
-    )
-    batches = list(loader)
-    assert [(b.iteration, b.microbatch, b.is_last) for b in batches] == [(0, 0, False), (0, 1, True)]
-    assert all(len(b.tokens) <= 64 for b in batches)
-    assert sorted(np.concatenate([b.tokens for b in batches]).tolist()) == sorted(
-        chain(*(Recorded(lengths)[i].tolist() for i in range(len(lengths))))
-    )
-    deferring = {**find_recipe("wlb").to_data()["steps"], "pack": {"wlb": {"defer": True}}}
-    loader = PlannedLoader(
-        Recorded(lengths), lengths, Cluster(1, 1), model(2), 64, recipe={"name": "mine", "steps": deferring}
-    )
-    with pytest.raises(ConfigError, match="defer"):
-        list(loader)
-
-
-def test_order_follows_seed_and_epoch():
-    def order(loader):
-        return [b.tokens.tolist() for b in loader]
-
-    loader = PlannedLoader(Recorded(LENGTHS), LENGTHS, Cluster(1, 1), model(2), 64, seed=3)
-    first, again = order(loader), order(loader)
-    loader.set_epoch(1)
-    assert first == again
-    assert sorted(chain(*order(loader))) == sorted(chain(*first))
-    assert order(loader) != first
+# --- rows
 
 
 def test_a_rank_reads_only_what_it_holds():
@@ -124,26 +51,13 @@ def test_labels_follow_the_mask_s_own_rule_and_small_dtypes_do_not_wrap():
     np.testing.assert_array_equal(labels.numpy(), np.where(want >= 0, want + 250, IGNORED))
 
 
-def test_loader_refuses_what_it_cannot_do():
-    build = lambda **more: PlannedLoader(Recorded([9]), [9], Cluster(1, 1), model(2), **more)  # noqa: E731
-    with pytest.raises(CapacityError, match="sample 0 has 9 tokens, a microbatch takes 8"):
-        build(tokens=8)
-    with pytest.raises(UnknownNameError, match="source"):
-        build(tokens=9, source="remote")
-    with pytest.raises(ConfigError, match="microbatches"):
-        build(tokens=9, microbatches=0)
-    for lengths, says in [
-        ([9.0], r"lengths\[0\] = 9.0: must be an integer"),
-        (np.array([9.0]), "integer dtype"),
-        ([0], r"lengths\[0\]"),
-        ([5, 4], "the dataset has 1 samples"),
-    ]:
-        with pytest.raises(ConfigError, match=says):
-            PlannedLoader(Recorded([9]), lengths, Cluster(1, 1), model(2), 9)
-    assert len(PlannedLoader(Recorded([9]), torch.tensor([9]), Cluster(1, 1), model(2), 9)) == 1
+def test_a_sample_of_another_length_and_a_plan_of_another_batch_are_refused():
     batch = Batch.from_lengths([4])
     with pytest.raises(ExecutionError, match="planned with length 4"):
         local_rows(piece_of(batch), batch, lambda _: [1, 2, 3])
+    for other in ([2, 2], [3]):
+        with pytest.raises(ExecutionError, match="not of this batch"):
+            local_rows(piece_of(batch), Batch.from_lengths(other), lambda _: [1, 2, 3, 4])
 
 
 # --- loss
@@ -264,13 +178,57 @@ def test_demo_agrees_in_two_steps(capsys):
     assert record["largest_difference"] <= record["tolerance"]
     assert len(record["losses"]["planned"]) == len(record["losses"]["plain"]) == 2
     assert set(record["layouts"]) == {"planned (fcp)", "contiguous", "zig-zag ring"}
+    assert record["service"]["delivered"] == 2 * demo.RANKS
+    assert record["service"]["planning_ms"] > 0
+    assert not multiprocessing.active_children()
 
 
-def test_demo_exits_non_zero_where_losses_differ(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "_train_planned", lambda steps: iter([1.0]))
+def test_demo_exits_non_zero_where_losses_differ_or_plans_are_others(monkeypatch, capsys):
+    ran = [demo.Ran(1.0, (bytes(32),) * demo.RANKS, (0.0,) * demo.RANKS)]
+    monkeypatch.setattr(demo, "_train_planned", lambda steps, progress: (ran, demo.Service(4, 1.0, 0.0)))
     monkeypatch.setattr(demo, "_train_plain", lambda steps: iter([1.001]))
     assert demo.run(steps=1) == 1
-    assert "losses differ by 1.0e-03" in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "losses differ by 1.0e-03" in told
+    assert "the processes ran ['000000000000'], not" in told
+
+
+def test_demo_ends_its_processes_where_one_fails(monkeypatch):
+    monkeypatch.setattr(demo, "_documents", lambda steps: (_ for _ in ()).throw(ExecutionError("no disk")))
+    with pytest.raises(ExecutionError, match="no disk"):
+        demo.run(steps=1)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_demo_that_is_killed_leaves_no_process(number, tmp_path):
+    command = [sys.executable, "-m", "apportion", "demo", "--steps", "1000"]
+    with open(tmp_path / "out", "wb") as out:
+        run = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    with run:
+        started = until(lambda: len(processes_of(run.pid)) >= 2 + demo.RANKS or run.poll() is not None)
+        run.send_signal(number)
+        run.wait(60)
+    assert started, (tmp_path / "out").read_text()
+    assert until(lambda: not processes_of(run.pid)), processes_of(run.pid)
+
+
+def until(holds, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return holds()
+
+
+def processes_of(session):
+    """Of a session, by what the system tells of each: its number, its name, and behind these state, parent, group and
+    session."""
+    told = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            told.append(stat.read_text())
+    rest = {text: text.rsplit(")", 1)[1].split() for text in told}
+    return [text for text, fields in rest.items() if int(fields[3]) == session and fields[0] != "Z"]
 
 
 def test_demo_without_a_repository_uses_the_package(monkeypatch, tmp_path):

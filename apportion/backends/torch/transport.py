@@ -82,7 +82,7 @@ class Communicator:
 
     def agree(self, plan_id: bytes) -> None:
         """Compares the plan's id on all ranks, a collective. Raises ExecutionError on every rank where ids differ."""
-        _require_one_plan([bytes(row) for row in self.all_gather(list(plan_id), torch.uint8)])
+        require_one_plan([bytes(row) for row in self.all_gather(list(plan_id), torch.uint8)])
 
     def all_gather(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
         """The numbers of every rank, equally many, a collective."""
@@ -134,7 +134,8 @@ class Communicator:
         return Flight([work], [sent], list(_places(into, received)))
 
 
-def _require_one_plan(ids: list[bytes]) -> None:
+def require_one_plan(ids: Sequence[bytes]) -> None:
+    """ids: of the plan on each rank. Raises ExecutionError where they differ."""
     if len(set(ids)) == 1:
         return
     by_id = sorted((plan_id.hex()[:12], rank) for rank, plan_id in enumerate(ids))

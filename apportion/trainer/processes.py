@@ -1,0 +1,111 @@
+"""Plans fetched and samples read in torch's data-loader processes.
+
+process k of n    iterations k, k + n, k + 2n, …: plan, rows ──► in order ──► the trainer
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from apportion.ir.errors import ExecutionError
+from apportion.ir.iteration_slice import IterationSlice
+from apportion.trainer.ahead import Fetched, Progress, Waits
+from apportion.trainer.rows import Dataset, rows_of
+from apportion.trainer.sources import Source
+from apportion.trainer.wanted import Asked, Draw, Iterations, Wanted
+
+PREFETCHED = 2  # iterations that each process has ready
+
+
+class Parcel(NamedTuple):
+    """One iteration from a process. data: the encoded slice, uint8; rows: as in `Fetched`; both empty where there was
+    no plan in time."""
+
+    number: int
+    data: Tensor
+    rows: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Share(IterableDataset[Parcel]):
+    """A rank's share of a pass, as a dataset that every process holds a copy of."""
+
+    dataset: Dataset
+    source: Source
+    asked: Asked
+    draw: Draw
+    start: int
+    run: str
+    rank: int
+    waits: Waits
+
+    def __iter__(self) -> Iterator[Parcel]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        iterations = Iterations(self.asked, self.draw, self.start)
+        feed = self.source.begin(self.run, self.rank)
+        try:
+            number = self.start + first
+            while (wanted := iterations.at(number)) is not None:
+                iterations.forget(number)
+                deadline = time.monotonic() + self.waits.timeout_s
+                found = self.waits.fetch(feed, wanted, partial(_before, deadline))
+                yield self._parcel(wanted, found)
+                number += step
+        finally:
+            feed.close()
+
+    def _parcel(self, wanted: Wanted, found: IterationSlice | None) -> Parcel:
+        if found is None:
+            return Parcel(wanted.number, torch.empty(0, dtype=torch.uint8), ())
+        data = torch.frombuffer(bytearray(found.encode()), dtype=torch.uint8)
+        return Parcel(wanted.number, data, tuple(rows_of(self.dataset, wanted, found)))
+
+
+class Collecting:
+    """What the processes read, in order."""
+
+    def __init__(self, share: Share, processes: int, progress: Progress) -> None:
+        self._progress = progress
+        self._parcels: Iterator[Parcel] | None = iter(
+            DataLoader(
+                share,
+                batch_size=None,
+                num_workers=processes,
+                collate_fn=_as_it_is,
+                prefetch_factor=PREFETCHED,
+            )
+        )
+
+    def take(self, number: int) -> Fetched:
+        """What the trainer asks for next. Raises TimeoutError where a process had no plan of it in time, and what went
+        wrong in one."""
+        if self._parcels is None:
+            raise ExecutionError("the pass is over")
+        parcel = next(self._parcels)
+        error = self._progress.failed(number)
+        if error is not None:
+            raise error
+        if not len(parcel.data):
+            raise TimeoutError("no plan in time in a data-loader process")
+        return Fetched(IterationSlice.decode(parcel.data.numpy().tobytes()), parcel.rows)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._parcels = None  # torch ends them when the last reference goes
+
+
+def _as_it_is(parcel: Any) -> Any:
+    return parcel
+
+
+def _before(deadline: float) -> bool:
+    return time.monotonic() < deadline

@@ -1,0 +1,343 @@
+"""Where plans come from: a service, a folder made before training, or a process beside this one.
+
+    Source ── job       what all iterations have in common
+           ├─ shared    whether what one rank submits is planned for all
+           └─ begin ──► Feed of one rank in one pass: submit, plan, close
+
+A Source is plain data, and may be copied to other processes; a Feed holds connections and processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.iteration_slice import IterationSlice
+from apportion.ir.job import Job, encode_request
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy, Recipe
+from apportion.ir.sampling import Sampling
+from apportion.planner.recipes import find_recipe
+from apportion.service.client import Client, ServiceProblem, UnreachableError
+from apportion.service.offline import Offline, open_offline
+from apportion.service.workers import DeadlineError, Done, Planner, Task
+
+Ints = NDArray[np.integer[Any]]
+
+PASSING = (408, 425, 429, 502, 503, 504)  # answers that may be another one later
+
+
+class Feed(Protocol):
+    """One rank's plans of one pass. One thread submits and another asks; any may stop them."""
+
+    def knows(self, iteration: int) -> bool:
+        """Whether the iteration was submitted, by any rank of a shared source. Raises TimeoutError where nobody
+        answers."""
+
+    def submit(self, iteration: int, batches: Sequence[Batch]) -> None:
+        """Has the iteration planned, once however often it is submitted. Raises TimeoutError where nobody answers."""
+
+    def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
+        """The rank's slice. Raises TimeoutError where it is not there after `timeout_s` seconds."""
+
+    def stop(self) -> None:
+        """Ends what other threads wait for here."""
+
+    def close(self) -> None:
+        """Frees everything, when no other thread is here any more."""
+
+
+class Source(Protocol):
+    """Who plans a job."""
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether what one rank submits is planned for all ranks."""
+
+    def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
+        """The order of the samples where nobody gives another; None is the source's own. Raises ConfigError where there
+        are no plans for it."""
+
+    def begin(self, run: str, rank: int) -> Feed:
+        """A pass; equal runs share their plans."""
+
+
+def open_source(source: str | Path | Source, key: str | None, told: Told) -> Source:
+    """The source of that name: "local", a URL, or a folder. told: what the trainer says of the job, for a local source
+    all of it. Raises ConfigError where it is another job's, and what connecting or reading raises."""
+    if source == "local":
+        return LocalSource(told.job())
+    if not isinstance(source, str | Path):
+        found: Source = source
+    elif str(source).startswith(("http://", "https://")):
+        found = ServiceSource.open(str(source), key)
+    else:
+        found = FolderSource.open(source)
+    told.check(found.job)
+    return found
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a trainer says of its job; None where it leaves that to the source."""
+
+    cluster: Cluster | None = None
+    model: Model | None = None
+    tokens_per_rank: int | None = None
+    microbatches: int | None = None
+    recipe: str | Mapping[str, Any] | Recipe | None = None
+    seed: int | None = None
+
+    def job(self) -> Job:
+        """The job of a local source. Raises ConfigError where something is missing."""
+        for name in ("cluster", "model", "tokens_per_rank"):
+            if getattr(self, name) is None:
+                rule = 'source="local" plans here, and needs it'
+                raise ConfigError(name, None, rule, "give it, or name a service or a folder as source")
+        policy = Policy(self._recipe() or find_recipe("fcp"), seed=self.seed or 0)
+        count = 1 if self.microbatches is None else self.microbatches
+        return Job(self.cluster, self.model, policy, self.tokens_per_rank, count)  # type: ignore[arg-type]
+
+    def check(self, job: Job) -> None:
+        """Raises ConfigError where the source's job differs from what was told."""
+        recipe = self._recipe()
+        told = (
+            self.cluster,
+            self.model,
+            self.tokens_per_rank,
+            self.microbatches,
+            recipe and recipe.to_data(),
+        )
+        held = (job.cluster, job.model, job.tokens_per_rank, job.microbatches, job.policy.recipe.to_data())
+        names = ("cluster", "model", "tokens_per_rank", "microbatches", "recipe")
+        for name, own, other in zip(names, told, held, strict=True):
+            if own is not None and own != other:
+                rule = f"the source's job has {other!r}"
+                raise ConfigError(name, own, rule, "leave it out: the job says it")
+
+    def _recipe(self) -> Recipe | None:
+        return None if self.recipe is None else find_recipe(self.recipe)
+
+
+def _sampling(job: Job, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
+    seed = job.policy.seed if seed is None else seed
+    return Sampling(lengths, job.tokens, job.microbatches, seed, shuffle is not False)
+
+
+# ---------------------------------------------------------------------------------------------- this machine
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A process beside this one plans; each rank has its own, and all come to the same plans."""
+
+    job: Job
+    shared = False
+
+    def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
+        return _sampling(self.job, lengths, seed, shuffle)
+
+    def begin(self, run: str, rank: int) -> LocalFeed:
+        return LocalFeed(self.job, rank)
+
+
+class LocalFeed:
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._rank, self._lock = job, rank, Lock()
+        self._planner, self._planned = Planner(workers=1), dict[int, Future[Done]]()
+
+    def knows(self, iteration: int) -> bool:
+        with self._lock:
+            return iteration in self._planned
+
+    def submit(self, iteration: int, batches: Sequence[Batch]) -> None:
+        self._future(iteration, batches)
+
+    def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
+        future = self._future(iteration, batches)
+        if not wait([future], timeout_s).done:
+            raise TimeoutError(f"not planned after {timeout_s:g} s")
+        try:
+            done = future.result()
+        except DeadlineError as error:  # a TimeoutError, but waiting longer does not help
+            raise ExecutionError(f"iteration {iteration}: {error}") from error
+        with self._lock:
+            for number in [held for held in self._planned if held <= iteration]:
+                del self._planned[number]
+        return IterationSlice.decode(done.bodies[self._rank])
+
+    def stop(self) -> None:
+        self._planner.close()
+
+    def close(self) -> None:
+        self._planner.close()
+
+    def _future(self, iteration: int, batches: Sequence[Batch]) -> Future[Done]:
+        with self._lock:
+            if iteration not in self._planned:
+                task = Task("plan", encode_request(self._job, batches), verify=True)
+                self._planned[iteration] = self._planner.submit(task)
+            return self._planned[iteration]
+
+
+# ---------------------------------------------------------------------------------------------- a folder
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """Plans that `apportion precompute` made; found by what is asked, so the order of the samples is free."""
+
+    folder: Path
+    job: Job
+    seed: int
+    shuffle: bool
+    shared = True
+
+    @staticmethod
+    def open(folder: str | Path) -> FolderSource:
+        """Raises as `open_offline`."""
+        with open_offline(folder) as offline:
+            return FolderSource(Path(folder), offline.job, offline.facts.seed, offline.facts.shuffle)
+
+    def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
+        seed, shuffle = self.seed if seed is None else seed, self.shuffle if shuffle is None else shuffle
+        found = Sampling(lengths, self.job.tokens, self.job.microbatches, seed, shuffle)
+        with open_offline(self.folder) as offline:
+            offline.check(self.job, found)
+        return found
+
+    def begin(self, run: str, rank: int) -> FolderFeed:
+        return FolderFeed(open_offline(self.folder), rank)
+
+
+@dataclass(frozen=True)
+class FolderFeed:
+    offline: Offline
+    rank: int
+
+    def knows(self, iteration: int) -> bool:
+        return True
+
+    def submit(self, iteration: int, batches: Sequence[Batch]) -> None:
+        """Nothing to do: all was planned before."""
+
+    def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
+        return self.offline.slice(self.offline.job.request_key(batches), self.rank)
+
+    def stop(self) -> None:
+        """Reading does not wait for others."""
+
+    def close(self) -> None:
+        self.offline.close()
+
+
+# ---------------------------------------------------------------------------------------------- a service
+
+
+@dataclass(frozen=True)
+class ServiceSource:
+    """The planning service. url: of the job, http(s)://HOST:PORT/v1/jobs/NAME; key: of the job; ca: a PEM file of
+    certificates, by default the system's."""
+
+    url: str
+    key: str | None
+    job: Job
+    ca: str | Path | None = None
+    shared = True
+
+    @classmethod
+    def open(cls, url: str, key: str | None, ca: str | Path | None = None) -> Self:
+        """Raises ClientError where the service does not answer or has no such job."""
+        with Client(url, key, ca=ca) as client:
+            return cls(url, key, client.job(), ca)
+
+    def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
+        return _sampling(self.job, lengths, seed, shuffle)
+
+    def begin(self, run: str, rank: int) -> ServiceFeed:
+        return ServiceFeed(self, run, rank)
+
+
+class ServiceFeed:
+    """Iterations in a row come over a stream, others one by one."""
+
+    def __init__(self, source: ServiceSource, run: str, rank: int) -> None:
+        self._client, self._run, self._rank = Client(source.url, source.key, ca=source.ca), run, rank
+        self._epoch, self._lock = 0, Lock()
+        self._stream: Any = None
+        self._next = -1  # the iteration that would be next in a row
+
+    def knows(self, iteration: int) -> bool:
+        with _patience():
+            return self._client.knows(self._begun(), iteration)
+
+    def submit(self, iteration: int, batches: Sequence[Batch]) -> None:
+        with _patience():
+            self._client.submit(self._begun(), iteration, batches)
+
+    def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
+        with _patience():
+            epoch = self._begun()
+            if iteration == self._next:
+                found = self._streamed(epoch, iteration, timeout_s)
+            else:
+                self._hang_up()
+                found = self._client.plan(epoch, iteration, self._rank, timeout_s)
+        self._next = iteration + 1
+        return found
+
+    def stop(self) -> None:
+        self._client.close()
+
+    def close(self) -> None:
+        self._hang_up()
+        self._client.close()
+
+    def _begun(self) -> int:
+        with self._lock:
+            if not self._epoch:
+                self._epoch = self._client.begin(self._run)
+            return self._epoch
+
+    def _streamed(self, epoch: int, iteration: int, timeout_s: float) -> IterationSlice:
+        if self._stream is None:
+            self._stream = self._client.stream(epoch, self._rank, iteration, patience_s=timeout_s)
+        try:
+            _, found = next(self._stream)
+        except BaseException:
+            self._hang_up()
+            raise
+        piece: IterationSlice = found
+        return piece
+
+    def _hang_up(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """A service that does not answer, or is too busy, may do so later: TimeoutError."""
+    try:
+        yield
+    except UnreachableError as error:
+        raise TimeoutError(str(error)) from error
+    except ServiceProblem as error:
+        if error.status not in PASSING:
+            raise
+        raise TimeoutError(str(error)) from error

@@ -1,0 +1,147 @@
+"""What a pass over the data asks for: of each iteration the samples, and the batches that are planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.batch import Batch
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integers
+from apportion.ir.job import Job
+from apportion.ir.sampling import Masks, Sampling, batches_of
+
+Ints = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One iteration. samples: int64 arrays, the sample numbers of each microbatch. batches: what is asked of the
+    planner, one a microbatch, or a single one where the recipe packs."""
+
+    number: int
+    samples: tuple[Ints, ...]
+    batches: tuple[Batch, ...]
+
+    @property
+    def valid_tokens(self) -> int:
+        """Labels of all ranks and microbatches."""
+        return sum(int((batch.labels() >= 0).sum()) for batch in self.batches)
+
+    def parts(self, indexes: Sequence[Ints]) -> Iterator[tuple[Batch, Ints]]:
+        """(batch, sample of each sequence) of each microbatch of a plan with these indexes."""
+        samples = np.concatenate(self.samples)
+        if len(self.batches) == len(indexes) > 1:
+            yield from zip(self.batches, (samples[own] for own in indexes), strict=True)
+            return
+        for own in indexes:
+            yield self.batches[0].take(own), samples[own]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How an iteration's samples become batches. lengths: int64 [n] of all samples; masks: one for all, or of each."""
+
+    job: Job
+    lengths: Ints
+    masks: Masks
+
+    def of(self, number: int, drawn: Any) -> Wanted:
+        """The iteration of what a sampler gave: a list of microbatches of sample numbers, or one flat list. Raises
+        ConfigError, CapacityError."""
+        samples = self.samples(number, drawn)
+        batches = batches_of(samples, self.lengths, self.masks, self.job.packs)
+        self.job.check(batches)
+        return Wanted(number, samples, batches)
+
+    def microbatches(self, number: int, drawn: Any) -> int:
+        """How many an iteration has. Raises ConfigError."""
+        samples = self.samples(number, drawn)
+        return min(self.job.microbatches, sum(map(len, samples))) if self.job.packs else len(samples)
+
+    def samples(self, number: int, drawn: Any) -> tuple[Ints, ...]:
+        """int64 arrays, one a microbatch. Raises ConfigError."""
+        name = f"sampler[{number}]"
+        if not len(drawn):
+            raise ConfigError(name, drawn, "must have samples", "leave empty iterations out")
+        flat = np.ndim(drawn[0]) == 0
+        groups = {name: drawn} if flat else {f"{name}[{i}]": group for i, group in enumerate(drawn)}
+        return tuple(self._checked(where, group) for where, group in groups.items())
+
+    def _checked(self, name: str, group: Any) -> Ints:
+        listed = group if isinstance(group, list | tuple | range) else np.asarray(group)
+        if not len(listed):
+            raise ConfigError(name, group, "must have samples", "leave empty microbatches out")
+        return integers(name, listed, 0, len(self.lengths) - 1)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The samples of a pass, iteration by iteration: in the order of `sampling`, or of the trainer's own sampler."""
+
+    sampling: Sampling | None
+    sampler: Iterable[Any] | None
+    epoch: int
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.sampling is not None:
+            return iter(self.sampling.epoch(self.epoch))
+        set_epoch = getattr(self.sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self.epoch)
+        return iter(self.sampler or ())
+
+
+@dataclass
+class Iterations:
+    """The iterations of a pass from `start` on; drawn when they are first asked for, by whichever thread asks.
+
+    Those before the trainer's own are forgotten, so that a sampler may go on for ever.
+    """
+
+    asked: Asked
+    drawn: Iterable[Any]
+    start: int = 0
+    _held: dict[int, Wanted] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+    _failed: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._first = self.start
+        self._rest = enumerate(islice(self.drawn, self.start, None), self.start)
+
+    def at(self, number: int) -> Wanted | None:
+        """The iteration of that number, or the first that is not forgotten where it is; None behind the last. Raises
+        what the sampler raises, ConfigError, CapacityError; again whenever it is asked."""
+        with self._lock:
+            number = max(number, self._first)
+            while number not in self._held:
+                if self._failed is not None:
+                    raise self._failed
+                if not self._draw():
+                    return None
+            return self._held[number]
+
+    def _draw(self) -> bool:
+        """Draws the next one; False where there is none."""
+        try:
+            for number, drawn in self._rest:
+                self._held[number] = self.asked.of(number, drawn)
+                return True
+        except Exception as error:
+            self._failed = error
+            raise
+        return False
+
+    def forget(self, before: int) -> None:
+        """Drops the iterations before this one."""
+        with self._lock:
+            self._first = max(self._first, before)
+            for number in [held for held in self._held if held < before]:
+                del self._held[number]

@@ -1,0 +1,81 @@
+"""What ranks of the pool do with loaders."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from loading import HereSource, Recorded, seen
+
+from apportion.ir.errors import ApportionError
+from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.sources import ServiceFeed, ServiceSource
+
+
+def passes(comm, source, count, options, dataset=None):
+    """What this rank sees in each of `count` passes, and the samples that it read. source: a source, or a
+    function of the rank; options: of the loader."""
+    data = Recorded() if dataset is None else dataset
+    options = {"rank": comm.rank, "communicator": comm, **options}
+    loader = PlannedLoader(data, source=source, **options)
+    return [[seen(batch) for batch in loader] for _ in range(count)], data.read
+
+
+def agreeing(comm, sources, options):
+    """Ids that this rank runs, its fallbacks, and the error that ends it. sources: of each rank."""
+    source = sources[comm.rank]
+    options = {"communicator": comm, "timeout_s": 2.0, "on_timeout": "local", **options}
+    list(
+        PlannedLoader(Recorded(), source=HereSource(source.job), communicator=comm)
+    )  # compiles what planning needs
+    loader, ids = PlannedLoader(Recorded(), source=source, **options), []
+    try:
+        ids.extend(batch.handle.id for batch in loader)
+    except ApportionError as error:
+        return ids, loader.fallbacks, f"{type(error).__name__}: {error}"
+    return ids, loader.fallbacks, ""
+
+
+class SilentSource(ServiceSource):
+    """Submits nothing, as if its rank were lost."""
+
+    def begin(self, run, rank):
+        return SilentFeed(self, run, rank)
+
+
+class SilentFeed(ServiceFeed):
+    def submit(self, iteration, batches):
+        pass
+
+
+def without_rank_0(comm, url, key):
+    """Ids that each rank gets where rank 0 submits nothing."""
+    kind = SilentSource if comm.rank == 0 else ServiceSource
+    loader = PlannedLoader(Recorded(), source=kind.open(url, key), communicator=comm)
+    return [batch.handle.id for batch in loader]
+
+
+def stalled(comm, url, key, pid):
+    """Ids that a rank runs and its fallbacks, where the server's process stops answering after the first iteration."""
+    sampler, options = [[0], [1], [2, 3]], {"on_timeout": "local", "timeout_s": 3.0, "lookahead": 1}
+    loader = PlannedLoader(Recorded(), source=url, key=key, communicator=comm, sampler=sampler, **options)
+    ids = []
+    try:
+        for batch in loader:
+            ids.append(batch.handle.id)
+            if comm.rank == 0:
+                os.kill(pid, signal.SIGSTOP)
+    finally:
+        if comm.rank == 0:
+            os.kill(pid, signal.SIGCONT)
+    return ids, loader.fallbacks
+
+
+def apart(comm, source):
+    """The error where ranks begin in different places."""
+    loader = PlannedLoader(Recorded(), source=source, communicator=comm)
+    loader.set_epoch(0, start=comm.rank)
+    try:
+        return len(list(loader))
+    except ApportionError as error:
+        return str(error)

@@ -1,0 +1,87 @@
+"""Data and sources for tests of the loader; importable by the pool's workers."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError
+from apportion.ir.job import Job
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy
+from apportion.planner.jobs import plan_job
+from apportion.planner.recipes import find_recipe
+from apportion.trainer.sources import LocalSource
+
+LENGTHS = [40, 9, 33, 1, 25, 60, 12]
+MODEL = Model(2, 1, 8, dtype="fp32")
+
+
+class Recorded:
+    """A dataset that remembers what was read; sample i is 100 i, 100 i + 1, …"""
+
+    def __init__(self, lengths=LENGTHS):
+        self.lengths, self.read = lengths, []
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return np.arange(self.lengths[index]) + 100 * index
+
+
+def job(ranks=1, tokens=64, microbatches=1, recipe="fcp", seed=0):
+    """A job whose microbatches hold `tokens` tokens on all ranks together."""
+    policy = Policy(find_recipe(recipe), seed=seed)
+    return Job(Cluster(1, ranks), MODEL, policy, tokens // ranks, microbatches)
+
+
+@dataclass(frozen=True)
+class HereSource(LocalSource):
+    """Plans in the thread that asks. late: iterations that never come; broken: those that are refused; submitted: those
+    that were submitted."""
+
+    late: frozenset[int] = frozenset()
+    broken: frozenset[int] = frozenset()
+    submitted: list[int] = field(default_factory=list)
+
+    def begin(self, run, rank):
+        return HereFeed(self, rank, threading.Event())
+
+
+@dataclass(frozen=True)
+class HereFeed:
+    source: HereSource
+    rank: int
+    stopped: threading.Event
+
+    def knows(self, iteration):
+        return iteration in self.source.submitted
+
+    def submit(self, iteration, batches):
+        self.source.submitted.append(iteration)
+
+    def plan(self, iteration, batches, timeout_s):
+        if iteration in self.source.late:
+            self.stopped.wait(timeout_s)
+            raise TimeoutError(f"iteration {iteration} is late")
+        if iteration in self.source.broken:
+            raise ConfigError("batches", iteration, "are refused", "change them")
+        return plan_job(self.source.job, batches).plan.slice_for(self.rank)
+
+    def stop(self):
+        self.stopped.set()
+
+    def close(self):
+        self.stopped.set()
+
+
+def seen(batch):
+    """What a microbatch is, as plain data."""
+    arrays = (batch.tokens.numpy(), batch.labels.numpy(), batch.position_ids.numpy())
+    numbers = (batch.iteration, batch.microbatch, batch.is_last, batch.valid_tokens)
+    return (*numbers, batch.handle.id, *(array.tolist() for array in arrays))

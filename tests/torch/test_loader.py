@@ -1,0 +1,298 @@
+"""The loader over a source that plans in its own thread: what a pass yields, in which order, and how it ends."""
+
+import logging
+import threading
+from itertools import chain, count, islice
+
+import jobs_loader
+import numpy as np
+import pytest
+import torch
+from loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
+
+from apportion.ir import masks
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
+from apportion.planner.recipes import find_recipe
+from apportion.service.client import PlanTimeoutError
+from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loss import IGNORED
+
+
+def loader_of(source=None, dataset=None, **options):
+    return PlannedLoader(dataset or Recorded(), source=source or HereSource(job()), **options)
+
+
+def tokens_of(loader):
+    return [batch.tokens.tolist() for batch in loader]
+
+
+# --- what a pass yields
+
+
+def test_every_token_is_on_one_rank_with_its_label_and_position(pool):
+    source = HereSource(job(3, 66, microbatches=2))
+    results = [passes[0] for passes, _ in pool.run(jobs_loader.passes, 3, source, 1, {})]
+    for step in zip(*results, strict=True):
+        tokens, labels, positions = (np.concatenate([rank[i] for rank in step]) for i in (5, 6, 7))
+        order = np.argsort(tokens)
+        assert len(set(tokens.tolist())) == len(tokens)
+        np.testing.assert_array_equal(tokens % 100, positions)
+        last = np.append(np.diff(tokens[order]) != 1, True)
+        np.testing.assert_array_equal(labels[order], np.where(last, IGNORED, tokens[order] + 1))
+        assert {rank[4] for rank in step} == {step[0][4]}
+    assert sum(len(batch[5]) for rank in results for batch in rank) == sum(LENGTHS)
+
+
+def test_a_rank_reads_only_samples_that_it_holds(pool):
+    source, data = HereSource(job(3, 24)), Recorded([8] * 6)
+    for passes, read in pool.run(jobs_loader.passes, 3, source, 1, {}, data):
+        held = {token // 100 for batch in passes[0] for token in batch[5]}
+        assert sorted(read) == sorted(held)
+        assert len(held) < 6
+
+
+def test_iterations_end_with_their_last_microbatch_and_count_all_labels():
+    dataset = Recorded()
+    loader = loader_of(HereSource(job(microbatches=2)), dataset, shuffle=False)
+    batches = list(loader)
+    assert len(batches) == len(loader) == 4
+    places = [(b.iteration, b.microbatch, b.is_last) for b in batches]
+    assert places == [(0, 0, False), (0, 1, True), (1, 0, False), (1, 1, True)]
+    for iteration in (0, 1):
+        group = [b for b in batches if b.iteration == iteration]
+        assert {b.valid_tokens for b in group} == {sum(int((b.labels != IGNORED).sum()) for b in group)}
+    assert sorted(dataset.read) == list(range(len(LENGTHS)))
+
+
+def test_a_pack_step_spreads_the_samples_of_an_iteration_anew():
+    lengths = [40, 8, 8, 8, 30, 10, 16, 4]
+    source = HereSource(job(microbatches=2, recipe="wlb"))
+    loader = loader_of(source, Recorded(lengths), shuffle=False)
+    batches = list(loader)
+    assert [(b.iteration, b.microbatch, b.is_last) for b in batches] == [(0, 0, False), (0, 1, True)]
+    assert len(loader) == 2
+    assert all(len(b.tokens) <= 64 for b in batches)
+    want = chain(*(Recorded(lengths)[i].tolist() for i in range(len(lengths))))
+    assert sorted(np.concatenate([b.tokens for b in batches]).tolist()) == sorted(want)
+    deferring = {**find_recipe("wlb").to_data()["steps"], "pack": {"wlb": {"defer": True}}}
+    source = HereSource(job(recipe={"name": "mine", "steps": deferring}))
+    with pytest.raises(ConfigError, match="defer"):
+        list(loader_of(source, Recorded(lengths)))
+
+
+def test_masks_come_from_the_dataset_or_the_caller_one_or_one_a_sample():
+    data = Recorded([8, 5])
+    data.masks = [masks.shared_question(2, [3, 3]), masks.causal()]
+    (batch,) = loader_of(dataset=data, shuffle=False)
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert batch.labels.tolist()[4] == IGNORED  # the first answer's last token
+    (batch,) = loader_of(dataset=data, shuffle=False, masks=masks.causal())
+    assert batch.labels.tolist()[4] == 5
+    with pytest.raises(ConfigError, match="one for each of the 2 samples"):
+        list(loader_of(dataset=data, masks=[None]))
+
+
+def test_lengths_given_win_over_those_of_the_dataset():
+    assert len(loader_of(lengths=torch.tensor(LENGTHS))) == len(loader_of())
+    with pytest.raises(ConfigError, match="the dataset has 7 samples"):
+        loader_of(lengths=[5, 4])
+    with pytest.raises(ConfigError, match="as `lengths`"):
+        loader_of(dataset=[np.arange(3)])
+    for lengths, says in [([9.0], r"lengths\[0\] = 9.0: must be an integer"), ([0], r"lengths\[0\]")]:
+        with pytest.raises(ConfigError, match=says):
+            loader_of(dataset=Recorded([9]), lengths=lengths)
+    with pytest.raises(ConfigError, match="integer dtype"):
+        loader_of(dataset=Recorded([9]), lengths=np.array([9.0]))
+
+
+# --- order
+
+
+def test_order_follows_seed_and_epoch():
+    loader = loader_of(seed=3)
+    first, again = tokens_of(loader), tokens_of(loader)
+    loader.set_epoch(1)
+    assert first == again
+    assert sorted(chain(*tokens_of(loader))) == sorted(chain(*first))
+    assert tokens_of(loader) != first
+    assert tokens_of(loader_of(seed=4)) != first
+
+
+def test_a_pass_can_begin_in_the_middle():
+    loader = loader_of()
+    whole = [seen(batch) for batch in loader]
+    loader.set_epoch(0, start=2)
+    assert [seen(batch) for batch in loader] == whole[2:]
+    assert [seen(batch) for batch in loader] == whole
+    loader.set_epoch(0, start=len(whole))
+    assert list(loader) == []
+
+
+def test_a_sampler_gives_the_samples_of_each_iteration():
+    loader = loader_of(sampler=[[0, 1], np.array([6, 2]), torch.tensor([4])])
+    assert [sorted({t // 100 for t in tokens}) for tokens in tokens_of(loader)] == [[0, 1], [2, 6], [4]]
+    loader = loader_of(HereSource(job(microbatches=2)), sampler=[[[0], [1, 2]], [[3]]])
+    assert [(b.iteration, b.microbatch) for b in loader] == [(0, 0), (0, 1), (1, 0)]
+    assert len(loader) == 3
+    loader = loader_of(HereSource(job(microbatches=2, recipe="wlb")), sampler=[[0, 1, 2, 3]])
+    assert [(b.iteration, b.microbatch) for b in loader] == [(0, 0), (0, 1)]
+
+
+def test_a_sampler_may_go_on_for_ever_and_is_told_the_epoch():
+    class Endless:
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return ([(i + self.epoch) % len(LENGTHS)] for i in count())
+
+    loader = loader_of(sampler=Endless())
+    loader.set_epoch(2)
+    assert [tokens[0] // 100 for tokens in islice((b.tokens.tolist() for b in loader), 9)] == [
+        (i + 2) % len(LENGTHS) for i in range(9)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "error", "says"),
+    [
+        ([[7]], ConfigError, r"sampler\[0\]\[0\] = 7"),
+        ([[0], [-1]], ConfigError, r"sampler\[1\]\[0\] = -1"),
+        ([[]], ConfigError, "must have samples"),
+        ([[[0], []]], ConfigError, "must have samples"),
+        ([[0.5]], ConfigError, "must be an integer"),
+        ([[0, 2]], CapacityError, r"batches\[0\] has 73 tokens"),
+        ([[[0], [1]]], ConfigError, "batches"),
+    ],
+)
+def test_a_sampler_s_mistakes_are_named(drawn, error, says):
+    with pytest.raises(error, match=says):
+        list(loader_of(sampler=drawn))
+
+
+# --- errors, time-outs, ends
+
+
+def test_what_the_caller_says_of_the_job_must_be_what_the_source_has():
+    source = HereSource(job(recipe="fcp"))
+    list(loader_of(source, recipe="fcp", microbatches=1))
+    with pytest.raises(ConfigError, match="the job says it"):
+        loader_of(source, recipe="usp")
+    with pytest.raises(ConfigError, match="tokens_per_rank = 5"):
+        PlannedLoader(Recorded(), Cluster(1, 1), MODEL, 5, source=source)
+    with pytest.raises(ConfigError, match="tokens_per_rank = None"):
+        PlannedLoader(Recorded(), Cluster(1, 1), MODEL)
+    with pytest.raises(ConfigError, match="the job plans for 2 ranks"):
+        loader_of(HereSource(job(2)))
+    with pytest.raises(ConfigError, match="rank = 1"):
+        loader_of(rank=1)
+
+
+def test_other_arguments_are_checked():
+    with pytest.raises(UnknownNameError, match="on_timeout"):
+        loader_of(on_timeout="wait")
+    wrong = [("timeout_s", 0), ("lookahead", 0), ("workers", -1), ("run", "a/b"), ("run", 49 * "a")]
+    for name, value in wrong:
+        with pytest.raises(ConfigError, match=name):
+            loader_of(**{name: value})
+    with pytest.raises(CapacityError, match="sample 5 has 60 tokens, a microbatch takes 59"):
+        loader_of(HereSource(job(tokens=59)))
+    with pytest.raises(ConfigError, match="epoch"):
+        loader_of().set_epoch(-1)
+
+
+def test_a_plan_that_does_not_come_is_an_error_that_names_the_iteration():
+    loader = loader_of(HereSource(job(), frozenset([1])), timeout_s=0.2)
+    batches = iter(loader)
+    assert next(batches).iteration == 0
+    with pytest.raises(PlanTimeoutError, match=r"iteration 1, rank 0: no plan within 0\.2 s"):
+        next(batches)
+    assert no_threads()
+    assert loader.waited_s >= 0.2
+
+
+def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(caplog):
+    want = [seen(batch) for batch in loader_of()]
+    loader = loader_of(HereSource(job(), frozenset([1, 2])), timeout_s=1.5, on_timeout="local")
+    with caplog.at_level(logging.WARNING, "apportion"):
+        assert [seen(batch) for batch in loader] == want
+    assert loader.fallbacks == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.split(":")[0] for text in told] == ["iteration 1", "iteration 2"]
+    assert all("no plan after 1.5 s" in text for text in told)
+
+
+def test_recipes_that_a_clock_ends_are_not_planned_twice():
+    recipe = {"name": "timed", "steps": {"search": {"portfolio": {"deadline_ms": 50}}}}
+    with pytest.raises(ConfigError, match="a clock ends this recipe's search"):
+        loader_of(HereSource(job(recipe=recipe)), on_timeout="local")
+
+
+def test_an_error_of_a_source_waits_for_the_iteration_that_it_is_about():
+    batches = iter(loader_of(HereSource(job(), broken=frozenset([2]))))
+    assert [next(batches).iteration, next(batches).iteration] == [0, 1]
+    with pytest.raises(ConfigError, match="are refused"):
+        next(batches)
+    assert no_threads()
+
+
+def test_leaving_a_pass_early_ends_its_threads():
+    batches = iter(loader_of(HereSource(job(), frozenset([1]))))
+    next(batches)
+    assert not no_threads()
+    batches.close()
+    assert no_threads()
+    for _ in loader_of():
+        break
+    assert no_threads()
+
+
+def no_threads():
+    return not [thread for thread in threading.enumerate() if thread.name == "apportion-plans"]
+
+
+# --- submitting
+
+
+def test_rank_0_submits_ahead_and_others_only_what_nobody_has(pool):
+    source = HereSource(job())
+    batches = iter(loader_of(source, lookahead=3, shuffle=False))
+    next(batches)
+    batches.close()
+    assert source.submitted[:2] == [0, 1]
+    assert max(source.submitted) <= 3
+
+
+# --- agreement of ranks
+
+
+def test_ranks_agree_on_a_plan_that_some_have_not(pool):
+    whole = job(3, 66)
+    want = [ids for ids, _, _ in pool.run(jobs_loader.agreeing, 3, [HereSource(whole)] * 3, {})]
+    late = [HereSource(whole, frozenset(own)) for own in ([], [1], [1, 3])]
+    results = pool.run(jobs_loader.agreeing, 3, late, {})
+    assert [ids for ids, _, _ in results] == want
+    assert [fallbacks for _, fallbacks, _ in results] == [2, 2, 2]
+    assert {error for _, _, error in results} == {""}
+
+
+def test_a_rank_whose_plan_is_refused_ends_all(pool):
+    sources = [HereSource(job(2)), HereSource(job(2), broken=frozenset([1]))]
+    (ids, _, first), (_, _, second) = pool.run(jobs_loader.agreeing, 2, sources, {})
+    assert len(ids) == 1
+    assert first == "ExecutionError: iteration 1: ranks [1] have no plan: their own errors say why"
+    assert second.startswith("ConfigError: batches = 1: are refused")
+
+
+def test_ranks_that_hold_different_plans_all_say_so(pool):
+    sources = [HereSource(job(2)), HereSource(job(2, seed=1))]
+    results = pool.run(jobs_loader.agreeing, 2, sources, {"seed": 0})
+    assert all(error.startswith("ExecutionError: ranks hold different plans") for _, _, error in results)
+
+
+def test_ranks_begin_the_same_pass(pool):
+    results = pool.run(jobs_loader.apart, 2, HereSource(job(2)))
+    assert all("ranks begin different passes" in error for error in results)
