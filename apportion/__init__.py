@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from apportion.ir.hardware import Hardware
     from apportion.ir.iteration import IterationPlan
+    from apportion.ir.job import Job
     from apportion.ir.model import Model
     from apportion.ir.plan import Layout, Plan
     from apportion.ir.policy import Policy, Recipe
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from apportion.planner.simulate import simulate
     from apportion.planner.simulate.pair import simulate_pair
     from apportion.planner.ticks import plan_tick, tick_batch, tick_table
+    from apportion.service.client import Client, create_job
     from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
     from apportion.trainer.loader import PlannedBatch, PlannedLoader
     from apportion.trainer.loss import normalised_loss
@@ -62,6 +64,7 @@ _HOMES = {
     ),
     "apportion.ir.hardware": ("Hardware",),
     "apportion.ir.iteration": ("IterationPlan",),
+    "apportion.ir.job": ("Job",),
     "apportion.ir.model": ("Model",),
     "apportion.ir.plan": ("Layout", "Plan"),
     "apportion.ir.policy": ("Policy", "Recipe"),
@@ -72,6 +75,7 @@ _HOMES = {
     "apportion.planner.simulate": ("simulate",),
     "apportion.planner.simulate.pair": ("simulate_pair",),
     "apportion.planner.ticks": ("plan_tick", "tick_batch", "tick_table"),
+    "apportion.service.client": ("Client", "create_job"),
     "apportion.trainer.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
     "apportion.trainer.loader": ("PlannedBatch", "PlannedLoader"),
     "apportion.trainer.loss": ("normalised_loss",),
