@@ -276,7 +276,7 @@ def hot(seed: int, seconds: int = 10, connections: int = 64) -> Figures:
     """GET of one plan of about 16 KB by `wrk`, keep-alive, with bearer key and ETag."""
     if shutil.which("wrk") is None:
         raise RuntimeError("wrk is not installed: apt-get install wrk")
-    job = job_of(64, 32768)
+    job = job_of(64, 45056)
     with running(job) as run:
         submit_all(run, 1, seed)
         sizes = [len(run.client.plan(run.epoch, 0, rank).encode()) for rank in range(job.ranks)]
@@ -350,11 +350,11 @@ def _silent(run: Run, rank: int) -> socket.socket:
     return held
 
 
-def overload(seed: int, seconds: float = 10.0, jobs: int = 20) -> Figures:
+def overload(seed: int, seconds: float = 20.0, jobs: int = 12) -> Figures:
     """Many more submits than the workers can plan, of many jobs: each is answered at once, and afterwards all is well
     soon."""
-    job = job_of(64, 16384)
-    with running(job, lookahead=256) as run:
+    job = job_of(64, 32768)
+    with running(job, workers=1, lookahead=256) as run:
         clients = [create_job(run.url, f"load-{i}", job, key=KEY, lookahead=256) for i in range(jobs)]
         for client in clients:
             with client:
@@ -390,7 +390,7 @@ class Pusher:
         self.answers, self.slowest_s = Counter[int](), 0.0
         self._url = f"{run.url}{protocol.job_path(name)}"
         rng = np.random.default_rng(seed)
-        self._lengths = [int(length) for length in rng.integers(100, 4000, 200)]
+        self._lengths = [int(length) for length in rng.integers(1000, 14000, 200)]
 
     def push(self, end: float) -> None:
         headers = _auth() | {"Content-Type": "application/json"}

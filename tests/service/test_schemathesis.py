@@ -52,6 +52,12 @@ def deep(folder: Path, seed: int, examples: int) -> None:
         assert ready(server.caller, 0).status == 200
 
 
+def soak(seed: int, folder: Path) -> None:
+    """Both, with many more examples."""
+    wide(folder, seed, 60)
+    deep(folder, seed, 60)
+
+
 @pytest.mark.parametrize("seed", [1])
 def test_wide(tmp_path: Path, seed: int) -> None:
     wide(tmp_path, seed, 5)
