@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from apportion.cli.output import count, note
 from apportion.ir.errors import ConfigError, MissingDependencyError
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from apportion.ir.masks import Mask
     from apportion.ir.model import Model
     from apportion.ir.policy import Recipe
+
+MAX_WORKERS = 4096
 
 
 def need(package: str, extra: str, purpose: str) -> None:
@@ -170,6 +172,16 @@ def _block(text: str) -> int | str:
             "must be one positive whole number, or auto",
             "write --block 2048 or --block auto",
         )
+    return int(text)
+
+
+def workers_of(text: str) -> int | Literal["ray"]:
+    """The value of --workers. Raises ConfigError."""
+    if text == "ray":
+        return "ray"
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_WORKERS):
+        rule = f"must be a number of processes, 1 to {MAX_WORKERS}, or ray"
+        raise ConfigError("--workers", text, rule, "write --workers 4")
     return int(text)
 
 

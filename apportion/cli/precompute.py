@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from apportion.ir.workload import Workload
     from apportion.service.precompute import Summary, Work
 
-MOST_WORKERS = 4096
 LINE_S = 30.0  # a line of progress so often, where stderr is a file
 
 
@@ -98,8 +97,9 @@ def precompute(
     tokens = tokens_per_rank or options.SAMPLED
     job = Job(the_cluster, the_model, Policy(the_recipe, seed=seed), tokens, microbatches, the_hardware)
     work = _work(job, _samples(lengths, workload), mask, shuffle, iterations)
+    processes = _cores() if workers is None else inputs.workers_of(workers)
     try:
-        with Planner(_workers(workers)) as planner, _meter(iterations) as report:
+        with Planner(processes) as planner, _meter(iterations) as report:
             summary = run(work, out, planner, report)
     except KeyboardInterrupt:
         note(f"apportion: stopped; what is in {out} is whole, and the same command goes on from there")
@@ -143,12 +143,8 @@ def _masks_of(text: str | None) -> MaskSpec | None:
     return inputs.mask_of(text)
 
 
-def _workers(text: str | None) -> int | Literal["ray"]:
-    if text is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if text == "ray":
-        return "ray"
-    return inputs.integers("--workers", text, 1, MOST_WORKERS)[0]
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---------------------------------------------------------------------------------------------- progress

@@ -16,8 +16,6 @@ from apportion.ir.errors import ConfigError
 if TYPE_CHECKING:
     from apportion.service.http.serve import Options, Started
 
-MOST_WORKERS = 4096
-
 
 def serve(
     host: Annotated[
@@ -101,7 +99,7 @@ def serve(
         host=host,
         port=port,
         store=_store(store, folder),
-        workers=_workers(workers),
+        workers=inputs.workers_of(workers),
         admin=None if admin_key_file is None else _admin(admin_key_file),
         keyfile=keyfile,
         certfile=certfile,
@@ -121,12 +119,11 @@ def _announce(chosen: Options, started: Started, as_json: bool) -> None:
 
 def _message(chosen: Options, started: Started) -> str:
     told = "" if chosen.admin is None else " --admin-key-file FILE"
-    kind = "worker" if chosen.workers == 1 else "workers"
     where = "on Ray" if chosen.workers == "ray" else "of this machine"
     return (
         f"Serving {started.url} (docs: {started.url}/docs)\n"
         f"  store    {started.store}\n"
-        f"  planning {count(started.workers, kind.rstrip('s'))} {where}, process {started.pid}\n"
+        f"  planning {count(started.workers, 'worker')} {where}, process {started.pid}\n"
         "\n"
         "Make a job, once; every rank gets its url and key:\n"
         "\n"
@@ -139,10 +136,6 @@ def _store(text: str, folder: Path) -> Path | str:
     if text == "sqlite":
         return folder
     return "memory:" if text == "memory" else text
-
-
-def _workers(text: str) -> int | Literal["ray"]:
-    return "ray" if text == "ray" else inputs.integers("--workers", text, 1, MOST_WORKERS)[0]
 
 
 def _format(text: str) -> Literal["text", "json"]:

@@ -53,7 +53,9 @@ class Agreement:
         if MISSING in self._states(number, held):
             self.fallbacks += 1
             if held.state == MISSING:
-                _log.warning("iteration %d: this rank plans it itself: %s", number, held.error)
+                _log.warning(
+                    "iteration %d: no plan in time (%s): this rank plans it itself", number, held.error
+                )
                 held = _attempt(plan)
             self._states(number, held)
         if held.fetched is None:

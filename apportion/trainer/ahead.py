@@ -7,6 +7,7 @@ the trainer     n        `take`
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from apportion.ir.iteration_slice import IterationSlice
+from apportion.service.client import PlanTimeoutError
 from apportion.trainer.sources import Feed
 from apportion.trainer.wanted import Iterations, Wanted
 
@@ -26,6 +28,7 @@ POLL_S = 2.0
 GRACE_S = 2.0
 STAGGER_S = 0.25  # from one rank to the next: as a rule one submits, and serves the others
 MAX_GRACE_S = 10.0
+LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, which nobody can end
 
 
 class Fetched(NamedTuple):
@@ -35,11 +38,22 @@ class Fetched(NamedTuple):
     rows: Iterable[tuple[Tensor, Tensor]] | None = None
 
 
+class Late:
+    """Why a plan is not there yet, as far as the last attempt knows."""
+
+    def __init__(self) -> None:
+        self.why = "no attempt has ended yet"
+
+    def __call__(self, error: TimeoutError) -> None:
+        self.why = error.reason if isinstance(error, PlanTimeoutError) else str(error)
+
+
 class Progress:
     """Where the trainer is, for the threads that work ahead of it, and where the first of them failed."""
 
     def __init__(self, start: int) -> None:
         self.changed, self.own, self.over = Condition(), start, False
+        self.late = Late()
         self._accepted = start  # iterations before this one were submitted by this rank
         self._failed: tuple[int, Exception] | None = None
 
@@ -91,19 +105,16 @@ class Progress:
 
 
 class Threads:
-    """The threads of a pass, and the feed that they use; closed when the `with` is left, whatever they wait for."""
+    """The threads of a pass, and the feed that they use; closed when the `with` is left, whatever they wait for, or
+    when the interpreter exits: an iterator that somebody still holds does not keep the process."""
 
     def __init__(self, feed: Feed, iterations: Iterations, progress: Progress) -> None:
-        self.feed, self._iterations, self._progress, self._threads = (
-            feed,
-            iterations,
-            progress,
-            list[Thread](),
-        )
+        self.feed, self._iterations, self._progress = feed, iterations, progress
+        self._threads = list[Thread]()
 
     def run(self, each: Callable[[Wanted], None], depth: int) -> None:
         """Calls `each` in a thread, for one iteration after another, at most `depth` from the trainer's own on."""
-        thread = Thread(target=self._run, args=(each, depth), name="apportion-plans")
+        thread = Thread(target=self._run, args=(each, depth), name="apportion-plans", daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -121,13 +132,19 @@ class Threads:
             self._progress.fail(number, error)
 
     def __enter__(self) -> Self:
+        atexit.register(self.close)
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads; again is no error."""
+        atexit.unregister(self.close)
         self._progress.end()
         self.feed.stop()
         for thread in self._threads:
-            thread.join()
+            thread.join(LEAVING_S)
         self.feed.close()
 
 
@@ -148,12 +165,16 @@ class Waits:
         """A wait is cut in such parts, to look whether it is still of use."""
         return min(POLL_S, self.timeout_s / 10)
 
-    def fetch(self, feed: Feed, wanted: Wanted, goes_on: Callable[[], bool]) -> IterationSlice | None:
-        """The plan of an iteration, None where it is not there when `goes_on` says no."""
+    def fetch(
+        self, feed: Feed, wanted: Wanted, goes_on: Callable[[], bool], late: Late
+    ) -> IterationSlice | None:
+        """The plan of an iteration, None where it is not there when `goes_on` says no; `late` is told why."""
         begin = time.monotonic()
         while goes_on():
-            with suppress(TimeoutError):
+            try:
                 return feed.plan(wanted.number, wanted.batches, self.poll_s)
+            except TimeoutError as error:
+                late(error)
             if time.monotonic() - begin > self.grace_s:
                 with suppress(TimeoutError):
                     if not feed.knows(wanted.number):
@@ -164,9 +185,11 @@ class Waits:
 def submit(feed: Feed, wanted: Wanted, progress: Progress) -> None:
     """Tries until it is accepted, or the trainer is beyond it."""
     while progress.awaits(wanted.number):
-        with suppress(TimeoutError):
+        try:
             feed.submit(wanted.number, wanted.batches)
             break
+        except TimeoutError as error:
+            progress.late(error)
     progress.accept(wanted.number)
 
 
@@ -193,17 +216,18 @@ class Fetching:
         if error is not None:
             raise error
         if found is None:
-            raise TimeoutError(f"no plan after {self._waits.timeout_s:g} s")
+            raise TimeoutError(progress.late.why)
         return Fetched(found)
 
     def fetch(self, wanted: Wanted) -> None:
         """For a thread, iteration by iteration."""
         if self._submits and not self._progress.is_accepted(wanted.number):
             return
-        found = self._waits.fetch(self._feed, wanted, partial(self._progress.awaits, wanted.number))
-        with self._progress.changed:
-            for late in [held for held in self._fetched if held < self._progress.own]:
-                del self._fetched[late]
-            if found is not None and wanted.number >= self._progress.own:
+        progress = self._progress
+        found = self._waits.fetch(self._feed, wanted, partial(progress.awaits, wanted.number), progress.late)
+        with progress.changed:
+            for number in [held for held in self._fetched if held < progress.own]:
+                del self._fetched[number]
+            if found is not None and wanted.number >= progress.own:
                 self._fetched[wanted.number] = found
-            self._progress.changed.notify_all()
+            progress.changed.notify_all()

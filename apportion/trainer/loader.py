@@ -75,7 +75,8 @@ class PlannedLoader:
 
     source: who plans. A URL: the service's job, which needs its `key`. A folder: plans that `apportion precompute`
     made. "local": a process beside this one, told `cluster`, `model`, `tokens_per_rank` of a microbatch, `microbatches`
-    of an iteration, `recipe` and `seed`; the other sources know these, and refuse different ones.
+    of an iteration, `recipe` and `seed`; the other sources know these, and refuse different ones (but with a service
+    `seed` may be another one: it is of the order of the samples alone).
 
     sampler: see `Sampler`; by default samples fill microbatches in an order drawn from `seed` and the epoch
     (`set_epoch`), or one after another without `shuffle`. run: names this run at the service, so that a restarted run
@@ -141,10 +142,15 @@ class PlannedLoader:
         self._epoch, self._start = integer("epoch", epoch, 0), integer("start", start, 0)
 
     def __len__(self) -> int:
-        """Microbatches of a pass."""
+        """Microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
+        if self._sampler is not None and not isinstance(self._sampler, Sized):
+            raise TypeError(f"{type(self._sampler).__name__} has no length, so its loader has none")
         return sum(self._asked.microbatches(number, drawn) for number, drawn in enumerate(self._draw()))
 
     def __iter__(self) -> Iterator[PlannedBatch]:
+        if self._passes and isinstance(self._sampler, Iterator):
+            rule = "is an iterator, and an earlier pass has drawn from it, further than it went"
+            raise ConfigError("sampler", type(self._sampler).__name__, rule, "give what can be iterated anew")
         start, self._start = self._start, 0
         iterations, progress = Iterations(self._asked, self._draw(), start), Progress(start)
         with ExitStack() as stack:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion.ir.errors import ExecutionError
 from apportion.ir.iteration_slice import IterationSlice
-from apportion.trainer.ahead import Fetched, Progress, Waits
+from apportion.trainer.ahead import Fetched, Late, Progress, Waits
 from apportion.trainer.rows import Dataset, rows_of
 from apportion.trainer.sources import Source
 from apportion.trainer.wanted import Asked, Draw, Iterations, Wanted
@@ -27,11 +27,12 @@ PREFETCHED = 2  # iterations that each process has ready
 
 class Parcel(NamedTuple):
     """One iteration from a process. data: the encoded slice, uint8; rows: as in `Fetched`; both empty where there was
-    no plan in time."""
+    no plan in time, and why."""
 
     number: int
     data: Tensor
     rows: tuple[tuple[Tensor, Tensor], ...]
+    why: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,17 +58,18 @@ class Share(IterableDataset[Parcel]):
             while (wanted := iterations.at(number)) is not None:
                 iterations.forget(number)
                 deadline = time.monotonic() + self.waits.timeout_s
-                found = self.waits.fetch(feed, wanted, partial(_before, deadline))
-                yield self._parcel(wanted, found)
+                late = Late()
+                found = self.waits.fetch(feed, wanted, partial(_before, deadline), late)
+                yield self._parcel(wanted, found, late.why)
                 number += step
         finally:
             feed.close()
 
-    def _parcel(self, wanted: Wanted, found: IterationSlice | None) -> Parcel:
+    def _parcel(self, wanted: Wanted, found: IterationSlice | None, why: str) -> Parcel:
         if found is None:
-            return Parcel(wanted.number, torch.empty(0, dtype=torch.uint8), ())
+            return Parcel(wanted.number, torch.empty(0, dtype=torch.uint8), (), why)
         data = torch.frombuffer(bytearray(found.encode()), dtype=torch.uint8)
-        return Parcel(wanted.number, data, tuple(rows_of(self.dataset, wanted, found)))
+        return Parcel(wanted.number, data, tuple(rows_of(self.dataset, wanted, found)), "")
 
 
 class Collecting:
@@ -95,7 +97,7 @@ class Collecting:
         if error is not None:
             raise error
         if not len(parcel.data):
-            raise TimeoutError("no plan in time in a data-loader process")
+            raise TimeoutError(parcel.why)
         return Fetched(IterationSlice.decode(parcel.data.numpy().tobytes()), parcel.rows)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, Self
@@ -35,7 +35,7 @@ from apportion.service.workers import DeadlineError, Done, Planner, Task
 
 Ints = NDArray[np.integer[Any]]
 
-PASSING = (408, 425, 429, 502, 503, 504)  # answers that may be another one later
+ONE_BY_ONE, MOST_ONE_BY_ONE = 8, 512  # iterations, after a stream from which none came in time
 
 
 class Feed(Protocol):
@@ -170,7 +170,7 @@ class LocalFeed:
     def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
         future = self._future(iteration, batches)
         if not wait([future], timeout_s).done:
-            raise TimeoutError(f"not planned after {timeout_s:g} s")
+            raise TimeoutError("it is still being planned")
         try:
             done = future.result()
         except DeadlineError as error:  # a TimeoutError, but waiting longer does not help
@@ -209,8 +209,9 @@ class FolderSource:
 
     @staticmethod
     def open(folder: str | Path) -> FolderSource:
-        """Raises as `open_offline`."""
+        """Raises as `open_offline`, and ConfigError where another release made the plans."""
         with open_offline(folder) as offline:
+            offline.check(offline.job, None)
             return FolderSource(Path(folder), offline.job, offline.facts.seed, offline.facts.shuffle)
 
     def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
@@ -254,7 +255,7 @@ class ServiceSource:
     certificates, by default the system's."""
 
     url: str
-    key: str | None
+    key: str | None = field(repr=False)
     job: Job
     ca: str | Path | None = None
     shared = True
@@ -273,13 +274,15 @@ class ServiceSource:
 
 
 class ServiceFeed:
-    """Iterations in a row come over a stream, others one by one."""
+    """Iterations in a row come over a stream, others one by one; also for a while after a stream that gave nothing in
+    time, since what stands between may hold streams back."""
 
     def __init__(self, source: ServiceSource, run: str, rank: int) -> None:
         self._client, self._run, self._rank = Client(source.url, source.key, ca=source.ca), run, rank
         self._epoch, self._lock = 0, Lock()
         self._stream: Any = None
         self._next = -1  # the iteration that would be next in a row
+        self._single, self._singles = 0, ONE_BY_ONE  # still to come one by one; after the next such stream
 
     def knows(self, iteration: int) -> bool:
         with _patience():
@@ -292,11 +295,12 @@ class ServiceFeed:
     def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
         with _patience():
             epoch = self._begun()
-            if iteration == self._next:
+            if iteration == self._next and not self._single:
                 found = self._streamed(epoch, iteration, timeout_s)
             else:
                 self._hang_up()
                 found = self._client.plan(epoch, iteration, self._rank, timeout_s)
+                self._single = max(0, self._single - 1)
         self._next = iteration + 1
         return found
 
@@ -317,11 +321,12 @@ class ServiceFeed:
         if self._stream is None:
             self._stream = self._client.stream(epoch, self._rank, iteration, patience_s=timeout_s)
         try:
-            _, found = next(self._stream)
+            piece: IterationSlice = next(self._stream)[1]
         except BaseException:
             self._hang_up()
+            self._single, self._singles = self._singles, min(2 * self._singles, MOST_ONE_BY_ONE)
             raise
-        piece: IterationSlice = found
+        self._singles = ONE_BY_ONE
         return piece
 
     def _hang_up(self) -> None:
@@ -338,6 +343,6 @@ def _patience() -> Iterator[None]:
     except UnreachableError as error:
         raise TimeoutError(str(error)) from error
     except ServiceProblem as error:
-        if error.status not in PASSING:
+        if not error.transient:
             raise
         raise TimeoutError(str(error)) from error

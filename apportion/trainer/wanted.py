@@ -68,6 +68,9 @@ class Asked:
     def samples(self, number: int, drawn: Any) -> tuple[Ints, ...]:
         """int64 arrays, one a microbatch. Raises ConfigError."""
         name = f"sampler[{number}]"
+        if not hasattr(drawn, "__len__"):
+            rule = "must be a list, of sample numbers or of microbatches"
+            raise ConfigError(name, drawn, rule, "give lists, as torch's BatchSampler makes them")
         if not len(drawn):
             raise ConfigError(name, drawn, "must have samples", "leave empty iterations out")
         flat = np.ndim(drawn[0]) == 0
@@ -95,21 +98,23 @@ class Draw:
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
-        return iter(self.sampler or ())
+        return iter(() if self.sampler is None else self.sampler)
 
 
 @dataclass
 class Iterations:
     """The iterations of a pass from `start` on; drawn when they are first asked for, by whichever thread asks.
 
-    Those before the trainer's own are forgotten, so that a sampler may go on for ever.
+    Those before the trainer's own are forgotten, so that a sampler may go on for ever. Whoever asks for one that was
+    drawn gets it at once, also while another thread waits for the sampler: what that waits for may be the trainer.
     """
 
     asked: Asked
     drawn: Iterable[Any]
     start: int = 0
     _held: dict[int, Wanted] = field(default_factory=dict)
-    _lock: Lock = field(default_factory=Lock)
+    _lock: Lock = field(default_factory=Lock)  # of what is held
+    _drawing: Lock = field(default_factory=Lock)
     _failed: Exception | None = None
 
     def __post_init__(self) -> None:
@@ -119,20 +124,26 @@ class Iterations:
     def at(self, number: int) -> Wanted | None:
         """The iteration of that number, or the first that is not forgotten where it is; None behind the last. Raises
         what the sampler raises, ConfigError, CapacityError; again whenever it is asked."""
-        with self._lock:
-            number = max(number, self._first)
-            while number not in self._held:
-                if self._failed is not None:
-                    raise self._failed
-                if not self._draw():
+        while (found := self._found(number)) is None:
+            with self._drawing:
+                if self._found(number) is None and not self._draw():
                     return None
-            return self._held[number]
+        return found
+
+    def _found(self, number: int) -> Wanted | None:
+        with self._lock:
+            found = self._held.get(max(number, self._first))
+            if found is None and self._failed is not None:
+                raise self._failed
+            return found
 
     def _draw(self) -> bool:
         """Draws the next one; False where there is none."""
         try:
             for number, drawn in self._rest:
-                self._held[number] = self.asked.of(number, drawn)
+                wanted = self.asked.of(number, drawn)
+                with self._lock:
+                    self._held[number] = wanted
                 return True
         except Exception as error:
             self._failed = error
