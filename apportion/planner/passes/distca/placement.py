@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import MAX_COUNT, choice, integer, number
+from apportion.ir.fields import choice, integer, number
 from apportion.ir.isa import PHASES, Tensor
 from apportion.planner.passes.cells import Execution, cut_cells, cut_columns
 from apportion.planner.passes.distca.balance import Balance, Ended, Limits, Site, balance, imbalance
@@ -98,7 +98,7 @@ class Distca:
                 )
         for name in _CAPS:
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, integer(f"{WHERE}.{name}", getattr(self, name), 1, MAX_COUNT))
+                object.__setattr__(self, name, integer(f"{WHERE}.{name}", getattr(self, name)))
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         starts, home, load, execution = (self._by_keys if self.kv_ranges else self._by_rows)(problem)
