@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -118,6 +119,67 @@ def test_a_damaged_record_is_named() -> None:
             store = MemoryStore()
             store.commit({**sound, key: data})
             assert repr(key) in str(await raised(Rig(store).started().__aenter__(), DecodeError))
+
+    run(main())
+
+
+class HeldStore(DownStore):
+    """Commits wait until `let` is set."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.let = threading.Event()
+        self.let.set()
+
+    def commit(self, puts: Mapping[str, bytes], drops: Collection[str] = ()) -> None:
+        self.let.wait(60.0)
+        self.__getattr__("commit")(puts, drops)
+
+
+def test_no_rank_gets_a_plan_of_what_is_not_stored_yet() -> None:
+    """Also where the plan is there, of an equal batch: what fails to be stored may be submitted anew, another batch."""
+
+    async def main() -> None:
+        store = HeldStore(MemoryStore())
+        async with Rig(store).with_job() as engine:
+            await submit(engine, 0)
+            await take(engine, 0)
+            store.let.clear()
+            pending = asyncio.create_task(engine.submit("run", 1, 1, batch(0)))
+            await until(lambda: engine.epoch_state("run", 1).held == 2)
+            assert engine.peek("run", 1, 1, 0) is None
+            assert await engine.fetch("run", 1, 1, 0, 0.0) is None
+            reader = asyncio.create_task(take(engine, 1))
+            store.down = True
+            store.let.set()
+            await raised(pending, StoreGoneError)
+            store.down = False
+            assert await engine.submit("run", 1, 1, batch(5))
+            assert (await reader).data == plan_job(JOB, batch(5)).plan.slice_for(0).encode()
+
+    run(main())
+
+
+def test_ranks_of_a_deleted_job_never_get_the_plans_of_its_successor() -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.with_job() as engine:
+            assert await begin(engine, "run", run_id="second") == 2
+            await engine.delete_job("run")
+            await engine.create_job("run", JOB, 8, KEY)
+            await raised(take(engine, 0, epoch=2), GoneError)
+            assert engine.job("run").epoch == 0
+        async with rig.started() as engine:
+            await raised(take(engine, 0, epoch=2), GoneError)
+            assert await begin(engine, "run") == 3
+            await submit(engine, 0, epoch=3)
+            await take(engine, 0, epoch=3)
+            await raised(take(engine, 0, epoch=1), GoneError)
+            await raised(take(engine, 0, epoch=4), NotFoundError)
+            await engine.delete_job("run")
+        async with rig.started() as engine:
+            assert await begin(engine, "other") == 1
+            assert await begin(engine, "run") == 4
 
     run(main())
 
@@ -264,6 +326,43 @@ def test_a_pack_that_was_lost_or_damaged_is_planned_again(change: Callable[[byte
     run(main())
 
 
+def test_a_pack_that_was_renamed_is_planned_again() -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.with_job() as engine:
+            await submit(engine, 0, 1)
+            bodies = [await take(engine, i) for i in range(2)]
+        packs = {key: rig.store.read_pack(key) for key, _ in list(rig.store.packs())}
+        for key, other in zip(packs, reversed(packs.values()), strict=True):
+            rig.store.drop_pack(key)
+            rig.store.put_pack(key, other or b"")
+        async with rig.started() as engine:
+            assert [await take(engine, i) for i in range(2)] == bodies
+            assert engine.snapshot().counters.healed == 2
+
+    run(main())
+
+
+def test_who_reads_old_plans_does_not_keep_others_from_having_new_ones() -> None:
+    async def main() -> None:
+        rig = Rig()
+        async with rig.started() as engine:
+            await begin(engine, "run", WIDE)
+            for i in range(8):
+                await engine.submit("run", 1, i, wide(i))
+                await take(engine, i)
+        async with rig.started() as engine:
+            readers = [asyncio.create_task(take(engine, i)) for i in range(8)]
+            await until(lambda: rig.pool.lowered > 0)
+            await begin(engine, "other")
+            await submit(engine, 0, name="other")
+            await take(engine, 0, name="other")
+            assert rig.pool.lowered < 8
+            await asyncio.gather(*readers)
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("fault", "lowered"), [(RefusedError("DecodeError", "another id"), 1), (WorkerDiedError("killed"), 3)]
 )
@@ -406,9 +505,9 @@ def test_reading_from_a_store_that_is_gone() -> None:
             await raised(engine.delete_job("run"), StoreGoneError)
             await raised(take(engine, 0), NotFoundError)
             store.down = False
-            assert await begin(engine, "run") == 1
-            await submit(engine, 0)
-            assert await take(engine, 0) == body
+            assert await begin(engine, "run") == 2
+            await submit(engine, 0, epoch=2)
+            assert await take(engine, 0, epoch=2) == body
         assert sorted(key for key, _ in store.records("job/")) == ["job/run"]
 
     run(main())

@@ -13,6 +13,7 @@ import pytest
 from apportion.service.http.bodies import Patience
 from apportion.service.http.connection import MAX_HEAD
 from apportion.service.limits import Limits
+from tests.service.engines import JOB, LocalPool
 from tests.service.servers import KEY, Live, begin, live, make_job, plan_path, ready, submit, until
 
 BODY = 1 << 16
@@ -245,6 +246,35 @@ def test_requests_may_come_at_once(server: Live) -> None:
     answer = talk(server, (f"{get}\r\n" * 3 + last).encode())
     assert answer.count(b"HTTP/1.1 200 OK") == 4
     assert answer.endswith(b'{"status":"ok","reason":""}')
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with live(LocalPool(held=True), Limits(drain_s=50.0)) as server:
+        make_job(server.caller)
+        begin(server.caller)
+        submit(server.caller, 0)
+        until(lambda: server.pool.begun == [0])
+        server.server.should_exit = True
+        until(lambda: server.engine.draining)
+        server.server.force_exit = True
+        assert server.thread is not None
+        server.thread.join(25.0)
+        assert not server.thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8321", "127.0.0.1.evil.example", "localhost.evil"]
+)
+def test_pages_of_other_names_make_no_jobs_where_no_key_is_needed(host: str) -> None:
+    """Browsers let a page talk to its own name, which may lead to this machine."""
+    with live(admin=None, limits=Limits(drain_s=2.0)) as server:
+        make_job(server.caller)
+        body = {"name": "other", "job": JOB.to_data()}
+        assert server.caller("POST", "/v1/jobs", body, host=host).problem == "auth"
+        assert server.caller("GET", "/v1/jobs", host=host).status == 401
+        assert server.caller("DELETE", "/v1/jobs/run", host=host).status == 401
+        for own in ("localhost", "LOCALHOST:8321", "127.0.0.1:1", "[::1]:8321", "10.0.0.7"):
+            assert server.caller("GET", "/v1/jobs", host=own).status == 200
 
 
 def test_a_host_of_the_clients_choice_is_not_repeated(server: Live) -> None:

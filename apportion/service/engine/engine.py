@@ -27,7 +27,15 @@ from apportion.service.engine.journal import Journal
 from apportion.service.engine.library import Body, Entry, Library
 from apportion.service.engine.metrics import JobGauges, Snapshot
 from apportion.service.engine.planning import Planning
-from apportion.service.engine.records import MAX_ITERATION, EpochRecord, epoch_key, job_key
+from apportion.service.engine.records import (
+    MAX_ITERATION,
+    EpochRecord,
+    PastRecord,
+    encode,
+    epoch_key,
+    job_key,
+    past_key,
+)
 from apportion.service.engine.restore import restore
 from apportion.service.engine.schedule import choose
 from apportion.service.engine.state import Epoch, EpochState, Iteration, IterationState, Job, JobState
@@ -76,6 +84,7 @@ class Engine:
         self._counters = self._planning.counters
         self._admission = Admission(self.limits, self._library, self._counters)
         self._jobs: dict[str, Job] = {}
+        self._past: dict[str, int] = {}  # last epochs of deleted jobs
         self._control = asyncio.Lock()
         self._turn = 0
         self.draining = False
@@ -99,7 +108,7 @@ class Engine:
         except BaseException:
             self._journal.close()
             raise
-        self._jobs = found.jobs
+        self._jobs, self._past = found.jobs, found.past
         self._journal.later({}, found.stale)
         self._started = True
         self._trim()
@@ -145,12 +154,14 @@ class Engine:
                 return False
             self._check_running()
             self._admission.check_job(state.spec, state.lookahead, len(self._jobs))
+            state = replace(state, past=self._past.get(state.name, 0))
             await self._commit(job_key(state.name), state.record())
             self._jobs[state.name] = Job(state)
         return True
 
     async def delete_job(self, name: str) -> None:
-        """Forgets the job. Its packs stay while there is room; a job made anew under this name begins with epoch 1."""
+        """Forgets the job but for the number of its last epoch: the next one of this name begins above it, so that a
+        rank that did not hear of the deletion never gets its plans. Packs stay while there is room."""
         async with self._control:
             self._check_running()
             job = self._jobs.pop(checked_name("name", name), None)
@@ -163,8 +174,15 @@ class Engine:
                 drops += [iteration.key for iteration in held]
                 for entry in {iteration.entry for iteration in held if not iteration.entry.users}:
                     self._planning.give_up(entry)
-            self._journal.later({}, drops)
+            self._journal.later(self._remember(job.state), drops)
             await self._guarded(self._journal.flush())
+
+    def _remember(self, state: JobState) -> dict[str, bytes]:
+        """The record of what is left of a job."""
+        if not state.last:
+            return {}
+        self._past[state.name] = state.last
+        return {past_key(state.name): encode(PastRecord(state.last))}
 
     # ---- epochs
 
@@ -178,7 +196,7 @@ class Engine:
             if run in job.runs:
                 return job.runs[run], False
             self._check_running()
-            epoch = Epoch(job, job.state.epoch + 1, EpochRecord(run), self._clock())
+            epoch = Epoch(job, job.state.last + 1, EpochRecord(run), self._clock())
             await self._commit(epoch.key, epoch.record())
             self._switch(job, epoch)
         return epoch.number, True
@@ -301,7 +319,7 @@ class Engine:
         job = self._jobs.get(name)
         if job is None or job.current is None or job.current.number != epoch:
             return None
-        held = job.current.iterations.get(iteration)
+        held = job.current.known(iteration)
         if held is None:
             return None
         bodies = held.entry.bodies
@@ -333,7 +351,7 @@ class Engine:
     async def _awaited(self, epoch: Epoch, number: int, rank: int, patience: asyncio.Timeout) -> Body | None:
         while True:
             epoch.check(number)
-            held = epoch.iterations.get(number)
+            held = epoch.known(number)
             if held is not None and held.entry.problem is not None:
                 raise held.entry.problem.error()
             if held is not None and held.entry.stored_bytes:

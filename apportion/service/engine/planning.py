@@ -59,6 +59,8 @@ class Planning:
         self._entries = 0  # with a task
         self._busy: dict[Entry, Job] = {}  # being planned, for whom first
         self._lowering = 0
+        # half of the workers: who reads old plans must not keep those of others from being made
+        self._lowered = asyncio.Semaphore(max(1, supervisor.pool.size // 2))
         self.tasks, self.counters = Tasks(), Counters()
 
     @property
@@ -168,7 +170,8 @@ class Planning:
         pack = await self._journal.call(_read_pack, self._journal.store, entry.key)
         if pack is None or pack.form == "slices":
             return None if pack is None else await self._journal.call(_bodies, pack.id, pack.bodies)
-        return await self._lower(pack)
+        async with self._lowered:
+            return await self._lower(pack)
 
     async def _lower(self, pack: Pack) -> tuple[Body, ...] | None:
         self._lowering += 1
@@ -186,7 +189,8 @@ class Planning:
 
     async def _plan_again(self, entry: Entry) -> None:
         """Its pack is damaged or gone; the request is in the record of any iteration that needs it."""
-        store, user = self._journal.store, next(iter(entry.users), None)
+        store = self._journal.store
+        user = next((user for user in entry.users if user.recording is None), None)
         if user is None:
             return
         log.error("the pack of %s is damaged or gone: it is planned again", entry.key.hex())
@@ -211,13 +215,14 @@ def _bodies(id: bytes, bodies: tuple[bytes, ...]) -> tuple[Body, ...]:
 
 
 def _read_pack(store: Store, key: bytes) -> Pack | None:
-    """None where it is not there or damaged."""
+    """None where it is not there, damaged or another one."""
     data = store.read_pack(key)
     try:
-        return None if data is None else Pack.decode(data)
+        found = None if data is None else Pack.decode(data)
     except DecodeError as error:
         log.error("the pack of %s: %s", key.hex(), error)
         return None
+    return found if found is not None and found.key == key else None
 
 
 def _read_id(store: Store, key: bytes) -> bytes | None:

@@ -1,6 +1,7 @@
 """What the engine keeps in its store, so that a server that was killed goes on where it was.
 
     job/NAME                              the job, its look-ahead, the digest of its key
+    past/NAME                             the last epoch of a job of that name that was deleted
     epoch/NAME/00000001                   its run, how far ranks have come, what is no longer kept
     iteration/NAME/00000001/0000000000000012   what was asked for, and why it cannot be planned, if so
 
@@ -29,6 +30,12 @@ class JobRecord(msgspec.Struct, frozen=True):
     spec: dict[str, Any]
     lookahead: int
     key_digest: bytes
+
+
+class PastRecord(msgspec.Struct, frozen=True):
+    """epoch: the next job of this name begins above it, lest a rank of the deleted one read its plans."""
+
+    epoch: int
 
 
 class EpochRecord(msgspec.Struct, frozen=True):
@@ -66,6 +73,11 @@ class IterationRecord(msgspec.Struct, frozen=True):
 def job_key(name: str) -> str:
     """The key of a job's record."""
     return f"job/{name}"
+
+
+def past_key(name: str) -> str:
+    """The key of what is left of a deleted job."""
+    return f"past/{name}"
 
 
 def epoch_key(name: str, epoch: int) -> str:

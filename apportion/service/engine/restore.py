@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from apportion.ir.errors import ConfigError, DecodeError
@@ -11,6 +12,7 @@ from apportion.service.engine.records import (
     EpochRecord,
     IterationRecord,
     JobRecord,
+    PastRecord,
     decode,
     place,
 )
@@ -20,9 +22,10 @@ from apportion.service.store import Store
 
 @dataclass
 class Restored:
-    """jobs by name; stale: keys of records that belong to nothing."""
+    """jobs by name; past: last epochs of deleted ones, by name; stale: keys of records that belong to nothing."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
+    past: dict[str, int] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
 
 
@@ -31,8 +34,10 @@ def restore(store: Store, library: Library, now_s: float) -> Restored:
     StoreError, DecodeError."""
     library.index(store.packs())
     found = Restored()
+    for key, data in store.records("past/"):
+        found.past[place(key)[0]] = decode(key, data, PastRecord).epoch
     for key, data in store.records("job/"):
-        job = _job(key, data)
+        job = _job(key, data, found.past)
         found.jobs[job.name] = job
     for key, data in store.records("epoch/"):
         _add_epoch(found, key, decode(key, data, EpochRecord), now_s)
@@ -41,13 +46,14 @@ def restore(store: Store, library: Library, now_s: float) -> Restored:
     return found
 
 
-def _job(key: str, data: bytes) -> Job:
+def _job(key: str, data: bytes, past: Mapping[str, int]) -> Job:
     record = decode(key, data, JobRecord)
     try:
         spec = Spec.from_data(record.spec)
     except ConfigError as error:
         raise DecodeError(f"store: the record of {key!r} is no job of this release: {error}") from None
-    return Job(JobState(place(key)[0], spec, record.lookahead, record.key_digest))
+    name, _, _ = place(key)
+    return Job(JobState(name, spec, record.lookahead, record.key_digest, past=past.get(name, 0)))
 
 
 def _add_epoch(found: Restored, key: str, record: EpochRecord, now_s: float) -> None:

@@ -33,13 +33,19 @@ _SMOOTHING = 0.25
 @dataclass(frozen=True)
 class JobState:
     """A job. spec: what it plans; lookahead: iterations planned ahead of its ranks; key_digest: of its bearer key;
-    epoch: the current one, 0 before the first."""
+    epoch: the current one, 0 before the first; past: epochs up to this one were of a deleted job."""
 
     name: str
     spec: Spec
     lookahead: int
     key_digest: bytes
     epoch: int = 0
+    past: int = 0
+
+    @property
+    def last(self) -> int:
+        """No epoch above it has begun."""
+        return max(self.epoch, self.past)
 
     def record(self) -> bytes:
         """Encoded."""
@@ -158,6 +164,11 @@ class Epoch:
                 f"those from {self.floor} on are"
             )
 
+    def known(self, number: int) -> Iteration | None:
+        """The iteration, once its record lasts: what a rank is given before then, a killed server would not know."""
+        held = self.iterations.get(number)
+        return None if held is None or held.recording is not None else held
+
     def add(self, iteration: Iteration) -> None:
         self.iterations[iteration.number] = iteration
         insort(self.numbers, iteration.number)
@@ -259,8 +270,8 @@ class Job:
         current = self.current
         if current is not None and current.number == number:
             return current
-        if 1 <= number < self.state.epoch:
-            raise GoneError(f"epoch {number} of job {self.name} is over, {self.state.epoch} has begun")
+        if 1 <= number <= self.state.last:
+            raise GoneError(f"epoch {number} of job {self.name} is over: {self.state.last} have begun so far")
         raise NotFoundError(
             f"job {self.name} has no epoch {number}, it has begun {self.state.epoch}", field="epoch"
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from hmac import compare_digest
+from ipaddress import ip_address
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.hashing import digest
@@ -36,9 +38,11 @@ class Keys:
     def __init__(self, admin: bytes | None) -> None:
         self._admin = admin
 
-    def check_admin(self, authorization: bytes | None) -> None:
-        """Raises AuthError."""
-        if self._admin is not None and not compare_digest(self._admin, given(authorization)):
+    def check_admin(self, authorization: bytes | None, host: str) -> None:
+        """host: as the client calls the server. Raises AuthError."""
+        if self._admin is None:
+            _check_near(host)
+        elif not compare_digest(self._admin, given(authorization)):
             raise AuthError(_WRONG_ADMIN)
 
     def check_job(self, job: str, held: bytes, sent: bytes) -> None:
@@ -46,10 +50,11 @@ class Keys:
         if not compare_digest(held, sent) and not self._is_admin(sent):
             raise AuthError(f"the key sent is not that of job {job}, which its creation gave")
 
-    def check_owner(self, job: Callable[[], bytes], authorization: bytes | None) -> None:
+    def check_owner(self, job: Callable[[], bytes], authorization: bytes | None, host: str) -> None:
         """The admin key, for one job. job: gives the digest of the job's own key, which is not enough; it may raise
         NotFoundError, which only the admin is told. Raises AuthError, ForbiddenError."""
         if self._admin is None:
+            _check_near(host)
             return
         sent = given(authorization)
         if self._is_admin(sent):
@@ -61,6 +66,18 @@ class Keys:
 
     def _is_admin(self, sent: bytes) -> bool:
         return self._admin is not None and compare_digest(self._admin, sent)
+
+
+def _check_near(host: str) -> None:
+    """Without an admin key a server trusts its machine, but no web page on it: a page may have its own name lead here
+    (DNS rebinding), an address or `localhost` it may not call its own. Raises AuthError."""
+    name = re.sub(r":[0-9]*$", "", host).strip("[]").lower()
+    with suppress(ValueError):
+        ip_address(name)
+        return
+    if name not in ("", "localhost"):
+        rule = "this server has no admin key, so it is to be called by its address or localhost"
+        raise AuthError(f"{rule}, not {host[:64]!r}: do so, or start it with --admin-key-file")
 
 
 def given(authorization: bytes | None) -> bytes:

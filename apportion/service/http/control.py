@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -108,7 +108,7 @@ async def _anyone(request: Request) -> Call:
 
 async def _admin(request: Request) -> Call:
     call = _call(request)
-    call.parts.keys.check_admin(_authorization(request))
+    call.parts.keys.check_admin(_authorization(request), request.headers.get("host", ""))
     return call
 
 
@@ -120,8 +120,13 @@ async def _member(request: Request, job: Name) -> Call:
 
 async def _owner(request: Request, job: Name) -> Call:
     call = _call(request)
-    call.parts.keys.check_owner(lambda: call.engine.job(job).key_digest, _authorization(request))
+    held, host = partial(_key_of, call.engine, job), request.headers.get("host", "")
+    call.parts.keys.check_owner(held, _authorization(request), host)
     return call
+
+
+def _key_of(engine: Engine, job: str) -> bytes:
+    return engine.job(job).key_digest
 
 
 Anyone = Annotated[Call, Depends(_anyone)]

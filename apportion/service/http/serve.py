@@ -40,6 +40,7 @@ from apportion.service.workers import Supervisor, pool_of
 
 _IDLE_S = 75  # a connection without a request; trainers ask every few seconds
 _SPARE_DESCRIPTORS = 128  # for the store, workers and logs
+_TICK_S = 0.1  # between looks for a second signal
 _CLOSING_S = 2.0  # of the drain: to close workers and store, and to end
 
 
@@ -218,6 +219,10 @@ class Server(uvicorn.Server):
         log("stopping", connections=len(self.server_state.connections))
         stopping = asyncio.create_task(self._engine.stop(_drain_s(self._engine.limits)))
         await super().shutdown(sockets)
+        while not stopping.done():
+            await asyncio.wait({stopping}, timeout=_TICK_S)
+            if self.force_exit:
+                await self._engine.stop(0.0)
         await stopping
         log("stopped")
 
