@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,9 +41,7 @@ def create(
     hardware: options.HardwareName = None,
     ranks: options.Ranks = None,
     ranks_per_node: options.RanksPerNode = None,
-    tokens_per_rank: Annotated[
-        int, typer.Option("--tokens-per-rank", help="Most tokens of a microbatch, for each rank.", min=1)
-    ] = options.SAMPLED,
+    tokens_per_rank: options.MicrobatchTokens = options.SAMPLED,
     microbatches: options.Microbatches = 1,
     recipe: options.RecipeName = "fcp",
     block: options.Block = None,
@@ -103,6 +100,8 @@ def list_(
 
       apportion job list --server http://127.0.0.1:8321
     """
+    from msgspec.structs import asdict
+
     from apportion.service.client import list_jobs
 
     admin = None if admin_key_file is None else inputs.key_of(admin_key_file)

@@ -45,6 +45,9 @@ TokensPerRank = Annotated[
     int | None,
     typer.Option("--tokens-per-rank", help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1),
 ]
+MicrobatchTokens = Annotated[
+    int, typer.Option("--tokens-per-rank", help="Most tokens of a microbatch, for each rank.", min=1)
+]
 Microbatches = Annotated[
     int, typer.Option("--microbatches", help="Microbatches of an optimizer step.", min=1)
 ]

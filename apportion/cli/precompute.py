@@ -44,8 +44,14 @@ def precompute(
     out: Annotated[
         Path, typer.Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")
     ],
-    lengths: options.LengthsFile = None,
-    workload: options.WorkloadFile = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option("--lengths", help="The length of each sample, one a line.", metavar="L.jsonl"),
+    ] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option("--workload", help="Workload file: lengths and masks of the samples.", metavar="W.json"),
+    ] = None,
     mask: Annotated[
         str | None,
         typer.Option(
@@ -59,7 +65,7 @@ def precompute(
     hardware: options.HardwareName = None,
     ranks: options.Ranks = None,
     ranks_per_node: options.RanksPerNode = None,
-    tokens_per_rank: options.TokensPerRank = None,
+    tokens_per_rank: options.MicrobatchTokens = options.SAMPLED,
     microbatches: options.Microbatches = 1,
     recipe: options.RecipeName = "fcp",
     block: options.Block = None,
@@ -75,9 +81,10 @@ def precompute(
 ) -> None:
     """Plan the iterations of a training run ahead of it, verified, into a folder.
 
-    The samples of the file are drawn epoch after epoch, as a PlannedLoader with the
-    same seed draws them; source="DIR" has it read the plans. A run that was stopped
-    goes on with the same command, and a folder takes more --iterations later.
+    The samples of the file are drawn epoch after epoch, as a PlannedLoader with
+    the same seed draws them; source="DIR" has it read the plans. A run that was
+    stopped goes on with the same command, and a folder takes more --iterations
+    later.
 
     [bold]Examples[/bold]
 
@@ -94,8 +101,8 @@ def precompute(
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
     the_recipe, the_model = inputs.recipe_of(recipe, block), inputs.model_of(model)
-    tokens = tokens_per_rank or options.SAMPLED
-    job = Job(the_cluster, the_model, Policy(the_recipe, seed=seed), tokens, microbatches, the_hardware)
+    policy = Policy(the_recipe, seed=seed)
+    job = Job(the_cluster, the_model, policy, tokens_per_rank, microbatches, the_hardware)
     work = _work(job, _samples(lengths, workload), mask, shuffle, iterations)
     processes = _cores() if workers is None else inputs.workers_of(workers)
     try:

@@ -54,7 +54,8 @@ def check(
 def _record(folder: Path, verified: bool, found: StoreReport, held: Held | None) -> dict[str, Any]:
     precomputed = None
     if held is not None:
-        precomputed = {"asked": held.asked, "there": held.there, "lost": list(held.lost)}
+        whole = held.there - len(held.lost)
+        precomputed = {"asked": held.asked, "there": whole, "lost": list(held.lost)}
     return {
         "store": str(folder),
         "ok": not found.bad and (held is None or held.complete),
@@ -83,5 +84,5 @@ def _remarks(record: dict[str, Any]) -> Iterator[str]:
         return
     yield f"  {iterations['there']:,} of {count(iterations['asked'], 'iteration')} are there"
     yield from (f"  {lost}: its plan is not there" for lost in iterations["lost"])
-    if iterations["there"] < iterations["asked"] or iterations["lost"]:
+    if iterations["there"] < iterations["asked"]:
         yield "  the same precompute command plans what is missing"

@@ -22,6 +22,7 @@ class Limits:
     pending: int = 256  # iterations of a job that no rank has been given yet
     queue_total: int = 4096  # iterations of all jobs that are not planned yet
     queue_bytes: int = 1 << 30  # of the requests of these
+    bodies_bytes: int = 256 << 20  # of requests that are being received, of all clients
     streams: int = 4096
     # what is kept
     keep: int = 1024  # iterations of a job behind its front

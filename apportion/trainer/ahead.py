@@ -42,7 +42,7 @@ class Late:
     """Why a plan is not there yet, as far as the last attempt knows."""
 
     def __init__(self) -> None:
-        self.why = "no attempt has ended yet"
+        self.why = "its source has not answered yet"
 
     def __call__(self, error: TimeoutError) -> None:
         self.why = error.reason if isinstance(error, PlanTimeoutError) else str(error)

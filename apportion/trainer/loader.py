@@ -73,10 +73,11 @@ class PlannedLoader:
     all or one a sample (default causal); `lengths` and `masks` given here win. A rank reads only samples that it holds
     a part of.
 
-    source: who plans. A URL: the service's job, which needs its `key`. A folder: plans that `apportion precompute`
-    made. "local": a process beside this one, told `cluster`, `model`, `tokens_per_rank` of a microbatch, `microbatches`
-    of an iteration, `recipe` and `seed`; the other sources know these, and refuse different ones (but with a service
-    `seed` may be another one: it is of the order of the samples alone).
+    source: who plans. A URL: the service's job, which needs its `key`, and with https `ca`, a PEM file of certificates,
+    where the system's do not do. A folder: plans that `apportion precompute` made. "local": a process beside this one,
+    told `cluster`, `model`, `tokens_per_rank` of a microbatch, `microbatches` of an iteration, `recipe` and `seed`; the
+    other sources know these, and refuse different ones (but with a service `seed` may be another one: it is of the
+    order of the samples alone).
 
     sampler: see `Sampler`; by default samples fill microbatches in an order drawn from `seed` and the epoch
     (`set_epoch`), or one after another without `shuffle`. run: names this run at the service, so that a restarted run
@@ -101,6 +102,7 @@ class PlannedLoader:
         source: str | Path | Source = "local",
         rank: int | None = None,
         key: str | None = None,
+        ca: str | Path | None = None,
         lengths: ArrayLike | None = None,
         masks: Masks = None,
         sampler: Sampler | None = None,
@@ -117,7 +119,7 @@ class PlannedLoader:
     ) -> None:
         self._dataset, self._sampler = dataset, sampler
         told = Told(cluster, model, tokens_per_rank, microbatches, recipe, seed)
-        self._source = open_source(source, key, told)
+        self._source = open_source(source, key, ca, told)
         masks = getattr(dataset, "masks", None) if masks is None else masks
         self._asked = Asked(self._source.job, _lengths(dataset, lengths), masks)
         self._sampling = None

@@ -77,7 +77,7 @@ class Collecting:
 
     def __init__(self, share: Share, processes: int, progress: Progress) -> None:
         self._progress = progress
-        self._parcels: Iterator[Parcel] | None = iter(
+        self._parcels: Any = iter(
             DataLoader(
                 share,
                 batch_size=None,
@@ -102,7 +102,11 @@ class Collecting:
 
     def close(self) -> None:
         """Ends the processes."""
-        self._parcels = None  # torch ends them when the last reference goes
+        parcels, self._parcels = self._parcels, None
+        if (
+            parcels is not None
+        ):  # torch waits for the last reference, and the traceback of an error may hold it
+            parcels._shutdown_workers()
 
 
 def _as_it_is(parcel: Any) -> Any:

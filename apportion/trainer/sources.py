@@ -35,6 +35,7 @@ from apportion.service.workers import DeadlineError, Done, Planner, Task
 
 Ints = NDArray[np.integer[Any]]
 
+CALL_S = 10.0  # for an answer to anything but a plan; whoever asked looks then whether it is still of use
 ONE_BY_ONE, MOST_ONE_BY_ONE = 8, 512  # iterations, after a stream from which none came in time
 
 
@@ -76,15 +77,16 @@ class Source(Protocol):
         """A pass; equal runs share their plans."""
 
 
-def open_source(source: str | Path | Source, key: str | None, told: Told) -> Source:
-    """The source of that name: "local", a URL, or a folder. told: what the trainer says of the job, for a local source
-    all of it. Raises ConfigError where it is another job's, and what connecting or reading raises."""
+def open_source(source: str | Path | Source, key: str | None, ca: str | Path | None, told: Told) -> Source:
+    """The source of that name: "local", a URL, or a folder. key, ca: as `ServiceSource`; told: what the trainer says of
+    the job, for a local source all of it. Raises ConfigError where it is another job's, and what connecting or reading
+    raises."""
     if source == "local":
         return LocalSource(told.job())
     if not isinstance(source, str | Path):
         found: Source = source
     elif str(source).startswith(("http://", "https://")):
-        found = ServiceSource.open(str(source), key)
+        found = ServiceSource.open(str(source), key, ca)
     else:
         found = FolderSource.open(source)
     told.check(found.job)
@@ -278,7 +280,8 @@ class ServiceFeed:
     time, since what stands between may hold streams back."""
 
     def __init__(self, source: ServiceSource, run: str, rank: int) -> None:
-        self._client, self._run, self._rank = Client(source.url, source.key, ca=source.ca), run, rank
+        self._client = Client(source.url, source.key, timeout_s=CALL_S, ca=source.ca)
+        self._run, self._rank = run, rank
         self._epoch, self._lock = 0, Lock()
         self._stream: Any = None
         self._next = -1  # the iteration that would be next in a row

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from threading import Lock
+from threading import Condition
 from typing import Any
 
 import numpy as np
@@ -112,47 +112,49 @@ class Iterations:
     asked: Asked
     drawn: Iterable[Any]
     start: int = 0
-    _held: dict[int, Wanted] = field(default_factory=dict)
-    _lock: Lock = field(default_factory=Lock)  # of what is held
-    _drawing: Lock = field(default_factory=Lock)
-    _failed: Exception | None = None
 
     def __post_init__(self) -> None:
         self._first = self.start
         self._rest = enumerate(islice(self.drawn, self.start, None), self.start)
+        self._held = dict[int, Wanted]()
+        self._changed, self._drawing, self._over = Condition(), False, False
+        self._failed: Exception | None = None
 
     def at(self, number: int) -> Wanted | None:
         """The iteration of that number, or the first that is not forgotten where it is; None behind the last. Raises
         what the sampler raises, ConfigError, CapacityError; again whenever it is asked."""
-        while (found := self._found(number)) is None:
-            with self._drawing:
-                if self._found(number) is None and not self._draw():
-                    return None
-        return found
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._found(number) or not self._drawing)
+                found = self._found(number)
+                if found is not None or self._over:
+                    return found
+                if self._failed is not None:
+                    raise self._failed
+                self._drawing = True
+            self._draw()
 
     def _found(self, number: int) -> Wanted | None:
-        with self._lock:
-            found = self._held.get(max(number, self._first))
-            if found is None and self._failed is not None:
-                raise self._failed
-            return found
+        return self._held.get(max(number, self._first))
 
-    def _draw(self) -> bool:
-        """Draws the next one; False where there is none."""
+    def _draw(self) -> None:
+        """Draws the next one, or finds that there is none, or why."""
+        wanted: Wanted | None = None
         try:
-            for number, drawn in self._rest:
-                wanted = self.asked.of(number, drawn)
-                with self._lock:
-                    self._held[number] = wanted
-                return True
+            wanted = next((self.asked.of(*numbered) for numbered in self._rest), None)
         except Exception as error:
             self._failed = error
-            raise
-        return False
+        finally:
+            with self._changed:
+                if wanted is not None:
+                    self._held[wanted.number] = wanted
+                self._over = wanted is None and self._failed is None
+                self._drawing = False
+                self._changed.notify_all()
 
     def forget(self, before: int) -> None:
         """Drops the iterations before this one."""
-        with self._lock:
+        with self._changed:
             self._first = max(self._first, before)
             for number in [held for held in self._held if held < before]:
                 del self._held[number]

@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -137,6 +137,22 @@ def test_a_body_of_many_lists_holds_up_nobody() -> None:
         body = b'{"batches": [{"lengths": [' + b"[]," * (5 << 20) + b"1]}]}"
         answer = server.caller.using(KEY)("PUT", "/v1/jobs/run/epochs/1/iterations/0", body)
         assert (answer.status, answer.problem, answer.json["field"]) == (422, "limit", "body")
+
+
+def test_bodies_under_way_take_so_much_together() -> None:
+    with live(limits=Limits(body_bytes=BODY, bodies_bytes=3000)) as server, ExitStack() as stack:
+        make_job(server.caller)
+        begin(server.caller)
+        caller, body = server.caller.using(KEY), b'{"batches": [{"lengths": [3, 1]}]}'
+        half = f"{PUT}{JSON}Content-Length: 2900\r\n\r\n".encode() + body.ljust(2500)
+        stack.enter_context(closing(server.connect())).sendall(half)
+        path, large = "/v1/jobs/run/epochs/1/iterations/0", body.ljust(1000)
+        until(lambda: caller("PUT", path, large).status == 503)
+        answer = caller("PUT", path, large)
+        assert (answer.problem, answer.headers["retry-after"]) == ("overload", "1")
+        assert caller("PUT", path, body).status in (200, 201)
+        stack.close()
+        until(lambda: caller("PUT", path, large).status == 200)
 
 
 @pytest.mark.parametrize(

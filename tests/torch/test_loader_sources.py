@@ -1,21 +1,33 @@
 """One loader over three sources: a service, a folder of plans made before, and a process beside this one."""
 
+import dataclasses
+import multiprocessing
+import shutil
+import socket
+import socketserver
+import subprocess
+import sys
 import threading
-from contextlib import closing
+import time
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import jobs_loader
 import pytest
+import trustme
 from loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
 
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.sampling import Sampling
-from apportion.service.client import ServiceProblem, create_job
+from apportion.service.client import PlanTimeoutError, ServiceProblem, UnreachableError, create_job
 from apportion.service.http.child import serving
+from apportion.service.offline import FACTS, read_facts
 from apportion.service.precompute import Work, precompute
+from apportion.service.store import open_store
 from apportion.service.workers import Planner
 from apportion.trainer.loader import PlannedLoader
-from apportion.trainer.sources import FolderSource
+from apportion.trainer.sources import FolderSource, ServiceSource
 
 KEY = "a key of the tests".replace(" ", "-")
 WAIT_S = 60
@@ -101,6 +113,19 @@ def test_data_loader_processes_read_what_threads_read(single):
     assert dataset.read == []  # each process has its own
 
 
+class Broken(Recorded):
+    def __getitem__(self, index):
+        raise OSError("the disk is gone")
+
+
+def test_an_error_in_a_data_loader_process_leaves_none_behind(folders):
+    before = multiprocessing.active_children()
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        list(loader_of(folders["single"], Broken(), workers=2))
+    assert caught.tb is not None  # it holds what torch would wait for
+    assert set(multiprocessing.active_children()) <= set(before)
+
+
 def test_epochs_and_middles(single):
     loader, here = loader_of(single), loader_of(HereSource(job()))
     for epoch, start in [(0, 0), (1, 2), (1, 0)]:
@@ -117,6 +142,26 @@ def test_leaving_early_ends_threads_and_processes(single):
     with closing(iter(PlannedLoader(Recorded(), Cluster(1, 1), MODEL, 64))) as batches:
         next(batches)
     assert not [thread for thread in threading.enumerate() if "apportion" in thread.name]
+
+
+def test_an_iterator_that_is_still_held_does_not_keep_the_process():
+    for source in ("local", "HereSource(job())"):
+        told = "Cluster(1, 1), MODEL, 64, source='local'" if source == "local" else f"source={source}"
+        program = (
+            "from loading import MODEL, HereSource, Recorded, job\n"
+            "from apportion.ir.cluster import Cluster\n"
+            "from apportion.trainer.loader import PlannedLoader\n"
+            f"batches = iter(PlannedLoader(Recorded(), {told}))\n"
+            "print(next(batches).iteration)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
 # --- the service
@@ -142,6 +187,80 @@ def test_another_rank_submits_what_nobody_has(pool, urls):
     first, second = pool.run(jobs_loader.without_rank_0, 2, urls["plain"], KEY)
     assert first == second
     assert len(first) == 4
+
+
+class Gateway(socketserver.StreamRequestHandler):
+    """A proxy that buffers: what answers a stream does not come through."""
+
+    def handle(self):
+        buffers = threading.Event()
+        with socket.create_connection(self.server.target) as far:
+            back = threading.Thread(target=self.back, args=(far, buffers))
+            back.start()
+            with suppress(OSError):
+                while data := self.request.recv(1 << 16):
+                    if b"/stream?" in data.partition(b"\r\n")[0]:
+                        buffers.set()
+                    far.sendall(data)
+            with suppress(OSError):
+                far.shutdown(socket.SHUT_RDWR)
+            back.join()
+
+    def back(self, far, buffers):
+        with suppress(OSError):
+            while data := far.recv(1 << 16):
+                if not buffers.is_set():
+                    self.request.sendall(data)
+
+
+@contextmanager
+def gateway(url):
+    """The url of a gateway to the job at `url`."""
+    host, port = url.split("/")[2].split(":")
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Gateway) as proxy:
+        proxy.target, proxy.daemon_threads = (host, int(port)), True
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        yield url.replace(port, str(proxy.server_address[1]))
+        proxy.shutdown()
+
+
+def test_plans_come_one_by_one_where_streams_do_not_come_through(urls):
+    with gateway(urls["single"]) as url:
+        loader = loader_of(url, timeout_s=WAIT_S)
+        begin = time.monotonic()
+        assert [seen(batch) for batch in loader] == [seen(batch) for batch in loader_of(urls["single"])]
+        assert time.monotonic() - begin < WAIT_S / 2
+
+
+def test_a_plan_that_does_not_come_says_what_the_network_said(tmp_path):
+    with serving(tmp_path / "server") as server:
+        create_job(server.url, "single", job(), key=KEY).close()
+        loader = loader_of(f"{server.url}/v1/jobs/single", timeout_s=12.0, lookahead=1)
+        batches = iter(loader)
+        next(batches)
+    with pytest.raises(PlanTimeoutError, match="Connection refused"):
+        list(batches)
+
+
+def test_a_server_s_certificate_is_checked_against_ca(tmp_path):
+    authority = trustme.CA()
+    files = {name: tmp_path / f"{name}.pem" for name in ("ca", "key", "cert")}
+    own = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(files["ca"])
+    own.private_key_pem.write_to_path(files["key"])
+    own.cert_chain_pems[0].write_to_path(files["cert"])
+    options = ("--ssl-keyfile", str(files["key"]), "--ssl-certfile", str(files["cert"]))
+    with serving(tmp_path / "server", options=options) as server:
+        create_job(server.url, "single", job(), key=KEY, ca=files["ca"]).close()
+        url = f"{server.url}/v1/jobs/single"
+        with pytest.raises(UnreachableError, match="pass ca="):
+            loader_of(url)
+        for workers in (0, 1):
+            assert len(list(loader_of(url, ca=files["ca"], workers=workers))) == 4
+
+
+def test_a_source_does_not_show_its_key(urls):
+    assert KEY not in repr(ServiceSource.open(urls["single"], KEY))
 
 
 def test_a_server_that_comes_back_is_waited_for(tmp_path):
@@ -196,6 +315,16 @@ def test_a_folder_refuses_other_samples_and_ends_where_it_ends(folders):
         list(loader)
     with pytest.raises(ConfigError, match="not a folder of plans"):
         loader_of(folders["single"] / "packs")
+
+
+def test_a_folder_of_another_release_is_refused_whatever_the_sampler(folders, tmp_path):
+    old = tmp_path / "old"
+    shutil.copytree(folders["single"], old)
+    with closing(open_store(old)) as store:
+        store.commit({FACTS: dataclasses.replace(read_facts(store), release="0.0.1").encode()})
+    for options in ({}, {"sampler": [[0]]}):
+        with pytest.raises(ConfigError, match=r"release = .*0\.0\.1"):
+            loader_of(old, **options)
 
 
 def test_a_sampler_may_draw_in_any_order_what_a_folder_has(folders):

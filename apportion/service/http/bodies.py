@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from apportion.ir.errors import ConfigError
-from apportion.service.errors import LimitError, TooLargeError
+from apportion.service.errors import LimitError, OverloadError, ServiceError, TooLargeError
 from apportion.service.http.problems import MediaTypeError, SlowBodyError
 from apportion.service.protocol import JSON
 
@@ -31,18 +32,47 @@ class Patience:
     body_s: float = 30.0  # 16 MiB at 4.5 Mbit/s
 
 
+class Room:
+    """What bodies under way take, of all clients together: at most `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self.held = most, 0
+
+    @contextmanager
+    def part(self) -> Iterator[Callable[[int], None]]:
+        """For one body: to be called with the size of whatever came. It raises OverloadError beyond all room."""
+        mine = 0
+
+        def take(size: int) -> None:
+            nonlocal mine
+            mine, self.held = mine + size, self.held + size
+            if self.held > self._most:
+                detail = (
+                    f"requests of {self._most} bytes are being received, this server has no room for more"
+                )
+                raise OverloadError(detail, retry_after=1.0)
+
+        try:
+            yield take
+        finally:
+            self.held -= mine
+
+
 class ClientGoneError(Exception):
     """Nobody waits for the answer."""
 
 
-async def read(scope: Scope, receive: Receive, most: int, timeout_s: float) -> bytes:
-    """The body. Raises TooLargeError beyond `most` bytes, whatever the headers say, SlowBodyError, MediaTypeError."""
+async def read(
+    scope: Scope, receive: Receive, most: int, timeout_s: float, take: Callable[[int], None]
+) -> bytes:
+    """The body. take: see `Room.part`. Raises TooLargeError beyond `most` bytes, whatever the headers say,
+    OverloadError, SlowBodyError, MediaTypeError."""
     headers: dict[bytes, bytes] = dict(scope["headers"])
     _check_type(headers)
     _check_length(headers.get(b"content-length"), most)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read(receive, most)
+            return await _read(receive, most, take)
     except TimeoutError:
         raise SlowBodyError(f"the body was not there after {timeout_s:g} s") from None
 
@@ -74,7 +104,7 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
-async def _read(receive: Receive, most: int) -> bytes:
+async def _read(receive: Receive, most: int, take: Callable[[int], None]) -> bytes:
     parts: list[bytes] = []
     size, more = 0, True
     while more:
@@ -83,9 +113,14 @@ async def _read(receive: Receive, most: int) -> bytes:
             raise ClientGoneError
         part, more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
-        if size > most:
+        try:
+            if size > most:
+                raise _too_large(size, most)
+            take(len(part))
+        except ServiceError:
+            parts.clear()
             await _linger(receive, most)
-            raise _too_large(size, most)
+            raise
         parts.append(part)
     return b"".join(parts)
 

@@ -24,7 +24,7 @@ from apportion.ir.version import __version__
 from apportion.service.engine import Engine, IterationState, JobState
 from apportion.service.http import models
 from apportion.service.http.auth import Keys, given, key_digest, new_key
-from apportion.service.http.bodies import Patience, parse, read
+from apportion.service.http.bodies import Patience, Room, parse, read
 from apportion.service.http.delivery import MAX_EPOCH, MAX_ITERATION
 from apportion.service.http.metrics import render
 from apportion.service.http.openapi import describe, document
@@ -51,6 +51,7 @@ class Parts:
     keys: Keys
     limits: Limits
     patience: Patience
+    room: Room
     registry: CollectorRegistry
 
 
@@ -68,8 +69,9 @@ class Call:
     async def body(self, kind: type[T], then: Callable[[T], R]) -> R:
         """What `then` makes of the body; in a thread where it is large."""
         most, wait_s = self.parts.limits.body_bytes, self.parts.patience.body_s
-        data = await read(self.request.scope, self.request.receive, most, wait_s)
-        return await parse(data, kind, then)
+        with self.parts.room.part() as take:
+            data = await read(self.request.scope, self.request.receive, most, wait_s, take)
+            return await parse(data, kind, then)
 
     def url(self, job: str) -> str:
         scope, host = self.request.scope, self.request.headers.get("host", "")

@@ -27,7 +27,7 @@ import uvloop
 from apportion.ir.errors import ConfigError
 from apportion.service.engine import Engine
 from apportion.service.http.auth import Keys
-from apportion.service.http.bodies import Patience
+from apportion.service.http.bodies import Patience, Room
 from apportion.service.http.connection import Connection
 from apportion.service.http.control import Parts, control
 from apportion.service.http.delivery import Delivery
@@ -163,7 +163,9 @@ def server_of(engine: Engine, options: Options, most_connections: int = 1024) ->
 def application(engine: Engine, options: Options) -> Edge:
     """All of HTTP on an engine."""
     keys, limits, traffic = Keys(options.admin), options.limits, Traffic()
-    parts = Parts(engine, keys, limits, options.patience, registry_of(engine, traffic))
+    parts = Parts(
+        engine, keys, limits, options.patience, Room(limits.bodies_bytes), registry_of(engine, traffic)
+    )
     return Edge(Delivery(engine, keys, limits, traffic), control(parts, options.admin is not None), traffic)
 
 
