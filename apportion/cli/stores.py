@@ -80,6 +80,8 @@ def _headline(record: dict[str, Any]) -> str:
 def _remarks(record: dict[str, Any]) -> Iterator[str]:
     yield from (f"  {item['path']}: {item['why']}" for item in record["bad"])
     iterations = record["iterations"]
+    if record["bad"] and iterations is not None:
+        yield "  remove these files, then the same precompute command plans them again"
     if iterations is None:
         return
     yield f"  {iterations['there']:,} of {count(iterations['asked'], 'iteration')} are there"

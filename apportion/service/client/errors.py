@@ -24,7 +24,7 @@ _REMEDIES = {
     404: "check the job's name in the url, the epoch and the rank",
     406: "install the release of Apportion that the server runs, here or there",
     408: "raise timeout_s",
-    409: "keep to what was submitted first, or begin a new epoch",
+    409: "keep to what was there first (of a job also its key), or take a new name or epoch",
     410: "begin a new epoch: a later one has begun, or the iteration is no longer kept",
     413: "send fewer sequences, or raise the server's limits",
     422: "correct the field",

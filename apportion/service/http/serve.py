@@ -97,7 +97,7 @@ def serve(options: Options, announce: Callable[[Started], None]) -> None:
 
 
 def bind(options: Options) -> socket.socket:
-    """A socket bound to the address, not listening yet. Raises ConfigError, OSError."""
+    """A socket bound to the address, not listening yet. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -112,7 +112,11 @@ def bind(options: Options) -> socket.socket:
     with ExitStack() as opened:
         listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            rule = f"cannot listen on {options.host}: {(error.strerror or str(error)).lower()}"
+            raise ConfigError("--port", options.port, rule, "choose another one; 0 takes a free one") from error
         opened.pop_all()
     return listener
 
