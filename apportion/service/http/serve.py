@@ -116,7 +116,9 @@ def bind(options: Options) -> socket.socket:
             listener.bind(address)
         except OSError as error:
             rule = f"cannot listen on {options.host}: {(error.strerror or str(error)).lower()}"
-            raise ConfigError("--port", options.port, rule, "choose another one; 0 takes a free one") from error
+            raise ConfigError(
+                "--port", options.port, rule, "choose another one; 0 takes a free one"
+            ) from error
         opened.pop_all()
     return listener
 
