@@ -49,7 +49,7 @@ lint: $(READY)
 
 test: lint
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
-	$(BIN)/pytest tests/pure tests/torch tests/service -n 2 --dist loadfile --cov --cov-report=term:skip-covered
+	$(BIN)/pytest tests/service tests/torch tests/pure -n 2 --dist loadfile --cov --cov-report=term:skip-covered
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/planning.py

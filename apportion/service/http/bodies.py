@@ -75,6 +75,9 @@ async def read(
             return await _read(receive, most, take)
     except TimeoutError:
         raise SlowBodyError(f"the body was not there after {timeout_s:g} s") from None
+    except ServiceError:
+        await _linger(receive, most)
+        raise
 
 
 def _check_type(headers: dict[bytes, bytes]) -> None:
@@ -113,14 +116,9 @@ async def _read(receive: Receive, most: int, take: Callable[[int], None]) -> byt
             raise ClientGoneError
         part, more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
-        try:
-            if size > most:
-                raise _too_large(size, most)
-            take(len(part))
-        except ServiceError:
-            parts.clear()
-            await _linger(receive, most)
-            raise
+        if size > most:
+            raise _too_large(size, most)
+        take(len(part))
         parts.append(part)
     return b"".join(parts)
 
