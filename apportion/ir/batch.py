@@ -254,16 +254,41 @@ class Batch:
         found: Ints = positions[run] + tokens - starts[run]
         return found
 
-    def labels(self) -> Ints:
-        """[tokens] int64: the global token that each token predicts, -1 where there is none."""
-        labels = np.arange(1, self.tokens + 1)
-        for spec, members in self._layout():
-            tokens, ends = masks.lower_unlabelled(spec, self.lengths[members], self.starts[members])
-            labels[tokens] = ends
+    def labels(self, first: int = 0, stop: int | None = None) -> Ints:
+        """[stop - first] int64: the global token that each token of [first, stop) predicts, -1 where there is none; by
+        default of all tokens."""
+        stop = self.tokens if stop is None else stop
+        labels = np.arange(first + 1, stop + 1)
+        tokens, ends = self._ends()
+        low, high = np.searchsorted(tokens, (first, stop))
+        labels[tokens[low:high] - first] = ends[low:high]
         for i, own in self.own_labels.items():
-            start = self.starts[i]
-            labels[start : start + len(own)] = np.where(own < 0, -1, own + start)
+            start = int(self.starts[i])
+            here = slice(max(start, first) - first, max(min(start + len(own), stop) - first, 0))
+            part = own[max(first - start, 0) : max(stop - start, 0)]
+            labels[here] = np.where(part < 0, -1, part + start)
         return labels
+
+    @property
+    def labelled(self) -> int:
+        """How many tokens have a label. Takes no memory for each token."""
+        tokens, ends = self._ends()
+        sequence = np.searchsorted(self.starts, tokens, side="right") - 1
+        missing = int(((ends < 0) & ~np.isin(sequence, list(self.own_labels))).sum())
+        return self.tokens - missing - sum(int((own < 0).sum()) for own in self.own_labels.values())
+
+    def _ends(self) -> tuple[Ints, Ints]:
+        """(tokens, labels) where masks say that the label is not the next token; tokens rise."""
+        tokens, ends = self._cached("ends", self._make_ends)
+        return tokens, ends
+
+    def _make_ends(self) -> Ints:
+        found = [
+            masks.lower_unlabelled(spec, self.lengths[members], self.starts[members])
+            for spec, members in self._layout()
+        ]
+        tokens, ends = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        return np.stack([tokens, ends])[:, np.argsort(tokens)]
 
     # ---- lowering
 

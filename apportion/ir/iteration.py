@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -179,6 +180,12 @@ def _column(name: str, values: Any) -> Ints:
     column = integers(f"iteration.{name}", values, 0, 2**32 - 1).copy()
     column.setflags(write=False)
     return column
+
+
+def consecutive(counts: Iterable[int]) -> tuple[Ints, ...]:
+    """Places of sequences that microbatches have one after another, `counts` of them each."""
+    stops = np.cumsum([0, *counts]).tolist()
+    return tuple(np.arange(*pair) for pair in pairwise(stops))
 
 
 def packed(column: Ints) -> bytes:

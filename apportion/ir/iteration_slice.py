@@ -20,7 +20,15 @@ from apportion.ir import codec, wire
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import VERSION
-from apportion.ir.iteration import MAX_MICROBATCHES, Ints, IterationPlan, iteration_id, packed, unpacked
+from apportion.ir.iteration import (
+    MAX_MICROBATCHES,
+    Ints,
+    IterationPlan,
+    consecutive,
+    iteration_id,
+    packed,
+    unpacked,
+)
 
 FORMAT = "apportion.iteration.slice"
 # Indexes of more sequences are written out: a few bytes must not make decoding allocate more than a few megabytes.
@@ -134,8 +142,7 @@ def _consecutive(found: _IterationSliceWire) -> tuple[Ints, ...]:
     sequences = sum(found.counts)
     if found.deferred or sequences > MOST_IMPLIED:
         raise DecodeError(f"iteration slice: {sequences} sequences without indexes, at most {MOST_IMPLIED}")
-    stops = np.cumsum(found.counts)
-    return tuple(np.arange(stop - count, stop) for stop, count in zip(stops, found.counts, strict=True))
+    return consecutive(found.counts)
 
 
 def _follow(indexes: tuple[Ints, ...], deferred: Ints) -> bool:

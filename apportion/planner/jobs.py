@@ -11,21 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from apportion.ir.batch import Batch
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError
-from apportion.ir.iteration import IterationPlan
+from apportion.ir.iteration import IterationPlan, consecutive
 from apportion.ir.job import Job
 from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
 from apportion.ir.verify import verify as verify_plan
 from apportion.planner import api, assignment
 from apportion.planner.iterate import pack
-from apportion.planner.passes.pack import Ints, Packing
+from apportion.planner.passes.pack import Packing
 from apportion.planner.problem import Problem
 
 
@@ -68,7 +67,8 @@ def lower_job(data: bytes) -> IterationPlan:
     """
     found = assignment.decode_assignment(data)
     policy = _policy(found.job, found.batches)
-    packing = Packing(found.sequences or _consecutive(found.batches), np.zeros(0, np.int64))
+    sequences = found.sequences or consecutive(len(batch.lengths) for batch in found.batches)
+    packing = Packing(sequences, np.zeros(0, np.int64))
     with _of_foreign_bytes():
         problems = _problems(found.job, found.batches, policy, packing)
         plans = [_lowered(*each) for each in assignment.restored(problems, found.choices)]
@@ -107,17 +107,11 @@ def _problems(job: Job, batches: Sequence[Batch], policy: Policy, packing: Packi
 def _packing(job: Job, batches: Sequence[Batch], policy: Policy) -> Packing:
     """Which sequences each microbatch has. Raises ConfigError where some would wait for a later iteration."""
     if not job.packs:
-        return Packing(_consecutive(batches), np.zeros(0, np.int64))
+        return Packing(consecutive(len(batch.lengths) for batch in batches), np.zeros(0, np.int64))
     packing = pack(batches[0], job.cluster, job.model, policy, job.hardware)
     if len(packing.deferred):
         raise _deferring(f"{len(packing.deferred)} sequences")
     return packing
-
-
-def _consecutive(batches: Sequence[Batch]) -> tuple[Ints, ...]:
-    """The sequences of batches, one batch after another."""
-    stops = np.cumsum([0, *(len(batch.lengths) for batch in batches)])
-    return tuple(np.arange(*pair) for pair in pairwise(stops.tolist()))
 
 
 def _policy(job: Job, batches: Sequence[Batch]) -> Policy:

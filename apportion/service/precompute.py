@@ -97,9 +97,8 @@ class Work:
 class Summary:
     """What a folder holds, and what this run did for it.
 
-    iterations: in the folder; planned: by this run; packs: plans in the folder, equal requests
-    once; size: bytes of these;
-    seconds: that this run took; ids: 32 bytes, the digest of the iterations' plan ids in their order.
+    iterations: in the folder; planned: by this run; packs: plans in the folder, equal requests once; size: bytes of
+    these; seconds: that this run took; ids: 32 bytes, the digest of the iterations' plan ids in their order.
     """
 
     iterations: int

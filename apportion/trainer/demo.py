@@ -80,7 +80,7 @@ class Step:
 
     @property
     def valid_tokens(self) -> int:
-        return int((self.batch.labels() >= 0).sum())
+        return self.batch.labelled
 
 
 @dataclass(frozen=True)

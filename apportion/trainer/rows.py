@@ -42,14 +42,14 @@ def local_rows(
     _check_batch(spans, batch)
     rows = int(spans["length"].sum())
     tokens, labels = np.empty(rows, np.int64), np.full(rows, IGNORED, np.int64)
-    starts, label_of, samples = batch.starts, batch.labels(), dict[int, Ints]()
+    starts, samples = batch.starts, dict[int, Ints]()
     columns = (spans[name].tolist() for name in ("row", "token", "length", "sequence"))
     for row, token, length, sequence in zip(*columns, strict=True):
         if sequence not in samples:
             samples[sequence] = _checked(read(sequence), int(batch.lengths[sequence]), sequence)
         ids, start, here = samples[sequence], int(starts[sequence]), slice(row, row + length)
         tokens[here] = ids[token - start : token - start + length]
-        targets = label_of[token : token + length]
+        targets = batch.labels(token, token + length)
         labels[here] = np.where(targets >= 0, ids[np.maximum(targets - start, 0)], IGNORED)
     return torch.from_numpy(tokens), torch.from_numpy(labels)
 

@@ -32,7 +32,7 @@ class Wanted:
     @property
     def valid_tokens(self) -> int:
         """Labels of all ranks and microbatches."""
-        return sum(int((batch.labels() >= 0).sum()) for batch in self.batches)
+        return sum(batch.labelled for batch in self.batches)
 
     def parts(self, indexes: Sequence[Ints]) -> Iterator[tuple[Batch, Ints]]:
         """(batch, sample of each sequence) of each microbatch of a plan with these indexes."""

@@ -144,6 +144,22 @@ def test_a_batch_is_its_sequences_end_to_end(pairs) -> None:
 
 
 @property_test
+@given(
+    st.lists(st.tuples(specs, st.booleans()), min_size=1, max_size=5), st.integers(0, 30), st.integers(0, 30)
+)
+def test_labels_of_a_range_are_those_of_all(pairs, one, other) -> None:
+    own = [2, -1, 0, -1, 5, -1]
+    batch = Batch.from_sequences([Sequence(6, spec, labels=own if has else None) for spec, has in pairs])
+    first, stop = sorted((min(one, batch.tokens), min(other, batch.tokens)))
+    labels = batch.labels()
+    assert batch.labels(first, stop).tolist() == labels[first:stop].tolist()
+    assert batch.labelled == (labels >= 0).sum()
+    for i, (_, has) in enumerate(pairs):
+        if has:
+            assert labels[6 * i : 6 * i + 6].tolist() == [-1 if at < 0 else at + 6 * i for at in own]
+
+
+@property_test
 @given(st.lists(specs, min_size=1, max_size=5), st.booleans())
 def test_position_breaks_are_where_positions_do_not_count_on(held, own: bool) -> None:
     positions = [5, 6, 7, 1, 2, 2] if own else None

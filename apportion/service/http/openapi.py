@@ -12,17 +12,15 @@ import msgspec
 from fastapi.openapi.utils import get_openapi
 from starlette.routing import BaseRoute
 
-from apportion.ir.bands import MAX_TOKENS
-from apportion.ir.hardware import Hardware
-from apportion.ir.iteration import MAX_MICROBATCHES
 from apportion.ir.version import __version__
 from apportion.service.http import models
+from apportion.service.http.delivery import MAX_EPOCH, MAX_ITERATION, MAX_RANK, MAX_WINDOW
 from apportion.service.http.problems import Problem
-from apportion.service.protocol import FRAMES, JSON, PLAN, PROBLEM
+from apportion.service.protocol import FRAMES, JSON, PLAN, PROBLEM, WINDOW
 
 Json = dict[str, Any]
 
-_FILES = ("batch", "cluster", "hardware", "model", "policy", "recipe")
+_FILES = ("batch", "cluster", "hardware", "job", "model", "policy", "recipe")
 _STRUCTS = (
     models.NewJob,
     models.CreatedJob,
@@ -142,7 +140,7 @@ def _schemas() -> Json:
     shared: Json = {}
     for name in _FILES:
         shared |= _shared(name)
-    return {**own, **shared, "Job": _job()}
+    return {**own, **shared}
 
 
 def _shared(name: str) -> Json:
@@ -168,35 +166,14 @@ def _moved(schema: Any, title: str) -> Any:
     return found
 
 
-def _job() -> Json:
-    return {
-        "type": "object",
-        "title": "Job",
-        "description": "What all iterations of a training run have in common.",
-        "additionalProperties": False,
-        "required": ["cluster", "model", "policy", "tokens_per_rank"],
-        "properties": {
-            "cluster": ref("Cluster"),
-            "model": ref("Model"),
-            "policy": ref("Policy"),
-            "tokens_per_rank": {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
-            "microbatches": {"type": "integer", "minimum": 1, "maximum": MAX_MICROBATCHES, "default": 1},
-            "hardware": {
-                "description": "what recipes that compare times price with; h100 by default",
-                "anyOf": [{"type": "null"}, {"enum": list(Hardware.builtin())}, ref("Hardware")],
-            },
-        },
-    }
-
-
 # ---------------------------------------------------------------------------------------------- delivery
 
 
 def _delivery() -> Json:
-    iteration = _path_parameter("iteration", 0, 10**15 - 1)
+    iteration = _path_parameter("iteration", 0, MAX_ITERATION)
     plan = "/v1/jobs/{job}/epochs/{epoch}/iterations/{iteration}/ranks/{rank}/plan"
     stream = "/v1/jobs/{job}/epochs/{epoch}/ranks/{rank}/stream"
-    common = [_name(), _path_parameter("epoch", 1, 10**8 - 1), _path_parameter("rank", 0, 10**5 - 1)]
+    common = [_name(), _path_parameter("epoch", 1, MAX_EPOCH), _path_parameter("rank", 0, MAX_RANK)]
     return {
         plan: {"get": _plan([*common, iteration], False), "head": _plan([*common, iteration], True)},
         stream: {"get": _stream(common)},
@@ -253,8 +230,8 @@ def _plan(parameters: list[Json], head: bool) -> Json:
 
 
 def _stream(parameters: list[Json]) -> Json:
-    start = {"type": "integer", "minimum": 0, "maximum": 10**15 - 1, "default": 0}
-    window = {"type": "integer", "minimum": 1, "maximum": 1 << 16, "default": 64}
+    start = {"type": "integer", "minimum": 0, "maximum": MAX_ITERATION, "default": 0}
+    window = {"type": "integer", "minimum": 1, "maximum": MAX_WINDOW, "default": WINDOW}
     told = {"Apportion-Heartbeat": {"required": True, "description": "seconds", "schema": {"type": "number"}}}
     return {
         "summary": "Stream One Rank's Plans",
