@@ -75,9 +75,10 @@ def _lies_ready(programs: ProgramSet, header: Header) -> Ints:
     """bool [transfers]: whether the operand is one piece of memory: all the columns of one array."""
     found, at = programs["operands"], _operand_of(programs)
     tensor, space, heads = (found[name][at].astype(np.int64) for name in ("tensor", "space", "heads"))
-    return _IS_ONE[tensor, space] & (
+    ready: Ints = _IS_ONE[tensor, space] & (
         _columns(header, tensor, heads) == _width(programs, header, tensor, space)
     )
+    return ready
 
 
 def _columns(header: Header, tensor: Ints, heads: Ints) -> Ints:
@@ -107,7 +108,8 @@ def _is_apart(programs: ProgramSet, header: Header, order: Ints) -> Ints:
     follows = (tensor[1:] == tensor[:-1]) & (space[1:] == space[:-1]) & (row[1:] == row[:-1] + rows[:-1])
     heads = _columns(header, tensor, found["heads"][at].astype(np.int64))
     fills = (rows * heads * _number_bytes(header)[tensor] % ALIGNMENT == 0)[:-1]
-    return ~(follows & fills)
+    apart: Ints = ~(follows & fills)
+    return apart
 
 
 def _number_bytes(header: Header) -> Ints:
