@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from apportion.backends.torch.transport import Communicator, require_one_plan
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
@@ -64,7 +62,7 @@ class Agreement:
 
     def _states(self, number: int, held: Held) -> list[int]:
         """Of every rank; a collective. Raises on all ranks where one failed or two hold different plans."""
-        rows = self.communicator.all_gather([held.state, *held.id], torch.uint8)
+        rows = self.communicator.all_gather([held.state, *held.id])
         states = [row[0] for row in rows]
         if held.state == FAILED and held.error is not None:
             raise held.error

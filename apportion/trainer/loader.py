@@ -249,7 +249,7 @@ def _lengths(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
 
 
 def _communicator(job: Job, given: Communicator | None, rank: int | None) -> Communicator:
-    found = Communicator() if given is None else given
+    found = Communicator.shared() if given is None else given
     if found.ranks != job.ranks:
         rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
         remedy = "initialise torch.distributed with as many, or make another job"

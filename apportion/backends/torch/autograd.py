@@ -19,38 +19,39 @@ from torch.autograd.function import once_differentiable
 
 from apportion.backends.torch.executor import Gradients, Layer, Projection, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.kernels import Score, accumulator_dtype
+from apportion.backends.torch.kernels import Score
 from apportion.backends.torch.memory import Memory, Parts
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import Tensor as Name
+from apportion.ir.messages import ALIGNMENT
 
 Home = Mapping[Name, Parts]
 
 
-def run_forward(handle: PlanHandle, kind: str, home: Home, layer: Layer) -> Memory:
-    """Executes the forward program; o and lse are home rows of O in the memory that it returns."""
-    return _run(handle, kind, "forward", home, layer)[0]
-
-
-def run_backward(handle: PlanHandle, kind: str, home: Home, layer: Layer) -> tuple[Memory, Gradients]:
-    """Executes the backward program on what forward was given, its result, and dO."""
-    return _run(handle, kind, "backward", home, layer)
-
-
-def _run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> tuple[Memory, Gradients]:
+def run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
+    """Executes a program. Forward is given q, k, v or hidden states; backward these, forward's result, and dO."""
     machine = prepare(handle, kind, phase, home, layer)
     machine.run()
-    return machine.memory, machine.gradients
+    machine.close()
+    return machine
 
 
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
     """The machine of one call with its memory, ready to run. Compares plan ids the first time, a collective."""
     handle.agree()
-    program = handle.program(kind, phase)
-    contiguous = {name: tuple(part.detach().contiguous() for part in parts) for name, parts in home.items()}
+    device = next(iter(home.values()))[0].device
     hidden = home[Name.X][0].shape[-1] if Name.X in home else 0
-    memory = Memory(program, handle.rows, contiguous, hidden)
-    return TorchMachine(program, memory, layer, handle.communicator)
+    loaded = handle.loaded(kind, phase, device, hidden)
+    given = {name: tuple(_in_rows(part) for part in parts) for name, parts in home.items()}
+    buffer = handle.communicator.pool.take(loaded.arenas.size, device)
+    memory = Memory(loaded.arenas, handle.rows, given, buffer)
+    return handle.engine_on(device).machine(loaded, memory, layer, handle.communicator)
+
+
+def _in_rows(part: Tensor) -> Tensor:
+    """Row after row, and where kernels may read 16 bytes at once."""
+    part = part.detach().contiguous()
+    return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()
 
 
 def check_qkv(handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -85,9 +86,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64."""
     check_qkv(handle, q, k, v)
-    memory = run_forward(handle, kind, {Name.Q: (q,), Name.KV: (k, v)}, layer)
-    o, lse = memory.home_rows(Name.O)
-    return o.to(q.dtype), lse
+    machine = run(handle, kind, "forward", {Name.Q: (q,), Name.KV: (k, v)}, layer)
+    return machine.output(q.dtype)
 
 
 def _attend_grad(
@@ -96,25 +96,21 @@ def _attend_grad(
     """dq, dk, dv in the dtypes of q, k, v, and dsinks where the layer has sinks."""
     q, k, v, out, lse = saved
     home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, out, lse, do)
-    memory, gradients = run_backward(handle, kind, home, layer)
-    return *qkv_gradients(memory, q, k, v), sink_gradient(layer, gradients)
+    machine = run(handle, kind, "backward", home, layer)
+    return *machine.input_gradients(q.dtype), sink_gradient(layer, machine.gradients)
 
 
 def backward_home(kept: Home, out: Tensor, lse: Tensor, do: Tensor) -> Home:
     """What a backward program is given: what forward `kept` (q, k, v or hidden states), its result, and dO."""
-    return {**kept, Name.O: (out.to(accumulator_dtype(out.dtype)), lse), Name.DO: (do,)}
-
-
-def qkv_gradients(memory: Memory, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a backward program, in the dtypes of q, k, v."""
-    (dq,), (dk, dv) = memory.home_rows(Name.DQ), memory.home_rows(Name.DKV)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return {**kept, Name.O: (out, lse), Name.DO: (do,)}
 
 
 def sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
     """The gradient of the layer's sinks [Hq] in their dtype; None where it has none."""
-    if layer.sinks is None or gradients.sinks is None:
+    if layer.sinks is None:
         return None
+    if gradients.sinks is None:  # a rank without rows
+        return torch.zeros_like(layer.sinks)
     return gradients.sinks.to(layer.sinks.dtype)
 
 
@@ -161,9 +157,8 @@ class PlannedBlock(torch.autograd.Function):
         *params: Tensor,
     ) -> Tensor:
         layer = replace(layer, sinks=sinks, params=())
-        memory = run_forward(handle, kind, {Name.X: (hidden, position_ids)}, layer)
-        o, lse = memory.home_rows(Name.O)
-        out = o.to(hidden.dtype)
+        machine = run(handle, kind, "forward", {Name.X: (hidden, position_ids)}, layer)
+        memory, (out, lse) = machine.memory, machine.output(hidden.dtype)
         # only a plan that keeps projected rows at home has them here
         ctx.kept = tuple((name, len(memory.home[name])) for name in (Name.Q, Name.KV) if name in memory.home)
         rows = [part for name, _ in ctx.kept for part in memory.home[name]]
@@ -180,8 +175,8 @@ class PlannedBlock(torch.autograd.Function):
         rest = iter(rows)
         kept: dict[Name, Parts] = {name: tuple(next(rest) for _ in range(n)) for name, n in ctx.kept}
         home = backward_home({**kept, Name.X: (hidden, position_ids)}, out, lse, do)
-        memory, gradients = run_backward(ctx.handle, ctx.kind, home, layer)
-        (dx,) = memory.home_rows(Name.DX)
+        machine = run(ctx.handle, ctx.kind, "backward", home, layer)
+        (dx,), gradients = machine.memory.home_rows(Name.DX), machine.gradients
         found = iter(gradients.params)
         dparams = [next(found).to(p.dtype) if p.requires_grad else None for p in ctx.params]
         return dx.to(hidden.dtype), None, sink_gradient(layer, gradients), None, None, None, *dparams

@@ -16,25 +16,16 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Machine, Operand, Program, RowOp, Step
-from apportion.backends.torch.kernels import (
-    NEG_INF,
-    Band,
-    Score,
-    accumulator_dtype,
-    attend,
-    attend_grad,
-    merge,
-)
-from apportion.backends.torch.memory import Memory, Parts, View
-from apportion.backends.torch.transport import Communicator, Flight, Tile
+from apportion.backends.torch.arrays import accumulator_dtype
+from apportion.backends.torch.kernels import NEG_INF, PLAIN, Band, Kernel, Score, attend, attend_grad, merge
+from apportion.backends.torch.memory import Arenas, Memory, Parts, View
+from apportion.backends.torch.rounds import Message, Round, Rounds, aligned
+from apportion.backends.torch.transport import Flight, Post, Transport
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import Tensor as Name
 
 #: (hidden [n, E], position_ids [n], query heads, KV heads) -> q [n, Hq', D], k [n, Hk', D], v [n, Hk', Dv]
 Projection = Callable[[Tensor, Tensor, tuple[int, ...], tuple[int, ...]], tuple[Tensor, Tensor, Tensor]]
-
-#: where a tile arrives: its rows, and their memory or, where heads are not evenly spaced, what is copied into it
-Arrival = tuple[View, Parts]
 
 
 @dataclass(frozen=True)
@@ -45,128 +36,96 @@ class Layer:
     sinks: Tensor | None = None  # [Hq] learned logits
     project: Projection | None = None
     params: tuple[Tensor, ...] = ()
+    dlse: Tensor | None = None  # [rows, Hq], gradient of the merged LSE of home rows
 
 
 @dataclass
 class Gradients:
-    """Sums over home rows: of the sinks [Hq], and of the parameters of `project`."""
+    """Sums over home rows: of the sinks [Hq], None without rows, and of the parameters of `project`."""
 
     sinks: Tensor | None = None
     params: list[Tensor] = field(default_factory=list)
 
 
-class TorchMachine(Machine[View]):
-    """One execution of one program on this rank."""
+@dataclass(frozen=True)
+class Loaded:
+    """A rank's program, ready for any number of calls on one device."""
 
-    def __init__(self, program: Program, memory: Memory, layer: Layer, comm: Communicator) -> None:
-        super().__init__(program)
-        self.memory, self._layer, self._comm = memory, layer, comm
-        self._flights: dict[int, tuple[Flight, list[Arrival]]] = {}
-        sinks = layer.sinks
-        self.gradients = Gradients(
-            None if sinks is None else torch.zeros(sinks.shape, dtype=torch.float64, device=sinks.device),
-            [torch.zeros_like(param, dtype=accumulator_dtype(param.dtype)) for param in layer.params],
-        )
+    program: Program
+    rounds: Rounds
+    arenas: Arenas
+
+
+class TorchMachine(Machine[View]):
+    """One execution of one program on this rank: what all engines share, which is rounds and projections.
+
+    An engine is a subclass with the other ops. It takes `inputs` that lie as they come, and gives results.
+    """
+
+    def __init__(self, loaded: Loaded, memory: Memory, layer: Layer, transport: Transport) -> None:
+        super().__init__(loaded.program)
+        self.memory, self._layer, self._transport, self._rounds = memory, layer, transport, loaded.rounds
+        self._flights: dict[int, Flight] = {}
+        wanted = [torch.zeros_like(param, dtype=accumulator_dtype(param.dtype)) for param in layer.params]
+        self.gradients = Gradients(params=wanted)
         self.bind()
 
     def view(self, operand: Operand) -> View:
         return self.memory.view(operand)
 
-    def _read(self, *operands: int) -> Iterator[Parts]:
-        return (self.views[i].read() for i in operands)
+    def output(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """out [rows, Hq, Dv] in a dtype and lse [rows, Hq] of a forward program that has run."""
+        o, lse = self.memory.home_rows(Name.O)
+        return o.to(dtype), lse
+
+    def input_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv in a dtype, of a backward program that has run."""
+        (dq,), (dk, dv) = self.memory.home_rows(Name.DQ), self.memory.home_rows(Name.DKV)
+        # dk and dv lie side by side: results share no memory
+        return dq.to(dtype), *(part.to(dtype, copy=True).contiguous() for part in (dk, dv))
+
+    def close(self) -> None:
+        """Gives work rows and staging back, when all steps have run. Home rows stay."""
+        self._transport.pool.give(self.memory.buffer)
 
     # --- rounds
 
     def launch(self, step: Step) -> None:
-        views = [self.views[t.operand] for t in step.transfers]
-        tiles = [Tile(t.send, t.peer, v.read(), v.wire) for t, v in zip(step.transfers, views, strict=True)]
-        flight = self._comm.launch(step.channel, step.mode, tiles, self.memory.device)
-        arriving = [(view, tile.parts) for view, tile in zip(views, tiles, strict=True) if not tile.send]
-        self._flights[step.round] = flight, arriving
+        found = self._rounds.of_step[step.index]
+        self._pack(step, found)
+        if found.is_dense:
+            staging, sizes = self.memory.staging, dense_sizes(found, self._transport.ranks)
+            flight = self._transport.all_to_all(found.channel, staging[found.out], staging[found.into], sizes)
+        else:
+            flight = self._transport.batch(found.channel, list(self._posts(found)))
+        self._flights[step.round] = flight
+
+    def _posts(self, found: Round) -> Iterator[Post]:
+        for send, messages in ((False, found.receives), (True, found.sends)):
+            for message in messages:
+                yield Post(send, message.peer, self.memory.of_message(message, self.program.operands))
 
     def wait(self, step: Step) -> None:
-        flight, arriving = self._flights.pop(step.round)
-        flight.wait()
-        for view, parts in arriving:
-            view.write(parts)
+        self._flights.pop(step.round).wait()
+        self._unpack(step, self._rounds.of_step[step.index])
 
-    # --- attention
+    def _pack(self, step: Step, found: Round) -> None:
+        """What is staged goes into its messages."""
+        for view, parts in self._tiles(found.sends):
+            _copy(view.read(), parts)
 
-    def attend(self, step: Step) -> None:
-        for task in step.tasks:
-            (q,), (k, v), (o, lse) = self._read(task.q, task.kv, task.o)
-            if task.first:
-                _clear_output(o, lse)
-            attend(q, k, v, o, lse, Band(task.dmin, task.dmax, task.kv_of), self._layer.score)
-            self.views[task.o].write((o, lse))
+    def _unpack(self, step: Step, found: Round) -> None:
+        """What was staged comes out of its messages."""
+        for view, parts in self._tiles(found.receives):
+            view.fill(parts)
 
-    def attend_grad(self, step: Step) -> None:
-        for task in step.grads:
-            (q,), (k, v), (do,), (lse, delta) = self._read(task.q, task.kv, task.do, task.delta)
-            (dq,), (dk, dv) = self._read(task.dq, task.dkv)
-            _clear(((dq,) if task.first_dq else ()) + ((dk, dv) if task.first_dkv else ()))
-            band = Band(task.dmin, task.dmax, task.kv_of)
-            attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, self._layer.score)
-            self.views[task.dq].write((dq,))
-            self.views[task.dkv].write((dk, dv))
-
-    # --- rows
-
-    def delta(self, step: Step) -> None:
-        for row in step.rowops:
-            (do,), (o, lse) = self._read(row.a, row.b)
-            delta = (do.to(o.dtype) * o).sum(-1)
-            self.views[row.c].fill((lse, delta))
-            self._add_sink_gradients(self.views[row.c].operand.heads, lse, delta)
-
-    def _add_sink_gradients(self, heads: tuple[int, ...], lse: Tensor, delta: Tensor) -> None:
-        if self._layer.sinks is None or self.gradients.sinks is None:
-            return
-        index = torch.tensor(heads, device=lse.device)
-        sinks = self._layer.sinks.to(lse.dtype)[index]
-        share = (sinks - lse).exp().masked_fill(lse == NEG_INF, 0.0)
-        self.gradients.sinks[index] -= (share * delta).sum(0, dtype=torch.float64)
-
-    def merge(self, step: Step) -> None:
-        for row in step.rowops:
-            part, whole = self._read(row.a, row.c)
-            if row.first:
-                _copy(part, whole)
-            else:
-                merge(*whole, *part)
-            self.views[row.c].write(whole)
-
-    def add(self, step: Step) -> None:
-        for row in step.rowops:
-            self._accumulate(row.c, self.views[row.a].read(), row.first)
-
-    def _accumulate(self, index: int, parts: Sequence[Tensor], first: bool) -> None:
-        whole = self.views[index].read()
-        for old, new in zip(whole, parts, strict=True):
-            old.copy_(new) if first else old.add_(new)
-        self.views[index].write(whole)
-
-    def copy(self, step: Step) -> None:
-        for row in step.rowops:
-            self.views[row.c].fill(self.views[row.a].read())
-
-    def clear(self, step: Step) -> None:
-        for row in step.rowops:
-            whole = self.views[row.c].read()
-            _clear(whole)
-            if self.views[row.c].operand.tensor == Name.O:
-                _clear_output(*whole)
-            self.views[row.c].write(whole)
-
-    def finish(self, step: Step) -> None:
-        if self._layer.sinks is None:
-            return
-        for row in step.rowops:
-            o, lse = self.views[row.c].read()
-            index = torch.tensor(self.views[row.c].operand.heads, device=o.device)
-            sinks = self._layer.sinks.detach().to(lse.dtype)[index].expand_as(lse)
-            merge(o, lse, torch.zeros_like(o), sinks)
-            self.views[row.c].write((o, lse))
+    def _tiles(self, messages: tuple[Message, ...]) -> Iterator[tuple[View, Parts]]:
+        """The staged tiles: where they are in memory and in their message."""
+        for message in messages:
+            if message.is_staged:
+                places = self.memory.in_message(message, self.program.operands)
+                for (operand, _), parts in zip(message.tiles, places, strict=True):
+                    yield self.views[operand], parts
 
     # --- projection
 
@@ -199,11 +158,116 @@ class TorchMachine(Machine[View]):
             if grad is not None:
                 total += grad
 
+    def _accumulate(self, index: int, parts: Sequence[Tensor], first: bool) -> None:
+        whole = self.views[index].read()
+        for old, new in zip(whole, parts, strict=True):
+            old.copy_(new) if first else old.add_(new)
+        self.views[index].write(whole)
+
     def _projected(self, hidden: Tensor, positions: Tensor, row: RowOp) -> tuple[Tensor, Tensor, Tensor]:
         if self._layer.project is None:
             raise ExecutionError("the plan projects hidden states itself: call planned_attention_block")
         q_heads, kv_heads = (self.views[i].operand.heads if i else () for i in (row.b, row.c))
         return self._layer.project(hidden, positions, q_heads, kv_heads)
+
+
+class TaskMachine(TorchMachine):
+    """Task by task: one kernel call or two for each, and torch's own ops for rows. On CPUs and for comparison."""
+
+    kernel: Kernel | None = None  # that of the device where it takes the numbers, else plain strips
+
+    def _read(self, *operands: int) -> Iterator[Parts]:
+        return (self.views[i].read() for i in operands)
+
+    # --- attention
+
+    def attend(self, step: Step) -> None:
+        for task in step.tasks:
+            (q,), (k, v), (o, lse) = self._read(task.q, task.kv, task.o)
+            if task.first:
+                _clear_output(o, lse)
+            attend(q, k, v, o, lse, Band(task.dmin, task.dmax, task.kv_of), self._layer.score, self.kernel)
+            self.views[task.o].write((o, lse))
+
+    def attend_grad(self, step: Step) -> None:
+        for task in step.grads:
+            (q,), (k, v), (do,), (lse, delta) = self._read(task.q, task.kv, task.do, task.delta)
+            (dq,), (dk, dv) = self._read(task.dq, task.dkv)
+            _clear(((dq,) if task.first_dq else ()) + ((dk, dv) if task.first_dkv else ()))
+            band = Band(task.dmin, task.dmax, task.kv_of)
+            attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, self._layer.score, self.kernel)
+            self.views[task.dq].write((dq,))
+            self.views[task.dkv].write((dk, dv))
+
+    # --- rows
+
+    def delta(self, step: Step) -> None:
+        for row in step.rowops:
+            (do,), (o, lse) = self._read(row.a, row.b)
+            wide = accumulator_dtype(o.dtype)
+            delta = (do.to(wide) * o.to(wide)).sum(-1)
+            self.views[row.c].fill((lse, delta))
+            self._add_sink_gradients(self.views[row.c].operand.heads, lse, delta)
+
+    def _add_sink_gradients(self, heads: tuple[int, ...], lse: Tensor, delta: Tensor) -> None:
+        if self._layer.sinks is None:
+            return
+        if self.gradients.sinks is None:
+            self.gradients.sinks = torch.zeros(len(self._layer.sinks), dtype=torch.float64, device=lse.device)
+        index = torch.tensor(heads, device=lse.device)
+        sinks = self._layer.sinks.to(lse.dtype)[index]
+        share = (sinks - lse).exp().masked_fill(lse == NEG_INF, 0.0)
+        self.gradients.sinks[index] -= (share * delta).sum(0, dtype=torch.float64)
+
+    def merge(self, step: Step) -> None:
+        for row in step.rowops:
+            part, whole = self._read(row.a, row.c)
+            if row.first:
+                _copy(part, whole)
+            else:
+                merge(*whole, *part)
+            self.views[row.c].write(whole)
+
+    def add(self, step: Step) -> None:
+        for row in step.rowops:
+            self._accumulate(row.c, self.views[row.a].read(), row.first)
+
+    def copy(self, step: Step) -> None:
+        for row in step.rowops:
+            self.views[row.c].fill(self.views[row.a].read())
+
+    def clear(self, step: Step) -> None:
+        for row in step.rowops:
+            whole = self.views[row.c].read()
+            _clear(whole)
+            if self.views[row.c].operand.tensor == Name.O:
+                _clear_output(*whole)
+            self.views[row.c].write(whole)
+
+    def finish(self, step: Step) -> None:
+        if self._layer.sinks is None:
+            return
+        for row in step.rowops:
+            o, lse = self.views[row.c].read()
+            index = torch.tensor(self.views[row.c].operand.heads, device=o.device)
+            sinks = self._layer.sinks.detach().to(lse.dtype)[index].expand_as(lse)
+            merge(o, lse, torch.zeros_like(o), sinks)
+            self.views[row.c].write((o, lse))
+
+
+class PlainMachine(TaskMachine):
+    """As TaskMachine, in plain strips: any device, dtype and width."""
+
+    kernel = PLAIN
+
+
+def dense_sizes(found: Round, ranks: int) -> tuple[list[int], list[int]]:
+    """Bytes of a dense round for each rank, and from each."""
+    sizes: tuple[list[int], list[int]] = ([0] * ranks, [0] * ranks)
+    for side, messages in zip(sizes, (found.sends, found.receives), strict=True):
+        for message in messages:
+            side[message.peer] = aligned(message.size)
+    return sizes
 
 
 def _clear(parts: Parts) -> None:

@@ -7,12 +7,15 @@ from functools import cached_property
 from itertools import count
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from apportion.backends.interp import Program, Segments, compile_program
-from apportion.backends.torch.memory import DTYPES
-from apportion.backends.torch.transport import Communicator
+from apportion.backends.torch.arrays import DTYPES
+from apportion.backends.torch.engines import Engine, choose_engine
+from apportion.backends.torch.executor import Loaded
+from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.isa import PHASES
@@ -27,19 +30,24 @@ _numbers = count()
 class PlanHandle:
     """What planned attention is called with: never "the current plan", always this one.
 
-    Holds no buffers: calls have their own, so a handle serves any number of layers and of microbatches in
-    flight. Raises ExecutionError where the slice is not this rank's.
+    communicator: the ranks of the plan, by default all of the job. engine: what computes, one of `engines.ENGINES`, or
+    "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
+    any number of layers and of microbatches in flight. Raises ExecutionError where the slice is not this rank's,
+    UnknownNameError for another engine.
     """
 
-    def __init__(self, piece: Slice, communicator: Communicator | None = None) -> None:
+    def __init__(self, piece: Slice, communicator: Transport | None = None, engine: str = "auto") -> None:
         self.slice = piece
-        self.communicator = communicator if communicator is not None else Communicator()
+        self.communicator = communicator if communicator is not None else Communicator.shared()
+        self.engine = engine
         if (piece.rank, piece.ranks) != (self.communicator.rank, self.communicator.ranks):
             raise ExecutionError(
                 f"a slice of rank {piece.rank} of {piece.ranks} on rank {self.communicator.rank} of "
                 f"{self.communicator.ranks}: give each rank `plan.for_rank(rank)` of a plan for this group"
             )
         self._programs: dict[tuple[str, str], Program] = {}
+        self._engines: dict[torch.device, Engine] = {}
+        self._loaded: dict[tuple[str, str, torch.device, int], Loaded] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
         self.number = torch.tensor(next(_numbers))
@@ -103,6 +111,27 @@ class PlanHandle:
             self._programs[kind, phase] = compile_program(found, self.slice.header)
         return self._programs[kind, phase]
 
+    def engine_on(self, device: torch.device) -> Engine:
+        """The engine that runs there. Raises UnknownNameError, ConfigError where the one that was named cannot."""
+        if device not in self._engines:
+            self._engines[device] = choose_engine(self.engine, self.slice.header, device)
+        return self._engines[device]
+
+    def loaded(self, kind: str, phase: str, device: torch.device, hidden: int = 0) -> Loaded:
+        """A program with all that its calls on a device share, made on first use. hidden: width of X."""
+        key = kind, phase, device, hidden
+        if key not in self._loaded:
+            program, columns = self.program(kind, phase), self.slice.programs[kind, phase]
+            self._loaded[key] = self.engine_on(device).load(columns, program, device, self.rows, hidden)
+        return self._loaded[key]
+
+    def prepare(self, device: torch.device | str) -> PlanHandle:
+        """Loads all programs that attention on q, k and v runs, ahead of the first call; in any thread."""
+        for kind, phase in self._keys():
+            if not self.program(kind, phase).uses_project:
+                self.loaded(kind, phase, torch.device(device))
+        return self
+
     def segments(self, kind: str, phase: str) -> Segments:
         """This rank's program in three segments, cut where all ranks can. A collective the first time."""
         if not self._segments:
@@ -120,9 +149,13 @@ class PlanHandle:
     def agree(self) -> None:
         """Makes sure, once, that all ranks hold this plan. A collective the first time. Raises
         ExecutionError."""
-        if not self._agreed:
-            self.communicator.agree(self.id)
-            self._agreed = True
+        if self._agreed:
+            return
+        channels = max((1 + max(self.program(*key).channels, default=0) for key in self._keys()), default=1)
+        rows = self.communicator.all_gather([channels, *np.frombuffer(self.id, "<i8").tolist()])
+        require_one_plan([np.array(row[1:], "<i8").tobytes() for row in rows])
+        self.communicator.start(max(row[0] for row in rows))
+        self._agreed = True
 
     def _keys(self) -> Sequence[tuple[str, str]]:
         keys = [(kind, phase) for kind in self.kinds for phase in PHASES]

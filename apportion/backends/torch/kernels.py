@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from apportion.backends.torch.arrays import accumulator_dtype
 from apportion.backends.torch.columns import HeadGroup, head_groups, pick, put
 from apportion.backends.torch.cuts import Call, cut_squares, cut_strips, cut_windows
 
@@ -71,11 +72,6 @@ def choose_kernel(q: Tensor, v: Tensor, score: Score) -> Kernel:
     return PLAIN
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @dataclass(frozen=True, slots=True)
 class Band:
     """Where a task attends: dmin <= query row - key row <= dmax."""
@@ -89,10 +85,17 @@ class Band:
 
 
 def attend(
-    q_THD: Tensor, k_SKD: Tensor, v_SKE: Tensor, o_THE: Tensor, lse_TH: Tensor, band: Band, score: Score
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKE: Tensor,
+    o_THE: Tensor,
+    lse_TH: Tensor,
+    band: Band,
+    score: Score,
+    kernel: Kernel | None = None,
 ) -> None:
-    """Merges the task's attention into the accumulators o and lse, in place."""
-    kernel = choose_kernel(q_THD, v_SKE, score)
+    """Merges the task's attention into the accumulators o and lse, in place. kernel: the best one by default."""
+    kernel = choose_kernel(q_THD, v_SKE, score) if kernel is None else kernel
     q_THD, k_SKD, v_SKE = _computed_in(kernel, q_THD, k_SKD, v_SKE)
     calls = band.calls(kernel, q_THD, k_SKD)
     for group in head_groups(band.kv_of):
@@ -117,9 +120,10 @@ def attend_grad(
     dv_SKE: Tensor,
     band: Band,
     score: Score,
+    kernel: Kernel | None = None,
 ) -> None:
-    """Adds the task's gradients into the accumulators dq, dk and dv, in place."""
-    kernel = choose_kernel(q_THD, v_SKE, score)
+    """Adds the task's gradients into the accumulators dq, dk and dv, in place. kernel: as in `attend`."""
+    kernel = choose_kernel(q_THD, v_SKE, score) if kernel is None else kernel
     q_THD, k_SKD, v_SKE, do_THE = _computed_in(kernel, q_THD, k_SKD, v_SKE, do_THE)
     calls = band.calls(kernel, q_THD, k_SKD)
     for group in head_groups(band.kv_of):

@@ -1,4 +1,9 @@
-"""A rank's memory during one call: home rows and work arenas, and operands as views of them."""
+"""A rank's memory during one call: home rows, work arenas and staging, and operands as views of them.
+
+given      home rows that the caller passes in
+fresh      home rows that the call makes: results, which outlive it
+pooled     work arenas and the staging of messages, one buffer a call, used again by the next layer
+"""
 
 from __future__ import annotations
 
@@ -7,32 +12,55 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from apportion.backends.interp import ACCUMULATORS, Arena, Component, Operand, Program, components
+from apportion.backends.interp import Operand, Program
+from apportion.backends.torch.arrays import Array, arrays_of, part_views
 from apportion.backends.torch.columns import Columns, pick, put
-from apportion.backends.torch.kernels import accumulator_dtype
+from apportion.backends.torch.rounds import PAGE, Message, aligned, tile_arrays
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import HEADLESS, KV_SIDE
+from apportion.ir.isa import HEADLESS, Space
 from apportion.ir.isa import Tensor as Name
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
-
 Parts = tuple[Tensor, ...]
+
+
+class Pool:
+    """Buffers of bytes that calls take and give back, so that layers share them. One of a device and stream serves
+    calls one after another, and as many at a time as take one."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.device, int], list[Tensor]] = {}
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """uint8 [size or more], uninitialised: what was given back last, if it is large enough, else a new one instead
+        of it."""
+        free = self._free.setdefault(_stream(device), [])
+        for i in reversed(range(len(free))):
+            if len(free[i]) >= size:
+                return free.pop(i)
+        if free:
+            free.pop()
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Nobody may use the buffer any more, but for work that its stream already has."""
+        self._free.setdefault(_stream(buffer.device), []).append(buffer)
+
+
+def _stream(device: torch.device) -> tuple[torch.device, int]:
+    """Buffers are used again in the order of a stream."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return device, stream
 
 
 class View:
     """Rows and head columns of an operand. `read` gives views of the memory where columns are evenly spaced;
     where they are not, copies, and `write` puts them back after changes in place."""
 
-    __slots__ = ("_columns", "_parts", "_rows", "operand", "wire")
+    __slots__ = ("_columns", "_parts", "_rows", "operand")
 
-    def __init__(self, operand: Operand, arrays: Parts, wire: tuple[torch.dtype, ...]) -> None:
-        self.operand, self.wire = operand, wire
-        self._rows = tuple(array.narrow(0, operand.row, operand.rows) for array in arrays)
+    def __init__(self, operand: Operand, parts: Parts) -> None:
+        self.operand = operand
+        self._rows = tuple(part.narrow(0, operand.row, operand.rows) for part in parts)
         self._columns: Columns | None = None if operand.tensor in HEADLESS else operand.columns
         scattered = isinstance(self._columns, tuple)
         self._parts = None if scattered else self._gather()
@@ -58,62 +86,94 @@ class View:
         self.write(mine)
 
 
-class Memory:
-    """Home rows and work arenas of one call, allocated when it starts and gone when it ends.
+class Arenas:
+    """The work arenas and the staging of a program in one buffer: where each array begins, in bytes."""
 
-    given: home tensors that the caller passes in; other home tensors are made when an operand names them.
-    """
+    def __init__(self, program: Program, staging_bytes: int, hidden: int) -> None:
+        self.header, self.hidden = program.header, hidden
+        self.columns = {arena.tensor: arena.heads for arena in program.arenas}
+        self._rows = {arena.tensor: arena.rows for arena in program.arenas}
+        self._at: dict[Name, list[tuple[int, Array]]] = {}
+        self._staging, self._staging_bytes = 0, staging_bytes
+        size = aligned(staging_bytes, PAGE)
+        for arena in program.arenas:
+            placed = self._at[arena.tensor] = []
+            for array in self.arrays(arena.tensor, Space.WORK):
+                placed.append((size, array))
+                size += aligned(arena.rows * array.row_bytes, PAGE)
+        self.size = size
 
-    def __init__(self, program: Program, rows: int, given: Mapping[Name, Parts], hidden: int = 0) -> None:
-        self._header, self._hidden = program.header, hidden
-        self.dtype = DTYPES[program.header.dtype]
-        self.device = next(iter(given.values()))[0].device
-        self._rows = rows
-        self.home: dict[Name, Parts] = dict(given)
-        self.work = {arena.tensor: self._arena(arena) for arena in program.arenas}
-        self._wire = {
-            name: tuple(self._wire_dtype(name, part) for part in components(name, self._header))
-            for name in Name
-            if name
+    def arrays(self, tensor: Name, space: Space) -> list[Array]:
+        """The arrays of a tensor, at home or in this program's arena."""
+        columns = self.columns.get(tensor) if space == Space.WORK else None
+        return arrays_of(tensor, space, self.header, columns, self.hidden)
+
+    def work(self, buffer: Tensor) -> dict[Name, Parts]:
+        """The arenas in a buffer of `size` bytes."""
+        return {
+            tensor: tuple(_array(buffer, at, array, self._rows[tensor]) for at, array in placed)
+            for tensor, placed in self._at.items()
         }
 
-    def view(self, operand: Operand) -> View:
-        """The operand's rows. Raises ExecutionError where the plan leaves its memory."""
-        arrays = self.home_rows(operand.tensor) if operand.is_home else self.work.get(operand.tensor)
+    def staging(self, buffer: Tensor) -> Tensor:
+        """uint8 [staging bytes]."""
+        return buffer[: self._staging_bytes]
+
+
+def _array(buffer: Tensor, at: int, array: Array, rows: int) -> Tensor:
+    return buffer[at : at + rows * array.row_bytes].view(array.dtype).view(array.shape(rows))
+
+
+class Memory:
+    """Home rows, work arenas and staging of one call. `rows`: home rows; given: home tensors that the caller passes in;
+    others are made when they are asked for."""
+
+    def __init__(self, arenas: Arenas, rows: int, given: Mapping[Name, Parts], buffer: Tensor) -> None:
+        self._arenas, self.rows, self.buffer = arenas, rows, buffer
+        self.device = buffer.device
+        self.home: dict[Name, Parts] = dict(given)
+        self.work = arenas.work(buffer)
+        self.staging = arenas.staging(buffer)
+
+    def arrays(self, operand: Operand) -> Parts:
+        """The arrays that hold an operand. Raises ExecutionError where the plan leaves its memory."""
+        arrays = self.home_arrays(operand.tensor) if operand.is_home else self.work.get(operand.tensor)
         if arrays is None or operand.row + operand.rows > len(arrays[0]):
             raise ExecutionError(f"{operand} leaves this rank's rows: the plan was not verified")
-        return View(operand, arrays, self._wire[operand.tensor])
+        return arrays
 
-    def home_rows(self, tensor: Name) -> Parts:
+    def view(self, operand: Operand) -> View:
+        """The operand's rows, part by part."""
+        specs = self._arenas.arrays(operand.tensor, operand.space)
+        return View(operand, part_views(self.arrays(operand), specs))
+
+    def home_arrays(self, tensor: Name) -> Parts:
         """[rows, …] of a home tensor."""
         if tensor not in self.home:
-            heads = self._header.kv_heads if tensor in KV_SIDE else self._header.q_heads
-            self.home[tensor] = self._empty(tensor, self._rows, heads)
+            # uninitialised: a verified plan reads no row before it is written
+            specs = self._arenas.arrays(tensor, Space.HOME)
+            self.home[tensor] = tuple(
+                torch.empty(spec.shape(self.rows), dtype=spec.dtype, device=self.device) for spec in specs
+            )
         return self.home[tensor]
 
-    def _arena(self, arena: Arena) -> Parts:
-        return self._empty(arena.tensor, arena.rows, arena.heads)
+    def home_rows(self, tensor: Name) -> Parts:
+        """The parts of a home tensor, [rows, …] each."""
+        return part_views(self.home_arrays(tensor), self._arenas.arrays(tensor, Space.HOME))
 
-    def _empty(self, tensor: Name, rows: int, heads: int) -> Parts:
-        # uninitialised: a verified plan reads no row before it is written
-        lead = (rows,) if tensor in HEADLESS else (rows, heads)
-        return tuple(
-            torch.empty(
-                (*lead, part.width) if part.width else lead,
-                dtype=self._dtype(tensor, part),
-                device=self.device,
-            )
-            for part in components(tensor, self._header, self._hidden)
-        )
+    def in_message(self, message: Message, operands: Sequence[Operand]) -> list[Parts]:
+        """The parts of each tile of a staged message."""
+        return [self._in_message(message.at + at, operands[index]) for index, at in message.tiles]
 
-    def _dtype(self, tensor: Name, part: Component) -> torch.dtype:
-        # Merging rounds an LSE each time, and backward turns that into a relative error of the whole row: in
-        # float64 the error of 10 merges is that of one. It travels and is handed to kernels in the
-        # accumulator's dtype.
-        is_merged = tensor == Name.O and part.name == "lse"
-        return torch.float64 if is_merged else self._wire_dtype(tensor, part)
+    def _in_message(self, start: int, operand: Operand) -> Parts:
+        found = list(tile_arrays(operand, self._arenas.header, self._arenas.hidden))
+        arrays = [_array(self.staging, start + at, array, operand.rows) for at, array in found]
+        return part_views(arrays, [array for _, array in found])
 
-    def _wire_dtype(self, tensor: Name, part: Component) -> torch.dtype:
-        if part.integer:
-            return torch.int64
-        return accumulator_dtype(self.dtype) if tensor in ACCUMULATORS else self.dtype
+    def of_message(self, message: Message, operands: Sequence[Operand]) -> Tensor:
+        """The bytes of a message: in the staging arena, or where its tiles lie side by side."""
+        if message.is_staged:
+            return self.staging[message.at : message.at + message.size]
+        first, last = (operands[message.tiles[i][0]] for i in (0, -1))
+        (array,) = self.arrays(last)
+        return array[first.row : last.row + last.rows].flatten().view(torch.uint8)

@@ -26,7 +26,6 @@ from apportion.backends.torch.autograd import (
     backward_home,
     check_qkv,
     prepare,
-    qkv_gradients,
     sink_gradient,
 )
 from apportion.backends.torch.executor import Layer, Projection
@@ -60,6 +59,15 @@ class Call:
 
     def collect(self) -> None:
         self._machine.execute(self._segments.collect)
+        self._machine.close()
+
+    def output(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """out and lse of a forward call that has collected."""
+        return self._machine.output(dtype)
+
+    def input_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of a backward call that has collected."""
+        return self._machine.input_gradients(dtype)
 
     def turns(self) -> Iterator[None]:
         """All three, with the other half's turn after each of the first two."""
@@ -112,12 +120,6 @@ def qkv_home(handle: PlanHandle, qkv: Sequence[Tensor]) -> dict[Name, Parts]:
     return {Name.Q: (q,), Name.KV: (k, v)}
 
 
-def result(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out and lse of a forward call that has collected."""
-    o, lse = call.memory.home_rows(Name.O)
-    return o.to(dtype), lse
-
-
 class PairedAttention(torch.autograd.Function):
     """(q, k, v) of both halves -> out of both."""
 
@@ -134,7 +136,7 @@ class PairedAttention(torch.autograd.Function):
         homes = [qkv_home(handle, part) for handle, part in zip(handles, parts, strict=True)]
         calls = [Call(h, kind, "forward", home, layer) for h, home in zip(handles, homes, strict=True)]
         take_turns(call.turns() for call in calls)
-        results = [result(call, qkv[0].dtype) for call in calls]
+        results = [call.output(qkv[0].dtype) for call in calls]
         ctx.save_for_backward(sinks, *parts[0], *results[0], *parts[1], *results[1])
         ctx.handles, ctx.kind, ctx.score = handles, kind, score
         return tuple(out for out, _ in results)
@@ -152,7 +154,7 @@ class PairedAttention(torch.autograd.Function):
             Call(h, ctx.kind, "backward", home, layer) for h, home in zip(ctx.handles, homes, strict=True)
         ]
         take_turns(call.turns() for call in calls)
-        grads = [qkv_gradients(c.memory, *half[:3]) for c, half in zip(calls, kept, strict=True)]
+        grads = [call.input_gradients(half.q.dtype) for call, half in zip(calls, kept, strict=True)]
         return None, None, None, _total(call.sink_gradient for call in calls), *grads[0], *grads[1]
 
 
@@ -232,7 +234,7 @@ def forward_turns(
         given: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, qkv)
         call = Call(handle, piece.kind, "forward", given, piece.layer(projects))
         yield from call.turns()
-        out, lse = result(call, x.dtype if projects else qkv[0].dtype)
+        out, lse = call.output(x.dtype if projects else qkv[0].dtype)
         y = _after(piece, x, out.requires_grad_(keep), keep)
         hidden[0] = y.detach()
         if kept is not None:
@@ -276,8 +278,7 @@ def backward_turns(
 def _pull_before(call: Call, half: Kept, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Gradients of x and of the params, of what came before attention."""
     if half.qkv:
-        q, k, v = half.qkv
-        return _pull(half.qkv, qkv_gradients(call.memory, q, k, v), (half.x, *wanted))
+        return _pull(half.qkv, call.input_gradients(half.qkv[0].dtype), (half.x, *wanted))
     (dx,) = call.memory.home_rows(Name.DX)
     grads = zip(call.param_gradients, wanted, strict=True)
     return dx.to(half.x.dtype), *(grad.to(param.dtype) for grad, param in grads)

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apportion.backends.torch.kernels import Band, Score, accumulator_dtype, attend, attend_grad
+from apportion.backends.torch.arrays import accumulator_dtype
+from apportion.backends.torch.kernels import Band, Score, attend, attend_grad
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ExecutionError

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.transport import Tile
+from apportion.backends.torch.transport import Post
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.isa import P2P
 from apportion.ir.plan import Move
 
 
@@ -75,12 +74,12 @@ def _moved(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
         raise ExecutionError(f"this rank holds {given} rows of layout {source}, got {len(x)}")
     x, out = x.contiguous(), x.new_empty(wanted, *x.shape[1:])
     rows, rank = _rows(move, inverse), handle.communicator.rank
-    tiles = [
-        Tile(r.send, r.peer, ((x if r.send else out)[r.row : r.row + r.rows],), (x.dtype,))
+    posts = [
+        Post(r.send, r.peer, (x if r.send else out)[r.row : r.row + r.rows].view(-1).view(torch.uint8))
         for r in rows
         if r.peer != rank
     ]
-    flight = handle.communicator.launch(0, P2P, tiles, x.device)
+    flight = handle.communicator.batch(0, posts)
     own = [[r for r in rows if r.peer == rank and r.send == send] for send in (True, False)]
     for a, b in zip(*own, strict=True):
         out[b.row : b.row + b.rows] = x[a.row : a.row + a.rows]

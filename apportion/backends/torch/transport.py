@@ -1,18 +1,17 @@
 """Rounds over torch.distributed: the same code for gloo and NCCL.
 
-A sparse round is one `batch_isend_irecv` among the ranks that take part; a dense one is one
-`all_to_all_single` of bytes that every rank enters. Tiles go from and into contiguous rows without a copy;
-other tiles are staged in contiguous buffers, on arrival until `wait`.
+A sparse round is one batch of sends and receives among the ranks that take part; a dense one is one all-to-all of bytes
+that every rank enters. A transport sees bytes: what they hold, and where, is the executor's business.
 
-A channel is a process group. Every rank launches its rounds in rising order over all channels together, so
-one group is enough for correctness, and on gloo for speed; on NCCL, rounds overlap where their channels are
-different groups.
+A channel is a process group, and on NCCL a stream: rounds of two channels overlap, as in the simulator. Every rank
+launches its rounds in rising order over all channels together, so one group is enough for correctness.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -20,118 +19,175 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import ALL_TO_ALL
-
-# Parts of a dense round start at multiples of this in the byte buffer, so that any dtype can view them.
-ALIGNMENT = 16
+from apportion.backends.torch.memory import Pool
+from apportion.ir.errors import ConfigError, ExecutionError
 
 
-class Tile(NamedTuple):
-    """One transfer: the parts of a tile (k then v, o then lse, …) in this rank's memory, views or not."""
+class Post(NamedTuple):
+    """One message: bytes that a peer gets or sends, uint8 [n]."""
 
     send: bool
     peer: int
-    parts: tuple[Tensor, ...]
-    dtypes: tuple[torch.dtype, ...]  # of each part on the wire
+    data: Tensor
 
 
-@dataclass
-class Flight:
-    """A round under way: what to wait for, buffers to keep alive, and staged arrivals with their
-    destination."""
+class Flight(ABC):
+    """A round under way."""
 
-    works: list[Any] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
-    arrivals: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
+    @abstractmethod
     def wait(self) -> None:
-        """Completes the round: arrivals are in their rows, sent rows may be overwritten."""
-        for work in self.works:
-            work.wait()
-        for rows, buffer in self.arrivals:
-            rows.copy_(buffer)
+        """The round is complete: what arrives is there, what was sent may be overwritten. On a GPU the current stream
+        waits, and not the host."""
 
 
-class Communicator:
-    """The ranks that execute plans together: rank r of a plan is rank r of the groups.
+class Transport(ABC):
+    """How bytes get from rank to rank. An implementation is held to the conformance tests of the backend.
 
-    groups: process groups of the same ranks in the same order; channel c uses `groups[c % len(groups)]`. None
-    given: the default group, or a single rank where torch.distributed is not initialised. Any number of plans
-    share one.
+    rank, ranks: this one and their number. pool: buffers that calls share, as many as are under way at a time.
     """
 
-    def __init__(self, *groups: Any) -> None:
+    rank: int
+    ranks: int
+    pool: Pool
+
+    @abstractmethod
+    def start(self, channels: int) -> None:
+        """Makes channels 0 to channels - 1 ready, a collective: no round may be the first thing that a group does."""
+
+    @abstractmethod
+    def batch(self, channel: int, posts: Sequence[Post]) -> Flight:
+        """Starts sends and receives; those between two ranks meet in their order. Ranks without any take no part."""
+
+    @abstractmethod
+    def all_to_all(
+        self, channel: int, sent: Tensor, received: Tensor, sizes: tuple[list[int], list[int]]
+    ) -> Flight:
+        """Starts an exchange that every rank enters. sizes: bytes for each peer, and from each."""
+
+    @abstractmethod
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, equally many, a collective among hosts."""
+
+
+class Works(Flight):
+    """What torch.distributed returned."""
+
+    def __init__(self, works: Sequence[Any], kept: Sequence[Tensor]) -> None:
+        self._works, self._kept = works, kept
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Alone(Flight):
+    """Of a single rank: there is nothing to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+class Communicator(Transport):
+    """The ranks that execute plans together: rank r of a plan is rank r of the groups.
+
+    groups: process groups of the same ranks in the same order; channel c uses `groups[c % len(groups)]`. hosts: a group
+    that moves CPU tensors, for agreements; needed where `groups` move only the GPU's. None given: all ranks of the job,
+    on as many groups as their plans have channels, or a single rank where torch.distributed is not initialised. Any
+    number of plans share one.
+    """
+
+    def __init__(self, *groups: Any, hosts: Any = None) -> None:
+        self._grows = not groups
         if not groups and dist.is_initialized():
             groups = (dist.group.WORLD,)
-        self._groups = groups
-        self.ranks: int = dist.get_world_size(groups[0]) if groups else 1
-        self.rank: int = dist.get_rank(groups[0]) if groups else 0
+        self._groups, self._hosts = list(groups), hosts
+        self.pool = Pool()
+        self.ranks = dist.get_world_size(groups[0]) if groups else 1
+        self.rank = dist.get_rank(groups[0]) if groups else 0
         self._global: list[int] = dist.get_process_group_ranks(groups[0]) if groups else [0]
+        self._started = 0
 
     @staticmethod
-    def with_channels(count: int) -> Communicator:
-        """All ranks of the job, on `count` groups: the default one and new ones. Every rank calls it."""
-        return Communicator(dist.group.WORLD, *(dist.new_group() for _ in range(count - 1)))
+    def shared() -> Communicator:
+        """All ranks of the job: one a process, so that plans share its groups and buffers."""
+        return _communicator(dist.group.WORLD if dist.is_initialized() else None)
 
     @property
     def device(self) -> torch.device:
-        """Where the group's collectives want tensors."""
-        nccl = bool(self._groups) and dist.get_backend(self._groups[0]) == dist.Backend.NCCL
+        """Where the groups' collectives want tensors."""
+        nccl = bool(self._groups) and _serves(self._groups[0], "nccl")
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
-    def agree(self, plan_id: bytes) -> None:
-        """Compares the plan's id on all ranks, a collective. Raises ExecutionError on every rank where ids differ."""
-        require_one_plan([bytes(row) for row in self.all_gather(list(plan_id), torch.uint8)])
+    def start(self, channels: int) -> None:
+        if self.ranks == 1:
+            return
+        while self._grows and len(self._groups) < channels:
+            self._groups.append(dist.new_group(pg_options=_options(self._groups[0])))
+        for group in self._groups[self._started : channels]:
+            if _serves(group, "nccl"):  # a batch of some ranks only must not be what starts it
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            self._started += 1
 
-    def all_gather(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
-        """The numbers of every rank, equally many, a collective."""
+    def batch(self, channel: int, posts: Sequence[Post]) -> Flight:
+        if self.ranks == 1 or not posts:
+            return Alone()
+        group = self._group(channel)
+        ops = [
+            dist.P2POp(dist.isend if send else dist.irecv, data, self._global[peer], group)
+            for send, peer, data in posts
+        ]
+        return Works(dist.batch_isend_irecv(ops), [post.data for post in posts])
+
+    def all_to_all(
+        self, channel: int, sent: Tensor, received: Tensor, sizes: tuple[list[int], list[int]]
+    ) -> Flight:
+        if self.ranks == 1:
+            return Alone()
+        work = dist.all_to_all_single(
+            received, sent, sizes[1], sizes[0], group=self._group(channel), async_op=True
+        )
+        return Works([work], [sent, received])
+
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         if self.ranks == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=dtype).to(self.device)
+        mine = torch.tensor(numbers, dtype=torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(everyone, mine, group=self._groups[0])
+        dist.all_gather(everyone, mine, group=self._host_group())
         return [row.tolist() for row in everyone]
 
-    def launch(self, channel: int, mode: int, tiles: Sequence[Tile], device: torch.device) -> Flight:
-        """Starts the round's transfers on this rank. Tensors must stay as they are until `Flight.wait`."""
-        if self.ranks == 1:
-            return Flight()
-        group = self._groups[channel % len(self._groups)]
-        if mode == ALL_TO_ALL:
-            return self._all_to_all(group, tiles, device)
-        return self._point_to_point(group, tiles)
+    def _group(self, channel: int) -> Any:
+        return self._groups[channel % len(self._groups)]
 
-    def _point_to_point(self, group: Any, tiles: Sequence[Tile]) -> Flight:
-        flight = Flight()
-        ops = [
-            self._op(group, tile, part, dtype, flight)
-            for tile in tiles
-            for part, dtype in zip(tile.parts, tile.dtypes, strict=True)
-        ]
-        flight.works = dist.batch_isend_irecv(ops) if ops else []
-        return flight
+    def _host_group(self) -> Any:
+        """A group whose collectives wait for no GPU. Raises ConfigError where none was given."""
+        if self._hosts is None and _serves(self._groups[0], "gloo"):
+            self._hosts = self._groups[0]
+        if self._hosts is None and self._grows:
+            self._hosts = dist.new_group(backend="gloo")
+        if self._hosts is None:
+            raise ConfigError(
+                "hosts", None, "the groups move tensors of GPUs alone", "give a gloo group of the same ranks"
+            )
+        return self._hosts
 
-    def _op(self, group: Any, tile: Tile, part: Tensor, dtype: torch.dtype, flight: Flight) -> Any:
-        peer = self._global[tile.peer]
-        if tile.send:
-            flight.kept.append(part.to(dtype).contiguous())
-            return dist.P2POp(dist.isend, flight.kept[-1], peer, group)
-        if part.is_contiguous() and part.dtype == dtype:
-            return dist.P2POp(dist.irecv, part, peer, group)
-        buffer = torch.empty(part.shape, dtype=dtype, device=part.device)
-        flight.arrivals.append((part, buffer))
-        return dist.P2POp(dist.irecv, buffer, peer, group)
 
-    def _all_to_all(self, group: Any, tiles: Sequence[Tile], device: torch.device) -> Flight:
-        out, into = (_sorted_by_peer(tiles, send) for send in (True, False))
-        sizes_out, sizes_in = _bytes_of_peers(out, self.ranks), _bytes_of_peers(into, self.ranks)
-        sent = torch.zeros(sum(sizes_out), dtype=torch.uint8, device=device)
-        received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
-        for part, place in _places(out, sent):
-            place.copy_(part)
-        work = dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=group, async_op=True)
-        return Flight([work], [sent], list(_places(into, received)))
+@lru_cache(maxsize=1)
+def _communicator(world: Any) -> Communicator:
+    """Of a world: another one after torch.distributed was initialised anew."""
+    return Communicator()
+
+
+def _serves(group: Any, backend: str) -> bool:
+    """Whether a group has that backend, alone or for one kind of device."""
+    return backend in str(dist.distributed_c10d.get_backend_config(group))
+
+
+def _options(like: Any) -> Any:
+    """Streams of NCCL come before those of computation."""
+    if not _serves(like, "nccl"):
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def require_one_plan(ids: Sequence[bytes]) -> None:
@@ -144,30 +200,3 @@ def require_one_plan(ids: Sequence[bytes]) -> None:
         for name, rows in groupby(by_id, key=lambda row: row[0])
     )
     raise ExecutionError(f"ranks hold different plans: {held}. Give every rank its slice of the same plan")
-
-
-def _sorted_by_peer(tiles: Sequence[Tile], send: bool) -> list[Tile]:
-    """Stable: a pair's tiles keep their order on both sides."""
-    return sorted((tile for tile in tiles if tile.send == send), key=lambda tile: tile.peer)
-
-
-def _aligned_bytes(part: Tensor, dtype: torch.dtype) -> int:
-    return -(-part.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
-def _bytes_of_peers(tiles: list[Tile], ranks: int) -> list[int]:
-    sizes = [0] * ranks
-    for tile in tiles:
-        sizes[tile.peer] += sum(map(_aligned_bytes, tile.parts, tile.dtypes))
-    return sizes
-
-
-def _places(tiles: list[Tile], buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Each part with its place in a byte buffer, viewed with its dtype on the wire and its shape."""
-    pairs, start = [], 0
-    for tile in tiles:
-        for part, dtype in zip(tile.parts, tile.dtypes, strict=True):
-            place = buffer[start : start + part.numel() * dtype.itemsize]
-            pairs.append((part, place.view(dtype).view(part.shape)))
-            start += _aligned_bytes(part, dtype)
-    return pairs

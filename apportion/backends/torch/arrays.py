@@ -1,0 +1,89 @@
+"""How a rank's tensors lie in memory: one array for each part, or one for parts that travel side by side.
+
+work arenas    Q [rows, columns, D]     KV [rows, columns, D + Dv]: k beside v     O: o [rows, columns, Dv], lse
+home rows      the same with all heads; but k and v are two arrays, as the caller passes them in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from apportion.backends.interp import ACCUMULATORS, Component, components
+from apportion.ir.isa import HEADLESS, KV_SIDE, Space
+from apportion.ir.isa import Tensor as Name
+from apportion.ir.messages import FUSED
+from apportion.ir.plan import Header
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+)
+
+
+class Array(NamedTuple):
+    """One array [rows, columns, width] of a tensor; a columns or a width of 0 is no dimension. parts: the widths of the
+    parts that lie side by side in it."""
+
+    dtype: torch.dtype
+    columns: int
+    width: int
+    parts: tuple[int, ...]
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        return (rows, *(size for size in (self.columns, self.width) if size))
+
+    @property
+    def row_bytes(self) -> int:
+        return max(self.columns, 1) * max(self.width, 1) * self.dtype.itemsize
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def arrays_of(
+    tensor: Name, space: Space, header: Header, columns: int | None = None, hidden: int = 0
+) -> list[Array]:
+    """The arrays of a tensor. columns: head columns of a work arena (all heads by default); hidden: width of X, dX."""
+    if tensor in HEADLESS:
+        columns = 0
+    elif columns is None:
+        columns = header.kv_heads if tensor in KV_SIDE else header.q_heads
+    parts = components(tensor, header, hidden)
+    if tensor in FUSED and (tensor, space) != (Name.KV, Space.HOME):
+        widths = tuple(part.width for part in parts)
+        return [
+            Array(_dtype(tensor, parts[0], header), columns, sum(max(width, 1) for width in widths), widths)
+        ]
+    return [Array(_dtype(tensor, part, header), columns, part.width, (part.width,)) for part in parts]
+
+
+def _dtype(tensor: Name, part: Component, header: Header) -> torch.dtype:
+    # Merging rounds an LSE each time, and backward turns that into a relative error of the whole row: in float64 the
+    # error of 10 merges is that of one. It travels and is handed to kernels in the accumulator's dtype.
+    if tensor == Name.O and part.name == "lse":
+        return torch.float64
+    return wire_dtype(tensor, part, DTYPES[header.dtype])
+
+
+def wire_dtype(tensor: Name, part: Component, model: torch.dtype) -> torch.dtype:
+    """The dtype of a part in a message."""
+    if part.integer:
+        return torch.int64
+    return accumulator_dtype(model) if tensor in ACCUMULATORS else model
+
+
+def part_views(arrays: Iterable[torch.Tensor], specs: Iterable[Array]) -> tuple[torch.Tensor, ...]:
+    """Every part as a tensor of its own: k and v where they lie side by side."""
+    return tuple(part for array, spec in zip(arrays, specs, strict=True) for part in _split(array, spec))
+
+
+def _split(array: torch.Tensor, spec: Array) -> tuple[torch.Tensor, ...]:
+    if len(spec.parts) == 1:
+        return (array,)
+    views = torch.split(array, [max(width, 1) for width in spec.parts], -1)
+    return tuple(view if width else view.squeeze(-1) for view, width in zip(views, spec.parts, strict=True))

@@ -1,0 +1,96 @@
+"""Engines: who computes an instruction. Each is held to the conformance tests of the backend.
+
+    stage   one Triton launch an instruction over work lists made once a plan        CUDA; float16, bfloat16, float32
+    flash   torch's flash attention, a call or a few for each task, torch's ops for rows      any device
+    plain   matrix products in strips, everything else as flash                               any device
+
+A new one is a machine in a file of its own and a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from apportion.backends.interp import Program
+from apportion.backends.torch.executor import Loaded, PlainMachine, TaskMachine, TorchMachine
+from apportion.backends.torch.memory import Arenas
+from apportion.backends.torch.rounds import find_rounds
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import choice
+from apportion.ir.plan import Header, ProgramSet
+
+
+class Engine(Protocol):
+    """What a call needs of an engine."""
+
+    @property
+    def machine(self) -> type[TorchMachine]:
+        """Executes a call."""
+
+    def obstacle(self, header: Header, device: torch.device) -> str | None:
+        """Why it does not serve plans of this header on a device."""
+
+    def load(
+        self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
+    ) -> Loaded:
+        """What all calls of one rank's program share."""
+
+
+@dataclass(frozen=True)
+class TaskEngine:
+    """An engine that computes task by task."""
+
+    machine: type[TorchMachine]
+
+    def obstacle(self, header: Header, device: torch.device) -> str | None:
+        return None
+
+    def load(
+        self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
+    ) -> Loaded:
+        rounds = find_rounds(columns, program, hidden)
+        return Loaded(program, rounds, Arenas(program, rounds.staging_bytes, hidden))
+
+
+@dataclass(frozen=True)
+class StageEngine:
+    """Imported when it is asked for: it needs Triton."""
+
+    @property
+    def machine(self) -> type[TorchMachine]:
+        from apportion.backends.torch.stage.machine import StageMachine
+
+        return StageMachine
+
+    def obstacle(self, header: Header, device: torch.device) -> str | None:
+        from apportion.backends.torch.stage import obstacle
+
+        return obstacle(header, device)
+
+    def load(
+        self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
+    ) -> Loaded:
+        from apportion.backends.torch.stage.program import load
+
+        return load(columns, program, device, rows, hidden)
+
+
+#: in the order of preference
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {"stage": StageEngine(), "flash": TaskEngine(TaskMachine), "plain": TaskEngine(PlainMachine)}
+)
+
+
+def choose_engine(name: str, header: Header, device: torch.device) -> Engine:
+    """The engine of that name, or with `auto` the first that serves. Raises UnknownNameError, ConfigError."""
+    if choice("engine", name, ("auto", *ENGINES)) == "auto":
+        return next(engine for engine in ENGINES.values() if engine.obstacle(header, device) is None)
+    obstacle = ENGINES[name].obstacle(header, device)
+    if obstacle is not None:
+        raise ConfigError("engine", name, obstacle, 'take engine="auto" or "flash"')
+    return ENGINES[name]

@@ -1,0 +1,31 @@
+"""One launch an instruction: kernels over work lists that are made once a plan, in Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from apportion.ir.plan import Header
+
+#: compute capability that the kernels need: bfloat16 and asynchronous copies
+LEAST = (8, 0)
+
+
+def obstacle(header: Header, device: torch.device) -> str | None:
+    """Why these kernels do not serve plans of this header on a device; None where they do."""
+    if header.dtype == "fp64":
+        return "the stage kernels compute in float16, bfloat16 and float32"
+    if importlib.util.find_spec("triton") is None:
+        return "the stage kernels need Triton: pip install 'apportion[triton]'"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        return (
+            None
+            if found >= LEAST
+            else f"the stage kernels need a GPU of capability 8.0, and this has {found}"
+        )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"the stage kernels run on GPUs, and this is {device.type} (TRITON_INTERPRET=1 interprets them, slowly)"

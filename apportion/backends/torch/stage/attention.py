@@ -1,0 +1,459 @@
+"""Attention of one instruction in Triton: `attend` is one launch, `attend_grad` is two (`dq`, `dkdv`).
+
+Work lists say what each kernel program does (see `worklists`). A program owns the accumulator rows of one tile and head:
+it walks over the tile's entries with running sums in registers, then merges them once into the rows. There is one
+writer for each row and no atomics, so the same plan gives the same bits.
+
+Shape suffixes: M owner rows, N walked rows, D width of Q and K, E width of V. A width is one or two powers of two side
+by side (96 = 64 + 32), so a tile of rows is a tuple of one or two parts. Home rows and work rows have bases of their own.
+"""
+
+# Triton reads these functions' source: they are no ordinary Python, and have no types but those of their arguments.
+# ruff: noqa: N803, N806
+
+import triton
+import triton.language as tl
+
+TILE = tl.constexpr(10)  # as in `worklists`
+ENTRY = tl.constexpr(12)
+LANE = tl.constexpr(4)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+# --- rows in one or two parts
+
+
+@triton.jit
+def _part(at, rows, width, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr):
+    """[rows, SIZE] of columns FIRST + [0, SIZE); zero beyond WIDTH, and where `rows` is false."""
+    columns = FIRST + tl.arange(0, SIZE)[None, :]
+    if FIRST + SIZE > WIDTH:
+        part = tl.load(at + columns, mask=rows & (columns < WIDTH), other=0.0)
+    elif MASK:
+        part = tl.load(at + columns, mask=rows, other=0.0)
+    else:
+        part = tl.load(at + columns)
+    return part
+
+
+@triton.jit
+def _load(at, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASK: tl.constexpr):
+    """The parts of rows that begin at `at` [n, 1]."""
+    if B:
+        parts = (_part(at, rows, WIDTH, 0, A, WIDTH, MASK), _part(at, rows, WIDTH, A, B, WIDTH, MASK))
+    else:
+        parts = (_part(at, rows, WIDTH, 0, A, WIDTH, MASK),)
+    return parts
+
+
+@triton.jit
+def _zeros(N: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    if B:
+        parts = (tl.zeros([N, A], tl.float32), tl.zeros([N, B], tl.float32))
+    else:
+        parts = (tl.zeros([N, A], tl.float32),)
+    return parts
+
+
+@triton.jit
+def _dot_t(a, b, B: tl.constexpr, PRECISION: tl.constexpr):
+    """a b^T, [M, N], summed over the parts."""
+    product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    if B:
+        product = tl.dot(a[1], tl.trans(b[1]), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def _add_dot(sums, p, rows, B: tl.constexpr, PRECISION: tl.constexpr):
+    """sums + p rows, part by part."""
+    if B:
+        result = (
+            tl.dot(p, rows[0], sums[0], input_precision=PRECISION),
+            tl.dot(p, rows[1], sums[1], input_precision=PRECISION),
+        )
+    else:
+        result = (tl.dot(p, rows[0], sums[0], input_precision=PRECISION),)
+    return result
+
+
+@triton.jit
+def _scaled(sums, factor, B: tl.constexpr):
+    """Each row times its factor [n]."""
+    if B:
+        result = (sums[0] * factor[:, None], sums[1] * factor[:, None])
+    else:
+        result = (sums[0] * factor[:, None],)
+    return result
+
+
+@triton.jit
+def _merge_part(
+    at, live, old, new, fresh, part, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
+):
+    """rows = rows * old + part * new, of float32 rows at `at` [n, 1]; fresh rows are not read."""
+    columns = FIRST + tl.arange(0, SIZE)[None, :]
+    inside = live & (columns < WIDTH)
+    rows = tl.load(at + columns, mask=inside & (fresh == 0), other=0.0)
+    tl.debug_barrier()  # every thread has read what one of them overwrites
+    tl.store(at + columns, rows * old + part * new, mask=inside)
+
+
+@triton.jit
+def _merge(at, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    _merge_part(at, live, old, new, fresh, sums[0], 0, A, WIDTH)
+    if B:
+        _merge_part(at, live, old, new, fresh, sums[1], A, B, WIDTH)
+
+
+@triton.jit
+def _tanh(x):
+    """Series where exp would cancel."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    series = 62.0 / 2835
+    series = series * square - 17.0 / 315
+    series = series * square + 2.0 / 15
+    series = series * square - 1.0 / 3
+    near = x * (series * square + 1.0)
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _logits(products, scale, cap, CAP: tl.constexpr):
+    """(scores in units of log2(e), tanh) of raw products."""
+    if CAP:
+        tanh = _tanh(products * (scale / cap))
+        logits = tanh * (cap * LOG2E)
+    else:
+        tanh = products
+        logits = products * (scale * LOG2E)
+    return logits, tanh
+
+
+@triton.jit
+def _seen(owner, walked, dmin, dmax, from_, to, stop):
+    """[M, N]: the entry's pairs, of owner rows [M, 1] and walked rows [1, N]."""
+    offset = owner - walked
+    return (offset >= dmin) & (offset <= dmax) & (walked < stop) & (owner >= from_) & (owner < to)
+
+
+# --- forward
+
+
+@triton.jit
+def _attend_rows(
+    sums, top, total, q, k_at, v_at, k_row, v_row, start, stop, rows, dmin, dmax, from_, to, scale, cap,
+    MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
+    E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys [start, stop); top and total: the largest logit and the sum of each row."""
+    step = tl.arange(0, N)
+    k_at += start.to(tl.int64) * k_row
+    v_at += start.to(tl.int64) * v_row
+    for j in tl.range(start, stop, N):
+        keys = j + step
+        inside = (keys < stop)[:, None]
+        k = _load(k_at + (step * k_row)[:, None], inside, D, DA, DB, MASK)
+        logits, _ = _logits(_dot_t(q, k, DB, PRECISION), scale, cap, CAP)
+        if MASK:
+            logits = tl.where(
+                _seen(rows[:, None], keys[None, :], dmin, dmax, from_, to, stop), logits, NEG_INF
+            )
+        higher = tl.maximum(top, tl.max(logits, 1))
+        base = tl.where(higher == NEG_INF, 0.0, higher) if MASK else higher
+        p = tl.exp2(logits - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        v = _load(v_at + (step * v_row)[:, None], inside, E, EA, EB, MASK)
+        sums = _add_dot(_scaled(sums, shrink, EB), p.to(v[0].dtype), v, EB, PRECISION)
+        top = higher
+        k_at += N * k_row
+        v_at += N * v_row
+    return sums, top, total
+
+
+@triton.jit
+def attend(
+    tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, o_home, o_work, lse_home, lse_work,
+    first_tile, lanes, q_heads, kv_heads, q_columns, kv_columns, o_columns, scale, cap,
+    CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
+    E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O rows of a tile and head, merged with what the tile's queries see in its entries.
+
+    q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV hold k beside v. o float32, lse float64.
+    """
+    tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
+    lane = tl.program_id(0) % lanes
+    if lane >= tl.load(tile + 5):
+        return
+    row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
+    columns = heads + tl.load(tile + 6) + lane * LANE
+    rows = row0 + tl.arange(0, M)
+    live = rows < row1
+    fresh = flags & 1
+    work = (flags & 4) != 0
+    q_row = tl.where(work, q_columns, q_heads) * D
+    q_at = tl.where(work, q_work, q_home) + tl.load(columns + 1) * D
+    q_at += (row0 + tl.load(tile + 7)).to(tl.int64) * q_row
+    q = _load(q_at + (tl.arange(0, M) * q_row)[:, None], live[:, None], D, DA, DB, True)
+    sums = _zeros(M, EA, EB)
+    top, total = tl.full([M], NEG_INF, tl.float32), tl.zeros([M], tl.float32)
+    for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
+        entry = entries + x * ENTRY
+        start, stop, full0, full1 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        dmin, dmax, from_, to = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
+        column = tl.load(heads + tl.load(entry + 9) + lane)
+        if tl.load(entry + 8) & 1:
+            k_row, v_row = kv_columns * (D + E), kv_columns * (D + E)
+            k_at = kv_work + column * (D + E)
+            v_at = k_at + D
+        else:
+            k_row, v_row = kv_heads * D, kv_heads * E
+            k_at, v_at = k_home + column * D, v_home + column * E
+        sums, top, total = _attend_rows(
+            sums, top, total, q, k_at, v_at, k_row, v_row, start, full0, rows, dmin, dmax, from_, to, scale, cap,
+            True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+        )  # fmt: skip
+        sums, top, total = _attend_rows(
+            sums, top, total, q, k_at, v_at, k_row, v_row, full0, full1, rows, dmin, dmax, from_, to, scale, cap,
+            False, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+        )  # fmt: skip
+        sums, top, total = _attend_rows(
+            sums, top, total, q, k_at, v_at, k_row, v_row, full1, stop, rows, dmin, dmax, from_, to, scale, cap,
+            True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+        )  # fmt: skip
+    work = (flags & 2) != 0
+    o_row = tl.where(work, o_columns, q_heads)
+    offset = rows.to(tl.int64) * o_row + tl.load(columns)
+    lse_at = tl.where(work, lse_work, lse_home) + offset
+    old = tl.load(lse_at, mask=live & (rows * 0 + fresh == 0), other=NEG_INF)
+    none = total == 0.0
+    part = tl.where(
+        none, NEG_INF, top.to(tl.float64) * LN2 + tl.log(tl.where(none, 1.0, total).to(tl.float64))
+    )
+    new, keep, take = merge_weights(old, part)
+    share = (take / tl.where(none, 1.0, total))[:, None]
+    o_at = tl.where(work, o_work, o_home) + (offset * E)[:, None]
+    _merge(o_at, live[:, None], keep[:, None], share, fresh, sums, E, EA, EB)
+    tl.store(lse_at, new, mask=live)
+
+
+@triton.jit
+def merge_weights(old, part):
+    """(merged LSE float64, weight of the old rows, of the new ones, float32) of two LSE, float64; -inf: no keys."""
+    top = tl.maximum(old, part)
+    base = tl.where(top == NEG_INF, 0.0, top)
+    keep, take = tl.exp(old - base), tl.exp(part - base)
+    total = keep + take
+    none = total == 0.0
+    safe = tl.where(none, 1.0, total)
+    lse = tl.where(none, NEG_INF, base + tl.log(safe))
+    return lse, (keep / safe).to(tl.float32), (take / safe).to(tl.float32)
+
+
+# --- backward
+
+
+@triton.jit
+def _p_ds(products, dp, lse, delta, seen, scale, cap, MASK: tl.constexpr, CAP: tl.constexpr):
+    """Probabilities and gradients of the products; lse, in units of log2(e), and delta broadcast along keys."""
+    logits, tanh = _logits(products, scale, cap, CAP)
+    if MASK:
+        logits = tl.where(seen, logits, NEG_INF)
+    p = tl.exp2(logits - lse)
+    ds = p * (dp - delta) * scale
+    if CAP:
+        ds = ds * (1.0 - tanh * tanh)
+    return p, ds
+
+
+@triton.jit
+def _dq_rows(
+    dq, q, do, lse, delta, k_at, v_at, k_row, v_row, start, stop, rows, dmin, dmax, from_, to, scale, cap,
+    MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
+    E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    step = tl.arange(0, N)
+    k_at += start.to(tl.int64) * k_row
+    v_at += start.to(tl.int64) * v_row
+    for j in tl.range(start, stop, N):
+        keys = j + step
+        inside = (keys < stop)[:, None]
+        k = _load(k_at + (step * k_row)[:, None], inside, D, DA, DB, MASK)
+        v = _load(v_at + (step * v_row)[:, None], inside, E, EA, EB, MASK)
+        seen = _seen(rows[:, None], keys[None, :], dmin, dmax, from_, to, stop)
+        products, dp = _dot_t(q, k, DB, PRECISION), _dot_t(do, v, EB, PRECISION)
+        _, ds = _p_ds(products, dp, lse[:, None], delta[:, None], seen, scale, cap, MASK, CAP)
+        dq = _add_dot(dq, ds.to(k[0].dtype), k, DB, PRECISION)
+        k_at += N * k_row
+        v_at += N * v_row
+    return dq
+
+
+@triton.jit
+def dq(
+    tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
+    dq_home, dq_work,
+    first_tile, lanes, q_heads, kv_heads, q_columns, kv_columns, do_columns, delta_columns, dq_columns, scale, cap,
+    CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
+    E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ rows of a tile and head. delta [rows, heads, 2]: lse and delta, float32; dq float32."""
+    tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
+    lane = tl.program_id(0) % lanes
+    if lane >= tl.load(tile + 5):
+        return
+    row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
+    columns = heads + tl.load(tile + 6) + lane * LANE
+    step = tl.arange(0, M)
+    rows = row0 + step
+    live = rows < row1
+    work = (flags & 4) != 0
+    q_row = tl.where(work, q_columns, q_heads) * D
+    q_at = tl.where(work, q_work, q_home) + tl.load(columns + 1) * D
+    q_at += (row0 + tl.load(tile + 7)).to(tl.int64) * q_row
+    q = _load(q_at + (step * q_row)[:, None], live[:, None], D, DA, DB, True)
+    work = (flags & 8) != 0
+    do_row = tl.where(work, do_columns, q_heads) * E
+    do_at = tl.where(work, do_work, do_home) + tl.load(columns + 2) * E
+    do_at += (row0 + tl.load(tile + 8)).to(tl.int64) * do_row
+    do = _load(do_at + (step * do_row)[:, None], live[:, None], E, EA, EB, True)
+    work = (flags & 16) != 0
+    delta_row = tl.where(work, delta_columns, q_heads) * 2
+    delta_at = tl.where(work, delta_work, delta_home) + tl.load(columns + 3) * 2
+    delta_at += (row0 + tl.load(tile + 9)).to(tl.int64) * delta_row
+    lse = tl.load(delta_at + step * delta_row, mask=live, other=0.0)
+    lse = tl.where(lse == NEG_INF, 0.0, lse) * LOG2E
+    delta = tl.load(delta_at + step * delta_row + 1, mask=live, other=0.0)
+    sums = _zeros(M, DA, DB)
+    for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
+        entry = entries + x * ENTRY
+        start, stop, full0, full1 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        dmin, dmax, from_, to = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
+        column = tl.load(heads + tl.load(entry + 9) + lane)
+        if tl.load(entry + 8) & 1:
+            k_row, v_row = kv_columns * (D + E), kv_columns * (D + E)
+            k_at = kv_work + column * (D + E)
+            v_at = k_at + D
+        else:
+            k_row, v_row = kv_heads * D, kv_heads * E
+            k_at, v_at = k_home + column * D, v_home + column * E
+        sums = _dq_rows(
+            sums, q, do, lse, delta, k_at, v_at, k_row, v_row, start, full0, rows, dmin, dmax, from_, to, scale, cap,
+            True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+        )  # fmt: skip
+        sums = _dq_rows(
+            sums, q, do, lse, delta, k_at, v_at, k_row, v_row, full0, full1, rows, dmin, dmax, from_, to, scale, cap,
+            False, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+        )  # fmt: skip
+        sums = _dq_rows(
+            sums, q, do, lse, delta, k_at, v_at, k_row, v_row, full1, stop, rows, dmin, dmax, from_, to, scale, cap,
+            True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+        )  # fmt: skip
+    work = (flags & 2) != 0
+    dq_row = tl.where(work, dq_columns, q_heads)
+    dq_at = tl.where(work, dq_work, dq_home) + (rows.to(tl.int64) * dq_row + tl.load(columns))[:, None] * D
+    _merge(dq_at, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
+
+
+@triton.jit
+def _dkdv_rows(
+    dk, dv, k, v, q_at, do_at, delta_at, q_row, do_row, delta_row, start, stop, rows, dmin, dmax, from_, to, scale, cap,
+    MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
+    E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys own, queries are walked: all products are transposed, [keys, queries]."""
+    step = tl.arange(0, N)
+    q_at += start.to(tl.int64) * q_row
+    do_at += start.to(tl.int64) * do_row
+    delta_at += start.to(tl.int64) * delta_row
+    for j in tl.range(start, stop, N):
+        queries = j + step
+        inside = queries < stop
+        q = _load(q_at + (step * q_row)[:, None], inside[:, None], D, DA, DB, MASK)
+        do = _load(do_at + (step * do_row)[:, None], inside[:, None], E, EA, EB, MASK)
+        at = delta_at + step * delta_row
+        if MASK:
+            lse, delta = tl.load(at, mask=inside, other=0.0), tl.load(at + 1, mask=inside, other=0.0)
+        else:
+            lse, delta = tl.load(at), tl.load(at + 1)
+        lse = tl.where(lse == NEG_INF, 0.0, lse) * LOG2E
+        seen = _seen(rows[:, None], queries[None, :], dmin, dmax, from_, to, stop)
+        products, dp = _dot_t(k, q, DB, PRECISION), _dot_t(v, do, EB, PRECISION)
+        p, ds = _p_ds(products, dp, lse[None, :], delta[None, :], seen, scale, cap, MASK, CAP)
+        dv = _add_dot(dv, p.to(do[0].dtype), do, EB, PRECISION)
+        dk = _add_dot(dk, ds.to(q[0].dtype), q, DB, PRECISION)
+        q_at += N * q_row
+        do_at += N * do_row
+        delta_at += N * delta_row
+    return dk, dv
+
+
+@triton.jit
+def dkdv(
+    tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
+    dkv_home, dkv_work,
+    first_tile, lanes, q_heads, kv_heads, q_columns, kv_columns, do_columns, delta_columns, dkv_columns, scale, cap,
+    CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
+    E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV rows of a tile and KV head, over all query heads that it serves. dkv: dk beside dv, float32."""
+    tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
+    lane = tl.program_id(0) % lanes
+    if lane >= tl.load(tile + 5):
+        return
+    row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
+    columns = heads + tl.load(tile + 6) + lane * LANE
+    step = tl.arange(0, M)
+    rows = row0 + step
+    live = rows < row1
+    column, first = tl.load(columns + 1), (row0 + tl.load(tile + 7)).to(tl.int64)
+    if flags & 4:
+        k_row, v_row = kv_columns * (D + E), kv_columns * (D + E)
+        k_at = kv_work + column * (D + E)
+        v_at = k_at + D
+    else:
+        k_row, v_row = kv_heads * D, kv_heads * E
+        k_at, v_at = k_home + column * D, v_home + column * E
+    k = _load(k_at + first * k_row + (step * k_row)[:, None], live[:, None], D, DA, DB, True)
+    v = _load(v_at + first * v_row + (step * v_row)[:, None], live[:, None], E, EA, EB, True)
+    dk, dv = _zeros(M, DA, DB), _zeros(M, EA, EB)
+    for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
+        entry = entries + x * ENTRY
+        start, stop, full0, full1 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        dmin, dmax, from_, to = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
+        spaces = tl.load(entry + 8)
+        q_row = tl.where((spaces & 1) != 0, q_columns, q_heads) * D
+        do_row = tl.where((spaces & 2) != 0, do_columns, q_heads) * E
+        delta_row = tl.where((spaces & 4) != 0, delta_columns, q_heads) * 2
+        q_rows = tl.where((spaces & 1) != 0, q_work, q_home)
+        do_rows = tl.where((spaces & 2) != 0, do_work, do_home) + tl.load(entry + 10).to(tl.int64) * do_row
+        delta_rows = (
+            tl.where((spaces & 4) != 0, delta_work, delta_home) + tl.load(entry + 11).to(tl.int64) * delta_row
+        )
+        ends = heads + tl.load(entry + 9) + lane
+        for y in tl.range(tl.load(ends), tl.load(ends + 1), 3, num_stages=1):
+            q_at, do_at = q_rows + tl.load(heads + y) * D, do_rows + tl.load(heads + y + 1) * E
+            delta_at = delta_rows + tl.load(heads + y + 2) * 2
+            dk, dv = _dkdv_rows(
+                dk, dv, k, v, q_at, do_at, delta_at, q_row, do_row, delta_row, start, full0, rows, dmin, dmax, from_,
+                to, scale, cap, True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+            )  # fmt: skip
+            dk, dv = _dkdv_rows(
+                dk, dv, k, v, q_at, do_at, delta_at, q_row, do_row, delta_row, full0, full1, rows, dmin, dmax, from_,
+                to, scale, cap, False, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+            )  # fmt: skip
+            dk, dv = _dkdv_rows(
+                dk, dv, k, v, q_at, do_at, delta_at, q_row, do_row, delta_row, full1, stop, rows, dmin, dmax, from_,
+                to, scale, cap, True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+            )  # fmt: skip
+    work = (flags & 2) != 0
+    offset = (rows.to(tl.int64) * tl.where(work, dkv_columns, kv_heads) + tl.load(columns)) * (D + E)
+    dkv_at = (tl.where(work, dkv_work, dkv_home) + offset)[:, None]
+    _merge(dkv_at, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
+    _merge(dkv_at + D, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)

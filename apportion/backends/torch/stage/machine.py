@@ -1,0 +1,125 @@
+"""One rank's program on stage kernels: an instruction is one launch (`attend_grad`: two), with nothing decided here."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from apportion.backends.interp import Step
+from apportion.backends.torch.arrays import DTYPES
+from apportion.backends.torch.executor import Layer, TorchMachine
+from apportion.backends.torch.memory import Memory
+from apportion.backends.torch.rounds import Round
+from apportion.backends.torch.stage.launcher import Launcher, on_device
+from apportion.backends.torch.stage.program import Launch, StageLoaded
+from apportion.backends.torch.stage.rowlists import Slot
+from apportion.backends.torch.transport import Transport
+from apportion.ir.isa import Tensor as Name
+
+
+class StageMachine(TorchMachine):
+    """As TorchMachine, of a program that `stage.program.load` made."""
+
+    launcher: ClassVar[Launcher] = staticmethod(on_device)
+
+    def __init__(self, loaded: StageLoaded, memory: Memory, layer: Layer, transport: Transport) -> None:
+        self._loaded = loaded
+        super().__init__(loaded, memory, layer, transport)
+        self._score = layer.score.scale, layer.score.softcap or 1.0
+        self._constants = loaded.plain if layer.score.softcap is None else loaded.capped
+        self._arrays = [self._array(slot) for slot in loaded.slots]
+        header = loaded.program.header
+        shape = (memory.rows, header.q_heads, header.v_head_dim)
+        self._out = torch.empty(shape, dtype=DTYPES[header.dtype], device=memory.device)
+        if layer.sinks is not None:
+            self._shares = torch.zeros(loaded.shares, header.q_heads, device=memory.device)
+
+    def bind(self) -> None:
+        """Views serve projections alone."""
+        if self.program.uses_project:
+            super().bind()
+
+    def _array(self, slot: Slot) -> Any:
+        """What kernels are given for a slot; a result is made when it is asked for."""
+        if slot is None:
+            return self.memory.staging
+        tensor, home, number = slot
+        if tensor == Name.NONE:
+            return None
+        return (self.memory.home_arrays(tensor) if home else self.memory.work[tensor])[number]
+
+    # --- instructions
+
+    def _attention(self, step: Step) -> None:
+        for launch in self._loaded.launches[step.index]:
+            args = *launch.tables, *launch.arrays(self._arrays), *launch.sizes, *self._score
+            self.launcher(launch.kernel, launch.programs, args, self._constants[launch.kernel])
+
+    attend = attend_grad = _attention
+
+    def merge(self, step: Step) -> None:
+        for launch in self._loaded.launches[step.index]:
+            self._start(launch)
+
+    def _by_address(self, step: Step) -> None:
+        for launch in self._loaded.launches[step.index]:
+            self._move(launch)
+
+    copy = clear = add = _by_address
+
+    def _move(self, launch: Launch) -> None:
+        addresses = (array.data_ptr() for array in launch.arrays(self._arrays))
+        self.launcher(
+            launch.kernel, launch.programs, (*launch.tables, *addresses, *launch.sizes), launch.constants
+        )
+
+    def _start(self, launch: Launch, *layer: Any, **constants: bool) -> None:
+        args = *launch.tables, *launch.arrays(self._arrays), *layer, *launch.sizes
+        self.launcher(launch.kernel, launch.programs, args, {**launch.constants, **constants})
+
+    def _pack(self, step: Step, found: Round) -> None:
+        self._by_address(step)
+
+    def _unpack(self, step: Step, found: Round) -> None:
+        self._by_address(step)
+
+    # --- what the layer knows
+
+    def delta(self, step: Step) -> None:
+        sinks, dlse = self._layer.sinks, self._layer.dlse
+        for launch in self._loaded.launches[step.index]:
+            unused = launch.tables[0]
+            given = (
+                unused if sinks is None else sinks,
+                unused if sinks is None else self._shares,
+                unused if dlse is None else dlse,
+            )
+            self._start(launch, *given, SINKS=sinks is not None, DLSE=dlse is not None)
+
+    def finish(self, step: Step) -> None:
+        sinks = self._layer.sinks
+        for launch in self._loaded.launches[step.index]:
+            given = self._out, launch.tables[0] if sinks is None else sinks
+            self._start(launch, *given, SINKS=sinks is not None)
+
+    # --- results
+
+    def output(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._out, self.memory.home[Name.O][1]
+
+    def input_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        found = [torch.empty_like(part) for name in (Name.Q, Name.KV) for part in self.memory.home[name]]
+        for number, slot in enumerate(self._loaded.slots):
+            if slot is not None and slot[0] == Name.NONE:
+                self._arrays[number] = found[slot[2]]
+        for launch in self._loaded.results:
+            self._move(launch)
+        dq, dk, dv = found
+        return dq, dk, dv
+
+    def close(self) -> None:
+        super().close()
+        if self._loaded.shares and self._layer.sinks is not None:
+            self.gradients.sinks = self._shares.sum(0, dtype=torch.float64)

@@ -1,0 +1,370 @@
+"""A rank's program as launches: every table made once a plan, and sent to the device in one copy.
+
+    columns ──worklists──► attend, dq, dkdv       steps ──rowlists──► move, add, merge, delta, finish
+                    └────────── one int32 buffer, pinned, copied behind whatever the device does ──────────┘
+
+What a call has to do for an instruction is to put the addresses of its arrays before arguments that are ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apportion.backends.interp import Operand, Program, Step
+from apportion.backends.torch.executor import Loaded
+from apportion.backends.torch.memory import Arenas
+from apportion.backends.torch.rounds import Round, Rounds, find_rounds, tile_arrays
+from apportion.backends.torch.stage.rowlists import (
+    SLOTS,
+    Fold,
+    Panel,
+    Parts,
+    Slot,
+    cleared,
+    folds,
+    message_parts,
+    move,
+    moved,
+    spots,
+)
+from apportion.backends.torch.stage.tiles import Ints
+from apportion.backends.torch.stage.variants import ROWS, Variant, parts, variant
+from apportion.backends.torch.stage.worklists import Columns, WorkList, work_list
+from apportion.ir.errors import ExecutionError
+from apportion.ir.isa import KV_SIDE, Op, Space
+from apportion.ir.isa import Tensor as Name
+from apportion.ir.plan import Header, ProgramSet
+
+
+class Launch(NamedTuple):
+    """One kernel launch, but for the arrays and the layer. arrays: which of the machine's arrays come first, by number;
+    tables: device tensors; sizes: integers behind them."""
+
+    kernel: str
+    programs: int
+    tables: tuple[Tensor, ...]
+    arrays: Callable[[Sequence[Any]], Any]
+    sizes: tuple[int, ...]
+    constants: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StageLoaded(Loaded):
+    """launches: of each step; slots: the arrays that a machine keeps ready, by number; shares: tiles of all delta
+    instructions."""
+
+    launches: Mapping[int, tuple[Launch, ...]]
+    results: tuple[Launch, ...]  # dq, dk, dv in the model's dtype
+    slots: tuple[Slot, ...]
+    variant: Variant
+    shares: int
+
+    @cached_property
+    def plain(self) -> Mapping[str, Mapping[str, Any]]:
+        """The compile-time arguments of the attention kernels, without a softcap."""
+        return {kernel: self.variant.constants(kernel, False) for kernel in self.variant.shapes}
+
+    @cached_property
+    def capped(self) -> Mapping[str, Mapping[str, Any]]:
+        return {kernel: self.variant.constants(kernel, True) for kernel in self.variant.shapes}
+
+
+def load(
+    columns: ProgramSet,
+    program: Program,
+    device: torch.device,
+    rows: int,
+    hidden: int,
+    shapes: Variant | None = None,
+) -> StageLoaded:
+    """The launches of a one-rank program on a device. rows: home rows; hidden: width of X."""
+    rounds = find_rounds(columns, program, hidden)
+    arenas = Arenas(program, rounds.staging_bytes, hidden)
+    chosen = shapes or variant(program.header.dtype, program.header.head_dim, program.header.v_head_dim)
+    builder = _Builder(columns, program, arenas, rounds, chosen)
+    drafts = {step.index: tuple(builder.step(step)) for step in program.steps}
+    results = tuple(builder.results(rows))
+    table = _on_device(np.concatenate(builder.tables) if builder.tables else np.zeros(0, np.int32), device)
+    launches = {
+        index: tuple(draft.launch(table, builder) for draft in listed) for index, listed in drafts.items()
+    }
+    last = tuple(draft.launch(table, builder) for draft in results)
+    return StageLoaded(program, rounds, arenas, launches, last, tuple(builder.slots), chosen, builder.shares)
+
+
+def _on_device(table: Ints, device: torch.device) -> Tensor:
+    host = torch.from_numpy(table)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass
+class _Draft:
+    """A launch whose tables are not on the device yet: where each begins and ends in the buffer."""
+
+    kernel: str
+    programs: int
+    tables: list[slice]
+    slots: list[Slot]
+    sizes: tuple[int, ...]
+    constants: Mapping[str, Any]
+
+    def launch(self, buffer: Tensor, builder: _Builder) -> Launch:
+        views = [buffer[place] for place in self.tables]
+        if self.kernel == "move":
+            views[0] = views[0].view(torch.int64)
+        numbers = [builder.number(slot) for slot in self.slots]
+        arrays = itemgetter(*numbers) if len(numbers) > 1 else _one(numbers[0])
+        return Launch(self.kernel, self.programs, tuple(views), arrays, self.sizes, self.constants)
+
+
+def _one(number: int) -> Callable[[Sequence[Any]], Any]:
+    return lambda arrays: (arrays[number],)
+
+
+class _Builder:
+    """Drafts of the launches of each step, and their tables."""
+
+    def __init__(
+        self, columns: ProgramSet, program: Program, arenas: Arenas, rounds: Rounds, chosen: Variant
+    ) -> None:
+        self._program, self._header, self._arenas, self._rounds = program, program.header, arenas, rounds
+        self._variant = chosen
+        self.tables: list[Ints] = []
+        self.slots: list[Slot] = []
+        self.shares = 0
+        self._end = 0
+        self._parts = Parts(lambda operand: arenas.arrays(operand.tensor, operand.space))
+        self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
+        self._columns, self._programs = Columns(columns, program.header), columns
+        self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
+
+    def number(self, slot: Slot) -> int:
+        """The number of an array; one that the program never names is another of the same tensor."""
+        if slot not in self.slots:
+            self.slots.append(slot)
+        return self.slots.index(slot)
+
+    def step(self, step: Step) -> Iterator[_Draft]:
+        """The launches of a step."""
+        made = _STEPS.get(step.op)
+        if made is not None:
+            yield from made(self, step)
+
+    # --- attention
+
+    def attend(self, step: Step) -> Iterator[_Draft]:
+        yield from self._attention(
+            "attend",
+            step,
+            [*self._ends(Name.Q), *self._kv(), *self._ends(Name.O), *self._ends(Name.O, 1)],
+            (Name.Q, Name.KV, Name.O),
+        )
+
+    def attend_grad(self, step: Step) -> Iterator[_Draft]:
+        above = [*self._ends(Name.DO), *self._ends(Name.DELTA)]
+        for kernel, own in (("dq", Name.DQ), ("dkdv", Name.DKV)):
+            slots = [*self._ends(Name.Q), *self._kv(), *above, *self._ends(own)]
+            yield from self._attention(kernel, step, slots, (Name.Q, Name.KV, Name.DO, Name.DELTA, own))
+
+    def _attention(
+        self, kernel: str, step: Step, slots: list[Slot], work: Sequence[Name]
+    ) -> Iterator[_Draft]:
+        if kernel not in self._lists:
+            shape = self._variant.shapes[kernel]
+            made = work_list(self._programs, self._columns, kernel, shape.owner, shape.walked)
+            self._lists[kernel] = made, self._stored(made.tiles, made.entries, made.heads)
+        made, tables = self._lists[kernel]
+        heads = (self._header.q_heads, self._header.kv_heads)
+        columns = tuple(self._arenas.columns.get(name, 1) for name in work)
+        for launch in made.launches.get(step.index, ()):
+            sizes = (launch.tile, launch.lanes, *heads, *columns)
+            yield _Draft(kernel, launch.tiles * launch.lanes, tables, slots, sizes, {})
+
+    def _kv(self) -> list[Slot]:
+        """k and v at home, and work rows."""
+        return [(Name.KV, True, 0), (Name.KV, True, 1), self._ends(Name.KV)[1]]
+
+    def _ends(self, tensor: Name, number: int = 0) -> list[Slot]:
+        """An array at home and as work rows; where the program has but one of them, that twice."""
+        home, work = (tensor, True, number), (tensor, False, number)
+        if tensor not in self._arenas.columns:
+            return [home, home]
+        return [home if tensor in self._home or tensor in _GIVEN else work, work]
+
+    # --- rows
+
+    def copy(self, step: Step) -> Iterator[_Draft]:
+        operands = self._program.operands
+        found = [
+            list(
+                moved(self._parts.of(operands[row.a]), self._parts.of(operands[row.c]), operands[row.c].rows)
+            )
+            for row in step.rowops
+        ]
+        yield from self._in_turn(step, found)
+
+    def clear(self, step: Step) -> Iterator[_Draft]:
+        operands = [self._program.operands[row.c] for row in step.rowops]
+        yield from self._move(
+            [p for one in operands for p in cleared(self._parts.of(one), one.rows, one.tensor)]
+        )
+
+    def launch(self, step: Step) -> Iterator[_Draft]:
+        """What is staged goes into its messages."""
+        for found in (self._rounds.of_step[step.index],):
+            yield from self._move(
+                [p for there, here, rows in self._staged(found, True) for p in moved(here, there, rows)]
+            )
+
+    def wait(self, step: Step) -> Iterator[_Draft]:
+        """What was staged comes out of them."""
+        found = self._rounds.of_step[step.index]
+        yield from self._move(
+            [p for there, here, rows in self._staged(found, False) for p in moved(there, here, rows)]
+        )
+
+    def _staged(self, found: Round, send: bool) -> Iterator[tuple[Any, Any, int]]:
+        for message in found.sends if send else found.receives:
+            for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
+                operand = self._program.operands[index]
+                arrays = tile_arrays(operand, self._header, self._arenas.hidden)
+                yield message_parts(message, tile, operand, arrays), self._parts.of(operand), operand.rows
+
+    def _in_turn(self, step: Step, found: list[list[Panel]]) -> Iterator[_Draft]:
+        """One launch, unless a row of the step reads or writes what another one writes."""
+        if _overlap(step, self._program.operands):
+            for panels in found:
+                yield from self._move(panels)
+        else:
+            yield from self._move([panel for panels in found for panel in panels])
+
+    def _move(self, found: list[Panel]) -> Iterator[_Draft]:
+        if not found:
+            return
+        made = move(found)
+        if len(made.slots) > SLOTS:
+            half = len(found) // 2
+            yield from self._move(found[:half])
+            yield from self._move(found[half:])
+            return
+        tables = self._stored(made.panels.view(np.int32), made.chunks)
+        slots = [*made.slots, *[made.slots[0]] * (SLOTS - len(made.slots))]
+        constants = {
+            "GRAIN": made.grain,
+            "BF16": self._header.dtype == "bf16",
+            "R": made.rows,
+            "C": made.columns,
+        }
+        yield _Draft("move", len(made.chunks), tables, slots, (), constants)
+
+    def add(self, step: Step) -> Iterator[_Draft]:
+        for fold in folds(step, self._program.operands, ROWS):
+            arrays = [
+                self._arenas.arrays(tensor, Space.HOME if home else Space.WORK)[0]
+                for tensor, home, _ in fold.slots
+            ]
+            sizes = np.array([[max(array.columns, 1), array.width] for array in arrays], np.int32)
+            tables = self._stored(fold.tiles, fold.entries, fold.heads, sizes)
+            slots = [*fold.slots, *[fold.slots[0]] * (SLOTS - len(fold.slots))]
+            constants = {"R": ROWS, "C": min(256, max(16, 1 << (int(sizes[:, 1].max()) - 1).bit_length()))}
+            yield _Draft("add", len(fold.tiles) * fold.lanes, tables, slots, (fold.lanes,), constants)
+
+    def merge(self, step: Step) -> Iterator[_Draft]:
+        for fold in folds(step, self._program.operands, ROWS):
+            self._by_space(fold)
+            tables = self._stored(fold.tiles, fold.entries, fold.heads)
+            slots = [*self._ends(Name.O), *self._ends(Name.O, 1)]
+            sizes = (fold.lanes, self._header.q_heads, self._arenas.columns.get(Name.O, 1))
+            yield _Draft("merge", len(fold.tiles) * fold.lanes, tables, slots, sizes, self._widths())
+
+    def _by_space(self, fold: Fold) -> None:
+        """`merge` knows two arrays of O: slots become whether they are work rows."""
+        work = np.array([not home for _, home, _ in fold.slots], np.int32)
+        fold.tiles[:, 7], fold.entries[:, 3] = work[fold.tiles[:, 7]], work[fold.entries[:, 3]]
+
+    def delta(self, step: Step) -> Iterator[_Draft]:
+        if any(not self._program.operands[row.b].is_home for row in step.rowops):
+            raise ExecutionError("delta of work rows of O: a plan computes it where the output lives")
+        made = spots(step, self._program.operands, ROWS)
+        tables = self._stored(made.tiles, made.heads)
+        slots = [*self._ends(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._ends(Name.DELTA)]
+        columns = (self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA))
+        sizes = (self.shares, made.lanes, self._header.q_heads, *columns)
+        self.shares += len(made.tiles)
+        yield _Draft("delta", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
+
+    def finish(self, step: Step) -> Iterator[_Draft]:
+        made = spots(step, self._program.operands, ROWS)
+        tables, slots = self._stored(made.tiles, made.heads), [(Name.O, True, 0), (Name.O, True, 1)]
+        sizes = (made.lanes, self._header.q_heads)
+        yield _Draft("finish", len(made.tiles) * made.lanes, tables, list(slots), sizes, self._widths())
+
+    def results(self, rows: int) -> Iterator[_Draft]:
+        """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
+        if not rows or Name.DQ not in self._home:
+            return
+        home = [Operand(0, tensor, Space.HOME, 0, rows, *self._all(tensor)) for tensor in (Name.DQ, Name.DKV)]
+        given = [Operand(0, tensor, Space.HOME, 0, rows, *self._all(tensor)) for tensor in (Name.Q, Name.KV)]
+        source = [part for one in home for part in self._parts.of(one)]
+        target = [part for one in given for part in self._parts.of(one)]
+        named = [
+            (place._replace(slot=(Name.NONE, True, i)), width) for i, (place, width) in enumerate(target)
+        ]
+        yield from self._move(list(moved(source, named, rows)))
+
+    def _all(self, tensor: Name) -> tuple[tuple[int, ...], slice]:
+        heads = self._header.kv_heads if tensor in KV_SIDE else self._header.q_heads
+        return tuple(range(heads)), slice(0, heads, 1)
+
+    def _widths(self) -> dict[str, int]:
+        first, second = parts(self._variant.v)
+        return {"R": ROWS, "E": self._variant.v, "EA": first, "EB": second}
+
+    def _stored(self, *tables: Ints) -> list[slice]:
+        """Where each table will be in the buffer, in int32; each begins at a multiple of 16 bytes."""
+        places = []
+        for table in tables:
+            flat = np.ascontiguousarray(table).reshape(-1)
+            padded = np.zeros(-(-len(flat) // 4) * 4, np.int32)
+            padded[: len(flat)] = flat
+            self.tables.append(padded)
+            places.append(slice(self._end, self._end + len(padded)))
+            self._end += len(padded)
+        return places
+
+
+#: home rows that callers always pass in
+_GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
+
+
+def _overlap(step: Step, operands: Sequence[Operand]) -> bool:
+    """Whether a row of a copy meets rows that another one writes: rare, so heads count as one."""
+    written = [operands[row.c] for row in step.rowops]
+    read = [operands[row.a] for row in step.rowops]
+    spans = sorted((one.tensor, one.is_home, one.row, one.row + one.rows, one.heads) for one in written)
+    for (*array, _, stop, heads), (*other, start, _, more) in zip(spans, spans[1:]):  # noqa: B905
+        if array == other and start < stop and not set(heads).isdisjoint(more):
+            return True
+    return bool({(one.tensor, one.is_home) for one in written} & {(one.tensor, one.is_home) for one in read})
+
+
+_STEPS: Mapping[Op, Callable[[_Builder, Step], Iterator[_Draft]]] = {
+    Op.ATTEND: _Builder.attend,
+    Op.ATTEND_GRAD: _Builder.attend_grad,
+    Op.COPY: _Builder.copy,
+    Op.CLEAR: _Builder.clear,
+    Op.LAUNCH: _Builder.launch,
+    Op.WAIT: _Builder.wait,
+    Op.ADD: _Builder.add,
+    Op.MERGE: _Builder.merge,
+    Op.DELTA: _Builder.delta,
+    Op.FINISH: _Builder.finish,
+}

@@ -1,0 +1,308 @@
+"""Tables of the row kernels, from the steps of a rank's program: what moves where, what is added to what.
+
+    move           panels: rows of bytes at a place, with a stride, that go to another place      (copy, clear, messages)
+    add, merge     tiles of the accumulator's rows, and as entries the partial results on them, in program order
+    delta, finish  tiles of rows, one after another
+
+Places are slots, arrays that a launch is given the addresses of, and bytes in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from apportion.backends.interp import Operand, RowOp, Step
+from apportion.backends.torch.arrays import Array
+from apportion.backends.torch.rounds import Message
+from apportion.backends.torch.stage.tiles import Ints, cut_tiles, waves
+from apportion.backends.torch.stage.worklists import ENTRY, TILE
+from apportion.ir.isa import HEADLESS, Op
+from apportion.ir.isa import Tensor as Name
+
+COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND = range(6)
+#: int64 of a panel: slot, byte and stride of the source; of the target; rows, bytes of a row, how
+PANEL = 9
+#: addresses that a launch takes
+SLOTS = 12
+#: 4-byte units that a program moves at a time
+UNITS = 4096
+
+#: an array of the machine's: (tensor, is home, number among the tensor's arrays); None: the staging arena
+Slot = tuple[Name, bool, int] | None
+
+
+class Place(NamedTuple):
+    """Rows of head columns in a slot. at: bytes of row 0, column 0; columns: where the heads are; of: columns of the
+    array; pitch: bytes from one column to the next; size: bytes of a number."""
+
+    slot: Slot
+    at: int
+    columns: tuple[int, ...]
+    of: int
+    pitch: int
+    size: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.columns == tuple(range(self.of))
+
+
+#: a part's place, and the bytes of a column
+Part = tuple[Place, int]
+
+
+class Panel(NamedTuple):
+    """Rows of bytes from one place to another."""
+
+    source: Slot
+    source_at: int
+    source_row: int
+    target: Slot
+    target_at: int
+    target_row: int
+    rows: int
+    width: int
+    how: int
+
+
+def panels(source: Place, target: Place, rows: int, width: int, how: int = COPY) -> Iterator[Panel]:
+    """Panels that move rows of `width` bytes (of the target) a column."""
+    a, b = source, target
+    if (
+        a.is_whole and b.is_whole
+    ):  # (row, column) pairs count as rows, or are one row where nothing lies between
+        dense = b.pitch == width and a.pitch * b.size == width * a.size
+        step, count = (a.of, rows) if dense else (1, rows * a.of)
+        yield Panel(a.slot, a.at, a.pitch * step, b.slot, b.at, b.pitch * step, count, width * step, how)
+        return
+    for i, j in zip(a.columns, b.columns, strict=True):
+        ends = (a.slot, a.at + i * a.pitch, a.of * a.pitch, b.slot, b.at + j * b.pitch, b.of * b.pitch)
+        yield Panel(*ends, rows, width, how)
+
+
+class Parts:
+    """The parts of operands as places. `arrays` gives the arrays of a tensor, work or home."""
+
+    def __init__(self, arrays: Callable[[Operand], Sequence[Array]]) -> None:
+        self._arrays = arrays
+
+    def of(self, operand: Operand) -> list[Part]:
+        """Each part's place, and bytes of a column."""
+        columns = operand.columns
+        listed = tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns
+        found = []
+        for number, array in enumerate(self._arrays(operand)):
+            slot = (operand.tensor, operand.is_home, number)
+            found += _parts(slot, operand.row * array.row_bytes, listed or (0,), array)
+        return found
+
+
+def _parts(slot: Slot, at: int, columns: tuple[int, ...], array: Array) -> list[Part]:
+    size, pitch = array.dtype.itemsize, max(array.width, 1) * array.dtype.itemsize
+    found = []
+    for width in array.parts:
+        found.append((Place(slot, at, columns, max(array.columns, 1), pitch, size), max(width, 1) * size))
+        at += max(width, 1) * size
+    return found
+
+
+def message_parts(
+    message: Message, tile: int, operand: Operand, arrays: Iterable[tuple[int, Array]]
+) -> list[Part]:
+    """The parts of a staged tile as places of the staging arena."""
+    columns = tuple(range(max(len(operand.heads), 1)))
+    start = message.at + message.tiles[tile][1]
+    return [part for at, array in arrays for part in _parts(None, start + at, columns, array)]
+
+
+def moved(source: list[Part], target: list[Part], rows: int) -> Iterator[Panel]:
+    """Panels of all parts; numbers change their dtype on the way where the two differ."""
+    for (a, _), (b, width) in _joined(zip(source, target, strict=True)):
+        how = COPY if a.size == b.size else _CONVERTED[a.size, b.size]
+        yield from panels(a, b, rows, width, how)
+
+
+def _joined(pairs: Iterable[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
+    """Parts that lie side by side on both sides move as one."""
+    found: list[tuple[Part, Part]] = []
+    for pair in pairs:
+        if found and all(_follows(*sides) for sides in zip(found[-1], pair, strict=True)):
+            found[-1] = tuple(
+                (place, width + more) for (place, width), (_, more) in zip(found[-1], pair, strict=True)
+            )
+        else:
+            found.append(pair)
+    return found
+
+
+def _follows(before: Part, part: Part) -> bool:
+    (a, width), (b, _) = before, part
+    return b == a._replace(at=a.at + width)
+
+
+def cleared(target: list[Part], rows: int, tensor: Name) -> Iterator[Panel]:
+    """Panels that write the identity of accumulation."""
+    for number, (place, width) in enumerate(target):
+        yield from panels(place, place, rows, width, NEVER if tensor == Name.O and number == 1 else CLEAR)
+
+
+#: bytes of a number, and what they become: LSE between memory and messages, gradients as results
+_CONVERTED = {(8, 4): NARROW, (4, 8): WIDEN, (4, 2): ROUND}
+
+
+class Move(NamedTuple):
+    """A launch of `move`. slots: whose addresses it takes; grain: bytes that all offsets and widths are multiples of."""
+
+    panels: Ints  # int64 [panels, PANEL], in grains
+    chunks: Ints  # int32 [chunks, 2]: panel, first row
+    slots: tuple[Slot, ...]
+    grain: int
+    rows: int
+    columns: int
+
+
+def move(found: Sequence[Panel]) -> Move:
+    slots = tuple(dict.fromkeys(slot for panel in found for slot in (panel.source, panel.target)))
+    number = {slot: i for i, slot in enumerate(slots)}
+    table = np.array(
+        [(number[p.source], *p[1:3], number[p.target], *p[4:6], *p[6:]) for p in found], np.int64
+    ).reshape(-1, PANEL)
+    table = table[(table[:, 6] > 0) & (table[:, 7] > 0)]
+    spaced = table[:, [1, 2, 4, 5, 7]]
+    grain = math.gcd(16, *np.unique(spaced).tolist())
+    table[:, [1, 2, 4, 5, 7]] //= grain
+    widest = int(table[:, 7].max(initial=1)) * grain // 4
+    columns = min(1024, max(16, 1 << max(widest - 1, 1).bit_length()))
+    rows = max(1, UNITS // columns)
+    count = -(-table[:, 6] // rows)
+    panel = np.repeat(np.arange(len(table)), count)
+    first = (np.arange(len(panel)) - np.repeat(np.cumsum(count) - count, count)) * rows
+    return Move(table, np.stack([panel, first], axis=1).astype(np.int32), slots, grain, rows, columns)
+
+
+class Fold(NamedTuple):
+    """A launch of `add` or `merge`: tiles and entries as of attention. Of an entry: owner rows it is for (from, to),
+    shift to its rows, slot, heads; of a tile the slot stands where shifts begin. heads: the column of each lane."""
+
+    tiles: Ints
+    entries: Ints
+    heads: Ints
+    slots: tuple[Slot, ...]
+    lanes: int
+
+
+def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold]:
+    """The launches of an add or merge: one, unless rows are accumulated in ways that one writer cannot."""
+    rows = step.rowops
+    parts, sums = [operands[row.a] for row in rows], [operands[row.c] for row in rows]
+    keys = {key: i for i, key in enumerate(dict.fromkeys(map(_owner, sums)))}
+    owner = np.array([keys[_owner(one)] for one in sums])
+    space = np.array([2 * one.tensor + one.is_home for one in sums])
+    start = np.array([one.row for one in sums])
+    stop = start + np.array([one.rows for one in sums])
+    wave = waves(np.zeros_like(owner), space, start, stop, owner)
+    if {_array(one) for one in parts} & {_array(one) for one in sums}:
+        wave = np.arange(len(rows))
+    first = np.array([row.first for row in rows])
+    for number in range(int(wave.max(initial=-1)) + 1):
+        mine = np.flatnonzero(wave == number)
+        yield _fold(
+            [parts[i] for i in mine],
+            [sums[i] for i in mine],
+            owner[mine],
+            start[mine],
+            stop[mine],
+            first[mine],
+            height,
+        )
+
+
+def _owner(operand: Operand) -> tuple[object, ...]:
+    return operand.tensor, operand.is_home, _listed(operand)
+
+
+def _array(operand: Operand) -> tuple[Name, bool]:
+    return operand.tensor, operand.is_home
+
+
+def _listed(operand: Operand) -> tuple[int, ...]:
+    """Head columns; 0 where there are none."""
+    columns = operand.columns
+    return (tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns) or (0,)
+
+
+def _fold(
+    parts: list[Operand], sums: list[Operand], owner: Ints, start: Ints, stop: Ints, first: Ints, height: int
+) -> Fold:
+    cut = cut_tiles(owner, start, stop, first, height)
+    slots = tuple(dict.fromkeys((one.tensor, one.is_home, 0) for one in (*sums, *parts)))
+    number = {slot: i for i, slot in enumerate(slots)}
+    heads = HeadColumns()
+    of_sum, of_part = ([heads.at(_listed(one)) for one in side] for side in (sums, parts))
+    task, tile = cut.task, cut.of_entry
+    entries = np.zeros((len(task), ENTRY), np.int32)
+    entries[:, 0] = np.maximum(cut.row0[tile], start[task])
+    entries[:, 1] = np.minimum(cut.row1[tile], stop[task])
+    entries[:, 2] = (np.array([one.row for one in parts]) - start)[task]
+    entries[:, 3] = np.array([number[one.tensor, one.is_home, 0] for one in parts])[task]
+    entries[:, 4] = np.array(of_part)[task]
+    sample = cut.task[cut.ptr[:-1]]
+    lanes = np.array([len(_listed(one)) for one in sums])
+    tiles = np.zeros((len(sample), TILE), np.int32)
+    of_slot = np.array([number[one.tensor, one.is_home, 0] for one in sums])
+    columns = (
+        cut.row0,
+        cut.row1,
+        cut.ptr[:-1],
+        cut.ptr[1:],
+        cut.fresh,
+        lanes[sample],
+        np.array(of_sum)[sample],
+    )
+    tiles[:, :8] = np.stack([*columns, of_slot[sample]], axis=1)
+    return Fold(tiles, entries, np.array(heads.numbers, np.int32), slots, int(lanes.max()))
+
+
+@dataclass
+class HeadColumns:
+    """Lists of head columns, each written once."""
+
+    numbers: list[int] = field(default_factory=list)
+    _known: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def at(self, columns: tuple[int, ...]) -> int:
+        if columns not in self._known:
+            self._known[columns] = len(self.numbers)
+            self.numbers += columns
+        return self._known[columns]
+
+
+class Spots(NamedTuple):
+    """A launch of `delta` or `finish`: tiles of rows, without entries."""
+
+    tiles: Ints
+    heads: Ints
+    lanes: int
+
+
+def spots(step: Step, operands: Sequence[Operand], height: int) -> Spots:
+    """Tiles of what a delta or finish writes. Flags: whether its rows, and for delta those of dO, are work rows; then
+    shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or of O alone."""
+    heads, tiles = HeadColumns(), []
+    for row in step.rowops:
+        sides = [operands[i] for i in ((row.c, row.a, row.b) if step.op == Op.DELTA else (row.c,))]
+        own = sides[0]
+        flags = sum(2 << i for i, one in enumerate(sides) if not one.is_home)
+        shifts = [one.row - own.row for one in sides[1:]] or [0, 0]
+        columns = [list(_listed(one)) for one in sides]
+        at = heads.at(tuple(x for lane in zip(*columns, strict=True) for x in (*lane, 0, 0, 0)[:4]))
+        for start in range(own.row, own.row + own.rows, height):
+            stop = min(start + height, own.row + own.rows)
+            tiles.append((start, stop, 0, 0, flags, len(columns[0]), at, *shifts, 0))
+    table = np.array(tiles, np.int32).reshape(-1, TILE)
+    return Spots(table, np.array(heads.numbers, np.int32), int(table[:, 5].max(initial=0)))

@@ -1,0 +1,241 @@
+"""Row operations of one instruction in Triton, one launch each, over tables that are made once a plan (see `rowlists`).
+
+move      panels of bytes: copy, clear, and what goes into and comes out of messages
+add       partial gradients into their accumulators, in program order
+merge     partial (O, LSE) into theirs
+delta     rowsum(dO * O) beside the LSE, and each tile's share of the sinks' gradients
+finish    the output in the model's dtype, with the learned sinks
+"""
+
+# ruff: noqa: N803, N806
+
+import triton
+import triton.language as tl
+
+from apportion.backends.torch.stage.attention import ENTRY, LANE, NEG_INF, TILE, _load, _scaled, merge_weights
+
+PANEL = tl.constexpr(9)
+COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND = (tl.constexpr(code) for code in range(6))  # as in `rowlists`
+LOW_INF = tl.constexpr(-1048576)  # the upper half of a float64 of -inf, as int32
+
+
+@triton.jit
+def _base(slot, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11):
+    """The address in a slot."""
+    base = tl.where(slot == 1, b1, b0)
+    base = tl.where(slot == 2, b2, base)
+    base = tl.where(slot == 3, b3, base)
+    base = tl.where(slot == 4, b4, base)
+    base = tl.where(slot == 5, b5, base)
+    base = tl.where(slot == 6, b6, base)
+    base = tl.where(slot == 7, b7, base)
+    base = tl.where(slot == 8, b8, base)
+    base = tl.where(slot == 9, b9, base)
+    base = tl.where(slot == 10, b10, base)
+    return tl.where(slot == 11, b11, base)
+
+
+@triton.jit
+def move(
+    panels, chunks, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11,
+    GRAIN: tl.constexpr, BF16: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """R rows of a panel. Offsets, strides and widths count grains of GRAIN bytes: 16, or a number's 2, 4 or 8."""
+    chunk = chunks + tl.program_id(0) * 2
+    panel = panels + tl.load(chunk) * PANEL
+    how, count, width = tl.load(panel + 8), tl.load(panel + 6), tl.load(panel + 7) * GRAIN
+    row = tl.load(chunk + 1) + tl.arange(0, R)
+    live = (row < count)[:, None]
+    source = _base(tl.load(panel), b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11)
+    source = (source + tl.load(panel + 1) * GRAIN) + row[:, None] * (tl.load(panel + 2) * GRAIN)
+    target = _base(tl.load(panel + 3), b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11)
+    target = (target + tl.load(panel + 4) * GRAIN) + row[:, None] * (tl.load(panel + 5) * GRAIN)
+    step = tl.arange(0, C)[None, :]
+    if how == NARROW:
+        for j in range(0, width // 4, C):
+            inside = live & (j + step < width // 4)
+            number = tl.load((source + (j + step) * 8).to(tl.pointer_type(tl.float64)), mask=inside)
+            tl.store(
+                (target + (j + step) * 4).to(tl.pointer_type(tl.float32)), number.to(tl.float32), mask=inside
+            )
+    elif how == WIDEN:
+        for j in range(0, width // 8, C):
+            inside = live & (j + step < width // 8)
+            number = tl.load((source + (j + step) * 4).to(tl.pointer_type(tl.float32)), mask=inside)
+            tl.store(
+                (target + (j + step) * 8).to(tl.pointer_type(tl.float64)), number.to(tl.float64), mask=inside
+            )
+    elif how == ROUND:
+        HALF: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+        for j in range(0, width // 2, C):
+            inside = live & (j + step < width // 2)
+            number = tl.load((source + (j + step) * 4).to(tl.pointer_type(tl.float32)), mask=inside)
+            tl.store((target + (j + step) * 2).to(tl.pointer_type(HALF)), number.to(HALF), mask=inside)
+    else:
+        UNIT: tl.constexpr = tl.int16 if GRAIN == 2 else tl.int32
+        BYTES: tl.constexpr = 2 if GRAIN == 2 else 4
+        source_at, target_at = source.to(tl.pointer_type(UNIT)), target.to(tl.pointer_type(UNIT))
+        for j in range(0, width // BYTES, C):
+            inside = live & (j + step < width // BYTES)
+            unit = tl.load(source_at + j + step, mask=inside & (how == COPY), other=0)
+            if BYTES == 4:
+                unit = tl.where((how == NEVER) & ((step & 1) == 1), LOW_INF, unit)
+            tl.store(target_at + j + step, unit, mask=inside)
+
+
+@triton.jit
+def add(
+    tiles, entries, heads, arrays, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, lanes,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Rows of a tile and head: the sum of its entries, in order, and of what was there, unless they are fresh."""
+    tile = tiles + tl.program_id(0) // lanes * TILE
+    lane = tl.program_id(0) % lanes
+    if lane >= tl.load(tile + 5):
+        return
+    slot = tl.load(tile + 7)
+    columns, width = tl.load(arrays + 2 * slot), tl.load(arrays + 2 * slot + 1)
+    base = _base(slot, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11).to(tl.pointer_type(tl.float32))
+    row = tl.load(tile) + tl.arange(0, R)
+    live = (row < tl.load(tile + 1))[:, None]
+    fresh = tl.load(tile + 4) & 1
+    at = base + ((row.to(tl.int64) * columns + tl.load(heads + tl.load(tile + 6) + lane)) * width)[:, None]
+    for j in range(0, width, C):
+        column = j + tl.arange(0, C)[None, :]
+        inside = live & (column < width)
+        total = tl.load(at + column, mask=inside & (fresh == 0), other=0.0)
+        for x in range(tl.load(tile + 2), tl.load(tile + 3)):
+            entry = entries + x * ENTRY
+            other = tl.load(entry + 3)
+            held = tl.load(arrays + 2 * other)
+            part = _base(other, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11).to(
+                tl.pointer_type(tl.float32)
+            )
+            of = (row + tl.load(entry + 2)).to(tl.int64) * held + tl.load(heads + tl.load(entry + 4) + lane)
+            meant = ((row >= tl.load(entry)) & (row < tl.load(entry + 1)))[:, None]
+            total += tl.load(part + (of * width)[:, None] + column, mask=inside & meant, other=0.0)
+        tl.debug_barrier()
+        tl.store(at + column, total, mask=inside)
+
+
+@triton.jit
+def merge(
+    tiles, entries, heads, o_home, o_work, lse_home, lse_work, lanes, q_heads, o_columns,
+    R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
+):  # fmt: skip
+    """O rows of a tile and head, merged with the partial results of its entries, in order."""
+    tile = tiles + tl.program_id(0) // lanes * TILE
+    lane = tl.program_id(0) % lanes
+    if lane >= tl.load(tile + 5):
+        return
+    row = tl.load(tile) + tl.arange(0, R)
+    live = row < tl.load(tile + 1)
+    work = tl.load(tile + 7) != 0
+    of = row.to(tl.int64) * tl.where(work, o_columns, q_heads) + tl.load(heads + tl.load(tile + 6) + lane)
+    o_at, lse_at = tl.where(work, o_work, o_home) + (of * E)[:, None], tl.where(work, lse_work, lse_home) + of
+    old = live & (row * 0 + tl.load(tile + 4) & 1 == 0)
+    lse = tl.load(lse_at, mask=old, other=NEG_INF)
+    whole = _load(o_at, old[:, None], E, EA, EB, True)
+    for x in range(tl.load(tile + 2), tl.load(tile + 3)):
+        entry = entries + x * ENTRY
+        meant = live & (row >= tl.load(entry)) & (row < tl.load(entry + 1))
+        other = tl.load(entry + 3) != 0
+        part = (row + tl.load(entry + 2)).to(tl.int64) * tl.where(other, o_columns, q_heads)
+        part += tl.load(heads + tl.load(entry + 4) + lane)
+        found = tl.load(tl.where(other, lse_work, lse_home) + part, mask=meant, other=NEG_INF)
+        lse, keep, take = merge_weights(lse, found)
+        rows = _load(tl.where(other, o_work, o_home) + (part * E)[:, None], meant[:, None], E, EA, EB, True)
+        whole = _mixed(whole, keep[:, None], rows, take[:, None], EB)
+    tl.debug_barrier()  # every thread has read what one of them overwrites
+    tl.store(lse_at, lse, mask=live)
+    _put(o_at, live[:, None], whole, E, EA, EB)
+
+
+@triton.jit
+def _mixed(a, of_a, b, of_b, B: tl.constexpr):
+    """Parts of a and b, weighted."""
+    if B:
+        result = (a[0] * of_a + b[0] * of_b, a[1] * of_a + b[1] * of_b)
+    else:
+        result = (a[0] * of_a + b[0] * of_b,)
+    return result
+
+
+@triton.jit
+def _put_part(at, live, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    columns = FIRST + tl.arange(0, SIZE)[None, :]
+    tl.store(at + columns, rows.to(at.dtype.element_ty), mask=live & (columns < WIDTH))
+
+
+@triton.jit
+def _put(at, live, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """Stores the parts of rows, in the dtype that is there."""
+    _put_part(at, live, rows[0], 0, A, WIDTH)
+    if B:
+        _put_part(at, live, rows[1], A, B, WIDTH)
+
+
+@triton.jit
+def delta(
+    tiles, heads, do_home, do_work, out, lse, delta_home, delta_work, sinks, shares, dlse,
+    first_share, lanes, q_heads, do_columns, delta_columns,
+    SINKS: tl.constexpr, DLSE: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
+):  # fmt: skip
+    """Row statistics of a tile and head. out, lse: home rows. shares: float32 [tiles of the program, q_heads]."""
+    tile = tiles + tl.program_id(0) // lanes * TILE
+    lane = tl.program_id(0) % lanes
+    if lane >= tl.load(tile + 5):
+        return
+    columns = heads + tl.load(tile + 6) + lane * LANE
+    row, flags = tl.load(tile) + tl.arange(0, R), tl.load(tile + 4)
+    live = row < tl.load(tile + 1)
+    work = (flags & 4) != 0
+    at = (row + tl.load(tile + 7)).to(tl.int64) * tl.where(work, do_columns, q_heads) + tl.load(columns + 1)
+    do = _load(tl.where(work, do_work, do_home) + (at * E)[:, None], live[:, None], E, EA, EB, True)
+    head = tl.load(columns + 2)
+    home = (row + tl.load(tile + 8)).to(tl.int64) * q_heads + head
+    o = _load(out + (home * E)[:, None], live[:, None], E, EA, EB, True)
+    total = tl.sum(do[0].to(tl.float32) * o[0].to(tl.float32), 1)
+    if EB:
+        total += tl.sum(do[1].to(tl.float32) * o[1].to(tl.float32), 1)
+    if DLSE:
+        total -= tl.load(dlse + home, mask=live, other=0.0)
+    merged = tl.load(lse + home, mask=live, other=NEG_INF).to(tl.float32)
+    work = (flags & 2) != 0
+    at = row.to(tl.int64) * tl.where(work, delta_columns, q_heads) + tl.load(columns)
+    at = tl.where(work, delta_work, delta_home) + at * 2
+    tl.store(at, merged, mask=live)
+    tl.store(at + 1, total, mask=live)
+    if SINKS:
+        nothing = merged == NEG_INF
+        p = tl.where(
+            nothing, 0.0, tl.exp(tl.load(sinks + head).to(tl.float32) - tl.where(nothing, 0.0, merged))
+        )
+        share = shares + (first_share + tl.program_id(0) // lanes) * q_heads + head
+        tl.store(share, -tl.sum(tl.where(live, p * total, 0.0), 0))
+
+
+@triton.jit
+def finish(
+    tiles, heads, o, lse, out, sinks, lanes, q_heads,
+    SINKS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
+):  # fmt: skip
+    """Home rows of a tile and head as the caller gets them."""
+    tile = tiles + tl.program_id(0) // lanes * TILE
+    lane = tl.program_id(0) % lanes
+    if lane >= tl.load(tile + 5):
+        return
+    row = tl.load(tile) + tl.arange(0, R)
+    live = row < tl.load(tile + 1)
+    head = tl.load(heads + tl.load(tile + 6) + lane * LANE)
+    at = row.to(tl.int64) * q_heads + head
+    rows = _load(o + (at * E)[:, None], live[:, None], E, EA, EB, True)
+    keep = tl.full([R], 1.0, tl.float32)
+    if SINKS:
+        merged, keep, _ = merge_weights(
+            tl.load(lse + at, mask=live, other=NEG_INF), tl.load(sinks + head).to(tl.float64) + row * 0
+        )
+        tl.debug_barrier()
+        tl.store(lse + at, merged, mask=live)
+    _put(out + (at * E)[:, None], live[:, None], _scaled(rows, keep, EB), E, EA, EB)

@@ -1,0 +1,129 @@
+"""Who writes which accumulator rows: the rows that an instruction's tasks write, cut into tiles with one owner each.
+
+    task A  ├───────────────┤              rows that tasks write (first: marked *)
+    task B*         ├───────────────┤
+    tiles   ├──┼──┼─┼──┼──┼──┼──┼───┤      of one height, cut anew where fresh rows begin or end
+    pairs    A  A  A AB AB AB B  B
+
+Several tasks of a tile are its entries, in program order. A tile is *fresh* where one of its tasks is the first on its
+rows: then it overwrites. Plain numpy columns, one pass for all instructions of a program.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.integer[Any]]
+
+_ROW_BITS = 40
+
+
+class Tiles(NamedTuple):
+    """key, row0, row1: int64, fresh: bool, all [tiles], by key and row. ptr: int64 [tiles + 1] into task: int64
+    [entries], the tasks of each tile in their order."""
+
+    key: Ints
+    row0: Ints
+    row1: Ints
+    fresh: NDArray[np.bool_]
+    ptr: Ints
+    task: Ints
+
+    @property
+    def of_entry(self) -> Ints:
+        """int64 [entries]: the tile of each entry."""
+        return np.repeat(np.arange(len(self.key)), np.diff(self.ptr))
+
+
+def cut_tiles(key: Ints, start: Ints, stop: Ints, first: Ints, height: int) -> Tiles:
+    """Tiles of at most `height` rows of all that tasks with one key write. key, start, stop: int64 [tasks], rows
+    [start, stop); first: bool [tasks]."""
+    begin, end = (key << _ROW_BITS) + start, (key << _ROW_BITS) + stop
+    lo, hi, fresh = _runs(begin, end, first.astype(bool))
+    count = -(-(hi - lo) // height)
+    run = np.repeat(np.arange(len(lo)), count)
+    row0 = lo[run] + _counted(count) * height
+    row1 = np.minimum(row0 + height, hi[run])
+    ptr, task = _entries(begin, end, row0, row1)
+    mask = (1 << _ROW_BITS) - 1
+    return Tiles(row0 >> _ROW_BITS, row0 & mask, ((row1 - 1) & mask) + 1, fresh[run], ptr, task)
+
+
+def _runs(begin: Ints, end: Ints, first: NDArray[np.bool_]) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Longest ranges in which every row is written, and all are fresh or none is."""
+    points = np.unique(np.concatenate([begin, end]))
+    depth = np.stack([_depth(points, begin, end), _depth(points, begin[first], end[first])])
+    written, fresh = depth[:, :-1] > 0
+    keep = np.flatnonzero(written)
+    lo, hi, fresh = points[keep], points[keep + 1], fresh[keep]
+    new = np.ones(len(keep), bool)
+    new[1:] = (lo[1:] != hi[:-1]) | (fresh[1:] != fresh[:-1])
+    at = np.flatnonzero(new)
+    return lo[at], hi[np.append(at[1:], len(keep)) - 1] if len(at) else hi, fresh[at]
+
+
+def _depth(points: Ints, begin: Ints, end: Ints) -> Ints:
+    """int64 [points]: how many ranges cover what begins at each point."""
+    change = np.zeros(len(points), np.int64)
+    np.add.at(change, np.searchsorted(points, begin), 1)
+    np.subtract.at(change, np.searchsorted(points, end), 1)
+    return np.cumsum(change)
+
+
+def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints]:
+    """(ptr, task) of the tasks that reach into each tile."""
+    low, high = np.searchsorted(row1, begin, "right"), np.searchsorted(row0, end, "left")
+    count = high - low
+    task = np.repeat(np.arange(len(begin)), count)
+    tile = np.repeat(low, count) + _counted(count)
+    order = np.argsort(tile, kind="stable")
+    return np.concatenate([[0], np.cumsum(np.bincount(tile, minlength=len(row0)))]), task[order]
+
+
+def _counted(count: Ints) -> Ints:
+    """0, 1, ... of each count, one after another."""
+    return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+
+
+def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
+    """int64 [tasks]: which launch of its instruction runs each task, 0 nearly always.
+
+    Tasks of an instruction that write rows [start, stop) of one slot may share a launch if they have one owner; where
+    ranges of two owners meet, what comes later in the program is launched later.
+    """
+    wave = np.zeros(len(instruction), np.int64)
+    for clash in np.unique(instruction[_clashes(instruction, slot, start, stop, owner)]):
+        mine = np.flatnonzero(instruction == clash)
+        wave[mine] = _serial(slot[mine], start[mine], stop[mine], owner[mine])
+    return wave
+
+
+def _clashes(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
+    """Tasks that may meet another owner's rows: a range begins before one of those sorted before it ends."""
+    order = np.lexsort((start, slot, instruction))
+    group = np.concatenate([[0], np.cumsum(np.diff(instruction[order]) | np.diff(slot[order]) != 0)])
+    reach = np.maximum.accumulate((group << _ROW_BITS) + stop[order])
+    meets = np.zeros(len(order), bool)
+    meets[1:] = (group[1:] << _ROW_BITS) + start[order][1:] < reach[:-1]
+    mixed = np.zeros(int(group[-1]) + 1 if len(group) else 0, bool)
+    np.logical_or.at(mixed, group[1:], (np.diff(owner[order]) != 0) & (np.diff(group) == 0))
+    return order[meets & mixed[group]]
+
+
+def _serial(slot: Ints, start: Ints, stop: Ints, owner: Ints) -> list[int]:
+    """A new wave begins where a task meets rows that another owner of this wave has."""
+    wave, now = [], 0
+    held: list[tuple[int, ...]] = []
+    for task in zip(slot.tolist(), start.tolist(), stop.tolist(), owner.tolist(), strict=True):
+        if any(_meet(task, other) for other in held):
+            now, held = now + 1, []
+        held.append(task)
+        wave.append(now)
+    return wave
+
+
+def _meet(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return a[0] == b[0] and a[3] != b[3] and a[1] < b[2] and b[1] < a[2]

@@ -1,0 +1,67 @@
+"""Which variant of each kernel serves a dtype and head dims: tile sizes, warps, pipeline stages.
+
+A width is padded to one or two powers of two: 64, 64 + 32, 128 + 64, ... Products need 16 numbers at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+LEAST = 16
+#: rows of a tile of row operations
+ROWS = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """owner: rows of a tile; walked: rows of a step."""
+
+    owner: int
+    walked: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernels of one model are compiled for. element_bytes: 2 or 4."""
+
+    qk: int
+    v: int
+    element_bytes: int
+    shapes: Mapping[str, Shape]
+
+    def constants(self, kernel: str, softcap: bool) -> dict[str, int | bool | str]:
+        """The compile-time arguments of an attention kernel, and Triton's options."""
+        shape = self.shapes[kernel]
+        (qk_a, qk_b), (v_a, v_b) = parts(self.qk), parts(self.v)
+        widths = {"D": self.qk, "DA": qk_a, "DB": qk_b, "E": self.v, "EA": v_a, "EB": v_b}
+        precision = "tf32" if self.element_bytes == 2 else "ieee"
+        rows = {"M": shape.owner, "N": shape.walked, "num_warps": shape.warps, "num_stages": shape.stages}
+        return {"CAP": softcap, **rows, **widths, "PRECISION": precision}
+
+
+def parts(width: int) -> tuple[int, int]:
+    """Two powers of two that hold a width; the second is 0 where one does."""
+    first = max(LEAST, 1 << (width.bit_length() - 1))
+    rest = width - first
+    return first, 0 if rest <= 0 else max(LEAST, 1 << (rest - 1).bit_length())
+
+
+SMALL = MappingProxyType({kernel: Shape(16, 16, 4, 1) for kernel in ("attend", "dq", "dkdv")})
+
+
+def variant(dtype: str, qk: int, v: int) -> Variant:
+    """The variant for GPUs."""
+    size = {"bf16": 2, "fp16": 2, "fp32": 4}[dtype]
+    return Variant(qk, v, size, _shapes(max(qk, v), size))
+
+
+def _shapes(width: int, size: int) -> Mapping[str, Shape]:
+    if size == 4 or width > 192:
+        return {"attend": Shape(64, 32, 4, 2), "dq": Shape(64, 32, 4, 2), "dkdv": Shape(32, 32, 4, 2)}
+    if width > 128:
+        return {"attend": Shape(128, 64, 8, 2), "dq": Shape(64, 64, 8, 2), "dkdv": Shape(64, 32, 8, 2)}
+    return {"attend": Shape(128, 64, 8, 3), "dq": Shape(128, 64, 8, 2), "dkdv": Shape(64, 64, 8, 2)}

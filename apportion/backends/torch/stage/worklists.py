@@ -1,0 +1,284 @@
+"""Work lists of attention: which kernel program computes which rows, from the columns of a rank's program.
+
+    tasks ──waves, cut_tiles──► tiles (rows with one owner) ──► entries (what each tile walks over) ──► one int32 buffer
+
+There are three lists a program at most, one for each kernel. `owner` rows are accumulated; `beside` are operands whose
+rows stand beside the owner's; a tile walks over the rows of `walked`, and `along` are operands whose rows stand beside
+those:
+
+    kernel   owner   beside         walked   along
+    attend   O       Q              KV
+    dq       dQ      Q, dO, delta   KV
+    dkdv     dKV     KV             Q        dO, delta
+
+An entry is rows [start, stop) of `walked` inside the band dmin <= owner row - walked row <= dmax; in [full0, full1),
+whole blocks, no pair is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from apportion.backends.torch.stage.tiles import Ints, Tiles, cut_tiles, waves
+from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, OP_LIST, Op, Space
+from apportion.ir.plan import Header, ProgramSet
+
+#: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`
+TILE = 10
+#: int32 of an entry: start, stop, full0, full1, dmin, dmax, owner rows it is for (from, to), flags, heads, shifts of
+#: up to 2 `along`
+ENTRY = 12
+#: flags of a tile: fresh, then whether the owner and each `beside` are work rows; of an entry: of walked and `along`
+FRESH = 1
+_FAR = 2**30  # beyond any row: diagonals are cut to it
+
+
+class Columns:
+    """The operands of one rank's program: int64 columns, and the head columns that each occupies.
+
+    signature: a number for each set of head columns; names and columns: signature -> heads, and where they stand.
+    """
+
+    def __init__(self, programs: ProgramSet, header: Header) -> None:
+        table = programs["operands"]
+        self.tensor, self.space, self.row, self.rows, col, heads = (
+            table[name].astype(np.int64) for name in ("tensor", "space", "row", "rows", "col", "heads")
+        )
+        kv = np.isin(self.tensor, [int(t) for t in KV_SIDE])
+        keys = np.stack([kv, heads, self.space, np.where(self.space == Space.WORK, col, 0)], axis=1)
+        kinds, self.signature = np.unique(keys, axis=0, return_inverse=True)
+        self.names = [_names(header, bool(kind[0]), int(kind[1])) for kind in kinds]
+        self.columns = [
+            tuple(range(int(at), int(at) + len(names))) if space == Space.WORK else names
+            for names, (_, _, space, at) in zip(self.names, kinds, strict=True)
+        ]
+        self._group = header.q_heads // header.kv_heads
+
+    @cached_property
+    def shelf(self) -> Ints:
+        """int64 [signatures]: equal for signatures that share a column, directly or through others."""
+        shelf = np.arange(len(self.columns))
+        for i, mine in enumerate(self.columns):
+            for j in range(i):
+                if not set(mine).isdisjoint(self.columns[j]):
+                    shelf[shelf == shelf[i]] = shelf[j]
+        return shelf
+
+    def kv_of(self, q: int, kv: int) -> list[int]:
+        """Where the KV head of each query head of one signature stands among the heads of another."""
+        return [self.names[kv].index(head // self._group) for head in self.names[q]]
+
+
+def _names(header: Header, kv: bool, heads: int) -> tuple[int, ...]:
+    if heads:
+        return tuple(header.head_sets[heads - 1])
+    return tuple(range(header.kv_heads if kv else header.q_heads))
+
+
+class Roles(NamedTuple):
+    """Columns of a list of tasks that play the parts of the table above."""
+
+    table: str
+    owner: str
+    beside: tuple[str, ...]
+    walked: str
+    along: tuple[str, ...]
+    first: int  # bit of `first` that says that the task is the first on the owner's rows
+
+
+ROLES: Mapping[str, Roles] = MappingProxyType(
+    {
+        "attend": Roles("tasks", "o", ("q",), "kv", (), 1),
+        "dq": Roles("grads", "dq", ("q", "do", "delta"), "kv", (), FIRST_DQ),
+        "dkdv": Roles("grads", "dkv", ("kv",), "q", ("do", "delta"), FIRST_DKV),
+    }
+)
+
+
+class Launch(NamedTuple):
+    """Tiles [tile, tile + tiles) of a list, for at most `lanes` heads each."""
+
+    tile: int
+    tiles: int
+    lanes: int
+
+
+@dataclass(frozen=True, eq=False)
+class WorkList:
+    """tiles: int32 [tiles, TILE]; entries: int32 [entries, ENTRY]; heads: int32, what both refer to; launches:
+    instruction -> its launches, nearly always one."""
+
+    tiles: Ints
+    entries: Ints
+    heads: Ints
+    launches: Mapping[int, tuple[Launch, ...]]
+
+
+def instruction_of(programs: ProgramSet, table: str) -> Ints:
+    """int64 [rows]: the instruction that consumes each row of a list, of a one-rank program."""
+    op, count = (programs["instructions"][name].astype(np.int64) for name in ("op", "count"))
+    takes = np.array([OP_LIST.get(Op(code)) == table if code else False for code in range(max(Op) + 1)])
+    at = np.flatnonzero(takes[op])
+    return np.repeat(at, count[at])
+
+
+def work_list(programs: ProgramSet, columns: Columns, kernel: str, height: int, block: int) -> WorkList:
+    """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows."""
+    tasks = _Tasks(programs, columns, ROLES[kernel])
+    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height)
+    entries, of_tile = _entries(tasks, tiles, block)
+    heads = _Heads(columns, tasks)
+    first, last = (
+        np.searchsorted(of_tile, np.arange(len(tiles.key))),
+        np.searchsorted(of_tile, np.arange(len(tiles.key)), "right"),
+    )
+    sample = tasks.of_key[tiles.key]
+    work = np.concatenate([[0], np.cumsum(entries[:, 1] - entries[:, 0], dtype=np.int64)])
+    launch = tasks.launch[sample]
+    order = np.lexsort((work[first] - work[last], launch))  # longest first
+    order = order[(tiles.fresh | (last > first))[order]]
+    rows = np.zeros((len(order), TILE), np.int32)
+    rows[:, :7] = np.stack(
+        [tiles.row0, tiles.row1, first, last, tiles.fresh + 2 * tasks.spaces[sample], heads.lanes[sample], heads.tile[sample]],
+        axis=1,
+    )[order]  # fmt: skip
+    rows[:, 7 : 7 + len(tasks.beside)] = np.stack([shift[sample][order] for shift in tasks.beside], axis=1)
+    entries[:, 9] = heads.entry[entries[:, 9]]  # was the task
+    return WorkList(
+        rows, entries.astype(np.int32), heads.numbers, _launches(tasks, launch[order], rows[:, 5])
+    )
+
+
+class _Tasks:
+    """The tasks of a list as the roles see them; all int64 [tasks] but `key`'s inverse.
+
+    start, stop: owner rows; low, high: the walked rows; dmin, dmax: of owner row - walked row. launch: its number among
+    the launches of the list; key: the owner, its rows' place beside and the launch; of_key: a task of each key.
+    """
+
+    def __init__(self, programs: ProgramSet, columns: Columns, roles: Roles) -> None:
+        table, row = programs[roles.table], columns.row
+        of = {
+            name: table[name].astype(np.int64)
+            for name in (roles.owner, *roles.beside, roles.walked, *roles.along)
+        }
+        self.roles, self.of = roles, of
+        owner, walked = of[roles.owner], of[roles.walked]
+        self.start, self.stop = row[owner], row[owner] + columns.rows[owner]
+        self.low, self.high = row[walked], row[walked] + columns.rows[walked]
+        sign = -1 if roles.walked == "q" else 1
+        bounds = [table[name].astype(np.int64) * sign for name in ("dmin", "dmax")[::sign]]
+        self.dmin, self.dmax = (bound + row[owner] - row[walked] for bound in bounds)
+        self.first = table["first"].astype(np.int64) & roles.first > 0
+        self.beside = [row[of[name]] - row[owner] for name in roles.beside]
+        self.along = [row[of[name]] - row[walked] for name in roles.along]
+        self.spaces = _bits(columns.space[of[name]] for name in (roles.owner, *roles.beside))
+        self.walked_spaces = _bits(columns.space[of[name]] for name in (roles.walked, *roles.along))
+        self.instruction = instruction_of(programs, roles.table)
+        signatures = [columns.signature[of[name]] for name in (roles.owner, *roles.beside)]
+        key = group(self.instruction, self.spaces, *signatures, *self.beside)
+        slot = 2 * columns.shelf[signatures[0]] + columns.space[owner]
+        wave = waves(self.instruction, slot, self.start, self.stop, key)
+        self.launch = group(self.instruction, wave)
+        self.key = group(self.launch, key)
+        self.of_key = np.zeros(int(self.key.max(initial=-1)) + 1, np.int64)
+        self.of_key[self.key] = np.arange(len(key))
+
+
+def group(*columns: Ints) -> Ints:
+    """int64 [n]: equal rows of the columns have equal numbers, from 0 on, ascending as the rows do."""
+    key = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        found, number = np.unique(column, return_inverse=True)
+        key = np.unique(key * len(found) + number, return_inverse=True)[1]
+    return key
+
+
+def _bits(columns: Iterable[Ints]) -> Ints:
+    """int64 [n]: bit i is set where column i is 1."""
+    return sum((column.astype(np.int64) << i for i, column in enumerate(columns)), np.int64(0))  # type: ignore[return-value]
+
+
+def _entries(tasks: _Tasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]:
+    """(int64 [entries, ENTRY], with the task where heads will be; tile of each), of those that see a row."""
+    tile, task = tiles.of_entry, tiles.task
+    row0, row1 = tiles.row0[tile], tiles.row1[tile]
+    from_, to = np.maximum(row0, tasks.start[task]), np.minimum(row1, tasks.stop[task])
+    dmin, dmax, low, high = tasks.dmin[task], tasks.dmax[task], tasks.low[task], tasks.high[task]
+    start, stop = np.maximum(low, from_ - dmax), np.minimum(high, to - dmin)
+    # walked rows that all rows of the tile see: none where the task has but some of its rows
+    all0, all1 = np.maximum(low, to - 1 - dmax), np.minimum(high, from_ - dmin + 1)
+    all1 = np.where((from_ == row0) & (to == row1), all1, all0)
+    full0 = np.minimum(start + -(-(np.maximum(all0, start) - start) // block) * block, stop)
+    full1 = full0 + np.maximum(np.minimum(all1, stop) - full0, 0) // block * block
+    cut = [np.clip(bound, -_FAR, _FAR) for bound in (dmin, dmax)]
+    along = [shift[task] for shift in tasks.along]
+    fields = [start, stop, full0, full1, *cut, from_, to, tasks.walked_spaces[task], task, *along]
+    rows = np.zeros((len(task), ENTRY), np.int64)
+    rows[:, : len(fields)] = np.stack(fields, axis=1)
+    seen = np.flatnonzero(stop > start)
+    return rows[seen], tile[seen]
+
+
+class _Heads:
+    """Where the head columns of tiles and entries are listed; lanes, tile, entry: int64 [tasks].
+
+    tile: for each lane, owner column and that of each `beside`, four numbers. entry of attend and dq: the KV column of
+    each lane. entry of dkdv: where each lane's query heads begin, and one past the last; a query head is its columns in
+    `walked` and `along`.
+    """
+
+    def __init__(self, columns: Columns, tasks: _Tasks) -> None:
+        self._columns, self._numbers = columns, [0]
+        roles, signature = tasks.roles, columns.signature
+        owners = [signature[tasks.of[name]] for name in (roles.owner, *roles.beside)]
+        walked = [signature[tasks.of[name]] for name in (roles.walked, *roles.along)]
+        self.tile = self._listed(owners, self._lanes)
+        by_key = roles.walked == "q"
+        self.entry = self._listed([owners[0], *walked], self._queries if by_key else self._keys)
+        self.lanes = np.array([len(own) for own in columns.columns])[owners[0]]
+        self.numbers = np.array(self._numbers, np.int32)
+
+    def _listed(self, signatures: list[Ints], write: Callable[..., list[int]]) -> Ints:
+        """int64 [tasks]: where the numbers of each combination of signatures begin."""
+        found, which = np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)
+        at = np.zeros(len(found), np.int64)
+        for i, row in enumerate(found.tolist()):
+            at[i] = len(self._numbers)
+            self._numbers += write(*row)
+        return at[which]
+
+    def _lanes(self, *signatures: int) -> list[int]:
+        rows = zip(*(self._columns.columns[one] for one in signatures), strict=True)
+        return [number for row in rows for number in (*row, 0, 0, 0)[:4]]
+
+    def _keys(self, owner: int, kv: int) -> list[int]:
+        return [self._columns.columns[kv][i] for i in self._columns.kv_of(owner, kv)]
+
+    def _queries(self, owner: int, *queries: int) -> list[int]:
+        lanes = len(self._columns.columns[owner])
+        kv_of = self._columns.kv_of(queries[0], owner)
+        rows = list(zip(*(self._columns.columns[one] for one in queries), strict=True))
+        ends, listed = [], []
+        for lane in range(lanes):
+            ends.append(len(self._numbers) + lanes + 1 + len(listed))
+            listed += [number for i, row in enumerate(rows) if kv_of[i] == lane for number in row]
+        return [*ends, len(self._numbers) + lanes + 1 + len(listed), *listed]
+
+
+def _launches(tasks: _Tasks, launch: Ints, lanes: Ints) -> Mapping[int, tuple[Launch, ...]]:
+    """The launches of each instruction, of int64 [tiles] launch numbers in order."""
+    found: dict[int, tuple[Launch, ...]] = {}
+    numbers, first, count = np.unique(launch, return_index=True, return_counts=True)
+    at = np.zeros(int(tasks.launch.max(initial=-1)) + 1, np.int64)
+    at[tasks.launch] = tasks.instruction
+    for number, start, tiles in zip(numbers.tolist(), first.tolist(), count.tolist(), strict=True):
+        one = Launch(start, tiles, int(lanes[start : start + tiles].max()))
+        found[int(at[number])] = (*found.get(int(at[number]), ()), one)
+    return found
