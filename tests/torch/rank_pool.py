@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import multiprocessing
+import os
 import tempfile
 import traceback
 from multiprocessing.connection import wait
@@ -25,7 +26,10 @@ class RankError(AssertionError):
 
 
 class Pool:
-    def __init__(self):
+    """timeout_s: of a job; env: environment variables of the workers, set before they import what they need."""
+
+    def __init__(self, timeout_s=TIMEOUT_S, **env):
+        self._timeout_s, self._env = timeout_s, env
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
         self._workers = []
@@ -43,9 +47,11 @@ class Pool:
     def _collect(self, pipes):
         results, waiting = {}, list(pipes)
         while waiting:
-            ready = wait(waiting, TIMEOUT_S)
+            ready = wait(waiting, self._timeout_s)
             if not ready:
-                self._fail(f"no answer in {TIMEOUT_S} s from ranks {[pipes.index(pipe) for pipe in waiting]}")
+                self._fail(
+                    f"no answer in {self._timeout_s} s from ranks {[pipes.index(pipe) for pipe in waiting]}"
+                )
             for pipe in ready:
                 results[pipe] = self._answer(pipe, pipes.index(pipe))
                 waiting.remove(pipe)
@@ -68,7 +74,9 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(RANKS):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(theirs, rank, self._folder.name), daemon=True)
+            process = self._context.Process(
+                target=_work, args=(theirs, rank, self._folder.name, self._timeout_s, self._env), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -83,12 +91,13 @@ class Pool:
         self._workers = []
 
 
-def _work(pipe, rank, folder):
+def _work(pipe, rank, folder, timeout_s, env):
+    os.environ.update(env)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=TIMEOUT_S / 2)
+    timeout = datetime.timedelta(seconds=timeout_s / 2)
     store = dist.FileStore(str(Path(folder) / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
     groups = [dist.new_group(list(range(size))) for size in range(1, RANKS + 1)]

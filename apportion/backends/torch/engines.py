@@ -9,10 +9,11 @@ A new one is a machine in a file of its own and a row here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,13 +25,16 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
 from apportion.ir.plan import Header, ProgramSet
 
+if TYPE_CHECKING:
+    from apportion.backends.torch.stage.launcher import Launcher
+
 
 class Engine(Protocol):
     """What a call needs of an engine."""
 
     @property
-    def machine(self) -> type[TorchMachine]:
-        """Executes a call."""
+    def machine(self) -> Callable[..., TorchMachine]:
+        """(loaded, memory, layer, transport) -> what executes a call."""
 
     def obstacle(self, header: Header, device: torch.device) -> str | None:
         """Why it does not serve plans of this header on a device."""
@@ -59,13 +63,15 @@ class TaskEngine:
 
 @dataclass(frozen=True)
 class StageEngine:
-    """Imported when it is asked for: it needs Triton."""
+    """Imported when it is asked for: it needs Triton. launcher: gets kernels to the device, by default Triton."""
 
-    @property
-    def machine(self) -> type[TorchMachine]:
+    launcher: Launcher | None = None
+
+    @cached_property
+    def machine(self) -> Callable[..., TorchMachine]:
         from apportion.backends.torch.stage.machine import StageMachine
 
-        return StageMachine
+        return StageMachine if self.launcher is None else partial(StageMachine, launcher=self.launcher)
 
     def obstacle(self, header: Header, device: torch.device) -> str | None:
         from apportion.backends.torch.stage import obstacle
@@ -86,8 +92,10 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
 )
 
 
-def choose_engine(name: str, header: Header, device: torch.device) -> Engine:
+def choose_engine(name: str | Engine, header: Header, device: torch.device) -> Engine:
     """The engine of that name, or with `auto` the first that serves. Raises UnknownNameError, ConfigError."""
+    if not isinstance(name, str):
+        return name
     if choice("engine", name, ("auto", *ENGINES)) == "auto":
         return next(engine for engine in ENGINES.values() if engine.obstacle(header, device) is None)
     obstacle = ENGINES[name].obstacle(header, device)

@@ -20,7 +20,7 @@ from apportion.backends.torch.arrays import accumulator_dtype
 from apportion.backends.torch.kernels import NEG_INF, PLAIN, Band, Kernel, Score, attend, attend_grad, merge
 from apportion.backends.torch.memory import Arenas, Memory, Parts, View
 from apportion.backends.torch.rounds import Message, Round, Rounds, aligned
-from apportion.backends.torch.transport import Flight, Post, Transport
+from apportion.backends.torch.transport import Flight, Transport
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import Tensor as Name
 
@@ -97,13 +97,9 @@ class TorchMachine(Machine[View]):
             staging, sizes = self.memory.staging, dense_sizes(found, self._transport.ranks)
             flight = self._transport.all_to_all(found.channel, staging[found.out], staging[found.into], sizes)
         else:
-            flight = self._transport.batch(found.channel, list(self._posts(found)))
+            posts = self.memory.posts(step, found, self.program.operands)
+            flight = self._transport.batch(found.channel, posts)
         self._flights[step.round] = flight
-
-    def _posts(self, found: Round) -> Iterator[Post]:
-        for send, messages in ((False, found.receives), (True, found.sends)):
-            for message in messages:
-                yield Post(send, message.peer, self.memory.of_message(message, self.program.operands))
 
     def wait(self, step: Step) -> None:
         self._flights.pop(step.round).wait()

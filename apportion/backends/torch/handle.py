@@ -36,7 +36,9 @@ class PlanHandle:
     UnknownNameError for another engine.
     """
 
-    def __init__(self, piece: Slice, communicator: Transport | None = None, engine: str = "auto") -> None:
+    def __init__(
+        self, piece: Slice, communicator: Transport | None = None, engine: str | Engine = "auto"
+    ) -> None:
         self.slice = piece
         self.communicator = communicator if communicator is not None else Communicator.shared()
         self.engine = engine

@@ -8,14 +8,16 @@ pooled     work arenas and the staging of messages, one buffer a call, used agai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from apportion.backends.interp import Operand, Program
+from apportion.backends.interp import Operand, Program, Step
 from apportion.backends.torch.arrays import Array, arrays_of, part_views
 from apportion.backends.torch.columns import Columns, pick, put
-from apportion.backends.torch.rounds import PAGE, Message, aligned, tile_arrays
+from apportion.backends.torch.rounds import PAGE, Message, Round, aligned, tile_arrays
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import HEADLESS, Space
 from apportion.ir.isa import Tensor as Name
@@ -23,27 +25,46 @@ from apportion.ir.isa import Tensor as Name
 Parts = tuple[Tensor, ...]
 
 
+class Post(NamedTuple):
+    """One message: bytes for a peer, or from it, uint8 [n]."""
+
+    send: bool
+    peer: int
+    data: Tensor
+
+
+class Buffer:
+    """Bytes that a call has to itself. data: uint8, uninitialised."""
+
+    __slots__ = ("__weakref__", "data")
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.data = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def __len__(self) -> int:
+        return self.data.numel()
+
+
 class Pool:
     """Buffers of bytes that calls take and give back, so that layers share them. One of a device and stream serves
     calls one after another, and as many at a time as take one."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.device, int], list[Tensor]] = {}
+        self._free: dict[tuple[torch.device, int], list[Buffer]] = {}
 
-    def take(self, size: int, device: torch.device) -> Tensor:
-        """uint8 [size or more], uninitialised: what was given back last, if it is large enough, else a new one instead
-        of it."""
+    def take(self, size: int, device: torch.device) -> Buffer:
+        """At least as many bytes: what was given back last and is large enough, else a new one instead of it."""
         free = self._free.setdefault(_stream(device), [])
         for i in reversed(range(len(free))):
             if len(free[i]) >= size:
                 return free.pop(i)
         if free:
             free.pop()
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        return Buffer(size, device)
 
-    def give(self, buffer: Tensor) -> None:
+    def give(self, buffer: Buffer) -> None:
         """Nobody may use the buffer any more, but for work that its stream already has."""
-        self._free.setdefault(_stream(buffer.device), []).append(buffer)
+        self._free.setdefault(_stream(buffer.data.device), []).append(buffer)
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:
@@ -90,34 +111,43 @@ class Arenas:
     """The work arenas and the staging of a program in one buffer: where each array begins, in bytes."""
 
     def __init__(self, program: Program, staging_bytes: int, hidden: int) -> None:
-        self.header, self.hidden = program.header, hidden
+        self.header, self.hidden, self.staging_bytes = program.header, hidden, staging_bytes
         self.columns = {arena.tensor: arena.heads for arena in program.arenas}
-        self._rows = {arena.tensor: arena.rows for arena in program.arenas}
-        self._at: dict[Name, list[tuple[int, Array]]] = {}
-        self._staging, self._staging_bytes = 0, staging_bytes
-        size = aligned(staging_bytes, PAGE)
+        self.placed: dict[Name, list[tuple[int, Array, int]]] = {}
+        self._specs: dict[tuple[Name, Space], list[Array]] = {}
+        self._bound: WeakKeyDictionary[Buffer, Bound] = WeakKeyDictionary()
+        self.size = aligned(staging_bytes, PAGE)
         for arena in program.arenas:
-            placed = self._at[arena.tensor] = []
+            found = self.placed[arena.tensor] = []
             for array in self.arrays(arena.tensor, Space.WORK):
-                placed.append((size, array))
-                size += aligned(arena.rows * array.row_bytes, PAGE)
-        self.size = size
+                found.append((self.size, array, arena.rows))
+                self.size += aligned(arena.rows * array.row_bytes, PAGE)
 
     def arrays(self, tensor: Name, space: Space) -> list[Array]:
         """The arrays of a tensor, at home or in this program's arena."""
-        columns = self.columns.get(tensor) if space == Space.WORK else None
-        return arrays_of(tensor, space, self.header, columns, self.hidden)
+        key = tensor, space
+        if key not in self._specs:
+            columns = self.columns.get(tensor) if space == Space.WORK else None
+            self._specs[key] = arrays_of(tensor, space, self.header, columns, self.hidden)
+        return self._specs[key]
 
-    def work(self, buffer: Tensor) -> dict[Name, Parts]:
-        """The arenas in a buffer of `size` bytes."""
-        return {
-            tensor: tuple(_array(buffer, at, array, self._rows[tensor]) for at, array in placed)
-            for tensor, placed in self._at.items()
+    def bind(self, buffer: Buffer) -> Bound:
+        """The arenas in a buffer of at least `size` bytes: the same as last time, for the same buffer."""
+        if buffer not in self._bound:
+            self._bound[buffer] = Bound(self, buffer)
+        return self._bound[buffer]
+
+
+class Bound:
+    """Arenas in a buffer. work: their arrays; staging: uint8 [bytes]; posts: of launch steps, once they were asked for."""
+
+    def __init__(self, arenas: Arenas, buffer: Buffer) -> None:
+        self.work: dict[Name, Parts] = {
+            tensor: tuple(_array(buffer.data, at, array, rows) for at, array, rows in placed)
+            for tensor, placed in arenas.placed.items()
         }
-
-    def staging(self, buffer: Tensor) -> Tensor:
-        """uint8 [staging bytes]."""
-        return buffer[: self._staging_bytes]
+        self.staging = buffer.data[: arenas.staging_bytes]
+        self.posts: dict[int, tuple[Post, ...]] = {}
 
 
 def _array(buffer: Tensor, at: int, array: Array, rows: int) -> Tensor:
@@ -128,12 +158,12 @@ class Memory:
     """Home rows, work arenas and staging of one call. `rows`: home rows; given: home tensors that the caller passes in;
     others are made when they are asked for."""
 
-    def __init__(self, arenas: Arenas, rows: int, given: Mapping[Name, Parts], buffer: Tensor) -> None:
+    def __init__(self, arenas: Arenas, rows: int, given: Mapping[Name, Parts], buffer: Buffer) -> None:
         self._arenas, self.rows, self.buffer = arenas, rows, buffer
-        self.device = buffer.device
+        self.device = buffer.data.device
         self.home: dict[Name, Parts] = dict(given)
-        self.work = arenas.work(buffer)
-        self.staging = arenas.staging(buffer)
+        self._bound = arenas.bind(buffer)
+        self.work, self.staging = self._bound.work, self._bound.staging
 
     def arrays(self, operand: Operand) -> Parts:
         """The arrays that hold an operand. Raises ExecutionError where the plan leaves its memory."""
@@ -170,7 +200,21 @@ class Memory:
         arrays = [_array(self.staging, start + at, array, operand.rows) for at, array in found]
         return part_views(arrays, [array for _, array in found])
 
-    def of_message(self, message: Message, operands: Sequence[Operand]) -> Tensor:
+    def posts(self, step: Step, found: Round, operands: Sequence[Operand]) -> tuple[Post, ...]:
+        """The messages of a launch: what it receives first."""
+        posts = self._bound.posts.get(step.index)
+        if posts is None:
+            sides = ((False, found.receives), (True, found.sends))
+            posts = tuple(
+                Post(send, message.peer, self._of_message(message, operands))
+                for send, messages in sides
+                for message in messages
+            )
+            if not any(operands[m.tiles[0][0]].is_home for _, side in sides for m in side if not m.is_staged):
+                self._bound.posts[step.index] = posts  # the same bytes in each call
+        return posts
+
+    def _of_message(self, message: Message, operands: Sequence[Operand]) -> Tensor:
         """The bytes of a message: in the staging arena, or where its tiles lie side by side."""
         if message.is_staged:
             return self.staging[message.at : message.at + message.size]

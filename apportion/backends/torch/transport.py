@@ -13,22 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apportion.backends.torch.memory import Pool
+from apportion.backends.torch.memory import Pool, Post
 from apportion.ir.errors import ConfigError, ExecutionError
-
-
-class Post(NamedTuple):
-    """One message: bytes that a peer gets or sends, uint8 [n]."""
-
-    send: bool
-    peer: int
-    data: Tensor
 
 
 class Flight(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +20,29 @@ from apportion.ir.isa import Tensor as Name
 
 
 class StageMachine(TorchMachine):
-    """As TorchMachine, of a program that `stage.program.load` made."""
+    """As TorchMachine, of a program that `stage.program.load` made. launcher: gets kernels to the device."""
 
-    launcher: ClassVar[Launcher] = staticmethod(on_device)
-
-    def __init__(self, loaded: StageLoaded, memory: Memory, layer: Layer, transport: Transport) -> None:
-        self._loaded = loaded
+    def __init__(
+        self,
+        loaded: StageLoaded,
+        memory: Memory,
+        layer: Layer,
+        transport: Transport,
+        launcher: Launcher = on_device,
+    ) -> None:
+        self._loaded, self.launcher = loaded, launcher
         super().__init__(loaded, memory, layer, transport)
         self._score = layer.score.scale, layer.score.softcap or 1.0
         self._constants = loaded.plain if layer.score.softcap is None else loaded.capped
         self._arrays = [self._array(slot) for slot in loaded.slots]
+        self._addresses = [0 if array is None else array.data_ptr() for array in self._arrays]
         header = loaded.program.header
         shape = (memory.rows, header.q_heads, header.v_head_dim)
         self._out = torch.empty(shape, dtype=DTYPES[header.dtype], device=memory.device)
         if layer.sinks is not None:
-            self._shares = torch.zeros(loaded.shares, header.q_heads, device=memory.device)
+            self._shares = torch.zeros(
+                loaded.shares, header.q_heads, dtype=torch.float64, device=memory.device
+            )
 
     def bind(self) -> None:
         """Views serve projections alone."""
@@ -70,10 +78,8 @@ class StageMachine(TorchMachine):
     copy = clear = add = _by_address
 
     def _move(self, launch: Launch) -> None:
-        addresses = (array.data_ptr() for array in launch.arrays(self._arrays))
-        self.launcher(
-            launch.kernel, launch.programs, (*launch.tables, *addresses, *launch.sizes), launch.constants
-        )
+        args = *launch.tables, *launch.arrays(self._addresses), *launch.sizes
+        self.launcher(launch.kernel, launch.programs, args, launch.constants)
 
     def _start(self, launch: Launch, *layer: Any, **constants: bool) -> None:
         args = *launch.tables, *launch.arrays(self._arrays), *layer, *launch.sizes
@@ -107,13 +113,13 @@ class StageMachine(TorchMachine):
     # --- results
 
     def output(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._out, self.memory.home[Name.O][1]
+        return self._out, self.memory.home_arrays(Name.O)[1]
 
     def input_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         found = [torch.empty_like(part) for name in (Name.Q, Name.KV) for part in self.memory.home[name]]
         for number, slot in enumerate(self._loaded.slots):
             if slot is not None and slot[0] == Name.NONE:
-                self._arrays[number] = found[slot[2]]
+                self._addresses[number] = found[slot[2]].data_ptr()
         for launch in self._loaded.results:
             self._move(launch)
         dq, dk, dv = found
@@ -122,4 +128,4 @@ class StageMachine(TorchMachine):
     def close(self) -> None:
         super().close()
         if self._loaded.shares and self._layer.sinks is not None:
-            self.gradients.sinks = self._shares.sum(0, dtype=torch.float64)
+            self.gradients.sinks = self._shares.sum(0)

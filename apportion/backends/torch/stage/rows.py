@@ -182,7 +182,7 @@ def delta(
     SINKS: tl.constexpr, DLSE: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """Row statistics of a tile and head. out, lse: home rows. shares: float32 [tiles of the program, q_heads]."""
+    """Row statistics of a tile and head. out, lse: home rows. shares: float64 [tiles of the program, q_heads]."""
     tile = tiles + tl.program_id(0) // lanes * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -201,11 +201,11 @@ def delta(
         total += tl.sum(do[1].to(tl.float32) * o[1].to(tl.float32), 1)
     if DLSE:
         total -= tl.load(dlse + home, mask=live, other=0.0)
-    merged = tl.load(lse + home, mask=live, other=NEG_INF).to(tl.float32)
+    merged = tl.load(lse + home, mask=live, other=NEG_INF)
     work = (flags & 2) != 0
     at = row.to(tl.int64) * tl.where(work, delta_columns, q_heads) + tl.load(columns)
     at = tl.where(work, delta_work, delta_home) + at * 2
-    tl.store(at, merged, mask=live)
+    tl.store(at, merged.to(tl.float32), mask=live)
     tl.store(at + 1, total, mask=live)
     if SINKS:
         nothing = merged == NEG_INF
@@ -213,7 +213,7 @@ def delta(
             nothing, 0.0, tl.exp(tl.load(sinks + head).to(tl.float32) - tl.where(nothing, 0.0, merged))
         )
         share = shares + (first_share + tl.program_id(0) // lanes) * q_heads + head
-        tl.store(share, -tl.sum(tl.where(live, p * total, 0.0), 0))
+        tl.store(share, -tl.sum(tl.where(live & (merged != NEG_INF), p * total, 0.0), 0))
 
 
 @triton.jit
