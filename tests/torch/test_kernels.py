@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import flash_rule
 import numpy as np
 import pytest
 import torch
@@ -162,10 +163,10 @@ def test_merge_of_nothing_is_the_identity():
 # --- the CUDA kernel's side of things, with its two ops written out in plain torch
 
 
-def _corner_window(rows, keys, left, right):
-    """FlashAttention's window: aligned at the bottom right, -1 is no bound."""
-    off = torch.arange(rows)[:, None] - rows - (torch.arange(keys) - keys)
-    return ((off <= left) | (left < 0)) & ((-off <= right) | (right < 0))
+def _visible(q, k, options):
+    return torch.from_numpy(
+        flash_rule.visible(len(q), len(k), options["window_size_left"], options["window_size_right"])
+    )
 
 
 def _flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, **window):
@@ -173,19 +174,19 @@ def _flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *,
     assert (max_q, max_k, dropout, causal) == (len(q), len(k), 0.0, False)
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
-    allowed = _corner_window(len(q), len(k), window["window_size_left"], window["window_size_right"])
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
-    o, lse = dense(q, k, v, allowed, kv_of, Score(scale))
-    return o, lse.T.contiguous(), None, None, None
+    o, lse = dense(q, k, v, _visible(q, k, window), kv_of, Score(scale))
+    # the kernel's LSE of a row without keys is +inf
+    return o, lse.T.contiguous().masked_fill_(lse.T == kernels.NEG_INF, float("inf")), None, None, None
 
 
 def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, **options):
     assert lse.shape == (q.shape[1], q.shape[0])
     assert do.is_contiguous()
-    left, right, scale = (options[name] for name in ("window_size_left", "window_size_right", "scale"))
+    scale = options["scale"]
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     s = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * scale
-    p = (s.masked_fill(~_corner_window(len(q), len(k), left, right), float("-inf")) - lse[..., None]).exp()
+    p = (s.masked_fill(~_visible(q, k, options), kernels.NEG_INF) - lse[..., None]).exp()
     delta = (do * out).sum(-1).T
     ds = p * (torch.einsum("thd,shd->hts", do, v[:, kv_of]) - delta[..., None]) * scale
     dq = torch.einsum("hts,shd->thd", ds, k[:, kv_of])
@@ -199,7 +200,7 @@ def test_cuda_calls_windows_widths_and_heads(monkeypatch):
     monkeypatch.setattr(kernels, "_cuda_backward", _flash_backward)
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_: kernels.FLASH_CUDA)
     rng = np.random.default_rng(9)
-    for seed in range(20):
+    for seed in range(60):
         rows, keys = rng.integers(1, 60, 2).tolist()
         kv_of = [(0,), (0, 0, 1, 1), (1, 0, 1, 0), (0, 0, 2)][seed % 4]
         widths = [(8, 8), (12, 8), (6, 10)][seed % 3]
