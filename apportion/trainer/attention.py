@@ -2,6 +2,8 @@
 
 out = planned_attention(q, k, v, handle, kind="global")                     q, k, v of this rank's rows
 out = planned_attention_block(hidden, position_ids, handle, project, params)  the plan projects the heads
+
+`with check_kernels(True):` looks for NaN and an LSE of +inf after every kernel; it waits for the device each time.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from apportion.backends.torch.autograd import attend, attend_block
+from apportion.backends.torch.checks import check_kernels
 from apportion.backends.torch.executor import Projection
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels import Score
@@ -20,7 +23,14 @@ from apportion.backends.torch.remap import find_move, remapped
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
 
-__all__ = ["Communicator", "PlanHandle", "planned_attention", "planned_attention_block", "planned_remap"]
+__all__ = [
+    "Communicator",
+    "PlanHandle",
+    "check_kernels",
+    "planned_attention",
+    "planned_attention_block",
+    "planned_remap",
+]
 
 _DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
 

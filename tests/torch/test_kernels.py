@@ -1,5 +1,6 @@
 """Kernels of one task against dense float64 attention, over random band grids."""
 
+import re
 from types import SimpleNamespace
 
 import flash_rule
@@ -8,8 +9,11 @@ import pytest
 import torch
 
 from apportion.backends.torch import kernels
+from apportion.backends.torch.checks import is_checking
 from apportion.backends.torch.columns import columns_of, head_groups
 from apportion.backends.torch.kernels import Band, Score, accumulator_dtype, attend, attend_grad, merge
+from apportion.ir.errors import ExecutionError
+from apportion.trainer.attention import check_kernels
 
 INF = 2**62
 
@@ -158,6 +162,63 @@ def test_merge_of_nothing_is_the_identity():
     merge(o, lse, torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf")))
     assert o.eq(0).all()
     assert lse.eq(float("-inf")).all()
+
+
+# --- the check for debugging
+
+BAD = {"an LSE of +inf": (1, float("inf")), "NaN in LSE": (1, float("nan")), "NaN in o": (0, float("nan"))}
+
+
+def spoiled(function, part, value, row, head):
+    """The kernel's function with one entry of one of its results replaced."""
+
+    def wrapped(*args):
+        parts = [t.clone() for t in function(*args)]
+        parts[part][head, 0, row] = value
+        return tuple(parts)
+
+    wrapped.__name__ = function.__name__
+    return wrapped
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_the_check_names_what_a_forward_kernel_got_wrong(monkeypatch, what):
+    bad = kernels.Kernel(
+        kernels.cut_strips, spoiled(kernels._plain, *BAD[what], 3, 1), kernels._plain_backward
+    )
+    monkeypatch.setattr(kernels, "FLASH_CPU", bad)
+    args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 11)
+    with (
+        check_kernels(True),
+        pytest.raises(
+            ExecutionError, match=rf"kernel plain .*rows \[0, 12\).*: {re.escape(what)}.* row 3, head 1"
+        ),
+    ):
+        run_task(*args, [(-INF, INF)], (0, 1), Score(0.4))
+
+
+@pytest.mark.parametrize(("part", "name", "row"), [(0, "dq", 7), (1, "dk", 2), (2, "dv", 8)])
+def test_the_check_names_what_a_backward_kernel_got_wrong(monkeypatch, part, name, row):
+    spoil = spoiled(kernels._plain_backward, part, float("nan"), row, 1)
+    monkeypatch.setattr(kernels, "FLASH_CPU", kernels.Kernel(kernels.cut_strips, kernels._plain, spoil))
+    args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 12)
+    with (
+        check_kernels(True),
+        pytest.raises(ExecutionError, match=rf"NaN in {name}, first in row {row}, head 1"),
+    ):
+        run_task(*args, [(-INF, INF)], (0, 1), Score(0.4))
+
+
+def test_the_check_lets_good_results_pass_and_is_off_outside_its_block():
+    args = inputs(30, 30, 2, 1, (8, 8), torch.float64, 13)
+    with check_kernels(True):
+        assert is_checking()
+        with check_kernels(False):
+            assert not is_checking()
+        close(
+            run_task(*args, [(4, 9)], (0, 0), Score(0.3)), oracle(*args, [(4, 9)], (0, 0), Score(0.3)), 1e-11
+        )
+    assert not is_checking()
 
 
 # --- the CUDA kernel's side of things, with its two ops written out in plain torch

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from apportion.backends.torch.checks import is_checking, require_finite, require_numbers
 from apportion.backends.torch.columns import HeadGroup, head_groups, pick, put
 from apportion.backends.torch.cuts import Call, cut_squares, cut_strips, cut_windows
 
@@ -100,7 +101,10 @@ def attend(
         o, lse = pick(o_THE, group.q), pick(lse_TH, group.q)
         for call in calls:
             part = kernel.forward(call, _rows(q, call), _keys(k, call), _keys(v, call), score)
-            merge(o[call.q0 : call.q1], lse[call.q0 : call.q1], *map(_ungrouped, part))
+            part_o, part_lse = map(_ungrouped, part)
+            if is_checking():
+                require_finite(_named(kernel.forward, call), part_o, part_lse)
+            merge(o[call.q0 : call.q1], lse[call.q0 : call.q1], part_o, part_lse)
         put(o_THE, group.q, o)
         put(lse_TH, group.q, lse)
 
@@ -129,13 +133,24 @@ def attend_grad(
         for call in calls:
             inputs = (_rows(q, call), _keys(k, call), _keys(v, call))
             above = (_rows(do, call), _rows(lse, call), _rows(delta, call))
-            part_q, part_k, part_v = kernel.backward(call, *inputs, *above, score)
-            dq[call.q0 : call.q1].add_(_ungrouped(part_q))
-            dk[call.k0 : call.k1].add_(_summed(part_k))
-            dv[call.k0 : call.k1].add_(_summed(part_v))
+            parts = kernel.backward(call, *inputs, *above, score)
+            part_q, part_k, part_v = _ungrouped(parts[0]), _summed(parts[1]), _summed(parts[2])
+            if is_checking():
+                require_numbers(_named(kernel.backward, call), dq=part_q, dk=part_k, dv=part_v)
+            dq[call.q0 : call.q1].add_(part_q)
+            dk[call.k0 : call.k1].add_(part_k)
+            dv[call.k0 : call.k1].add_(part_v)
         put(dq_THD, group.q, dq)
         put(dk_SKD, group.kv, dk)
         put(dv_SKE, group.kv, dv)
+
+
+def _named(function: Forward | Backward, call: Call) -> str:
+    """For messages: which kernel, on which part of its task."""
+    return (
+        f"kernel {function.__name__.lstrip('_')} on query rows [{call.q0}, {call.q1}) x key rows "
+        f"[{call.k0}, {call.k1}) of its task, diagonals {call.dmin} to {call.dmax}"
+    )
 
 
 def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
