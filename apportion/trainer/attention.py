@@ -69,6 +69,16 @@ def planned_attention(
     Raises ConfigError for dropout, ALiBi, biases and masks as arguments, UnknownNameError for a kind that the
     plan does not have, ExecutionError for wrong shapes or dtypes, cross-attention, and ranks that hold
     different plans.
+
+    Eager or compiled it is one op, `torch.ops.apportion.attend`. Selective activation checkpointing can keep its
+    result, so that recomputation does not communicate:
+
+        def keep_attention(ctx, op, *args, **kwargs):
+            attends = op == torch.ops.apportion.attend.default
+            return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        out = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False, context_fn=contexts)
     """
     _refuse(refused)
     if q.dim() == 4:

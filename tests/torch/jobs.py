@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.utils.checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ApportionError
+from apportion.ir.isa import Op
 from apportion.trainer.attention import (
     Communicator,
     PlanHandle,
@@ -114,6 +118,46 @@ def compiled(comm, shards):
             results.append([out.detach(), *(x.grad for x in inputs)])
         worst = max([worst, *(float((a - b).abs().max()) for a, b in zip(*results, strict=True) if len(a))])
     return counter.frame_count, worst
+
+
+def keep_attention(ctx, op, *args, **kwargs):
+    """A policy of selective activation checkpointing."""
+    attends = op == torch.ops.apportion.attend.default
+    return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def rounds(comm, checkpointing, compiled, shard):
+    """Rounds launched in forward and in backward, and those of each program; out and gradients.
+
+    checkpointing: None, "full" or "selective", of a layer that needs its attention again in backward."""
+    handle = handle_of(comm, shard.piece)
+    inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+
+    def layer(q, k, v):
+        return planned_attention(q * 2, k, v, handle).sin()
+
+    def full(*qkv):
+        return torch.utils.checkpoint.checkpoint(layer, *qkv, use_reentrant=False)
+
+    def selective(*qkv):
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        return torch.utils.checkpoint.checkpoint(layer, *qkv, use_reentrant=False, context_fn=contexts)
+
+    block = {None: layer, "full": full, "selective": selective}[checkpointing]
+    if compiled:
+        torch._dynamo.reset()
+        block = torch.compile(block, backend="aot_eager", fullgraph=True)
+    with mock.patch.object(comm, "launch", wraps=comm.launch) as launch:
+        out = block(*inputs)
+        forward = launch.call_count
+        out.backward(torch.from_numpy(shard.do))
+    programs = [handle.program("default", phase) for phase in ("forward", "backward")]
+    planned = [sum(step.op == Op.LAUNCH for step in program.steps) for program in programs]
+    return (
+        (forward, launch.call_count - forward),
+        planned,
+        [out.detach().numpy(), *(x.grad.numpy() for x in inputs)],
+    )
 
 
 class Weights:

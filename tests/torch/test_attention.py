@@ -165,6 +165,23 @@ def test_recompute(pool, reentrant):
                 np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
+def test_attention_that_is_kept_does_not_communicate_again(pool, checkpointing, compiled):
+    plan = small_plans(ranks=2)[0]
+    shards = cases.shards(plan, cases.problem_of(plan))
+    plain = pool.run(jobs.rounds, 2, None, False, each=shards)
+    for result, want in zip(
+        pool.run(jobs.rounds, 2, checkpointing, compiled, each=shards), plain, strict=True
+    ):
+        launched, (forward, backward), numbers = result
+        assert forward > 0
+        again = forward if checkpointing == "full" else 0
+        assert launched == (forward, again + backward)
+        for a, b in zip(numbers, want[-1], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("order", ["F0F1B0B1", "F0F1B1B0"])
 @pytest.mark.parametrize("second", [[33, 40], [2]], ids=["tokens", "ranks_without_tokens"])
 def test_two_microbatches_in_flight(pool, order, second):
@@ -220,23 +237,48 @@ def test_tensors_need_not_be_contiguous(pool):
     assert all(pool.run(jobs.strided, 4, each=cases.shards(plan, cases.problem_of(plan))))
 
 
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (3.0, True)])
-def test_the_custom_op_is_a_good_citizen(softcap, sinks):
+def alone():
+    """A handle of one rank, and q, k, v for it."""
     plan = make_plan(Batch.from_lengths([9, 4]), Cluster(1, 1), cases.model(2), cases.recipe())
-    problem, handle = cases.problem_of(plan), PlanHandle(plan.for_rank(0))
-    q, k, v = (jobs.leaf(x, torch.float64) for x in (problem.q, problem.k, problem.v))
+    problem = cases.problem_of(plan)
+    return PlanHandle(plan.for_rank(0)), [
+        jobs.leaf(x, torch.float64) for x in (problem.q, problem.k, problem.v)
+    ]
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (3.0, True)])
+def test_the_op_is_a_good_citizen(softcap, sinks):
+    handle, qkv = alone()
     logits = torch.zeros(2, dtype=torch.float64, requires_grad=True) if sinks else None
-    torch.library.opcheck(attend_op, (q, k, v, logits, handle.number, "default", 0.5, softcap))
+    torch.library.opcheck(attend_op, (*qkv, logits, handle.number, "default", 0.5, softcap))
 
 
-def test_a_plan_that_is_gone_is_an_error_under_compile():
-    handle = PlanHandle(
-        make_plan(Batch.from_lengths([9]), Cluster(1, 1), cases.model(2), cases.recipe()).for_rank(0)
-    )
+def test_a_plan_that_is_gone_is_an_error():
+    handle, _ = alone()
     number = handle.number
     del handle
     with pytest.raises(ExecutionError, match="keep it until backward has run"):
         PlanHandle.of_number(number)
+
+
+def test_in_eager_mode_the_graph_keeps_the_plan_until_it_is_gone_itself():
+    handle, qkv = alone()
+    watch = weakref.ref(handle)
+    out = planned_attention(*qkv, handle)
+    del handle
+    out.sum().backward()
+    assert all(x.grad is not None for x in qkv)
+    assert watch() is not None
+    del out
+    assert watch() is None
+
+
+def test_attention_is_differentiable_once():
+    handle, qkv = alone()
+    out = planned_attention(*qkv, handle)
+    (dq,) = torch.autograd.grad(out.square().sum(), qkv[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
 
 
 def test_arenas_are_gone_when_the_call_ends(monkeypatch):
@@ -248,13 +290,10 @@ def test_arenas_are_gone_when_the_call_ends(monkeypatch):
             seen.append(weakref.ref(self))
 
     monkeypatch.setattr(autograd, "Memory", Watched)
-    plan = make_plan(Batch.from_lengths([9, 4]), Cluster(1, 1), cases.model(2), cases.recipe())
-    problem, handle = cases.problem_of(plan), PlanHandle(plan.for_rank(0))
+    handle, qkv = alone()
     gc.disable()
     try:
-        out = planned_attention(
-            *(jobs.leaf(x, torch.float64) for x in (problem.q, problem.k, problem.v)), handle
-        )
+        out = planned_attention(*qkv, handle)
         out.sum().backward()
         assert [ref() for ref in seen] == [None, None]
     finally:
