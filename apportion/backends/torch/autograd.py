@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from apportion.backends.torch.executor import Gradients, Layer, Projection, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.kernels import Score, accumulator_dtype
+from apportion.backends.torch.kernels import Score
 from apportion.backends.torch.memory import Memory, Parts
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import Tensor as Name
@@ -83,7 +83,7 @@ def _check_dtype(name: str, tensor: Tensor, handle: PlanHandle) -> None:
 
 def backward_home(kept: Home, out: Tensor, lse: Tensor, do: Tensor) -> Home:
     """What a backward program is given: what forward `kept` (q, k, v or hidden states), its result, and dO."""
-    return {**kept, Name.O: (out.to(accumulator_dtype(out.dtype)), lse), Name.DO: (do,)}
+    return {**kept, Name.O: (out, lse), Name.DO: (do,)}
 
 
 def or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:

@@ -115,7 +115,8 @@ class TorchMachine(Machine[View]):
     def delta(self, step: Step) -> None:
         for row in step.rowops:
             (do,), (o, lse) = self._read(row.a, row.b)
-            delta = (do.to(o.dtype) * o).sum(-1)
+            wide = accumulator_dtype(o.dtype)
+            delta = (do.to(wide) * o.to(wide)).sum(-1)
             self.views[row.c].fill((lse, delta))
             self._add_sink_gradients(self.views[row.c].operand.heads, lse, delta)
 
