@@ -54,6 +54,28 @@ def attention(comm, kind, sinks, options, shard):
     return [None if t is None else t.detach().double().numpy() for t in (out, *grads)]
 
 
+def attention_with_lse(comm, sinks, options, uses_out, compiled, given):
+    """out, lse, dq, dk, dv, dsinks of one layer in a batch of one, as float64 arrays; the loss may use lse alone."""
+    shard, dlse = given
+    handle = handle_of(comm, shard.piece)
+    q, k, v = (leaf(x[None], handle.dtype) for x in (shard.q, shard.k, shard.v))
+    logits = None if sinks is None else leaf(sinks, handle.dtype)
+
+    def layer(q, k, v, logits):
+        return planned_attention(q, k, v, handle, sinks=logits, return_lse=True, **options)
+
+    if compiled:
+        torch._dynamo.reset()
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    out, lse = layer(q, k, v, logits)
+    loss = (lse * torch.from_numpy(dlse)).sum()
+    if uses_out:
+        loss = loss + (out * torch.from_numpy(shard.do)).sum()
+    loss.backward()
+    found = [out[0], lse[0], *(x.grad[0] for x in (q, k, v)), None if logits is None else logits.grad]
+    return [None if x is None else x.detach().double().numpy() for x in found]
+
+
 def twice(comm, shard):
     """The same plan on the same numbers, two handles: bytes of everything."""
     results = [attention(comm, None, None, {}, shard) for _ in range(2)]

@@ -1,6 +1,7 @@
 """Kernels of one task against dense float64 attention, over random band grids."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import flash_rule
@@ -35,7 +36,7 @@ def inputs(rows, keys, heads, kv_heads, widths, dtype, seed):
     return [torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def run_task(q, k, v, do, bands, kv_of, score):
+def run_task(q, k, v, do, bands, kv_of, score, dlse=None):
     """Forward over the bands into one accumulator, then backward of each with the merged statistics."""
     wide = accumulator_dtype(q.dtype)
     o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=wide)
@@ -43,26 +44,24 @@ def run_task(q, k, v, do, bands, kv_of, score):
     for dmin, dmax in bands:
         attend(q, k, v, o, lse, Band(dmin, dmax, kv_of), score)
     delta = (do.to(wide) * o).sum(-1)
+    if dlse is not None:
+        delta, score = delta - dlse, replace(score, any_delta=True)
     dq, dk, dv = (torch.zeros(t.shape, dtype=wide) for t in (q, k, v))
     for dmin, dmax in bands:
         attend_grad(q, k, v, do, lse, delta, dq, dk, dv, Band(dmin, dmax, kv_of), score)
     return o, lse, dq, dk, dv
 
 
-def oracle(q, k, v, do, bands, kv_of, score):
+def oracle(q, k, v, do, bands, kv_of, score, dlse=None):
     i, j = np.indices((q.shape[0], k.shape[0]))
     allowed = torch.from_numpy(np.any([(i - j >= low) & (i - j <= high) for low, high in bands], axis=0))
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     o, lse = dense(*leaves, allowed, list(kv_of), score)
     # rows without keys would turn 0 * nan in the oracle's own softmax gradient
     alive = allowed.any(1)
-    grads = torch.autograd.grad(dense_alive(leaves, allowed, alive, kv_of, score), leaves, do.double()[alive])
-    return o.detach(), lse.detach(), *grads
-
-
-def dense_alive(leaves, allowed, alive, kv_of, score):
-    q, k, v = leaves
-    return dense(q[alive], k, v, allowed[alive], list(kv_of), score)[0]
+    parts = dense(leaves[0][alive], *leaves[1:], allowed[alive], list(kv_of), score)
+    dparts = do.double()[alive], torch.zeros_like(parts[1]) if dlse is None else dlse[alive]
+    return o.detach(), lse.detach(), *torch.autograd.grad(parts, leaves, dparts)
 
 
 def split_band(rng, rows, keys):
@@ -155,6 +154,24 @@ def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients():
     stand_in = kernels.out_with_delta(do, delta)
     torch.testing.assert_close((do * stand_in).sum(-1), delta, rtol=1e-14, atol=0)
     assert (stand_in.norm(dim=-1) <= out.norm(dim=-1) * (1 + 1e-14)).all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-200, 1.0])
+@pytest.mark.parametrize("kernel", ["FLASH_CPU", "FLASH_CUDA", "PLAIN"])
+def test_a_gradient_of_lse_needs_no_gradient_of_the_output(monkeypatch, kernel, size):
+    emulate_cuda(monkeypatch)
+    monkeypatch.setattr(kernels, "choose_kernel", lambda *_: getattr(kernels, kernel))
+    *qkv, do = inputs(30, 25, 4, 2, (8, 5), torch.float64, 14)
+    dlse = torch.randn(30, 4, generator=torch.Generator().manual_seed(15), dtype=torch.float64)
+    args = *qkv, do * size, [(-3, 4), (5, 20)], (0, 0, 1, 1), Score(0.3)
+    close(run_task(*args, dlse), oracle(*args, dlse), 1e-11)
+
+
+def test_columns_for_delta_hold_it_to_twice_the_bits_of_a_half():
+    do, delta = torch.zeros(4, 8, dtype=torch.bfloat16), torch.tensor([1.2345678, -300.7, 1e-6, 0.0])
+    do, out = kernels.with_delta_columns(do, delta)
+    assert (do.dtype, out.dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close((do.float() * out.float()).sum(-1), delta, rtol=2**-16, atol=0)
 
 
 def test_merge_of_nothing_is_the_identity():
@@ -256,9 +273,13 @@ def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, ca
     return dq, dk, dv
 
 
-def test_cuda_calls_windows_widths_and_heads(monkeypatch):
+def emulate_cuda(monkeypatch):
     monkeypatch.setattr(kernels, "_cuda", _flash_forward)
     monkeypatch.setattr(kernels, "_cuda_backward", _flash_backward)
+
+
+def test_cuda_calls_windows_widths_and_heads(monkeypatch):
+    emulate_cuda(monkeypatch)
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_: kernels.FLASH_CUDA)
     rng = np.random.default_rng(9)
     for seed in range(60):
@@ -278,3 +299,6 @@ def test_kernels_are_chosen_by_device_dtype_width_and_score():
     cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=half.shape)
     assert kernels.choose_kernel(cuda, half, Score(1.0)) is kernels.FLASH_CUDA
     assert kernels.choose_kernel(cuda, wide, Score(1.0)) is kernels.PLAIN
+    widest = wide[..., : kernels.CUDA_WIDEST]
+    assert kernels.choose_kernel(cuda, widest, Score(1.0)) is kernels.FLASH_CUDA
+    assert kernels.choose_kernel(cuda, widest, Score(1.0, any_delta=True)) is kernels.PLAIN

@@ -1,7 +1,7 @@
 """Programs as differentiable functions.
 
-    forward   q, k, v ──forward program──► o, lse        saved: q, k, v, out, lse and the handle
-    backward  dO      ──backward program─► dq, dk, dv (dsinks, or dX and the parameters' gradients)
+    forward   q, k, v   ──forward program──► o, lse        saved: q, k, v, out, lse and the handle
+    backward  dO, dLSE  ──backward program─► dq, dk, dv (dsinks, or dX and the parameters' gradients)
 
 A call is one op, `torch.ops.apportion.attend`, in eager mode and under torch.compile: what looks at ops, like
 selective activation checkpointing, sees the same one. It takes the handle's number as a tensor: no graph
@@ -150,14 +150,15 @@ class PlannedBlock(torch.autograd.Function):
 # Registered with `Library` and not with `torch.library.custom_op`, which takes 50 us more for a forward and
 # backward: on a small microbatch that is longer than the kernels.
 
-_RULE = "Tensor number, str kind, float scale, float? softcap"
+# return_lse: whether LSE may get a gradient, the same on all ranks: backward computes tasks of others' rows too
+_RULE = "Tensor number, str kind, float scale, float? softcap, bool return_lse"
 _LIBRARY: Any = torch.library.Library("apportion", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     f"attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_RULE}) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    "attend_grad(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, "
+    "attend_grad(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, "
     f"{_RULE}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -175,6 +176,7 @@ def _attend(
     kind: str,
     scale: float,
     softcap: float | None,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64, under the plan of that number."""
     handle = PlanHandle.of_number(number)
@@ -192,6 +194,7 @@ def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, T
 @torch.library.impl(_LIBRARY, "attend_grad", "CompositeExplicitAutograd")
 def _attend_grad(
     do: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -202,9 +205,10 @@ def _attend_grad(
     kind: str,
     scale: float,
     softcap: float | None,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dsinks (empty without sinks)."""
-    layer = Layer(Score(scale, softcap), sinks)
+    layer = Layer(Score(scale, softcap, any_delta=return_lse), sinks, dlse=dlse)
     home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, out, lse, do)
     memory, gradients = run_backward(PlanHandle.of_number(number), kind, home, layer)
     dsinks = sink_gradient(layer, gradients)
@@ -213,7 +217,7 @@ def _attend_grad(
 
 @torch.library.register_fake("apportion::attend_grad", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _fake_attend_grad(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
@@ -228,31 +232,41 @@ class _Attend(torch.autograd.Function):
             out, lse = attend_op(*inputs)
         q, k, v, sinks, number, *ctx.rule = inputs
         ctx.save_for_backward(q, k, v, sinks, out, lse, number)
-        ctx.mark_non_differentiable(lse)
+        if not ctx.rule[-1]:
+            ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse, number = ctx.saved_tensors
-        inputs = (or_zeros(do, out), q, k, v, sinks, out, lse, number)
+        inputs = (or_zeros(do, out), dlse, q, k, v, sinks, out, lse, number)
         dq, dk, dv, dsinks = attend_grad_op(*inputs, *ctx.rule)
-        return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, None, None, None
+        return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
 _LIBRARY.impl("attend", _Attend.apply, "Autograd")
 
 
 def attend(
-    handle: PlanHandle, kind: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score
-) -> Tensor:
-    """Planned attention, differentiable in q, k, v and sinks; eager or compiled."""
-    out: Tensor = attend_op(q, k, v, sinks, handle.number, kind, score.scale, score.softcap)[0]
+    handle: PlanHandle,
+    kind: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score: Score,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Planned attention and its LSE [rows, Hq] in float64, differentiable in q, k, v and sinks; eager or compiled.
+
+    LSE is differentiable with return_lse, the same on all ranks."""
+    rule = handle.number, kind, score.scale, score.softcap, return_lse
+    out, lse = attend_op(q, k, v, sinks, *rule)
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
-        # alive until backward has run
-        out.grad_fn.metadata["handle"] = handle  # type: ignore[index]
-    return out
+        out.grad_fn.metadata["handle"] = handle  # alive until backward has run
+    return out, lse
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Machine, Operand, Program, RowOp, Step
+from apportion.backends.torch.columns import pick
 from apportion.backends.torch.kernels import (
     NEG_INF,
     Band,
@@ -45,6 +46,7 @@ class Layer:
     sinks: Tensor | None = None  # [Hq] learned logits
     project: Projection | None = None
     params: tuple[Tensor, ...] = ()
+    dlse: Tensor | None = None  # [rows, Hq] gradient of the LSE of home rows, for backward
 
 
 @dataclass
@@ -117,6 +119,8 @@ class TorchMachine(Machine[View]):
             (do,), (o, lse) = self._read(row.a, row.b)
             wide = accumulator_dtype(o.dtype)
             delta = (do.to(wide) * o.to(wide)).sum(-1)
+            if self._layer.dlse is not None:
+                delta -= _lse_gradient(self._layer.dlse, self.views[row.b].operand, lse)
             self.views[row.c].fill((lse, delta))
             self._add_sink_gradients(self.views[row.c].operand.heads, lse, delta)
 
@@ -205,6 +209,16 @@ class TorchMachine(Machine[View]):
             raise ExecutionError("the plan projects hidden states itself: call planned_attention_block")
         q_heads, kv_heads = (self.views[i].operand.heads if i else () for i in (row.b, row.c))
         return self._layer.project(hidden, positions, q_heads, kv_heads)
+
+
+def _lse_gradient(dlse: Tensor, operand: Operand, lse: Tensor) -> Tensor:
+    """The operand's part of dlse [rows, Hq]: dS = P * (dP - (delta - dLSE)). A row without keys has none."""
+    if not operand.is_home:
+        raise ExecutionError(
+            f"delta of {operand}: the gradient of LSE is at home, and so must this operand be"
+        )
+    part = pick(dlse.narrow(0, operand.row, operand.rows), operand.columns)
+    return part.masked_fill(lse == NEG_INF, 0.0)
 
 
 def _clear(parts: Parts) -> None:
