@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv], do [T, Hq, Dv] and what a layer may add."""
+    """q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv], do [T, Hq, Dv] and what a layer may add; dlse [T, Hq]."""
 
     q: Array
     k: Array
@@ -38,6 +38,7 @@ class Problem:
     sinks: Array | None = None
     scale: float | None = None
     softcap: float | None = None
+    dlse: Array | None = None
 
     @staticmethod
     def random(
@@ -59,7 +60,8 @@ class Problem:
     def cast(self, dtype: Any) -> Problem:
         """The same numbers, rounded to another dtype."""
         q, k, v, do = (x.astype(dtype) for x in (self.q, self.k, self.v, self.do))
-        return Problem(q, k, v, do, _cast(self.sinks, dtype), self.scale, self.softcap)
+        sinks, dlse = _cast(self.sinks, dtype), _cast(self.dlse, dtype)
+        return Problem(q, k, v, do, sinks, self.scale, self.softcap, dlse)
 
 
 def _cast(x: Array | None, dtype: Any) -> Array | None:
@@ -94,6 +96,8 @@ def _head(problem: Problem, allowed: Array, head: int) -> tuple[Array, ...]:
     o = p @ v
     dp = do @ v.T
     inner = (p * dp).sum(axis=1)  # the sink's value is zero, so it adds nothing here
+    if problem.dlse is not None:
+        inner = inner - problem.dlse[:, head]  # d lse / d logit is the logit's weight
     d_bent = p * (dp - inner[:, None])
     d_raw = d_bent if problem.softcap is None else d_bent * (1 - np.tanh(raw / problem.softcap) ** 2)
     return o, lse, d_raw @ k * scale, d_raw.T @ q * scale, p.T @ do, -(p_sink * inner).sum()

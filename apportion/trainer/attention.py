@@ -1,18 +1,23 @@
 """The attention op of a layer, under a plan.
 
 out = planned_attention(q, k, v, handle, kind="global")                     q, k, v of this rank's rows
+out, lse = planned_attention(q, k, v, handle, return_lse=True)              to merge it with other attention
 out = planned_attention_block(hidden, position_ids, handle, project, params)  the plan projects the heads
+
+`with check_kernels(True):` looks for NaN and an LSE of +inf after every kernel; it waits for the device each time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from apportion.backends.torch.arrays import accumulator_dtype
 from apportion.backends.torch.autograd import attend, attend_block
+from apportion.backends.torch.checks import check_kernels
 from apportion.backends.torch.executor import Projection
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels import Score
@@ -20,7 +25,14 @@ from apportion.backends.torch.remap import find_move, remapped
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
 
-__all__ = ["Communicator", "PlanHandle", "planned_attention", "planned_attention_block", "planned_remap"]
+__all__ = [
+    "Communicator",
+    "PlanHandle",
+    "check_kernels",
+    "planned_attention",
+    "planned_attention_block",
+    "planned_remap",
+]
 
 _DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
 
@@ -37,6 +49,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 )
 
 
+@overload
 def planned_attention(
     q: Tensor,
     k: Tensor,
@@ -46,27 +59,78 @@ def planned_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
     **refused: Any,
-) -> Tensor:
-    """Attention of the whole microbatch for this rank's query rows; every rank calls it, also without tokens.
+) -> Tensor: ...
+
+
+@overload
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: PlanHandle,
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **refused: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: PlanHandle,
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    **refused: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the whole microbatch for this rank's query rows; every rank calls it in the same way, also one
+    without tokens.
 
     q [rows, Hq, D], k [rows, Hk, D], v [rows, Hk, Dv]: the rank's rows in the plan's home layout (a leading
     batch dimension of 1 is kept). kind: attention kind, may be omitted where the plan has one. scale: D^-1/2
     by default. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each row's softmax sum.
-    Returns out [rows, Hq, Dv] in q's dtype; rows that see no key are 0. Differentiable once in q, k, v and
-    sinks.
+    Returns out [rows, Hq, Dv] in q's dtype; rows that see no key are 0. With return_lse a pair: out, and the
+    log-sum-exp of each row's scores, lse [rows, Hq] in float32 (float64 for float64), with the sink in it; -inf where a
+    row sees no key. Both are differentiable once in q, k, v and sinks.
 
     Raises ConfigError for dropout, ALiBi, biases and masks as arguments, UnknownNameError for a kind that the
     plan does not have, ExecutionError for wrong shapes or dtypes, cross-attention, and ranks that hold
     different plans.
+
+    Eager or compiled it is one op, `torch.ops.apportion.attend`. Selective activation checkpointing can keep its
+    result, so that recomputation does not communicate:
+
+        def keep_attention(ctx, op, *args, **kwargs):
+            attends = op == torch.ops.apportion.attend.default
+            return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        out = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False, context_fn=contexts)
     """
     _refuse(refused)
-    if q.dim() == 4:
+    batched = q.dim() == 4
+    if batched:
         q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
-        return planned_attention(q, k, v, handle, kind, scale, softcap, sinks).unsqueeze(0)
     if k.shape[0] != q.shape[0]:
         raise ExecutionError(f"q has {q.shape[0]} rows and k {k.shape[0]}: cross-attention is not planned")
-    return attend(handle, handle.kind(kind), q, k, v, sinks, score_of(q.shape[-1], scale, softcap))
+    score = score_of(q.shape[-1], scale, softcap)
+    out, lse = attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse)
+    out = out.unsqueeze(0) if batched else out
+    if not return_lse:
+        return out
+    lse = lse.to(accumulator_dtype(q.dtype))
+    return out, lse.unsqueeze(0) if batched else lse
 
 
 def planned_attention_block(

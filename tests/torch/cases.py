@@ -149,6 +149,18 @@ def run(pool, plan, problem, kind=None):
     return gathered(plan, results)
 
 
+def run_with_lse(pool, plan, problem, uses_out=True, compiled=False):
+    """(o, dq, dk, dv, dsinks), and lse, of a loss with the problem's dO, if it uses out, and dLSE."""
+    home = plan.layout(plan.header.home_layout)
+    dlse = [problem.dlse[home.tokens(rank)] for rank in range(plan.header.ranks)]
+    each = list(zip(shards(plan, problem), dlse, strict=True))
+    options = {"scale": problem.scale, "softcap": problem.softcap}
+    job = jobs.attention_with_lse
+    results = pool.run(job, plan.header.ranks, problem.sinks, options, uses_out, compiled, each=each)
+    lse = in_token_order(plan, [result.pop(1) for result in results])
+    return gathered(plan, results), lse
+
+
 def allowed(batch, kind="default"):
     return bands.dense(batch.bands(kind), batch.tokens, batch.tokens)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.utils.checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ApportionError
+from apportion.ir.isa import Op
 from apportion.trainer.attention import (
     Communicator,
     PlanHandle,
@@ -48,6 +52,28 @@ def attention(comm, kind, sinks, options, shard):
     out.backward(torch.from_numpy(shard.do).to(handle.dtype))
     grads = [t if t is None else t.grad for t in (q, k, v, logits)]
     return [None if t is None else t.detach().double().numpy() for t in (out, *grads)]
+
+
+def attention_with_lse(comm, sinks, options, uses_out, compiled, given):
+    """out, lse, dq, dk, dv, dsinks of one layer in a batch of one, as float64 arrays; the loss may use lse alone."""
+    shard, dlse = given
+    handle = handle_of(comm, shard.piece)
+    q, k, v = (leaf(x[None], handle.dtype) for x in (shard.q, shard.k, shard.v))
+    logits = None if sinks is None else leaf(sinks, handle.dtype)
+
+    def layer(q, k, v, logits):
+        return planned_attention(q, k, v, handle, sinks=logits, return_lse=True, **options)
+
+    if compiled:
+        torch._dynamo.reset()
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    out, lse = layer(q, k, v, logits)
+    loss = (lse * torch.from_numpy(dlse)).sum()
+    if uses_out:
+        loss = loss + (out * torch.from_numpy(shard.do)).sum()
+    loss.backward()
+    found = [out[0], lse[0], *(x.grad[0] for x in (q, k, v)), None if logits is None else logits.grad]
+    return [None if x is None else x.detach().double().numpy() for x in found]
 
 
 def twice(comm, shard):
@@ -114,6 +140,46 @@ def compiled(comm, shards):
             results.append([out.detach(), *(x.grad for x in inputs)])
         worst = max([worst, *(float((a - b).abs().max()) for a, b in zip(*results, strict=True) if len(a))])
     return counter.frame_count, worst
+
+
+def keep_attention(ctx, op, *args, **kwargs):
+    """A policy of selective activation checkpointing."""
+    attends = op == torch.ops.apportion.attend.default
+    return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def rounds(comm, checkpointing, compiled, shard):
+    """Rounds launched in forward and in backward, and those of each program; out and gradients.
+
+    checkpointing: None, "full" or "selective", of a layer that needs its attention again in backward."""
+    handle = handle_of(comm, shard.piece)
+    inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
+
+    def layer(q, k, v):
+        return planned_attention(q * 2, k, v, handle).sin()
+
+    def full(*qkv):
+        return torch.utils.checkpoint.checkpoint(layer, *qkv, use_reentrant=False)
+
+    def selective(*qkv):
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        return torch.utils.checkpoint.checkpoint(layer, *qkv, use_reentrant=False, context_fn=contexts)
+
+    block = {None: layer, "full": full, "selective": selective}[checkpointing]
+    if compiled:
+        torch._dynamo.reset()
+        block = torch.compile(block, backend="aot_eager", fullgraph=True)
+    with mock.patch.object(comm, "batch", wraps=comm.batch) as launch:
+        out = block(*inputs)
+        forward = launch.call_count
+        out.backward(torch.from_numpy(shard.do))
+    programs = [handle.program("default", phase) for phase in ("forward", "backward")]
+    planned = [sum(step.op == Op.LAUNCH for step in program.steps) for program in programs]
+    return (
+        (forward, launch.call_count - forward),
+        planned,
+        [out.detach().numpy(), *(x.grad.numpy() for x in inputs)],
+    )
 
 
 class Weights:

@@ -2,22 +2,27 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import cases
 import jobs
 import numpy as np
+import oracle
 import pytest
 import torch
 from cases import batch_of, make_plan
 
-from apportion.backends.torch import autograd
+from apportion.backends.interp import Operand
+from apportion.backends.torch import autograd, executor
 from apportion.backends.torch.autograd import attend_op
 from apportion.ir import masks, text
-from apportion.ir.batch import Batch
+from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ExecutionError
+from apportion.ir.isa import Space
+from apportion.ir.isa import Tensor as Name
 from apportion.trainer.attention import PlanHandle, planned_attention
 
 COVER = cases.pairwise()
@@ -112,6 +117,61 @@ def test_remap_moves_rows_and_their_gradients_back(pool):
         np.testing.assert_array_equal(grad, 2 * x[source.tokens(rank)])
 
 
+def with_dlse(problem, seed=9):
+    return replace(problem, dlse=np.random.default_rng(seed).standard_normal(problem.q.shape[:2]))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "reshuffle", "extra"),
+    [
+        ("bands", 3, False, ""),
+        ("slices", 4, True, "sinks"),
+        ("window", 2, True, "softcap"),
+        ("causal", 1, False, "sinks"),
+        ("tree", 5, True, ""),
+    ],
+)
+def test_lse_and_its_gradient(pool, name, ranks, reshuffle, extra):
+    plan = make_plan(
+        batch_of(name), Cluster(1, ranks), cases.model(2, kv_heads=2), cases.recipe(reshuffle=reshuffle)
+    )
+    problem = with_dlse(cases.problem_of(plan, 6, extra == "sinks", 2.0 if extra == "softcap" else None))
+    mask = cases.allowed(batch_of(name))
+    got, lse = cases.run_with_lse(pool, plan, problem)
+    cases.assert_good(got, problem, mask)
+    want = oracle.dense(problem, mask).lse
+    assert np.isneginf(want).any() == (name == "bands")
+    np.testing.assert_allclose(lse, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["clear", "q_moves"])
+def test_lse_of_plans_written_by_hand(pool, name):
+    plan = text.parse(BY_HAND[name].read_text())
+    problem = with_dlse(cases.problem_of(plan, 8, sinks=True))
+    mask = cases.allowed(plan.request.batch)
+    got, lse = cases.run_with_lse(pool, plan, problem)
+    cases.assert_good(got, problem, mask)
+    np.testing.assert_allclose(lse, oracle.dense(problem, mask).lse, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_of_lse_is_taken_at_home_head_by_head():
+    dlse, lse = torch.arange(12.0).view(4, 3), torch.zeros(2, 2)
+    operand = Operand(1, Name.O, Space.HOME, 1, 2, (2, 0), (2, 0))
+    assert executor._lse_gradient(dlse, operand, lse).tolist() == [[5, 3], [8, 6]]
+    with pytest.raises(ExecutionError, match=r"O.work\[1:3\).*at home"):
+        executor._lse_gradient(dlse, replace(operand, space=Space.WORK), lse)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("uses_out", [True, False], ids=["both", "lse"])
+def test_a_loss_of_lse_alone_and_compiled(pool, uses_out, compiled):
+    plan = make_plan(batch_of("bands"), Cluster(1, 2), cases.model(2), cases.recipe())
+    problem = with_dlse(cases.problem_of(plan, 7, sinks=True))
+    got, _ = cases.run_with_lse(pool, plan, problem, uses_out, compiled)
+    seen = problem if uses_out else replace(problem, do=np.zeros_like(problem.do))
+    cases.assert_good(got, seen, cases.allowed(batch_of("bands")))
+
+
 def test_two_kinds_share_one_plan(pool):
     kinds = {"global": masks.causal(), "local": masks.sliding_window(7)}
     batch = Batch.from_lengths([70, 30, 1], kinds)
@@ -163,6 +223,23 @@ def test_recompute(pool, reentrant):
         for got, want in zip(pool.run(jobs.checkpointed, 4, reentrant, each=shards), plain, strict=True):
             for a, b in zip(got, want, strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
+def test_attention_that_is_kept_does_not_communicate_again(pool, checkpointing, compiled):
+    plan = small_plans(ranks=2)[0]
+    shards = cases.shards(plan, cases.problem_of(plan))
+    plain = pool.run(jobs.rounds, 2, None, False, each=shards)
+    for result, want in zip(
+        pool.run(jobs.rounds, 2, checkpointing, compiled, each=shards), plain, strict=True
+    ):
+        launched, (forward, backward), numbers = result
+        assert forward > 0
+        again = forward if checkpointing == "full" else 0
+        assert launched == (forward, again + backward)
+        for a, b in zip(numbers, want[-1], strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("order", ["F0F1B0B1", "F0F1B1B0"])
@@ -220,23 +297,78 @@ def test_tensors_need_not_be_contiguous(pool):
     assert all(pool.run(jobs.strided, 4, each=cases.shards(plan, cases.problem_of(plan))))
 
 
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (3.0, True)])
-def test_the_custom_op_is_a_good_citizen(softcap, sinks):
+def alone():
+    """A handle of one rank, and q, k, v for it."""
     plan = make_plan(Batch.from_lengths([9, 4]), Cluster(1, 1), cases.model(2), cases.recipe())
-    problem, handle = cases.problem_of(plan), PlanHandle(plan.for_rank(0))
-    q, k, v = (jobs.leaf(x, torch.float64) for x in (problem.q, problem.k, problem.v))
+    problem = cases.problem_of(plan)
+    return PlanHandle(plan.for_rank(0)), [
+        jobs.leaf(x, torch.float64) for x in (problem.q, problem.k, problem.v)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("softcap", "sinks", "return_lse"), [(None, False, False), (None, False, True), (3.0, True, True)]
+)
+def test_the_ops_are_good_citizens(softcap, sinks, return_lse):
+    handle, qkv = alone()
     logits = torch.zeros(2, dtype=torch.float64, requires_grad=True) if sinks else None
-    torch.library.opcheck(attend_op, (q, k, v, logits, handle.number, "default", 0.5, softcap))
+    rule = handle.number, "default", 0.5, softcap, return_lse
+    torch.library.opcheck(attend_op, (*qkv, logits, *rule))
+    saved = [None if x is None else x.detach() for x in (*qkv, logits, *attend_op(*qkv, logits, *rule))]
+    do, dlse = torch.ones_like(saved[-2]), torch.ones_like(saved[-1]) if return_lse else None
+    torch.library.opcheck(autograd.attend_grad_op, (do, dlse, *saved, *rule))
 
 
-def test_a_plan_that_is_gone_is_an_error_under_compile():
-    handle = PlanHandle(
-        make_plan(Batch.from_lengths([9]), Cluster(1, 1), cases.model(2), cases.recipe()).for_rank(0)
-    )
+def test_a_plan_that_is_gone_is_an_error():
+    handle, _ = alone()
     number = handle.number
     del handle
     with pytest.raises(ExecutionError, match="keep it until backward has run"):
         PlanHandle.of_number(number)
+
+
+def test_in_eager_mode_the_graph_keeps_the_plan_until_it_is_gone_itself():
+    handle, qkv = alone()
+    watch = weakref.ref(handle)
+    out = planned_attention(*qkv, handle)
+    del handle
+    out.sum().backward()
+    assert all(x.grad is not None for x in qkv)
+    assert watch() is not None
+    del out
+    assert watch() is None
+
+
+def test_gradients_are_those_of_finite_differences():
+    handle, qkv = alone()
+    sinks = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+
+    def both(q, k, v, logits):
+        return planned_attention(q, k, v, handle, sinks=logits, return_lse=True)
+
+    assert torch.autograd.gradcheck(both, (*qkv, sinks))
+
+
+def test_lse_is_float32_for_lower_dtypes_and_finite_gradients_stay_finite():
+    """A row without keys has a constant LSE: what a loss makes of -inf does not spread."""
+    batch = Batch.from_sequences([Sequence(9, masks.bands([[3, 9, 0, 4, 0, 8]]))])
+    plan = make_plan(batch, Cluster(1, 1), cases.model(2, "bf16"), cases.recipe())
+    problem = cases.problem_of(plan)
+    qkv = [jobs.leaf(x, torch.bfloat16) for x in (problem.q, problem.k, problem.v)]
+    out, lse = planned_attention(*qkv, PlanHandle(plan.for_rank(0)), return_lse=True)
+    assert (out.dtype, lse.dtype, tuple(lse.shape)) == (torch.bfloat16, torch.float32, (9, 2))
+    assert lse[:3].isneginf().all()
+    assert lse[3:].isfinite().all()
+    (out.sum() + lse.square().sum()).backward()
+    assert all(x.grad.isfinite().all() for x in qkv)
+
+
+def test_attention_is_differentiable_once():
+    handle, qkv = alone()
+    out = planned_attention(*qkv, handle)
+    (dq,) = torch.autograd.grad(out.square().sum(), qkv[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
 
 
 def test_arenas_are_gone_when_the_call_ends(monkeypatch):
@@ -248,13 +380,10 @@ def test_arenas_are_gone_when_the_call_ends(monkeypatch):
             seen.append(weakref.ref(self))
 
     monkeypatch.setattr(autograd, "Memory", Watched)
-    plan = make_plan(Batch.from_lengths([9, 4]), Cluster(1, 1), cases.model(2), cases.recipe())
-    problem, handle = cases.problem_of(plan), PlanHandle(plan.for_rank(0))
+    handle, qkv = alone()
     gc.disable()
     try:
-        out = planned_attention(
-            *(jobs.leaf(x, torch.float64) for x in (problem.q, problem.k, problem.v)), handle
-        )
+        out = planned_attention(*qkv, handle)
         out.sum().backward()
         assert [ref() for ref in seen] == [None, None]
     finally:

@@ -1,5 +1,8 @@
 """Cutting a band into kernel calls, on integers: exact cover, no overlap, every row sees a key."""
 
+from itertools import product
+
+import flash_rule
 import numpy as np
 import pytest
 
@@ -24,12 +27,11 @@ def dense(call, shape):
 
 
 def windowed(call, shape):
-    """What FlashAttention's bottom-right window allows of the call's rectangle."""
-    left, right = call.window
-    i, j = np.indices(shape)
-    corner = i - call.q1 - (j - call.k1)
-    inside = (i >= call.q0) & (i < call.q1) & (j >= call.k0) & (j < call.k1)
-    return inside & ((corner <= left) | (left < 0)) & ((-corner <= right) | (right < 0))
+    """What FlashAttention-2 sees of the call's rectangle."""
+    inside = np.zeros(shape, bool)
+    rows, keys = call.q1 - call.q0, call.k1 - call.k0
+    inside[call.q0 : call.q1, call.k0 : call.k1] = flash_rule.visible(rows, keys, *call.window)
+    return inside
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +68,33 @@ def test_causal_bands_of_any_size_take_at_most_three_calls():
 def test_windows_are_what_flash_attention_takes():
     for band in random_bands(400, 24, seed=3):
         calls = list(cut_windows(band))
-        assert len(calls) <= 2
+        assert len(calls) <= 3
         for call in calls:
             assert min(call.window) >= -1
             shape = band.q1, band.k1
             np.testing.assert_array_equal(windowed(call, shape), dense(call, shape), str((band, call)))
+
+
+def all_bands(largest):
+    """Every band of up to so many rows and keys, also those that reach beyond them."""
+    for rows, keys in product(range(1, largest + 1), repeat=2):
+        for dmin, dmax in product(range(-keys, rows + 2), repeat=2):
+            yield Call(0, rows, 0, keys, dmin, dmax)
+
+
+def test_windows_cover_every_small_band_once_by_flash_attentions_own_rule():
+    for band in all_bands(8):
+        seen = [windowed(call, (band.q1, band.k1)) for call in cut_windows(band)]
+        np.testing.assert_array_equal(
+            np.sum(seen, axis=0, initial=0), dense(band, (band.q1, band.k1)), str(band)
+        )
+        for call, pairs in zip(cut_windows(band), seen, strict=True):
+            assert pairs[call.q0 : call.q1].any(axis=1).all(), (band, call)
+
+
+def test_windows_are_cut_once_more_only_where_one_call_would_hide_keys():
+    assert len(list(cut_windows(Call(0, 500, 0, 499, -INF, 9)))) == 1
+    assert len(list(cut_windows(Call(0, 501, 0, 499, -INF, 9)))) == 2
 
 
 def test_nothing_allowed_gives_no_calls():

@@ -1,14 +1,20 @@
 """Kernels of one task against dense float64 attention, over random band grids."""
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
+import flash_rule
 import numpy as np
 import pytest
 import torch
 
 from apportion.backends.torch import kernels
+from apportion.backends.torch.checks import is_checking
 from apportion.backends.torch.columns import columns_of, head_groups
 from apportion.backends.torch.kernels import Band, Score, accumulator_dtype, attend, attend_grad, merge
+from apportion.ir.errors import ExecutionError
+from apportion.trainer.attention import check_kernels
 
 INF = 2**62
 
@@ -30,7 +36,7 @@ def inputs(rows, keys, heads, kv_heads, widths, dtype, seed):
     return [torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def run_task(q, k, v, do, bands, kv_of, score):
+def run_task(q, k, v, do, bands, kv_of, score, dlse=None):
     """Forward over the bands into one accumulator, then backward of each with the merged statistics."""
     wide = accumulator_dtype(q.dtype)
     o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=wide)
@@ -38,26 +44,24 @@ def run_task(q, k, v, do, bands, kv_of, score):
     for dmin, dmax in bands:
         attend(q, k, v, o, lse, Band(dmin, dmax, kv_of), score)
     delta = (do.to(wide) * o).sum(-1)
+    if dlse is not None:
+        delta, score = delta - dlse, replace(score, any_delta=True)
     dq, dk, dv = (torch.zeros(t.shape, dtype=wide) for t in (q, k, v))
     for dmin, dmax in bands:
         attend_grad(q, k, v, do, lse, delta, dq, dk, dv, Band(dmin, dmax, kv_of), score)
     return o, lse, dq, dk, dv
 
 
-def oracle(q, k, v, do, bands, kv_of, score):
+def oracle(q, k, v, do, bands, kv_of, score, dlse=None):
     i, j = np.indices((q.shape[0], k.shape[0]))
     allowed = torch.from_numpy(np.any([(i - j >= low) & (i - j <= high) for low, high in bands], axis=0))
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     o, lse = dense(*leaves, allowed, list(kv_of), score)
     # rows without keys would turn 0 * nan in the oracle's own softmax gradient
     alive = allowed.any(1)
-    grads = torch.autograd.grad(dense_alive(leaves, allowed, alive, kv_of, score), leaves, do.double()[alive])
-    return o.detach(), lse.detach(), *grads
-
-
-def dense_alive(leaves, allowed, alive, kv_of, score):
-    q, k, v = leaves
-    return dense(q[alive], k, v, allowed[alive], list(kv_of), score)[0]
+    parts = dense(leaves[0][alive], *leaves[1:], allowed[alive], list(kv_of), score)
+    dparts = do.double()[alive], torch.zeros_like(parts[1]) if dlse is None else dlse[alive]
+    return o.detach(), lse.detach(), *torch.autograd.grad(parts, leaves, dparts)
 
 
 def split_band(rng, rows, keys):
@@ -152,6 +156,24 @@ def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients():
     assert (stand_in.norm(dim=-1) <= out.norm(dim=-1) * (1 + 1e-14)).all()
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-200, 1.0])
+@pytest.mark.parametrize("kernel", ["FLASH_CPU", "FLASH_CUDA", "PLAIN"])
+def test_a_gradient_of_lse_needs_no_gradient_of_the_output(monkeypatch, kernel, size):
+    emulate_cuda(monkeypatch)
+    monkeypatch.setattr(kernels, "choose_kernel", lambda *_: getattr(kernels, kernel))
+    *qkv, do = inputs(30, 25, 4, 2, (8, 5), torch.float64, 14)
+    dlse = torch.randn(30, 4, generator=torch.Generator().manual_seed(15), dtype=torch.float64)
+    args = *qkv, do * size, [(-3, 4), (5, 20)], (0, 0, 1, 1), Score(0.3)
+    close(run_task(*args, dlse), oracle(*args, dlse), 1e-11)
+
+
+def test_columns_for_delta_hold_it_to_twice_the_bits_of_a_half():
+    do, delta = torch.zeros(4, 8, dtype=torch.bfloat16), torch.tensor([1.2345678, -300.7, 1e-6, 0.0])
+    do, out = kernels.with_delta_columns(do, delta)
+    assert (do.dtype, out.dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close((do.float() * out.float()).sum(-1), delta, rtol=2**-16, atol=0)
+
+
 def test_merge_of_nothing_is_the_identity():
     o, lse = torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf"))
     merge(o, lse, torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf")))
@@ -159,13 +181,70 @@ def test_merge_of_nothing_is_the_identity():
     assert lse.eq(float("-inf")).all()
 
 
+# --- the check for debugging
+
+BAD = {"an LSE of +inf": (1, float("inf")), "NaN in LSE": (1, float("nan")), "NaN in o": (0, float("nan"))}
+
+
+def spoiled(function, part, value, row, head):
+    """The kernel's function with one entry of one of its results replaced."""
+
+    def wrapped(*args):
+        parts = [t.clone() for t in function(*args)]
+        parts[part][head, 0, row] = value
+        return tuple(parts)
+
+    wrapped.__name__ = function.__name__
+    return wrapped
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_the_check_names_what_a_forward_kernel_got_wrong(monkeypatch, what):
+    bad = kernels.Kernel(
+        kernels.cut_strips, spoiled(kernels._plain, *BAD[what], 3, 1), kernels._plain_backward
+    )
+    monkeypatch.setattr(kernels, "FLASH_CPU", bad)
+    args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 11)
+    with (
+        check_kernels(True),
+        pytest.raises(
+            ExecutionError, match=rf"kernel plain .*rows \[0, 12\).*: {re.escape(what)}.* row 3, head 1"
+        ),
+    ):
+        run_task(*args, [(-INF, INF)], (0, 1), Score(0.4))
+
+
+@pytest.mark.parametrize(("part", "name", "row"), [(0, "dq", 7), (1, "dk", 2), (2, "dv", 8)])
+def test_the_check_names_what_a_backward_kernel_got_wrong(monkeypatch, part, name, row):
+    spoil = spoiled(kernels._plain_backward, part, float("nan"), row, 1)
+    monkeypatch.setattr(kernels, "FLASH_CPU", kernels.Kernel(kernels.cut_strips, kernels._plain, spoil))
+    args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 12)
+    with (
+        check_kernels(True),
+        pytest.raises(ExecutionError, match=rf"NaN in {name}, first in row {row}, head 1"),
+    ):
+        run_task(*args, [(-INF, INF)], (0, 1), Score(0.4))
+
+
+def test_the_check_lets_good_results_pass_and_is_off_outside_its_block():
+    args = inputs(30, 30, 2, 1, (8, 8), torch.float64, 13)
+    with check_kernels(True):
+        assert is_checking()
+        with check_kernels(False):
+            assert not is_checking()
+        close(
+            run_task(*args, [(4, 9)], (0, 0), Score(0.3)), oracle(*args, [(4, 9)], (0, 0), Score(0.3)), 1e-11
+        )
+    assert not is_checking()
+
+
 # --- the CUDA kernel's side of things, with its two ops written out in plain torch
 
 
-def _corner_window(rows, keys, left, right):
-    """FlashAttention's window: aligned at the bottom right, -1 is no bound."""
-    off = torch.arange(rows)[:, None] - rows - (torch.arange(keys) - keys)
-    return ((off <= left) | (left < 0)) & ((-off <= right) | (right < 0))
+def _visible(q, k, options):
+    return torch.from_numpy(
+        flash_rule.visible(len(q), len(k), options["window_size_left"], options["window_size_right"])
+    )
 
 
 def _flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, **window):
@@ -173,19 +252,19 @@ def _flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *,
     assert (max_q, max_k, dropout, causal) == (len(q), len(k), 0.0, False)
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
-    allowed = _corner_window(len(q), len(k), window["window_size_left"], window["window_size_right"])
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
-    o, lse = dense(q, k, v, allowed, kv_of, Score(scale))
-    return o, lse.T.contiguous(), None, None, None
+    o, lse = dense(q, k, v, _visible(q, k, window), kv_of, Score(scale))
+    # the kernel's LSE of a row without keys is +inf
+    return o, lse.T.contiguous().masked_fill_(lse.T == kernels.NEG_INF, float("inf")), None, None, None
 
 
 def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, **options):
     assert lse.shape == (q.shape[1], q.shape[0])
     assert do.is_contiguous()
-    left, right, scale = (options[name] for name in ("window_size_left", "window_size_right", "scale"))
+    scale = options["scale"]
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     s = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * scale
-    p = (s.masked_fill(~_corner_window(len(q), len(k), left, right), float("-inf")) - lse[..., None]).exp()
+    p = (s.masked_fill(~_visible(q, k, options), kernels.NEG_INF) - lse[..., None]).exp()
     delta = (do * out).sum(-1).T
     ds = p * (torch.einsum("thd,shd->hts", do, v[:, kv_of]) - delta[..., None]) * scale
     dq = torch.einsum("hts,shd->thd", ds, k[:, kv_of])
@@ -194,12 +273,16 @@ def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, ca
     return dq, dk, dv
 
 
-def test_cuda_calls_windows_widths_and_heads(monkeypatch):
+def emulate_cuda(monkeypatch):
     monkeypatch.setattr(kernels, "_cuda", _flash_forward)
     monkeypatch.setattr(kernels, "_cuda_backward", _flash_backward)
+
+
+def test_cuda_calls_windows_widths_and_heads(monkeypatch):
+    emulate_cuda(monkeypatch)
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_: kernels.FLASH_CUDA)
     rng = np.random.default_rng(9)
-    for seed in range(20):
+    for seed in range(60):
         rows, keys = rng.integers(1, 60, 2).tolist()
         kv_of = [(0,), (0, 0, 1, 1), (1, 0, 1, 0), (0, 0, 2)][seed % 4]
         widths = [(8, 8), (12, 8), (6, 10)][seed % 3]
@@ -216,3 +299,6 @@ def test_kernels_are_chosen_by_device_dtype_width_and_score():
     cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=half.shape)
     assert kernels.choose_kernel(cuda, half, Score(1.0)) is kernels.FLASH_CUDA
     assert kernels.choose_kernel(cuda, wide, Score(1.0)) is kernels.PLAIN
+    widest = wide[..., : kernels.CUDA_WIDEST]
+    assert kernels.choose_kernel(cuda, widest, Score(1.0)) is kernels.FLASH_CUDA
+    assert kernels.choose_kernel(cuda, widest, Score(1.0, any_delta=True)) is kernels.PLAIN

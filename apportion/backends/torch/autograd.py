@@ -1,10 +1,11 @@
 """Programs as differentiable functions.
 
-    forward   q, k, v ──forward program──► o, lse        saved: q, k, v, out, lse and the handle
-    backward  dO      ──backward program─► dq, dk, dv (dsinks, or dX and the parameters' gradients)
+    forward   q, k, v   ──forward program──► o, lse        saved: q, k, v, out, lse and the handle
+    backward  dO, dLSE  ──backward program─► dq, dk, dv (dsinks, or dX and the parameters' gradients)
 
-In eager mode a call is an `autograd.Function` that keeps its handle. Under torch.compile it is one custom op
-that takes the handle's number as a tensor: no graph breaks, and no new graph for a new plan.
+A call is one op, `torch.ops.apportion.attend`, in eager mode and under torch.compile: what looks at ops, like
+selective activation checkpointing, sees the same one. It takes the handle's number as a tensor: no graph
+breaks, and no new graph for a new plan.
 """
 
 from __future__ import annotations
@@ -81,28 +82,14 @@ def _check_dtype(name: str, tensor: Tensor, handle: PlanHandle) -> None:
         )
 
 
-def _attend(
-    handle: PlanHandle, kind: str, q: Tensor, k: Tensor, v: Tensor, layer: Layer
-) -> tuple[Tensor, Tensor]:
-    """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64."""
-    check_qkv(handle, q, k, v)
-    machine = run(handle, kind, "forward", {Name.Q: (q,), Name.KV: (k, v)}, layer)
-    return machine.output(q.dtype)
-
-
-def _attend_grad(
-    handle: PlanHandle, kind: str, saved: tuple[Tensor, ...], do: Tensor, layer: Layer
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv in the dtypes of q, k, v, and dsinks where the layer has sinks."""
-    q, k, v, out, lse = saved
-    home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, out, lse, do)
-    machine = run(handle, kind, "backward", home, layer)
-    return *machine.input_gradients(q.dtype), sink_gradient(layer, machine.gradients)
-
-
 def backward_home(kept: Home, out: Tensor, lse: Tensor, do: Tensor) -> Home:
     """What a backward program is given: what forward `kept` (q, k, v or hidden states), its result, and dO."""
     return {**kept, Name.O: (out, lse), Name.DO: (do,)}
+
+
+def or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient that autograd left out, written out: a rank without one still takes part in every round."""
+    return torch.zeros_like(like) if grad is None else grad
 
 
 def sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
@@ -112,34 +99,6 @@ def sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
     if gradients.sinks is None:  # a rank without rows
         return torch.zeros_like(layer.sinks)
     return gradients.sinks.to(layer.sinks.dtype)
-
-
-class PlannedAttention(torch.autograd.Function):
-    """q, k, v of this rank's rows -> out."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        handle: PlanHandle,
-        kind: str,
-        score: Score,
-    ) -> Tensor:
-        out, lse = _attend(handle, kind, q, k, v, Layer(score, sinks))
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.handle, ctx.kind, ctx.score = handle, kind, score
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        layer = Layer(ctx.score, sinks)
-        grads = _attend_grad(ctx.handle, ctx.kind, (q, k, v, out, lse), do, layer)
-        return *grads, None, None, None
 
 
 class PlannedBlock(torch.autograd.Function):
@@ -182,11 +141,29 @@ class PlannedBlock(torch.autograd.Function):
         return dx.to(hidden.dtype), None, sink_gradient(layer, gradients), None, None, None, *dparams
 
 
-# --- torch.compile
+# --- the op
+#
+# Registered with `Library` and not with `torch.library.custom_op`, which takes 50 us more for a forward and
+# backward: on a small microbatch that is longer than the kernels.
+
+# return_lse: whether LSE may get a gradient, the same on all ranks: backward computes tasks of others' rows too
+_RULE = "Tensor number, str kind, float scale, float? softcap, bool return_lse"
+_LIBRARY: Any = torch.library.Library("apportion", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    f"attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_RULE}) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "attend_grad(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, "
+    f"{_RULE}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+attend_op = torch.ops.apportion.attend.default
+attend_grad_op = torch.ops.apportion.attend_grad.default
 
 
-@torch.library.custom_op("apportion::attend", mutates_args=())
-def attend_op(
+@torch.library.impl(_LIBRARY, "attend", "CompositeExplicitAutograd")
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -195,29 +172,24 @@ def attend_op(
     kind: str,
     scale: float,
     softcap: float | None,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out, lse under the plan of that number."""
-    out, lse = _attend(PlanHandle.of_number(number), kind, q, k, v, Layer(Score(scale, softcap), sinks))
-    return out, lse
+    """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64, under the plan of that number."""
+    handle = PlanHandle.of_number(number)
+    check_qkv(handle, q, k, v)
+    home: Home = {Name.Q: (q,), Name.KV: (k, v)}
+    return run(handle, kind, "forward", home, Layer(Score(scale, softcap), sinks)).output(q.dtype)
 
 
-@attend_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    number: Tensor,
-    kind: str,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake("apportion::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float64)
 
 
-@torch.library.custom_op("apportion::attend_grad", mutates_args=())
-def attend_grad_op(
+@torch.library.impl(_LIBRARY, "attend_grad", "CompositeExplicitAutograd")
+def _attend_grad(
     do: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -228,55 +200,68 @@ def attend_grad_op(
     kind: str,
     scale: float,
     softcap: float | None,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dsinks (empty without sinks)."""
-    layer = Layer(Score(scale, softcap), sinks)
-    handle = PlanHandle.of_number(number)
-    dq, dk, dv, dsinks = _attend_grad(handle, kind, (q, k, v, out, lse), do, layer)
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+    layer = Layer(Score(scale, softcap, any_delta=return_lse), sinks, dlse=dlse)
+    home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, out, lse, do)
+    machine = run(PlanHandle.of_number(number), kind, "backward", home, layer)
+    dsinks = sink_gradient(layer, machine.gradients)
+    return *machine.input_gradients(q.dtype), q.new_empty(0) if dsinks is None else dsinks
 
 
-@attend_grad_op.register_fake
-def _(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    number: Tensor,
-    kind: str,
-    scale: float,
-    softcap: float | None,
+@torch.library.register_fake("apportion::attend_grad", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_attend_grad(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def _save_op(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, number, *ctx.rule = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output, number)
+class _Attend(torch.autograd.Function):
+    """The op's autograd: its forward is the op again, below autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = attend_op(*inputs)
+        q, k, v, sinks, number, *ctx.rule = inputs
+        ctx.save_for_backward(q, k, v, sinks, out, lse, number)
+        if not ctx.rule[-1]:
+            ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, sinks, out, lse, number = ctx.saved_tensors
+        inputs = (or_zeros(do, out), dlse, q, k, v, sinks, out, lse, number)
+        dq, dk, dv, dsinks = attend_grad_op(*inputs, *ctx.rule)
+        return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
-def _grad_op(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, sinks, out, lse, number = ctx.saved_tensors
-    dq, dk, dv, dsinks = attend_grad_op(do, q, k, v, sinks, out, lse, number, *ctx.rule)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None
-
-
-attend_op.register_autograd(_grad_op, setup_context=_save_op)
+_LIBRARY.impl("attend", _Attend.apply, "Autograd")
 
 
 def attend(
-    handle: PlanHandle, kind: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: Score
-) -> Tensor:
-    """Planned attention, differentiable in q, k, v and sinks; eager or compiled."""
-    if torch.compiler.is_compiling():
-        out: Tensor = attend_op(q, k, v, sinks, handle.number, kind, score.scale, score.softcap)[0]
-    else:
-        out = PlannedAttention.apply(q, k, v, sinks, handle, kind, score)  # type: ignore[no-untyped-call]
-    return out
+    handle: PlanHandle,
+    kind: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score: Score,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Planned attention and its LSE [rows, Hq] in float64, differentiable in q, k, v and sinks; eager or compiled.
+
+    LSE is differentiable with return_lse, the same on all ranks."""
+    rule = handle.number, kind, score.scale, score.softcap, return_lse
+    out, lse = attend_op(q, k, v, sinks, *rule)
+    if not torch.compiler.is_compiling() and out.grad_fn is not None:
+        out.grad_fn.metadata["handle"] = handle  # alive until backward has run
+    return out, lse
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -2,7 +2,8 @@
 
 A call is itself a band (q0, q1, k0, k1, dmin, dmax) inside the task's; calls of a task are disjoint and cover
 it. In every call **each row sees a key and each key is seen**. So no kernel ever meets an empty operand, a
-row without keys, or a merged LSE of -inf: the traps of flash kernels are cut away instead of patched up.
+row without keys (whose LSE is +inf in FlashAttention-2), or a merged LSE of -inf: the traps of flash kernels
+are cut away instead of patched up.
 
     dmin only ("causal")                       both diagonals (a window), in strips of rows
         k0        k1                               k0            k1
@@ -61,8 +62,8 @@ class Call(NamedTuple):
 
     @property
     def window(self) -> tuple[int, int]:
-        """(left, right) of a window aligned at the bottom right corner, as FlashAttention has it; -1:
-        unbounded."""
+        """(left, right) of a window aligned at the bottom right corner, as FlashAttention has it; -1: no bound,
+        which beside a `left` holds for calls of at most keys + 1 rows only."""
         corner = self.q1 - self.k1
         left = self.dmax - corner if self.cut_below else -1
         right = corner - self.dmin if self.cut_above else -1
@@ -108,11 +109,27 @@ def cut_squares(band: Call) -> Iterator[Call]:
 
 
 def cut_windows(band: Call) -> Iterator[Call]:
-    """At most two calls with native windows, aligned at the bottom right: for CUDA flash kernels.
+    """At most three calls with native windows, aligned at the bottom right: for CUDA flash kernels.
 
     Rows up to the one whose diagonal reaches the last key have it in their corner; for the rows after it only
-    dmax cuts."""
+    dmax cuts. There FlashAttention-2 takes a missing right bound for `keys` (flash_api.cpp), which hides keys
+    where rows > keys + 1: such rows are cut once more, into those that see all keys and those that dmax cuts.
+
+        ppppC          head    both diagonals, right = 0
+        ppppCC
+        ppppppp        plain   no window
+        ppppppp
+         pppppp        corner  fewer rows than keys, left only
+          ppppp
+    """
     band = tight(band)
     turn = min(band.q1, max(band.q0, band.k1 + band.dmin))
-    parts = (band._replace(q1=turn), band._replace(q0=turn))
+    rest = tight(band._replace(q0=turn))
+    corner = _first_cut_row(rest) if rest.q1 - rest.q0 > rest.k1 - rest.k0 + 1 else rest.q0
+    parts = band._replace(q1=turn), rest._replace(q1=corner), rest._replace(q0=corner)
     yield from (call for call in map(tight, parts) if not call.is_empty)
+
+
+def _first_cut_row(call: Call) -> int:
+    """The first row from which dmax hides the first key; the end where it does so nowhere."""
+    return min(call.q1, max(call.q0, call.k0 + call.dmax + 1))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from apportion.backends.interp import Machine, Operand, Program, RowOp, Step
 from apportion.backends.torch.arrays import accumulator_dtype
+from apportion.backends.torch.columns import pick
 from apportion.backends.torch.kernels import NEG_INF, PLAIN, Band, Kernel, Score, attend, attend_grad, merge
 from apportion.backends.torch.memory import Arenas, Memory, Parts, View
 from apportion.backends.torch.rounds import Message, Round, Rounds, aligned
@@ -36,7 +37,7 @@ class Layer:
     sinks: Tensor | None = None  # [Hq] learned logits
     project: Projection | None = None
     params: tuple[Tensor, ...] = ()
-    dlse: Tensor | None = None  # [rows, Hq], gradient of the merged LSE of home rows
+    dlse: Tensor | None = None  # [rows, Hq] gradient of the LSE of home rows, for backward
 
 
 @dataclass
@@ -82,7 +83,8 @@ class TorchMachine(Machine[View]):
         """dq, dk, dv in a dtype, of a backward program that has run."""
         (dq,), (dk, dv) = self.memory.home_rows(Name.DQ), self.memory.home_rows(Name.DKV)
         # dk and dv lie side by side: results share no memory
-        return dq.to(dtype), *(part.to(dtype, copy=True).contiguous() for part in (dk, dv))
+        dk, dv = (part.to(dtype, copy=True).contiguous() for part in (dk, dv))
+        return dq.to(dtype), dk, dv
 
     def close(self) -> None:
         """Gives work rows and staging back, when all steps have run. Home rows stay."""
@@ -202,6 +204,8 @@ class TaskMachine(TorchMachine):
             (do,), (o, lse) = self._read(row.a, row.b)
             wide = accumulator_dtype(o.dtype)
             delta = (do.to(wide) * o.to(wide)).sum(-1)
+            if self._layer.dlse is not None:
+                delta -= _lse_gradient(self._layer.dlse, self.views[row.b].operand, lse)
             self.views[row.c].fill((lse, delta))
             self._add_sink_gradients(self.views[row.c].operand.heads, lse, delta)
 
@@ -264,6 +268,16 @@ def dense_sizes(found: Round, ranks: int) -> tuple[list[int], list[int]]:
         for message in messages:
             side[message.peer] = aligned(message.size)
     return sizes
+
+
+def _lse_gradient(dlse: Tensor, operand: Operand, lse: Tensor) -> Tensor:
+    """The operand's part of dlse [rows, Hq]: dS = P * (dP - (delta - dLSE)). A row without keys has none."""
+    if not operand.is_home:
+        raise ExecutionError(
+            f"delta of {operand}: the gradient of LSE is at home, and so must this operand be"
+        )
+    part = pick(dlse.narrow(0, operand.row, operand.rows), operand.columns)
+    return part.masked_fill(lse == NEG_INF, 0.0)
 
 
 def _clear(parts: Parts) -> None:

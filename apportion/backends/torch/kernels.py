@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from apportion.backends.torch.arrays import accumulator_dtype
+from apportion.backends.torch.checks import is_checking, require_finite, require_numbers
 from apportion.backends.torch.columns import HeadGroup, head_groups, pick, put
 from apportion.backends.torch.cuts import Call, cut_squares, cut_strips, cut_windows
 
@@ -31,14 +32,19 @@ _cuda_backward = torch.ops.aten._flash_attention_backward
 NEG_INF = float("-inf")
 CUDA_WIDEST = 256  # FlashAttention-2's largest head
 CUDA_MULTIPLE = 8  # and its heads come in steps of this
+DELTA_COLUMNS = 2  # columns that carry any delta: rounded to the kernel's dtype, and what rounding left
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """score = q . k * scale, then softcap * tanh(score / softcap) if there is a softcap."""
+    """score = q . k * scale, then softcap * tanh(score / softcap) if there is a softcap.
+
+    any_delta: for backward, whether delta may be any number, since LSE has a gradient too (delta = rowsum(dO * O) -
+    dLSE), of this rank's rows or of others."""
 
     scale: float
     softcap: float | None = None
+    any_delta: bool = False
 
 
 Forward = Callable[[Call, Tensor, Tensor, Tensor, Score], tuple[Tensor, Tensor]]
@@ -67,7 +73,8 @@ def choose_kernel(q: Tensor, v: Tensor, score: Score) -> Kernel:
     if q.device.type == "cpu":
         return FLASH_CPU
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type == "cuda" and half and max(q.shape[-1], v.shape[-1]) <= CUDA_WIDEST:
+    width = v.shape[-1] + (DELTA_COLUMNS if score.any_delta else 0)
+    if q.device.type == "cuda" and half and max(q.shape[-1], width) <= CUDA_WIDEST:
         return FLASH_CUDA
     return PLAIN
 
@@ -103,7 +110,10 @@ def attend(
         o, lse = pick(o_THE, group.q), pick(lse_TH, group.q)
         for call in calls:
             part = kernel.forward(call, _rows(q, call), _keys(k, call), _keys(v, call), score)
-            merge(o[call.q0 : call.q1], lse[call.q0 : call.q1], *map(_ungrouped, part))
+            part_o, part_lse = map(_ungrouped, part)
+            if is_checking():
+                require_finite(_named(kernel.forward, call), part_o, part_lse)
+            merge(o[call.q0 : call.q1], lse[call.q0 : call.q1], part_o, part_lse)
         put(o_THE, group.q, o)
         put(lse_TH, group.q, lse)
 
@@ -133,13 +143,24 @@ def attend_grad(
         for call in calls:
             inputs = (_rows(q, call), _keys(k, call), _keys(v, call))
             above = (_rows(do, call), _rows(lse, call), _rows(delta, call))
-            part_q, part_k, part_v = kernel.backward(call, *inputs, *above, score)
-            dq[call.q0 : call.q1].add_(_ungrouped(part_q))
-            dk[call.k0 : call.k1].add_(_summed(part_k))
-            dv[call.k0 : call.k1].add_(_summed(part_v))
+            parts = kernel.backward(call, *inputs, *above, score)
+            part_q, part_k, part_v = _ungrouped(parts[0]), _summed(parts[1]), _summed(parts[2])
+            if is_checking():
+                require_numbers(_named(kernel.backward, call), dq=part_q, dk=part_k, dv=part_v)
+            dq[call.q0 : call.q1].add_(part_q)
+            dk[call.k0 : call.k1].add_(part_k)
+            dv[call.k0 : call.k1].add_(part_v)
         put(dq_THD, group.q, dq)
         put(dk_SKD, group.kv, dk)
         put(dv_SKE, group.kv, dv)
+
+
+def _named(function: Forward | Backward, call: Call) -> str:
+    """For messages: which kernel, on which part of its task."""
+    return (
+        f"kernel {function.__name__.lstrip('_')} on query rows [{call.q0}, {call.q1}) x key rows "
+        f"[{call.k0}, {call.k1}) of its task, diagonals {call.dmin} to {call.dmax}"
+    )
 
 
 def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -222,15 +243,26 @@ def _flash_cpu_backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, score: Score
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk_width, v_width = q.shape[-1], v.shape[-1]
-    out = out_with_delta(do, delta)
-    q, k, v, do, out = _equal_widths(q, k, v, do, out)
+    q, k, v, do, out = _equal_widths(q, k, v, *_do_and_out(do, delta, score))
     causal, mask = _cpu_mode(call, q.dtype, q.device)
     dq, dk, dv = _cpu_backward(do, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=score.scale)
     return dq[..., :qk_width], dk[..., :qk_width], dv[..., :v_width]
 
 
+def _do_and_out(do: Tensor, delta: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+    """dO and an `out` with rowsum(dO * out) = delta, for kernels that want the output and only use that sum."""
+    return with_delta_columns(do, delta) if score.any_delta else (do, out_with_delta(do, delta))
+
+
+def with_delta_columns(do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with columns of their own for delta, where V has zeros: right for any delta, also where dO is 0."""
+    rounded = delta.to(do.dtype)
+    columns = torch.stack([rounded, (delta - rounded).to(do.dtype)], -1)
+    return torch.cat([do, torch.ones_like(columns)], -1), torch.cat([torch.zeros_like(do), columns], -1)
+
+
 def out_with_delta(do: Tensor, delta: Tensor) -> Tensor:
-    """An `out` with rowsum(dO * out) = delta, for kernels that want the output and only use that sum.
+    """An `out` as wide as dO, where delta is rowsum(dO * O).
 
     dO * delta / rowsum(dO^2), with rows scaled by their largest entry first so that tiny gradients do not
     underflow; never longer than the true output (Cauchy-Schwarz), so it fits wherever that did."""
@@ -291,11 +323,10 @@ def _flash_cuda_backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, score: Score
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads, qk_width, v_width = q.shape[0], q.shape[-1], v.shape[-1]
-    out = _tokens_first(out_with_delta(do, delta))
+    do, out = map(_tokens_first, _do_and_out(do, delta, score))
     q, k, v, do, out = _equal_widths(
-        _tokens_first(q), _kv_tokens_first(k), _kv_tokens_first(v), _tokens_first(do), out,
-        multiple=CUDA_MULTIPLE,
-    )  # fmt: skip
+        _tokens_first(q), _kv_tokens_first(k), _kv_tokens_first(v), do, out, multiple=CUDA_MULTIPLE
+    )
     left, right = call.window
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = _cuda_backward(

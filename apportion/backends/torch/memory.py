@@ -139,7 +139,7 @@ class Arenas:
 
 
 class Bound:
-    """Arenas in a buffer. work: their arrays; staging: uint8 [bytes]; posts: of launch steps, once they were asked for."""
+    """Arenas in a buffer. work: their arrays; staging: uint8 [bytes]; posts: of launch steps that were asked for."""
 
     def __init__(self, arenas: Arenas, buffer: Buffer) -> None:
         self.work: dict[Name, Parts] = {

@@ -25,6 +25,7 @@ from apportion.backends.torch.autograd import (
     Home,
     backward_home,
     check_qkv,
+    or_zeros,
     prepare,
     sink_gradient,
 )
@@ -266,13 +267,13 @@ def backward_turns(
         half, wanted = kept.pop(), piece.wanted
         dx, do, *grads = _pull((half.y,), (dhidden[0],), (half.x, half.out, *wanted))
         sums.add(wanted, grads)
-        home = backward_home(half.given, half.out, half.lse, _or_zeros(do, half.out))
+        home = backward_home(half.given, half.out, half.lse, or_zeros(do, half.out))
         call = Call(handle, piece.kind, "backward", home, piece.layer(projects=not half.qkv))
         yield from call.turns()
         dx_before, *grads = _pull_before(call, half, wanted)
         sums.add(wanted, grads)
         sums.add((piece.sinks,), (call.sink_gradient,))
-        dhidden[0] = _or_zeros(_total((dx, dx_before)), half.x)
+        dhidden[0] = or_zeros(_total((dx, dx_before)), half.x)
 
 
 def _pull_before(call: Call, half: Kept, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -293,10 +294,6 @@ def _pull(
         return (None,) * len(inputs)
     ys, dys = zip(*pairs, strict=True)
     return torch.autograd.grad(ys, inputs, dys, allow_unused=True)
-
-
-def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad
 
 
 def require_listed(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:

@@ -1,14 +1,13 @@
 """The stage kernels on real ranks over gloo, in Triton's interpreter, against dense float64 attention.
 
-`make test` runs a cover: every strategy, and every mask, number of ranks, dtype, width, GQA ratio, sinks and softcap with
-several of the others. `make conformance` runs every strategy with every mask. bfloat16 products are wrong in the
+`make test` runs a cover: every strategy, and every mask, number of ranks, dtype, width, GQA ratio, sinks and softcap
+with several of the others. `make conformance` runs every strategy with every mask. bfloat16 products are wrong in the
 interpreter, so float16 stands for both.
 """
 
 from typing import NamedTuple
 
 import cases
-import pytest
 from strategies import STRATEGIES, WIDE, cluster
 
 from apportion.ir.policy import Policy, Recipe

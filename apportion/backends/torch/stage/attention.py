@@ -9,7 +9,6 @@ by side (96 = 64 + 32), so a tile of rows is a tuple of one or two parts. Home r
 """
 
 # Triton reads these functions' source: they are no ordinary Python, and have no types but those of their arguments.
-# ruff: noqa: N803, N806
 
 import triton
 import triton.language as tl

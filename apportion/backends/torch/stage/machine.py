@@ -9,6 +9,7 @@ from torch import Tensor
 
 from apportion.backends.interp import Step
 from apportion.backends.torch.arrays import DTYPES
+from apportion.backends.torch.checks import is_checking, require_finite, require_numbers
 from apportion.backends.torch.executor import Layer, TorchMachine
 from apportion.backends.torch.memory import Memory
 from apportion.backends.torch.rounds import Round
@@ -64,6 +65,18 @@ class StageMachine(TorchMachine):
         for launch in self._loaded.launches[step.index]:
             args = *launch.tables, *launch.arrays(self._arrays), *launch.sizes, *self._score
             self.launcher(launch.kernel, launch.programs, args, self._constants[launch.kernel])
+        if is_checking():
+            self._check(step)
+
+    def _check(self, step: Step) -> None:
+        """Looks at the rows that an instruction accumulated."""
+        for index in sorted({task.o for task in step.tasks}):
+            operand = self.program.operands[index]
+            require_finite(f"instruction {step.index}, {operand}", *self.memory.view(operand).read())
+        for index in sorted({index for task in step.grads for index in (task.dq, task.dkv)}):
+            operand = self.program.operands[index]
+            for part in self.memory.view(operand).read():
+                require_numbers(f"instruction {step.index}", **{str(operand): part})
 
     attend = attend_grad = _attention
 
@@ -95,6 +108,7 @@ class StageMachine(TorchMachine):
 
     def delta(self, step: Step) -> None:
         sinks, dlse = self._layer.sinks, self._layer.dlse
+        dlse = None if dlse is None else dlse.float().contiguous()
         for launch in self._loaded.launches[step.index]:
             unused = launch.tables[0]
             given = (

@@ -9,8 +9,9 @@ What a call has to do for an instruction is to put the addresses of its arrays b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -21,11 +22,12 @@ from torch import Tensor
 from apportion.backends.interp import Operand, Program, Step
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.memory import Arenas
-from apportion.backends.torch.rounds import Round, Rounds, find_rounds, tile_arrays
+from apportion.backends.torch.rounds import Message, Rounds, find_rounds, tile_arrays
 from apportion.backends.torch.stage.rowlists import (
     SLOTS,
     Fold,
     Panel,
+    Part,
     Parts,
     Slot,
     cleared,
@@ -41,7 +43,7 @@ from apportion.backends.torch.stage.worklists import Columns, WorkList, work_lis
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import KV_SIDE, Op, Space
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.plan import Header, ProgramSet
+from apportion.ir.plan import ProgramSet
 
 
 class Launch(NamedTuple):
@@ -112,7 +114,7 @@ class _Draft:
     kernel: str
     programs: int
     tables: list[slice]
-    slots: list[Slot]
+    slots: Sequence[Slot]
     sizes: tuple[int, ...]
     constants: Mapping[str, Any]
 
@@ -219,20 +221,17 @@ class _Builder:
 
     def launch(self, step: Step) -> Iterator[_Draft]:
         """What is staged goes into its messages."""
-        for found in (self._rounds.of_step[step.index],):
-            yield from self._move(
-                [p for there, here, rows in self._staged(found, True) for p in moved(here, there, rows)]
-            )
+        tiles = self._staged(self._rounds.of_step[step.index].sends)
+        yield from self._move([p for there, here, rows in tiles for p in moved(here, there, rows)])
 
     def wait(self, step: Step) -> Iterator[_Draft]:
         """What was staged comes out of them."""
-        found = self._rounds.of_step[step.index]
-        yield from self._move(
-            [p for there, here, rows in self._staged(found, False) for p in moved(there, here, rows)]
-        )
+        tiles = self._staged(self._rounds.of_step[step.index].receives)
+        yield from self._move([p for there, here, rows in tiles for p in moved(there, here, rows)])
 
-    def _staged(self, found: Round, send: bool) -> Iterator[tuple[Any, Any, int]]:
-        for message in found.sends if send else found.receives:
+    def _staged(self, messages: Sequence[Message]) -> Iterator[tuple[list[Part], list[Part], int]]:
+        """The parts of each staged tile in its message and in memory, and its rows."""
+        for message in messages:
             for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
                 operand = self._program.operands[index]
                 arrays = tile_arrays(operand, self._header, self._arenas.hidden)
@@ -346,14 +345,15 @@ _GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
 
 
 def _overlap(step: Step, operands: Sequence[Operand]) -> bool:
-    """Whether a row of a copy meets rows that another one writes: rare, so heads count as one."""
-    written = [operands[row.c] for row in step.rowops]
-    read = [operands[row.a] for row in step.rowops]
+    """Whether a row of a copy may meet rows that another one writes: rare, so it need not be exact."""
+    written, read = (
+        [operands[index] for index in side]
+        for side in zip(*((row.c, row.a) for row in step.rowops), strict=True)
+    )
+    if {(one.tensor, one.is_home) for one in written} & {(one.tensor, one.is_home) for one in read}:
+        return True
     spans = sorted((one.tensor, one.is_home, one.row, one.row + one.rows, one.heads) for one in written)
-    for (*array, _, stop, heads), (*other, start, _, more) in zip(spans, spans[1:]):  # noqa: B905
-        if array == other and start < stop and not set(heads).isdisjoint(more):
-            return True
-    return bool({(one.tensor, one.is_home) for one in written} & {(one.tensor, one.is_home) for one in read})
+    return any(a[:2] == b[:2] and b[2] < a[3] and not set(a[4]).isdisjoint(b[4]) for a, b in pairwise(spans))
 
 
 _STEPS: Mapping[Op, Callable[[_Builder, Step], Iterator[_Draft]]] = {

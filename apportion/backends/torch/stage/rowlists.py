@@ -1,6 +1,6 @@
 """Tables of the row kernels, from the steps of a rank's program: what moves where, what is added to what.
 
-    move           panels: rows of bytes at a place, with a stride, that go to another place      (copy, clear, messages)
+    move           panels: rows of bytes at a place, with a stride, that go to another place     (copy, clear, messages)
     add, merge     tiles of the accumulator's rows, and as entries the partial results on them, in program order
     delta, finish  tiles of rows, one after another
 
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.backends.interp import Operand, RowOp, Step
+from apportion.backends.interp import Operand, Step
 from apportion.backends.torch.arrays import Array
 from apportion.backends.torch.rounds import Message
 from apportion.backends.torch.stage.tiles import Ints, cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ENTRY, TILE
-from apportion.ir.isa import HEADLESS, Op
+from apportion.ir.isa import Op
 from apportion.ir.isa import Tensor as Name
 
 COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND = range(6)
@@ -32,8 +32,10 @@ SLOTS = 12
 #: 4-byte units that a program moves at a time
 UNITS = 4096
 
-#: an array of the machine's: (tensor, is home, number among the tensor's arrays); None: the staging arena
-Slot = tuple[Name, bool, int] | None
+#: an array of the machine's: (tensor, is home, number among the tensor's arrays)
+Held = tuple[Name, bool, int]
+#: or None: the staging arena
+Slot = Held | None
 
 
 class Place(NamedTuple):
@@ -132,9 +134,8 @@ def _joined(pairs: Iterable[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
     found: list[tuple[Part, Part]] = []
     for pair in pairs:
         if found and all(_follows(*sides) for sides in zip(found[-1], pair, strict=True)):
-            found[-1] = tuple(
-                (place, width + more) for (place, width), (_, more) in zip(found[-1], pair, strict=True)
-            )
+            (a, width), (b, other) = found[-1]
+            found[-1] = (a, width + pair[0][1]), (b, other + pair[1][1])
         else:
             found.append(pair)
     return found
@@ -156,7 +157,7 @@ _CONVERTED = {(8, 4): NARROW, (4, 8): WIDEN, (4, 2): ROUND}
 
 
 class Move(NamedTuple):
-    """A launch of `move`. slots: whose addresses it takes; grain: bytes that all offsets and widths are multiples of."""
+    """A launch of `move`. slots: whose addresses it takes; grain: what all bytes in `panels` are multiples of."""
 
     panels: Ints  # int64 [panels, PANEL], in grains
     chunks: Ints  # int32 [chunks, 2]: panel, first row
@@ -192,7 +193,7 @@ class Fold(NamedTuple):
     tiles: Ints
     entries: Ints
     heads: Ints
-    slots: tuple[Slot, ...]
+    slots: tuple[Held, ...]
     lanes: int
 
 

@@ -7,8 +7,6 @@ delta     rowsum(dO * O) beside the LSE, and each tile's share of the sinks' gra
 finish    the output in the model's dtype, with the learned sinks
 """
 
-# ruff: noqa: N803, N806
-
 import triton
 import triton.language as tl
 

@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
         return np.repeat(np.arange(len(self.key)), np.diff(self.ptr))
 
 
-def cut_tiles(key: Ints, start: Ints, stop: Ints, first: Ints, height: int) -> Tiles:
+def cut_tiles(key: Ints, start: Ints, stop: Ints, first: NDArray[Any], height: int) -> Tiles:
     """Tiles of at most `height` rows of all that tasks with one key write. key, start, stop: int64 [tasks], rows
     [start, stop); first: bool [tasks]."""
     begin, end = (key << _ROW_BITS) + start, (key << _ROW_BITS) + stop
@@ -103,14 +103,15 @@ def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -
 
 def _clashes(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
     """Tasks that may meet another owner's rows: a range begins before one of those sorted before it ends."""
-    order = np.lexsort((start, slot, instruction))
+    order: Ints = np.lexsort((start, slot, instruction))
     group = np.concatenate([[0], np.cumsum(np.diff(instruction[order]) | np.diff(slot[order]) != 0)])
     reach = np.maximum.accumulate((group << _ROW_BITS) + stop[order])
     meets = np.zeros(len(order), bool)
     meets[1:] = (group[1:] << _ROW_BITS) + start[order][1:] < reach[:-1]
     mixed = np.zeros(int(group[-1]) + 1 if len(group) else 0, bool)
     np.logical_or.at(mixed, group[1:], (np.diff(owner[order]) != 0) & (np.diff(group) == 0))
-    return order[meets & mixed[group]]
+    found: Ints = order[meets & mixed[group]]
+    return found
 
 
 def _serial(slot: Ints, start: Ints, stop: Ints, owner: Ints) -> list[int]:

@@ -17,7 +17,7 @@ whole blocks, no pair is masked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -134,21 +134,18 @@ def work_list(programs: ProgramSet, columns: Columns, kernel: str, height: int, 
     tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height)
     entries, of_tile = _entries(tasks, tiles, block)
     heads = _Heads(columns, tasks)
-    first, last = (
-        np.searchsorted(of_tile, np.arange(len(tiles.key))),
-        np.searchsorted(of_tile, np.arange(len(tiles.key)), "right"),
-    )
+    numbers = np.arange(len(tiles.key))
+    first, last = np.searchsorted(of_tile, numbers), np.searchsorted(of_tile, numbers, "right")
     sample = tasks.of_key[tiles.key]
     work = np.concatenate([[0], np.cumsum(entries[:, 1] - entries[:, 0], dtype=np.int64)])
     launch = tasks.launch[sample]
     order = np.lexsort((work[first] - work[last], launch))  # longest first
     order = order[(tiles.fresh | (last > first))[order]]
+    flags = tiles.fresh + 2 * tasks.spaces[sample]
+    fields = [tiles.row0, tiles.row1, first, last, flags, heads.lanes[sample], heads.tile[sample]]
+    fields += [shift[sample] for shift in tasks.beside]
     rows = np.zeros((len(order), TILE), np.int32)
-    rows[:, :7] = np.stack(
-        [tiles.row0, tiles.row1, first, last, tiles.fresh + 2 * tasks.spaces[sample], heads.lanes[sample], heads.tile[sample]],
-        axis=1,
-    )[order]  # fmt: skip
-    rows[:, 7 : 7 + len(tasks.beside)] = np.stack([shift[sample][order] for shift in tasks.beside], axis=1)
+    rows[:, : len(fields)] = np.stack(fields, axis=1)[order]
     entries[:, 9] = heads.entry[entries[:, 9]]  # was the task
     return WorkList(
         rows, entries.astype(np.int32), heads.numbers, _launches(tasks, launch[order], rows[:, 5])
@@ -202,7 +199,9 @@ def group(*columns: Ints) -> Ints:
 
 def _bits(columns: Iterable[Ints]) -> Ints:
     """int64 [n]: bit i is set where column i is 1."""
-    return sum((column.astype(np.int64) << i for i, column in enumerate(columns)), np.int64(0))  # type: ignore[return-value]
+    shifted = np.stack([column.astype(np.int64) << i for i, column in enumerate(columns)])
+    bits: Ints = np.bitwise_or.reduce(shifted, axis=0)
+    return bits
 
 
 def _entries(tasks: _Tasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]:
@@ -245,7 +244,7 @@ class _Heads:
         self.lanes = np.array([len(own) for own in columns.columns])[owners[0]]
         self.numbers = np.array(self._numbers, np.int32)
 
-    def _listed(self, signatures: list[Ints], write: Callable[..., list[int]]) -> Ints:
+    def _listed(self, signatures: Sequence[Ints], write: Callable[..., list[int]]) -> Ints:
         """int64 [tasks]: where the numbers of each combination of signatures begin."""
         found, which = np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)
         at = np.zeros(len(found), np.int64)
@@ -265,7 +264,8 @@ class _Heads:
         lanes = len(self._columns.columns[owner])
         kv_of = self._columns.kv_of(queries[0], owner)
         rows = list(zip(*(self._columns.columns[one] for one in queries), strict=True))
-        ends, listed = [], []
+        ends: list[int] = []
+        listed: list[int] = []
         for lane in range(lanes):
             ends.append(len(self._numbers) + lanes + 1 + len(listed))
             listed += [number for i, row in enumerate(rows) if kv_of[i] == lane for number in row]

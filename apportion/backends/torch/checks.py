@@ -1,0 +1,58 @@
+"""A check for debugging: no NaN and no LSE of +inf leaves a kernel unnoticed.
+
+    check_kernels(True)              from here on, in all threads
+    with check_kernels(True): ...    until the block ends
+
+It is off at first. It looks at the result of every kernel call and so waits for the device each time. Results
+are the same either way.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from apportion.ir.errors import ExecutionError
+
+# for the whole process: autograd runs backward in threads of its own
+_SWITCH = SimpleNamespace(on=False)
+
+
+def check_kernels(enabled: bool) -> ExitStack:
+    """Switches the check on or off; what it returns is a context manager that restores the state before."""
+    before = ExitStack()
+    before.callback(setattr, _SWITCH, "on", _SWITCH.on)
+    _SWITCH.on = enabled
+    return before
+
+
+def is_checking() -> bool:
+    """Whether whoever calls a kernel is to check its result."""
+    return bool(_SWITCH.on)
+
+
+def require_finite(where: str, o: Tensor, lse: Tensor) -> None:
+    """o [rows, heads, width], lse [rows, heads] of the kernel call `where`. An LSE of -inf is a row without keys.
+
+    Raises ExecutionError for NaN and for an LSE of +inf."""
+    _require_none(where, "an LSE of +inf", lse.isposinf())
+    _require_none(where, "NaN in LSE", lse.isnan())
+    require_numbers(where, o=o)
+
+
+def require_numbers(where: str, **tensors: Tensor) -> None:
+    """[rows, heads, width] each, by name, of the kernel call `where`. Raises ExecutionError for NaN."""
+    for name, tensor in tensors.items():
+        _require_none(where, f"NaN in {name}", tensor.isnan().any(-1))
+
+
+def _require_none(where: str, what: str, bad: Tensor) -> None:
+    """bad [rows, heads] bool."""
+    if bad.any():
+        row, head = bad.nonzero()[0].tolist()
+        raise ExecutionError(
+            f"{where}: {what}, first in row {row}, head {head}, in {int(bad.sum())} of {bad.numel()}. Look for NaN "
+            "and inf in what the layer was given; if there is none, the kernel is wrong: report it with the plan"
+        )

@@ -1,0 +1,16 @@
+"""What FlashAttention-2 makes of a window, independent of the cuts."""
+
+import numpy as np
+
+
+def visible(rows, keys, left, right):
+    """[rows, keys] bool: the pairs that a call with these window sizes sees.
+
+    A negative size stands for "no bound", but beside a bound on the other side it is read as `keys`
+    (flash_api.cpp, `set_params_fprop`; mask.h, `apply_mask`): where rows > keys + 1 that hides keys."""
+    left, right = (-1 if size >= keys else size for size in (left, right))
+    if left < 0 and right < 0:
+        return np.ones((rows, keys), bool)
+    left, right = (keys if size < 0 else size for size in (left, right))
+    column, corner = np.arange(keys), np.arange(rows)[:, None] + keys - rows
+    return (column < np.minimum(keys, corner + 1 + right)) & (column >= np.maximum(0, corner - left))
