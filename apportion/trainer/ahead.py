@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
+from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.iteration_slice import IterationSlice
 from apportion.service.client import PlanTimeoutError
 from apportion.trainer.sources import Feed
@@ -32,10 +33,12 @@ LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, whic
 
 
 class Fetched(NamedTuple):
-    """A rank's share of an iteration. rows: (tokens, labels) of each microbatch, None where nobody read them yet."""
+    """A rank's share of an iteration. Of each microbatch, where somebody has made them: rows, its (tokens, labels), and
+    the handle of its plan, ready to run."""
 
     piece: IterationSlice
     rows: Iterable[tuple[Tensor, Tensor]] | None = None
+    handles: tuple[PlanHandle, ...] | None = None
 
 
 class Late:
@@ -197,12 +200,19 @@ class Fetching:
     """The plans of a pass, fetched in a thread, at most `DEPTH` of them before the trainer takes them.
 
     submits: whether this rank submits, too; then it takes no plan before its own batches were accepted, since a run of
-    that name may have had others.
+    that name may have had others. ready: makes of a plan what the trainer takes.
     """
 
-    def __init__(self, feed: Feed, progress: Progress, waits: Waits, submits: bool) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        progress: Progress,
+        waits: Waits,
+        submits: bool,
+        ready: Callable[[IterationSlice], Fetched] = Fetched,
+    ) -> None:
         self._feed, self._progress, self._waits, self._submits = feed, progress, waits, submits
-        self._fetched = dict[int, IterationSlice]()
+        self._ready, self._fetched = ready, dict[int, Fetched]()
 
     def take(self, number: int) -> Fetched:
         """What the trainer asks for next. Raises TimeoutError after its time-out, and what went wrong in a
@@ -217,14 +227,15 @@ class Fetching:
             raise error
         if found is None:
             raise TimeoutError(progress.late.why)
-        return Fetched(found)
+        return found
 
     def fetch(self, wanted: Wanted) -> None:
         """For a thread, iteration by iteration."""
         if self._submits and not self._progress.is_accepted(wanted.number):
             return
         progress = self._progress
-        found = self._waits.fetch(self._feed, wanted, partial(progress.awaits, wanted.number), progress.late)
+        piece = self._waits.fetch(self._feed, wanted, partial(progress.awaits, wanted.number), progress.late)
+        found = None if piece is None else self._ready(piece)
         with progress.changed:
             for number in [held for held in self._fetched if held < progress.own]:
                 del self._fetched[number]

@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.engines import ENGINES
+from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice, integer, integers, name, number
+from apportion.ir.iteration_slice import IterationSlice
 from apportion.ir.job import Job
 from apportion.ir.model import Model
 from apportion.ir.policy import Recipe
@@ -85,6 +88,9 @@ class PlannedLoader:
     needed; where it is lost, other ranks submit. workers: torch data-loader processes that fetch plans and read
     samples; 0 is a thread that fetches, and samples are read where they are used.
 
+    engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
+    programs are loaded there before they are needed.
+
     on_timeout: where there is no plan after `timeout_s` seconds, "raise" TimeoutError, or "local": in each iteration
     all ranks agree on who has the plan, those that have not plan it themselves, and all compare. `fallbacks` counts
     such iterations, and a warning is logged. waited_s: seconds spent waiting for plans.
@@ -116,6 +122,8 @@ class PlannedLoader:
         timeout_s: float = 300.0,
         lookahead: int = 8,
         workers: int = 0,
+        engine: str = "auto",
+        device: torch.device | str | None = None,
     ) -> None:
         self._dataset, self._sampler = dataset, sampler
         told = Told(cluster, model, tokens_per_rank, microbatches, recipe, seed)
@@ -130,6 +138,7 @@ class PlannedLoader:
         self._agrees = _agrees(on_timeout, self._source, self._communicator.ranks)
         self._run = None if run is None else _name(run)
         self._workers = integer("workers", workers, 0)
+        self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), _device(device)
         self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
         self._waits = Waits.of(self._rank, number("timeout_s", timeout_s, above=True))
         self._epoch, self._start, self._passes, self.waited_s = 0, 0, 0, 0.0
@@ -178,7 +187,7 @@ class PlannedLoader:
         threads, submits = self._threads(stack, run, iterations, progress), not shared or self._rank == 0
         if submits:
             self._submitting(threads, progress)
-        fetching = Fetching(threads.feed, progress, self._waits, submits)
+        fetching = Fetching(threads.feed, progress, self._waits, submits, self._ready)
         threads.run(fetching.fetch, DEPTH)
         return fetching
 
@@ -223,13 +232,22 @@ class PlannedLoader:
 
         return Fetched(plan_job(self._source.job, wanted.batches).plan.slice_for(self._rank))
 
+    def _ready(self, piece: IterationSlice) -> Fetched:
+        """For the thread that fetches: programs are loaded on the device before the trainer asks for them."""
+        return Fetched(piece, None, self._handles(piece))
+
+    def _handles(self, piece: IterationSlice) -> tuple[PlanHandle, ...]:
+        handles = (PlanHandle(one, self._communicator, self._engine) for one in piece.slices)
+        return tuple(handle.prepare(self._device) for handle in handles)
+
     def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
         pieces, valid = fetched.piece.slices, wanted.valid_tokens
         read = fetched.rows
         if read is None:
             read = rows_of(self._dataset, wanted, fetched.piece)
-        for place, (piece, (tokens, labels)) in enumerate(zip(pieces, read, strict=True)):
-            handle = PlanHandle(piece, self._communicator)
+        handles = fetched.handles or self._handles(fetched.piece)
+        agree(handles)
+        for place, (handle, (tokens, labels)) in enumerate(zip(handles, read, strict=True)):
             last = place == len(pieces) - 1
             yield PlannedBatch(tokens, handle.position_ids, labels, handle, wanted.number, place, last, valid)
 
@@ -258,6 +276,15 @@ def _communicator(job: Job, given: Communicator | None, rank: int | None) -> Com
         rule = f"this process is rank {found.rank} of its group"
         raise ConfigError("rank", rank, rule, "leave it out, or give the communicator of the right group")
     return found
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    """Where attention runs: this process' GPU where it has one. With its number: threads have a current one of their
+    own."""
+    device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _name(run: str) -> str:

@@ -23,11 +23,9 @@ def passes(comm, source, count, options, dataset=None):
 
 def agreeing(comm, sources, options):
     """Ids that this rank runs, its fallbacks, and the error that ends it. sources: of each rank."""
-    source = sources[comm.rank]
+    source, known = sources[comm.rank], HereSource(sources[0].job)
     options = {"communicator": comm, "timeout_s": 2.0, "on_timeout": "local", **options}
-    list(
-        PlannedLoader(Recorded(), source=HereSource(source.job), communicator=comm)
-    )  # compiles what planning needs
+    list(PlannedLoader(Recorded(), source=known, communicator=comm))  # compiles what planning needs
     loader, ids = PlannedLoader(Recorded(), source=source, **options), []
     try:
         ids.extend(batch.handle.id for batch in loader)

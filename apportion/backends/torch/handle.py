@@ -151,17 +151,31 @@ class PlanHandle:
     def agree(self) -> None:
         """Makes sure, once, that all ranks hold this plan. A collective the first time. Raises
         ExecutionError."""
-        if self._agreed:
-            return
-        channels = max((1 + max(self.program(*key).channels, default=0) for key in self._keys()), default=1)
-        rows = self.communicator.all_gather([channels, *np.frombuffer(self.id, "<i8").tolist()])
-        require_one_plan([np.array(row[1:], "<i8").tobytes() for row in rows])
-        self.communicator.start(max(row[0] for row in rows))
-        self._agreed = True
+        if not self._agreed:
+            agree([self])
+
+    @property
+    def channels(self) -> int:
+        """How many channels this rank's programs launch on."""
+        return max((1 + max(self.program(*key).channels, default=0) for key in self._keys()), default=1)
 
     def _keys(self) -> Sequence[tuple[str, str]]:
         keys = [(kind, phase) for kind in self.kinds for phase in PHASES]
         return [key for key in keys if key in self.slice.programs]
+
+
+def agree(handles: Sequence[PlanHandle]) -> None:
+    """Makes sure that all ranks hold these plans, and starts the channels that they need: one collective among hosts,
+    which waits for no device, best ahead of time. Raises ExecutionError."""
+    transport = handles[0].communicator
+    ids = [number for handle in handles for number in np.frombuffer(handle.id, "<i8").tolist()]
+    rows = transport.all_gather([max(handle.channels for handle in handles), *ids])
+    size = len(ids) // len(handles)
+    for first in range(1, len(ids) + 1, size):
+        require_one_plan([np.array(row[first : first + size], "<i8").tobytes() for row in rows])
+    transport.start(max(row[0] for row in rows))
+    for handle in handles:
+        handle._agreed = True
 
 
 def _pairs(numbers: Sequence[int]) -> list[Cuts]:

@@ -32,6 +32,7 @@ class StageMachine(TorchMachine):
         launcher: Launcher = on_device,
     ) -> None:
         self._loaded, self.launcher = loaded, launcher
+        loaded.table.join()
         super().__init__(loaded, memory, layer, transport)
         self._score = layer.score.scale, layer.score.softcap or 1.0
         self._constants = loaded.plain if layer.score.softcap is None else loaded.capped

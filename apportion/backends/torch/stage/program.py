@@ -58,11 +58,39 @@ class Launch(NamedTuple):
     constants: Mapping[str, Any]
 
 
+class Table:
+    """All tables of a program on its device. They were copied on the stream of whoever loaded the program, perhaps a
+    thread ahead of time: other streams wait for that once."""
+
+    def __init__(self, numbers: Ints, device: torch.device) -> None:
+        host = torch.from_numpy(numbers)
+        self._joined: set[int] = set()
+        self._copied: Any = None
+        if device.type != "cuda":
+            self.data = host
+            return
+        self.data = host.pin_memory().to(device, non_blocking=True)
+        stream = torch.cuda.current_stream(device)
+        self._copied = stream.record_event()
+        self._joined.add(stream.cuda_stream)
+
+    def join(self) -> None:
+        """Called before the tables are used on the current stream."""
+        if self._copied is None:
+            return
+        stream = torch.cuda.current_stream(self.data.device)
+        if stream.cuda_stream not in self._joined:
+            stream.wait_event(self._copied)
+            self.data.record_stream(stream)
+            self._joined.add(stream.cuda_stream)
+
+
 @dataclass(frozen=True)
 class StageLoaded(Loaded):
     """launches: of each step; slots: the arrays that a machine keeps ready, by number; shares: tiles of all delta
     instructions."""
 
+    table: Table
     launches: Mapping[int, tuple[Launch, ...]]
     results: tuple[Launch, ...]  # dq, dk, dv in the model's dtype
     slots: tuple[Slot, ...]
@@ -94,17 +122,15 @@ def load(
     builder = _Builder(columns, program, arenas, rounds, chosen)
     drafts = {step.index: tuple(builder.step(step)) for step in program.steps}
     results = tuple(builder.results(rows))
-    table = _on_device(np.concatenate(builder.tables) if builder.tables else np.zeros(0, np.int32), device)
+    table = Table(np.concatenate([*builder.tables, np.zeros(4, np.int32)]), device)
     launches = {
-        index: tuple(draft.launch(table, builder) for draft in listed) for index, listed in drafts.items()
+        index: tuple(draft.launch(table.data, builder) for draft in listed)
+        for index, listed in drafts.items()
     }
-    last = tuple(draft.launch(table, builder) for draft in results)
-    return StageLoaded(program, rounds, arenas, launches, last, tuple(builder.slots), chosen, builder.shares)
-
-
-def _on_device(table: Ints, device: torch.device) -> Tensor:
-    host = torch.from_numpy(table)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    last = tuple(draft.launch(table.data, builder) for draft in results)
+    return StageLoaded(
+        program, rounds, arenas, table, launches, last, tuple(builder.slots), chosen, builder.shares
+    )
 
 
 @dataclass
