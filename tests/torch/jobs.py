@@ -17,6 +17,7 @@ from apportion.ir.isa import Op
 from apportion.trainer.attention import (
     Communicator,
     PlanHandle,
+    check_kernels,
     planned_attention,
     planned_attention_block,
     planned_remap,
@@ -211,6 +212,12 @@ def error_of(comm, shard):
     except ApportionError as error:
         return type(error).__name__, str(error)
     return "none", ""
+
+
+def checked_error(comm, shard):
+    """The error that attention raises on this rank where kernels are checked."""
+    with check_kernels(True):
+        return error_of(comm, shard)[1]
 
 
 def on_channels(comm, shard):

@@ -5,11 +5,21 @@ with several of the others. `make conformance` runs every strategy with every ma
 interpreter, so float16 stands for both.
 """
 
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import cases
+import jobs
+import numpy as np
+import oracle
+import pytest
+import torch
 from strategies import STRATEGIES, WIDE, cluster
 
+from apportion.ir import text
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.recipes import pipeline
@@ -71,3 +81,53 @@ def test_every_strategy(interpreted, case):
     problem = cases.problem_of(plan, 1, case.extra == "sinks", softcap)
     got = cases.run(interpreted, plan, problem)
     cases.assert_good(got, problem, cases.allowed(batch), case.dtype)
+
+
+BY_HAND = sorted((Path(__file__).parents[2] / "plans").glob("*.txt"))
+
+
+@pytest.mark.parametrize("extra", ["", "sinks"])
+@pytest.mark.parametrize(
+    "path", [path for path in BY_HAND if path.stem != "heads"], ids=lambda path: path.stem
+)
+def test_plans_written_by_hand(interpreted, path, extra):
+    plan = text.parse(path.read_text().replace('"dtype": "fp64"', '"dtype": "fp32"'))
+    problem = cases.problem_of(plan, 2, sinks=extra == "sinks")
+    for kind in plan.header.kinds:
+        got = cases.run(interpreted, plan, problem, kind)
+        cases.assert_good(got, problem, cases.allowed(plan.request.batch, kind), "fp32")
+
+
+def small_plan(dtype="fp32"):
+    batch = Batch.from_lengths([50, 9, 1])
+    return cases.make_plan(batch, Cluster(1, 2), cases.model(2, dtype, (16, 16)), cases.recipe())
+
+
+def test_the_same_plan_gives_the_same_bits(interpreted):
+    plan = small_plan()
+    for first, second in interpreted.run(jobs.twice, 2, each=cases.shards(plan, cases.problem_of(plan))):
+        assert first == second
+
+
+@pytest.mark.parametrize("extra", ["", "sinks"])
+def test_the_gradient_of_lse(interpreted, extra):
+    """It goes through delta; rows without keys have none."""
+    batch = cases.batch_of("bands")
+    plan = cases.make_plan(batch, Cluster(1, 2), cases.model(2, "fp32", (16, 16)), cases.recipe())
+    problem = cases.problem_of(plan, 6, extra == "sinks")
+    problem = replace(problem, dlse=np.random.default_rng(1).standard_normal(problem.q.shape[:2]))
+    mask = cases.allowed(batch)
+    got, lse = cases.run_with_lse(interpreted, plan, problem)
+    rounded = replace(cases.rounded(problem, torch.float32), dlse=problem.dlse)
+    want, exact = cases.answer(rounded, mask), oracle.dense(rounded, mask).lse
+    for error, size in zip(cases.errors(got, want), want, strict=True):
+        assert size is None or error <= 1e-6 * np.linalg.norm(size)
+    np.testing.assert_allclose(lse, exact, rtol=1e-6, atol=1e-6)
+
+
+def test_a_kernel_that_gives_nan_is_caught(interpreted):
+    plan = small_plan()
+    shards = cases.shards(plan, cases.problem_of(plan))
+    shards[1].v[0] = np.nan
+    told = interpreted.run(jobs.checked_error, 2, each=shards)
+    assert any("NaN in o" in message for message in told)

@@ -19,7 +19,7 @@ import numpy as np
 from apportion.backends.interp import Operand, Step
 from apportion.backends.torch.arrays import Array
 from apportion.backends.torch.rounds import Message
-from apportion.backends.torch.stage.tiles import Ints, cut_tiles, waves
+from apportion.backends.torch.stage.tiles import Ints, cut_tiles, shelves, waves
 from apportion.backends.torch.stage.worklists import ENTRY, TILE
 from apportion.ir.isa import Op
 from apportion.ir.isa import Tensor as Name
@@ -203,7 +203,9 @@ def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold
     parts, sums = [operands[row.a] for row in rows], [operands[row.c] for row in rows]
     keys = {key: i for i, key in enumerate(dict.fromkeys(map(_owner, sums)))}
     owner = np.array([keys[_owner(one)] for one in sums])
-    space = np.array([2 * one.tensor + one.is_home for one in sums])
+    columns = list(dict.fromkeys(map(_listed, sums)))
+    shelf = shelves(np.zeros_like(owner), np.array([columns.index(_listed(one)) for one in sums]), columns)
+    space = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in sums])
     start = np.array([one.row for one in sums])
     stop = start + np.array([one.rows for one in sums])
     wave = waves(np.zeros_like(owner), space, start, stop, owner)

@@ -11,6 +11,7 @@ rows: then it overwrites. Plain numpy columns, one pass for all instructions of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,20 @@ def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints
 def _counted(count: Ints) -> Ints:
     """0, 1, ... of each count, one after another."""
     return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+
+
+def shelves(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...]]) -> Ints:
+    """int64 [tasks]: equal for tasks of an instruction that share a head column, directly or through others. signature:
+    int64 [tasks], which of `columns` each writes."""
+    pairs, which = np.unique(np.stack([instruction, signature], axis=1), axis=0, return_inverse=True)
+    shelf = np.arange(len(pairs))
+    for i, (at, own) in enumerate(pairs.tolist()):
+        for j in range(i - 1, -1, -1):
+            if pairs[j, 0] != at:
+                break
+            if not set(columns[own]).isdisjoint(columns[pairs[j, 1]]):
+                shelf[shelf == shelf[i]] = shelf[j]
+    return shelf[which]
 
 
 def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:

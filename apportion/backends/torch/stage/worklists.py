@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from apportion.backends.torch.stage.tiles import Ints, Tiles, cut_tiles, waves
+from apportion.backends.torch.stage.tiles import Ints, Tiles, cut_tiles, shelves, waves
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, OP_LIST, Op, Space
 from apportion.ir.plan import Header, ProgramSet
 
@@ -59,16 +58,6 @@ class Columns:
             for names, (_, _, space, at) in zip(self.names, kinds, strict=True)
         ]
         self._group = header.q_heads // header.kv_heads
-
-    @cached_property
-    def shelf(self) -> Ints:
-        """int64 [signatures]: equal for signatures that share a column, directly or through others."""
-        shelf = np.arange(len(self.columns))
-        for i, mine in enumerate(self.columns):
-            for j in range(i):
-                if not set(mine).isdisjoint(self.columns[j]):
-                    shelf[shelf == shelf[i]] = shelf[j]
-        return shelf
 
     def kv_of(self, q: int, kv: int) -> list[int]:
         """Where the KV head of each query head of one signature stands among the heads of another."""
@@ -180,7 +169,7 @@ class _Tasks:
         self.instruction = instruction_of(programs, roles.table)
         signatures = [columns.signature[of[name]] for name in (roles.owner, *roles.beside)]
         key = group(self.instruction, self.spaces, *signatures, *self.beside)
-        slot = 2 * columns.shelf[signatures[0]] + columns.space[owner]
+        slot = 2 * shelves(self.instruction, signatures[0], columns.columns) + columns.space[owner]
         wave = waves(self.instruction, slot, self.start, self.stop, key)
         self.launch = group(self.instruction, wave)
         self.key = group(self.launch, key)

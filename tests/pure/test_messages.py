@@ -1,0 +1,91 @@
+"""Messages of rounds: which tiles travel together, and which lie ready."""
+
+import numpy as np
+import pytest
+from strategies import STRATEGIES, cluster
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.isa import ALL_TO_ALL, PHASES, Op
+from apportion.ir.messages import find_messages
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy, Recipe
+from apportion.planner import api
+from apportion.planner.recipes import pipeline
+
+MODEL = Model(4, 2, 8, dtype="fp32")
+
+
+def planned(name, lengths=(40, 25, 3, 12), ranks=4):
+    batch, recipe = Batch.from_lengths(lengths), Recipe(name, STRATEGIES[name])
+    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    model = Model(8, 2, 8, dtype="fp32") if "upipe" in name else MODEL
+    return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
+
+
+@pytest.mark.parametrize(
+    "name", ["fcp", "ring", "ulysses", "distca", "node", "zeppelin", "flexsp_reshuffled"]
+)
+def test_a_message_is_what_goes_from_one_rank_to_another_in_a_round(name):
+    plan = planned(name)
+    for phase in PHASES:
+        programs = plan.programs["default", phase]
+        found = find_messages(programs, plan.header)
+        table, instructions = programs["transfers"], programs["instructions"]
+        launches = np.flatnonzero(instructions["op"] == Op.LAUNCH)
+        launch = np.repeat(launches, instructions["count"][launches])
+        ends = list(zip(launch.tolist(), table["send"].tolist(), table["peer"].tolist(), strict=True))
+        assert len(found) == len(set(ends))
+        assert len({(of, end) for of, end in zip(found.of.tolist(), ends, strict=True)}) == len(found)
+        rows = zip(found.instruction.tolist(), found.send.tolist(), found.peer.tolist(), strict=True)
+        assert [(at, bool(send), peer) for at, send, peer in sorted(set(ends))] == list(rows)
+
+
+def test_the_messages_of_one_rank_are_those_of_all():
+    plan = planned("fcp")
+    programs = plan.programs["default", "backward"]
+    everyone = find_messages(programs, plan.header)
+    ptr = programs["instructions"].ptr
+    for rank in range(4):
+        mine = (everyone.instruction >= ptr[rank]) & (everyone.instruction < ptr[rank + 1])
+        alone = find_messages(programs.rank(rank), plan.header)
+        for name in ("peer", "send", "staged"):
+            np.testing.assert_array_equal(getattr(alone, name), getattr(everyone, name)[mine])
+
+
+def staged(plan, phase):
+    """Of each message: (is sent, is staged), and the tensors and spaces of its operands."""
+    programs = plan.programs["default", phase].rank(1)
+    found = find_messages(programs, plan.header)
+    return found, programs
+
+
+def test_keys_and_values_at_home_are_staged_and_relayed_ones_are_not():
+    plan = planned("ring")
+    found, _ = staged(plan, "forward")
+    assert not found.staged[~found.send].any()  # rows of a work arena, side by side
+    first = found.instruction == found.instruction.min()
+    assert found.staged[found.send & first].all()  # k and v are two arrays
+    assert not found.staged[found.send & ~first].any()
+
+
+def test_tiles_that_do_not_lie_side_by_side_are_staged():
+    plan = planned("fcp")
+    found, programs = staged(plan, "forward")
+    operands = programs["operands"]
+    for number in np.flatnonzero(~found.send):
+        tiles = programs["transfers"]["operand"][found.of == number]
+        row, rows = operands["row"][tiles], operands["rows"][tiles]
+        assert found.staged[number] == (row[1:] != row[:-1] + rows[:-1]).any()
+
+
+def test_what_every_rank_exchanges_is_staged():
+    plan = planned("ulysses")
+    found, programs = staged(plan, "forward")
+    assert (programs["instructions"]["mode"] == ALL_TO_ALL).any()
+    assert found.staged.all()
+
+
+def test_a_plan_without_rounds_has_no_messages():
+    plan = api.plan(Batch.from_lengths([9]), Cluster(1, 1), MODEL, "fcp")
+    assert len(find_messages(plan.programs["default", "forward"], plan.header)) == 0

@@ -1,0 +1,40 @@
+"""What ranks do in the tests of the transport."""
+
+import torch
+
+from apportion.backends.torch.memory import Post
+from apportion.trainer.attention import Communicator
+
+
+def batches(comm):
+    """Two messages to every other rank at once, of a size of their own: each arrives where it was listed."""
+    size = 16 * (1 + comm.rank)
+    posts, wanted = [], []
+    for peer in range(comm.ranks):
+        if peer == comm.rank:
+            continue
+        for turn in (1, 2):
+            arrives = torch.zeros(16 * (1 + peer), dtype=torch.uint8)
+            posts.append(Post(False, peer, arrives))
+            wanted.append((arrives, 10 * peer + turn))
+            posts.append(Post(True, peer, torch.full((size,), 10 * comm.rank + turn, dtype=torch.uint8)))
+    comm.start(1)
+    comm.batch(0, posts).wait()
+    return all((arrived == number).all() for arrived, number in wanted)
+
+
+def exchange(comm):
+    """Rank r sends peer p 16 (r + 1) bytes of p."""
+    out, into = [[16 * (comm.rank + 1)] * comm.ranks, [16 * (peer + 1) for peer in range(comm.ranks)]]
+    sent = torch.arange(comm.ranks, dtype=torch.uint8).repeat_interleave(out[0])
+    received = torch.full((sum(into),), comm.rank, dtype=torch.uint8)
+    comm.all_to_all(0, sent, received, (out, into)).wait()
+    return bool((received == comm.rank).all())
+
+
+def channels(comm):
+    """Groups of all ranks after three channels were asked for, whether that is kept, and an agreement among hosts."""
+    shared = Communicator.shared()
+    shared.start(3)
+    rows = shared.all_gather([shared.rank, 7])
+    return len(shared._groups), Communicator.shared() is shared, rows == [[rank, 7] for rank in range(8)]

@@ -1,0 +1,181 @@
+"""What the kernels are told to do: tiles have one owner, entries hold every pair once, panels move every byte."""
+
+from itertools import pairwise
+
+import cases
+import numpy as np
+import pytest
+from strategies import STRATEGIES, cluster
+
+from apportion.backends.torch.stage.rowlists import COPY, Place, move, panels
+from apportion.backends.torch.stage.tiles import cut_tiles, waves
+from apportion.backends.torch.stage.worklists import ROLES, Columns, work_list
+from apportion.ir.isa import PHASES, Op
+from apportion.ir.policy import Policy, Recipe
+from apportion.planner import api
+from apportion.planner.recipes import pipeline
+
+
+def tiles_of(ranges, first, height=4, key=None):
+    start, stop = np.array(ranges).T
+    key = np.zeros(len(ranges), np.int64) if key is None else np.array(key)
+    return cut_tiles(key, start, stop, np.array(first), height)
+
+
+def test_tiles_are_cut_where_fresh_rows_begin_and_hold_their_tasks_in_order():
+    cut = tiles_of([(0, 8), (6, 12)], [False, True])
+    assert list(zip(cut.row0.tolist(), cut.row1.tolist(), cut.fresh.tolist(), strict=True)) == [
+        (0, 4, False), (4, 6, False), (6, 10, True), (10, 12, True),
+    ]  # fmt: skip
+    tasks = [cut.task[lo:hi].tolist() for lo, hi in pairwise(cut.ptr.tolist())]
+    assert tasks == [[0], [0], [0, 1], [1]]
+
+
+def test_rows_that_no_task_writes_have_no_tile():
+    cut = tiles_of([(0, 3), (5, 6), (5, 6)], [True, True, False], key=[0, 0, 1])
+    assert list(zip(cut.key.tolist(), cut.row0.tolist(), cut.row1.tolist(), strict=True)) == [
+        (0, 0, 3), (0, 5, 6), (1, 5, 6),
+    ]  # fmt: skip
+
+
+def test_random_tiles_have_every_written_row_once_and_all_its_tasks():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        start = rng.integers(0, 40, 12)
+        stop, key = start + rng.integers(1, 20, 12), rng.integers(0, 3, 12)
+        cut = cut_tiles(key, start, stop, rng.random(12) < 0.3, int(rng.integers(1, 9)))
+        found = [
+            (int(k), row, task)
+            for k, lo, hi, a, b in zip(cut.key, cut.row0, cut.row1, cut.ptr[:-1], cut.ptr[1:], strict=True)
+            for task in cut.task[a:b].tolist()
+            for row in range(max(lo, start[task]), min(hi, stop[task]))
+        ]
+        wanted = [(int(k), row, i) for i, k in enumerate(key) for row in range(start[i], stop[i])]
+        assert sorted(found) == sorted(wanted)
+        rows = [
+            (k, row) for k, lo, hi in zip(cut.key, cut.row0, cut.row1, strict=True) for row in range(lo, hi)
+        ]
+        assert len(rows) == len(set(rows))
+
+
+def test_what_two_owners_write_is_launched_in_program_order():
+    one = np.zeros(4, np.int64)
+    start, stop = np.array([0, 4, 2, 0]), np.array([4, 8, 6, 2])
+    assert waves(one, one, start, stop, np.array([0, 0, 1, 0])).tolist() == [0, 0, 1, 1]
+    assert waves(one, one, start, stop, np.array([0, 0, 0, 0])).tolist() == [0, 0, 0, 0]
+    assert waves(one, np.array([0, 0, 1, 0]), start, stop, np.array([0, 0, 1, 0])).tolist() == [0, 0, 0, 0]
+    assert waves(np.array([0, 0, 1, 1]), one, start, stop, np.array([0, 0, 1, 0])).tolist() == [0, 0, 0, 0]
+
+
+def planned(name, mask, ranks=4, heads=(2, 2)):
+    batch = cases.batch_of(mask)
+    recipe = Recipe(name, STRATEGIES[name])
+    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    model = cases.model(heads[0], "fp32", kv_heads=heads[1])
+    return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
+
+
+def pairs_of_tasks(programs, columns, kernel):
+    """(instruction, owner's array and row and column, walked array and row) of every pair of the program's tasks."""
+    roles = ROLES[kernel]
+    table, of = programs[roles.table], columns
+    instruction = np.repeat(np.arange(len(programs["instructions"])), _consumed(programs, kernel))
+    found = []
+    for i in range(len(table)):
+        owner, walked = int(table[roles.owner][i]), int(table[roles.walked][i])
+        q, kv = (owner, walked) if roles.walked == "kv" else (walked, owner)
+        rows, keys = np.indices((of.rows[q], of.rows[kv]))
+        seen = (rows - keys >= int(table["dmin"][i])) & (rows - keys <= int(table["dmax"][i]))
+        for row, key in np.argwhere(seen).tolist():
+            a, b = (row, key) if q == owner else (key, row)
+            ends = (
+                int(of.space[owner]),
+                int(of.row[owner]) + a,
+                int(of.space[walked]),
+                int(of.row[walked]) + b,
+            )
+            found.append((int(instruction[i]), *ends))
+    return sorted(found)
+
+
+def _consumed(programs, kernel):
+    op = Op.ATTEND if kernel == "attend" else Op.ATTEND_GRAD
+    return np.where(programs["instructions"]["op"] == op, programs["instructions"]["count"], 0)
+
+
+def pairs_of_list(made):
+    """The same of a work list: every pair of every entry; its mask-free middle must need no mask."""
+    found = []
+    for instruction, launches in made.launches.items():
+        for launch in launches:
+            for row0, row1, first, last, flags, *_ in made.tiles[
+                launch.tile : launch.tile + launch.tiles
+            ].tolist():
+                for entry in made.entries[first:last].tolist():
+                    start, stop, full0, full1, dmin, dmax, from_, to, spaces = entry[:9]
+                    a, b = np.arange(row0, row1)[:, None], np.arange(start, stop)[None, :]
+                    seen = (a - b >= dmin) & (a - b <= dmax) & (a >= from_) & (a < to)
+                    assert seen[:, full0 - start : full1 - start].all()
+                    for i, j in np.argwhere(seen).tolist():
+                        found.append((instruction, flags >> 1 & 1, row0 + i, spaces & 1, start + j))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", ["fcp", "distca", "dcp_heads", "ring", "inner"])
+@pytest.mark.parametrize("mask", ["tree", "window", "bands"])
+def test_work_lists_hold_every_pair_of_an_instruction_once(name, mask):
+    plan = planned(name, mask)
+    for phase in PHASES:
+        for rank in range(4):
+            programs = plan.programs["default", phase].rank(rank)
+            columns = Columns(programs, plan.header)
+            for kernel in ("attend",) if phase == "forward" else ("dq", "dkdv"):
+                made = work_list(programs, columns, kernel, 16, 8)
+                assert pairs_of_list(made) == pairs_of_tasks(programs, columns, kernel)
+
+
+def test_every_instruction_is_one_launch_and_long_tiles_come_first():
+    for name in STRATEGIES:
+        plan = planned(name, "causal", heads=(2, 4) if "upipe" in name else (2, 2))
+        for phase in PHASES:
+            programs = plan.programs["default", phase].rank(1)
+            columns = Columns(programs, plan.header)
+            made = work_list(programs, columns, "attend" if phase == "forward" else "dkdv", 16, 16)
+            assert all(len(launches) == 1 for launches in made.launches.values()), name
+            for (launch,) in made.launches.values():
+                tiles = made.tiles[launch.tile : launch.tile + launch.tiles]
+                work = [int((made.entries[a:b, 1] - made.entries[a:b, 0]).sum()) for a, b in tiles[:, 2:4]]
+                assert work == sorted(work, reverse=True)
+
+
+def moved_bytes(found, source, target):
+    """Panels carried out on two byte arrays."""
+    for panel in found:
+        for row in range(panel.rows):
+            a, b = panel.source_at + row * panel.source_row, panel.target_at + row * panel.target_row
+            target[b : b + panel.width] = source[a : a + panel.width]
+
+
+@pytest.mark.parametrize("columns", [(0, 1, 2), (1,), (2, 0)])
+def test_panels_move_the_bytes_of_their_columns(columns):
+    source = np.arange(4 * 3 * 8, dtype=np.uint8)
+    target = np.zeros(4 * len(columns) * 12, np.uint8)
+    a = Place(None, 0, columns, 3, 8, 2)
+    b = Place(None, 4, tuple(range(len(columns))), len(columns), 12, 2)
+    found = list(panels(a, b, 4, 8))
+    moved_bytes(found, source, target)
+    want = source.reshape(4, 3, 8)[:, list(columns)]
+    np.testing.assert_array_equal(target.reshape(4, len(columns), 12)[..., 4:], want)
+    assert all(panel.how == COPY for panel in found)
+    made = move(found)
+    assert made.panels[:, 6].sum() == sum(panel.rows for panel in found)
+    covered = [
+        (p, r + i) for p, r in made.chunks.tolist() for i in range(made.rows) if r + i < made.panels[p, 6]
+    ]
+    assert len(covered) == len(set(covered)) == made.panels[:, 6].sum()
+
+
+def test_rows_that_lie_densely_on_both_sides_are_one_panel():
+    a, b = Place(None, 0, (0, 1), 2, 8, 2), Place(None, 64, (0, 1), 2, 8, 2)
+    (panel,) = panels(a, b, 5, 8)
+    assert (panel.rows, panel.width) == (5, 16)

@@ -1,0 +1,139 @@
+"""The transport, and the memory that calls share."""
+
+import jobs_transport
+import pytest
+import torch
+
+from apportion.backends.torch import engines
+from apportion.backends.torch.memory import Pool
+from apportion.backends.torch.recording import RecordingDevice
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.isa import PHASES, Op
+from apportion.ir.model import Model
+from apportion.planner import api
+from apportion.trainer.attention import PlanHandle, planned_attention
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_messages_between_two_ranks_meet_in_their_order(pool, ranks):
+    assert all(pool.run(jobs_transport.batches, ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_exchange_that_every_rank_enters(pool, ranks):
+    assert all(pool.run(jobs_transport.exchange, ranks))
+
+
+def test_channels_that_plans_need_are_groups_of_their_own(pool):
+    for groups, same, agreed in pool.run(jobs_transport.channels, 8):
+        assert groups >= 3
+        assert same
+        assert agreed
+
+
+def test_a_buffer_is_used_again_by_the_next_layer():
+    pool = Pool()
+    first = pool.take(100, CPU)
+    pool.give(first)
+    assert pool.take(80, CPU) is first
+    second = pool.take(80, CPU)
+    assert second is not first
+    pool.give(second)
+    larger = pool.take(1000, CPU)  # instead of what is too small
+    assert len(larger) == 1000
+    pool.give(larger)
+    assert pool.take(80, CPU) is larger
+
+
+def small(dtype="bf16", ranks=2):
+    model = Model(4, 2, 64, dtype=dtype)
+    return api.plan(Batch.from_lengths([700, 300, 24]), Cluster(1, ranks), model, "fcp")
+
+
+def inputs(handle):
+    heads = handle.slice.header.q_heads, handle.slice.header.kv_heads, handle.slice.header.kv_heads
+    return [torch.zeros(handle.rows, n, 64, dtype=handle.dtype, requires_grad=True) for n in heads]
+
+
+def test_layers_share_memory_and_results_do_not(monkeypatch):
+    plan, device = small(), RecordingDevice(1, 2)
+    handle = PlanHandle(plan.for_rank(1), device, engine=device.engine).prepare("cpu")
+    taken = []
+    monkeypatch.setattr(
+        device.pool, "take", lambda *args: taken.append(Pool.take(device.pool, *args)) or taken[-1]
+    )
+    outs = [planned_attention(*inputs(handle), handle) for _ in range(3)]
+    assert len(taken) == 3
+    assert len(set(map(id, taken))) == 1
+    assert len({out.data_ptr() for out in outs}) == 3
+
+
+def test_a_recording_device_counts_what_an_instruction_starts():
+    plan, device = small(), RecordingDevice(1, 2)
+    handle = PlanHandle(plan.for_rank(1), device, engine=device.engine)
+    q, k, v = inputs(handle)
+    out = planned_attention(q, k, v, handle)
+    steps = handle.program("default", "forward").steps
+    assert device.launches["attend"] == sum(step.op == Op.ATTEND for step in steps)
+    assert device.rounds == sum(step.op == Op.LAUNCH for step in steps)
+    device.reset()
+    out.backward(torch.zeros_like(out))
+    steps = handle.program("default", PHASES[1]).steps
+    grads = sum(step.op == Op.ATTEND_GRAD for step in steps)
+    assert (device.launches["dq"], device.launches["dkdv"]) == (grads, grads)
+    assert sum(device.launches.values()) <= 1.5 * len(steps)
+
+
+def test_engines_say_what_they_need(monkeypatch):
+    handle = PlanHandle(small(ranks=1).for_rank(0))
+    assert handle.engine_on(CPU) is engines.ENGINES["flash"]
+    with pytest.raises(ConfigError, match="run on GPUs"):
+        PlanHandle(handle.slice, engine="stage").engine_on(CPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert PlanHandle(handle.slice).engine_on(CPU) is engines.ENGINES["stage"]
+    wide = PlanHandle(small("fp64", 1).for_rank(0), engine="stage")
+    with pytest.raises(ConfigError, match="float16, bfloat16 and float32"):
+        wide.engine_on(CPU)
+    with pytest.raises(UnknownNameError, match="engine"):
+        PlanHandle(handle.slice, engine="fast").engine_on(CPU)
+
+
+def test_plain_and_flash_agree():
+    plan = small("fp32", 1)
+    results = []
+    for engine in ("flash", "plain"):
+        handle, generator = PlanHandle(plan.for_rank(0), engine=engine), torch.Generator().manual_seed(0)
+        rows = [torch.randn(x.shape, generator=generator).requires_grad_() for x in inputs(handle)]
+        out = planned_attention(*rows, handle)
+        out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in rows)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("capability", "chosen"), [((9, 0), ["FA3"]), ((10, 0), []), ((8, 0), [])])
+def test_the_newest_flash_attention_is_taken_where_it_is_there(monkeypatch, capability, chosen):
+    from torch.nn import attention
+
+    taken = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"])
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", taken.append)
+    engines.activate_newest(torch.device("cuda", 0))
+    engines.activate_newest(CPU)
+    assert taken == chosen
+
+
+def test_ranks_of_gpus_alone_want_a_group_for_their_hosts(monkeypatch):
+    from apportion.backends.torch import transport
+
+    monkeypatch.setattr(transport, "_serves", lambda group, backend: backend == "nccl")
+    comm = Communicator.__new__(Communicator)
+    comm._groups, comm._hosts, comm._grows, comm.ranks = ["nccl"], None, False, 2
+    with pytest.raises(ConfigError, match="give a gloo group of the same ranks"):
+        comm.all_gather([1])
