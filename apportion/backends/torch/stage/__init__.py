@@ -20,7 +20,7 @@ def obstacle(header: Header, device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the stage kernels need Triton: pip install 'apportion[triton]'"
     if device.type == "cuda":
-        found = torch.cuda.get_device_capability(device)
+        found = capability(device)
         return (
             None
             if found >= LEAST
@@ -29,3 +29,8 @@ def obstacle(header: Header, device: torch.device) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     return f"the stage kernels run on GPUs, and this is {device.type} (TRITON_INTERPRET=1 interprets them, slowly)"
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; the least one where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else LEAST

@@ -1,11 +1,12 @@
 """Attention of one instruction in Triton: `attend` is one launch, `attend_grad` is two (`dq`, `dkdv`).
 
-Work lists say what each kernel program does (see `worklists`). A program owns the accumulator rows of one tile and head:
-it walks over the tile's entries with running sums in registers, then merges them once into the rows. There is one
-writer for each row and no atomics, so the same plan gives the same bits.
+Work lists say what each kernel program does (see `worklists`). A program owns the accumulator rows of one tile and
+head: it walks over the tile's entries with running sums in registers, then merges them once into the rows. There is
+one writer for each row and no atomics, so the same plan gives the same bits.
 
-Shape suffixes: M owner rows, N walked rows, D width of Q and K, E width of V. A width is one or two powers of two side
-by side (96 = 64 + 32), so a tile of rows is a tuple of one or two parts. Home rows and work rows have bases of their own.
+Shape suffixes: M owner rows, N walked rows, D width of Q and K, E width of V. A width is one or two powers of two
+side by side (96 = 64 + 32), so a tile of rows is a tuple of one or two parts. Home rows and work rows have bases of
+their own.
 """
 
 # Triton reads these functions' source: they are no ordinary Python, and have no types but those of their arguments.
@@ -19,6 +20,15 @@ LANE = tl.constexpr(4)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
+
+#: integer arguments: another plan's numbers are no reason to compile again, not even 1 and multiples of 16
+SIZES = (
+    "first_tile",
+    "lanes",
+    "q_heads",
+    "kv_heads",
+    *(f"{name}_columns" for name in ("q", "kv", "o", "do", "delta", "dq", "dkv")),
+)
 
 
 # --- rows in one or two parts
@@ -40,20 +50,14 @@ def _part(at, rows, width, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.co
 @triton.jit
 def _load(at, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASK: tl.constexpr):
     """The parts of rows that begin at `at` [n, 1]."""
-    if B:
-        parts = (_part(at, rows, WIDTH, 0, A, WIDTH, MASK), _part(at, rows, WIDTH, A, B, WIDTH, MASK))
-    else:
-        parts = (_part(at, rows, WIDTH, 0, A, WIDTH, MASK),)
-    return parts
+    first = _part(at, rows, WIDTH, 0, A, WIDTH, MASK)
+    return (first, _part(at, rows, WIDTH, A, B, WIDTH, MASK)) if B else (first,)
 
 
 @triton.jit
 def _zeros(N: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    if B:
-        parts = (tl.zeros([N, A], tl.float32), tl.zeros([N, B], tl.float32))
-    else:
-        parts = (tl.zeros([N, A], tl.float32),)
-    return parts
+    first = tl.zeros([N, A], tl.float32)
+    return (first, tl.zeros([N, B], tl.float32)) if B else (first,)
 
 
 @triton.jit
@@ -68,24 +72,14 @@ def _dot_t(a, b, B: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _add_dot(sums, p, rows, B: tl.constexpr, PRECISION: tl.constexpr):
     """sums + p rows, part by part."""
-    if B:
-        result = (
-            tl.dot(p, rows[0], sums[0], input_precision=PRECISION),
-            tl.dot(p, rows[1], sums[1], input_precision=PRECISION),
-        )
-    else:
-        result = (tl.dot(p, rows[0], sums[0], input_precision=PRECISION),)
-    return result
+    first = tl.dot(p, rows[0], sums[0], input_precision=PRECISION)
+    return (first, tl.dot(p, rows[1], sums[1], input_precision=PRECISION)) if B else (first,)
 
 
 @triton.jit
 def _scaled(sums, factor, B: tl.constexpr):
     """Each row times its factor [n]."""
-    if B:
-        result = (sums[0] * factor[:, None], sums[1] * factor[:, None])
-    else:
-        result = (sums[0] * factor[:, None],)
-    return result
+    return (sums[0] * factor[:, None], sums[1] * factor[:, None]) if B else (sums[0] * factor[:, None],)
 
 
 @triton.jit
@@ -175,16 +169,18 @@ def _attend_rows(
     return sums, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attend(
     tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, o_home, o_work, lse_home, lse_work,
-    first_tile, lanes, q_heads, kv_heads, q_columns, kv_columns, o_columns, scale, cap,
+    first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32,
+    q_columns: tl.int32, kv_columns: tl.int32, o_columns: tl.int32, scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O rows of a tile and head, merged with what the tile's queries see in its entries.
 
-    q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV hold k beside v. o float32, lse float64.
+    q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV hold k beside v. o float32, lse
+    float64.
     """
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
@@ -294,11 +290,13 @@ def _dq_rows(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def dq(
     tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
     dq_home, dq_work,
-    first_tile, lanes, q_heads, kv_heads, q_columns, kv_columns, do_columns, delta_columns, dq_columns, scale, cap,
+    first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32, q_columns: tl.int32,
+    kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dq_columns: tl.int32,
+    scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -393,11 +391,13 @@ def _dkdv_rows(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def dkdv(
     tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
     dkv_home, dkv_work,
-    first_tile, lanes, q_heads, kv_heads, q_columns, kv_columns, do_columns, delta_columns, dkv_columns, scale, cap,
+    first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32, q_columns: tl.int32,
+    kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dkv_columns: tl.int32,
+    scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -23,6 +23,7 @@ from apportion.backends.interp import Operand, Program, Step
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.memory import Arenas
 from apportion.backends.torch.rounds import Message, Rounds, find_rounds, tile_arrays
+from apportion.backends.torch.stage import capability
 from apportion.backends.torch.stage.rowlists import (
     SLOTS,
     Fold,
@@ -38,7 +39,7 @@ from apportion.backends.torch.stage.rowlists import (
     spots,
 )
 from apportion.backends.torch.stage.tiles import Ints
-from apportion.backends.torch.stage.variants import ROWS, Variant, parts, variant
+from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
 from apportion.backends.torch.stage.worklists import Columns, WorkList, work_list
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import KV_SIDE, Op, Space
@@ -118,7 +119,8 @@ def load(
     """The launches of a one-rank program on a device. rows: home rows; hidden: width of X."""
     rounds = find_rounds(columns, program, hidden)
     arenas = Arenas(program, rounds.staging_bytes, hidden)
-    chosen = shapes or variant(program.header.dtype, program.header.head_dim, program.header.v_head_dim)
+    header = program.header
+    chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim, capability(device))
     builder = _Builder(columns, program, arenas, rounds, chosen)
     drafts = {step.index: tuple(builder.step(step)) for step in program.steps}
     results = tuple(builder.results(rows))
@@ -282,12 +284,7 @@ class _Builder:
             return
         tables = self._stored(made.panels.view(np.int32), made.chunks)
         slots = [*made.slots, *[made.slots[0]] * (SLOTS - len(made.slots))]
-        constants = {
-            "GRAIN": made.grain,
-            "BF16": self._header.dtype == "bf16",
-            "R": made.rows,
-            "C": made.columns,
-        }
+        constants = made.constants(self._header.dtype)
         yield _Draft("move", len(made.chunks), tables, slots, (), constants)
 
     def add(self, step: Step) -> Iterator[_Draft]:
@@ -299,7 +296,7 @@ class _Builder:
             sizes = np.array([[max(array.columns, 1), array.width] for array in arrays], np.int32)
             tables = self._stored(fold.tiles, fold.entries, fold.heads, sizes)
             slots = [*fold.slots, *[fold.slots[0]] * (SLOTS - len(fold.slots))]
-            constants = {"R": ROWS, "C": min(256, max(16, 1 << (int(sizes[:, 1].max()) - 1).bit_length()))}
+            constants = add_constants(int(sizes[:, 1].max()))
             yield _Draft("add", len(fold.tiles) * fold.lanes, tables, slots, (fold.lanes,), constants)
 
     def merge(self, step: Step) -> Iterator[_Draft]:
@@ -349,9 +346,8 @@ class _Builder:
         heads = self._header.kv_heads if tensor in KV_SIDE else self._header.q_heads
         return tuple(range(heads)), slice(0, heads, 1)
 
-    def _widths(self) -> dict[str, int]:
-        first, second = parts(self._variant.v)
-        return {"R": ROWS, "E": self._variant.v, "EA": first, "EB": second}
+    def _widths(self) -> Mapping[str, int]:
+        return row_constants(self._variant.v)
 
     def _stored(self, *tables: Ints) -> list[slice]:
         """Where each table will be in the buffer, in int32; each begins at a multiple of 16 bytes."""

@@ -166,6 +166,10 @@ class Move(NamedTuple):
     rows: int
     columns: int
 
+    def constants(self, dtype: str) -> dict[str, int | bool]:
+        """The compile-time arguments, for models of a dtype."""
+        return {"GRAIN": self.grain, "BF16": dtype == "bf16", "R": self.rows, "C": self.columns}
+
 
 def move(found: Sequence[Panel]) -> Move:
     slots = tuple(dict.fromkeys(slot for panel in found for slot in (panel.source, panel.target)))

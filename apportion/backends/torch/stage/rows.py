@@ -10,10 +10,21 @@ finish    the output in the model's dtype, with the learned sinks
 import triton
 import triton.language as tl
 
-from apportion.backends.torch.stage.attention import ENTRY, LANE, NEG_INF, TILE, _load, _scaled, merge_weights
+from apportion.backends.torch.stage.attention import (
+    ENTRY,
+    LANE,
+    NEG_INF,
+    SIZES,
+    TILE,
+    _load,
+    _scaled,
+    merge_weights,
+)
 
 PANEL = tl.constexpr(9)
 COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND = (tl.constexpr(code) for code in range(6))  # as in `rowlists`
+#: the layer's own arrays, of which single numbers are read: wherever they begin
+OF_LAYER = ("sinks", "dlse")
 LOW_INF = tl.constexpr(-1048576)  # the upper half of a float64 of -inf, as int32
 
 
@@ -35,7 +46,9 @@ def _base(slot, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11):
 
 @triton.jit
 def move(
-    panels, chunks, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11,
+    panels, chunks,
+    b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64,
+    b6: tl.int64, b7: tl.int64, b8: tl.int64, b9: tl.int64, b10: tl.int64, b11: tl.int64,
     GRAIN: tl.constexpr, BF16: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """R rows of a panel. Offsets, strides and widths count grains of GRAIN bytes: 16, or a number's 2, 4 or 8."""
@@ -81,9 +94,12 @@ def move(
             tl.store(target_at + j + step, unit, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def add(
-    tiles, entries, heads, arrays, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, lanes,
+    tiles, entries, heads, arrays,
+    b0: tl.int64, b1: tl.int64, b2: tl.int64, b3: tl.int64, b4: tl.int64, b5: tl.int64,
+    b6: tl.int64, b7: tl.int64, b8: tl.int64, b9: tl.int64, b10: tl.int64, b11: tl.int64,
+    lanes: tl.int32,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Rows of a tile and head: the sum of its entries, in order, and of what was there, unless they are fresh."""
@@ -116,9 +132,10 @@ def add(
         tl.store(at + column, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def merge(
-    tiles, entries, heads, o_home, o_work, lse_home, lse_work, lanes, q_heads, o_columns,
+    tiles, entries, heads, o_home, o_work, lse_home, lse_work,
+    lanes: tl.int32, q_heads: tl.int32, o_columns: tl.int32,
     R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
     """O rows of a tile and head, merged with the partial results of its entries, in order."""
@@ -152,11 +169,7 @@ def merge(
 @triton.jit
 def _mixed(a, of_a, b, of_b, B: tl.constexpr):
     """Parts of a and b, weighted."""
-    if B:
-        result = (a[0] * of_a + b[0] * of_b, a[1] * of_a + b[1] * of_b)
-    else:
-        result = (a[0] * of_a + b[0] * of_b,)
-    return result
+    return (a[0] * of_a + b[0] * of_b, a[1] * of_a + b[1] * of_b) if B else (a[0] * of_a + b[0] * of_b,)
 
 
 @triton.jit
@@ -173,10 +186,10 @@ def _put(at, live, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
         _put_part(at, live, rows[1], A, B, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*SIZES, "first_share", *OF_LAYER))
 def delta(
     tiles, heads, do_home, do_work, out, lse, delta_home, delta_work, sinks, shares, dlse,
-    first_share, lanes, q_heads, do_columns, delta_columns,
+    first_share: tl.int32, lanes: tl.int32, q_heads: tl.int32, do_columns: tl.int32, delta_columns: tl.int32,
     SINKS: tl.constexpr, DLSE: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
@@ -214,9 +227,9 @@ def delta(
         tl.store(share, -tl.sum(tl.where(live & (merged != NEG_INF), p * total, 0.0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*SIZES, *OF_LAYER))
 def finish(
-    tiles, heads, o, lse, out, sinks, lanes, q_heads,
+    tiles, heads, o, lse, out, sinks, lanes: tl.int32, q_heads: tl.int32,
     SINKS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
     """Home rows of a tile and head as the caller gets them."""

@@ -6,7 +6,7 @@ A width is padded to one or two powers of two: 64, 64 + 32, 128 + 64, ... Produc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 LEAST = 16
@@ -42,6 +42,10 @@ class Variant:
         rows = {"M": shape.owner, "N": shape.walked, "num_warps": shape.warps, "num_stages": shape.stages}
         return {"CAP": softcap, **rows, **widths, "PRECISION": precision}
 
+    def with_shape(self, kernel: str, shape: Shape) -> Variant:
+        """The same with another shape for a kernel."""
+        return replace(self, shapes={**self.shapes, kernel: shape})
+
 
 def parts(width: int) -> tuple[int, int]:
     """Two powers of two that hold a width; the second is 0 where one does."""
@@ -50,11 +54,22 @@ def parts(width: int) -> tuple[int, int]:
     return first, 0 if rest <= 0 else max(LEAST, 1 << (rest - 1).bit_length())
 
 
+def row_constants(width: int) -> dict[str, int]:
+    """The compile-time arguments of `merge`, `delta` and `finish` for rows of a width."""
+    first, second = parts(width)
+    return {"R": ROWS, "E": width, "EA": first, "EB": second}
+
+
+def add_constants(width: int) -> dict[str, int]:
+    """Those of `add`; width: the widest row."""
+    return {"R": ROWS, "C": min(256, max(16, 1 << (width - 1).bit_length()))}
+
+
 SMALL = MappingProxyType({kernel: Shape(16, 16, 4, 1) for kernel in ("attend", "dq", "dkdv")})
 
 
-def variant(dtype: str, qk: int, v: int) -> Variant:
-    """The variant for GPUs."""
+def variant(dtype: str, qk: int, v: int, capability: tuple[int, int]) -> Variant:
+    """The variant for GPUs of a compute capability."""
     size = {"bf16": 2, "fp16": 2, "fp32": 4}[dtype]
     return Variant(qk, v, size, _shapes(max(qk, v), size))
 

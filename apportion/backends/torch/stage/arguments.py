@@ -1,0 +1,39 @@
+"""What kernels are given: enough to compile them without a device.
+
+Integers and floats have their types in the kernels' signatures; arrays are here. Tests hold both against what machines
+launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: arrays of the model's dtype
+_MODEL = frozenset({"q_home", "q_work", "k_home", "v_home", "kv_work", "do_home", "do_work", "out", "sinks"})
+_TABLES = frozenset({"tiles", "entries", "heads", "arrays", "chunks"})
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        **dict.fromkeys(_TABLES, torch.int32),
+        "panels": torch.int64,
+        **dict.fromkeys(("lse", "lse_home", "lse_work", "shares"), torch.float64),
+        **dict.fromkeys(("o", "o_home", "o_work", "delta_home", "delta_work", "dlse"), torch.float32),
+        **dict.fromkeys(("dq_home", "dq_work", "dkv_home", "dkv_work"), torch.float32),
+    }
+)
+#: numbers of a type: an address is a multiple of 16, sizes are anything
+_NUMBERS: Mapping[str, int | float] = MappingProxyType({"i32": 3, "i64": 1 << 40, "fp32": 0.5})
+
+
+def examples(parameters: Mapping[str, str], dtype: torch.dtype) -> list[Any]:
+    """An argument of each parameter, by name -> type as Triton writes it ("" for arrays), for models of a dtype."""
+    return [_NUMBERS[kind] if kind else _array(name, dtype) for name, kind in parameters.items()]
+
+
+def _array(name: str, dtype: torch.dtype) -> Tensor:
+    """Nothing, at address 0, a multiple of 16."""
+    return torch.empty(0, dtype=dtype if name in _MODEL else _DTYPES[name])
