@@ -13,7 +13,7 @@ from apportion.backends.torch.checks import is_checking, require_finite, require
 from apportion.backends.torch.executor import Layer, TorchMachine
 from apportion.backends.torch.memory import Memory
 from apportion.backends.torch.rounds import Round
-from apportion.backends.torch.stage.launcher import Launcher, on_device
+from apportion.backends.torch.stage.launcher import Launcher, default_launcher
 from apportion.backends.torch.stage.program import Launch, StageLoaded
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.transport import Transport
@@ -29,9 +29,9 @@ class StageMachine(TorchMachine):
         memory: Memory,
         layer: Layer,
         transport: Transport,
-        launcher: Launcher = on_device,
+        launcher: Launcher | None = None,
     ) -> None:
-        self._loaded, self.launcher = loaded, launcher
+        self._loaded, self.launcher = loaded, launcher or default_launcher()
         loaded.table.join()
         super().__init__(loaded, memory, layer, transport)
         self._score = layer.score.scale, layer.score.softcap or 1.0

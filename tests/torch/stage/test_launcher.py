@@ -1,0 +1,79 @@
+"""What a kernel is started with, by a Triton driver whose GPU is not there: kernels are really compiled, for sm_90."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from apportion.backends.torch.engines import StageEngine
+from apportion.backends.torch.recording import RecordingDevice
+from apportion.backends.torch.stage.launcher import KERNELS, DeviceLauncher
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.model import Model
+from apportion.planner import api
+from apportion.trainer.attention import PlanHandle, planned_attention
+
+
+class NoGpu:
+    """As Triton's CUDA driver, but that nothing is loaded or started: `started` has what would be."""
+
+    utils = SimpleNamespace(
+        load_binary=lambda *binary: (1, 1, 1, 0, 1024),
+        get_device_properties=lambda device: {"max_shared_mem": 232448},
+    )
+
+    def __init__(self):
+        self.started = []
+
+    def launcher_cls(self, source, metadata):
+        return lambda *given: self.started.append((source.fn, given[:3], given[9:]))
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    return driver.active
+
+
+def launches():
+    """(kernel, programs, arguments, constants) of a layer, forward and backward."""
+    plan = api.plan(Batch.from_lengths([700, 300, 24]), Cluster(1, 2), Model(4, 2, 64), "fcp")
+    found, device = [], RecordingDevice(1, 2)
+    handle = PlanHandle(plan.for_rank(1), device, engine=StageEngine(lambda *launch: found.append(launch)))
+    heads = (4, 2, 2)
+    rows = [torch.zeros(handle.rows, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in heads]
+    planned_attention(*rows, handle).backward(torch.zeros(handle.rows, 4, 64, dtype=torch.bfloat16))
+    return found
+
+
+def test_kernels_get_what_triton_itself_would_give_them_and_compile_once(gpu):
+    found = [launch for launch in launches() if launch[0] in ("move", "add", "finish", "delta")]
+    assert {kernel for kernel, *_ in found} == {"move", "add", "finish", "delta"}
+    launcher = DeviceLauncher()
+    for launch in found:
+        launcher(*launch)
+    ours, gpu.started = gpu.started, []
+    for kernel, programs, args, constants in found:
+        KERNELS[kernel][(programs,)](*args, **constants)
+    assert len(ours) == len(gpu.started) == len(found)
+    for mine, theirs in zip(ours, gpu.started, strict=True):
+        assert mine[:2] == theirs[:2]
+        assert len(mine[2]) == len(theirs[2])
+        assert all(a is b or a == b for a, b in zip(mine[2], theirs[2], strict=True))
+    compiled = len(launcher._compiled)
+    for kernel, programs, args, constants in found:
+        larger = [arg + 1 if isinstance(arg, int) and arg < 2**31 else arg for arg in args]
+        launcher(kernel, programs, larger, constants)
+    assert len(launcher._compiled) == compiled
