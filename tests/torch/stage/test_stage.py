@@ -48,7 +48,7 @@ def cell(strategy, turn):
     name = tuple(MATRIX)[strategy]
     ranks = RANKS[turn % len(RANKS)]
     ranks += ranks % 2 if "inner" in name else 0
-    heads = ((2, 2), (4, 1), (1, 3))[turn % 3] if name not in WIDE else (4, 2)
+    heads = ((2, 2), (4, 1), (1, 4))[turn % 3] if name not in WIDE else (4, 2)
     extra = ("", "sinks", "softcap")[turn // 2 % 3]
     return Cell(
         name, MASKS[turn % 13], ranks, heads, ("fp32", "fp16")[turn // 3 % 2], WIDTHS[turn % 4], extra
