@@ -23,6 +23,7 @@ from apportion.ir.plan import Plan
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import engine
 from apportion.planner.simulate.durations import Costs, task_pairs, work_us
+from apportion.planner.simulate.launches import Posted, cast_bytes, count_kernels, find_posted
 from apportion.planner.simulate.path import Step
 from apportion.planner.simulate.program import (
     WAIT,
@@ -31,11 +32,10 @@ from apportion.planner.simulate.program import (
     Script,
     Traffic,
     View,
-    find_traffic,
-    port_count,
     write_script,
 )
 from apportion.planner.simulate.timeline import Run, Simulation, Spans
+from apportion.planner.simulate.traffic import find_traffic, port_count
 
 __all__ = [
     "Costs",
@@ -75,6 +75,7 @@ class Prepared:
     view: View
     traffic: Traffic
     script: Script
+    posted: Posted
     ideal_us: float
 
     @property
@@ -95,9 +96,9 @@ def prepare(plan: Plan, costs: Costs) -> list[Prepared]:
 def _prepare(plan: Plan, kind: str, phase: str, costs: Costs) -> Prepared:
     view = View(plan, phase, plan.programs[kind, phase])
     pairs = task_pairs(view)
-    traffic = find_traffic(view)
+    traffic, posted = find_traffic(view), find_posted(view)
     script = write_script(view, work_us(view, costs, pairs), traffic)
-    return Prepared(kind, phase, view, traffic, script, _ideal_us(view, costs, pairs))
+    return Prepared(kind, phase, view, traffic, script, posted, _ideal_us(view, costs, pairs))
 
 
 def run_all(plan: Plan, prepared: list[Prepared], hardware: str = "") -> Simulation:
@@ -109,7 +110,6 @@ def _run(prepared: Prepared) -> Run:
     view, script, traffic = prepared.view, prepared.script, prepared.traffic
     times, finish, blocked = engine.run(script, traffic, port_count(view.cluster))
     _check_finished(prepared.kind, prepared.phase, script, blocked)
-    sent, received = _traffic_bytes(script, traffic, view.ranks)
     return Run(
         prepared.kind,
         prepared.phase,
@@ -118,9 +118,11 @@ def _run(prepared: Prepared) -> Run:
         np.bincount(view.rank_of, script.work_us, view.ranks).astype(np.float64),
         _exposed_us(view, script, times),
         finish,
-        sent,
-        received,
+        *_traffic_bytes(script, traffic, view.ranks),
         int(traffic.bytes[traffic.out_port >= 2 * view.ranks].sum()),  # through a NIC
+        _launches(view, prepared.posted),
+        np.bincount(script.rank, prepared.posted.messages, view.ranks).astype(np.int64),
+        np.bincount(script.rank, minlength=view.ranks),
         view.arena_rows,
         view.instructions["op"],
         script,
@@ -147,10 +149,16 @@ def _exposed_us(view: View, script: Script, times: engine.Times) -> Floats:
 
 def _traffic_bytes(script: Script, traffic: Traffic, ranks: int) -> tuple[Ints, Ints]:
     """int64 [ranks]: bytes that each rank sends, and receives."""
-    sums = np.zeros((2, ranks), np.int64)
-    for row, side in zip(sums, (traffic.sender, traffic.receiver), strict=True):
-        np.add.at(row, script.rank[side], traffic.bytes)
-    return sums[0], sums[1]
+    ends = (script.rank[side] for side in (traffic.sender, traffic.receiver))
+    sent, received = (np.bincount(end, traffic.bytes, ranks).astype(np.int64) for end in ends)
+    return sent, received
+
+
+def _launches(view: View, posted: Posted) -> Ints:
+    """int64 [ranks]: kernels that each rank starts."""
+    kernels: Ints = np.bincount(view.rank_of, count_kernels(view, posted), view.ranks).astype(np.int64)
+    kernels += np.count_nonzero(cast_bytes(view), axis=0)
+    return kernels
 
 
 def _ideal_us(view: View, costs: Costs, pairs: Ints) -> float:

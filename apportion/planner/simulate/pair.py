@@ -41,11 +41,10 @@ from apportion.planner.simulate.program import (
     Script,
     Traffic,
     View,
-    find_traffic,
     neighbours,
-    port_count,
     write_script,
 )
+from apportion.planner.simulate.traffic import find_traffic, port_count
 
 #: time of the linear layers' backward, as a multiple of their forward's
 LINEAR_BACKWARD = 2.0

@@ -16,6 +16,8 @@ from apportion.planner.simulate.path import Step, walk_back
 from apportion.planner.simulate.program import WAIT, Floats, Ints, Script, Traffic, launch_instructions
 from apportion.planner.simulate.trace import DEFAULT_RANKS, build_trace
 
+#: what a rank starts, columns of a run
+STARTED = ("instructions", "launches", "messages", "rounds")
 COMPUTE = 0  # the compute stream; channel c is stream 1 + c
 NOBODY = -1
 
@@ -44,8 +46,10 @@ class Run:
 
     makespan_us: when the last rank is finished. ideal_us: the same pairs without overhead and communication, balanced
     by speed. compute_us, exposed_us, finish_us: float64 [ranks], busy and idle time of the compute stream (idle is
-    waiting for rounds), and its end. sent_bytes, received_bytes: int64 [ranks]. peak_rows: int64 [ranks, tensors], work
-    rows by `Tensor`: the arenas, which the planner made as large as what lives at once.
+    waiting for rounds), and its end. sent_bytes, received_bytes: int64 [ranks]. launches, messages, rounds: int64
+    [ranks], the kernels that the executor starts, the messages that it posts (sent and received) and in how many
+    rounds. peak_rows: int64 [ranks, tensors], work rows by `Tensor`: the arenas, which the planner made as large as
+    what lives at once.
     op: int8 [instructions], script, traffic, times: the program as it ran.
     """
 
@@ -59,6 +63,9 @@ class Run:
     sent_bytes: Ints
     received_bytes: Ints
     inter_node_bytes: int
+    launches: Ints
+    messages: Ints
+    rounds: Ints
     peak_rows: Ints
     op: Ints
     script: Script
@@ -69,6 +76,11 @@ class Run:
     def efficiency(self) -> float:
         """Ideal over simulated time, 1.0 where there is nothing to do."""
         return self.ideal_us / self.makespan_us if self.makespan_us else 1.0
+
+    @property
+    def instructions(self) -> Ints:
+        """int64 [ranks]."""
+        return np.diff(self.script.ptr)
 
     @cached_property
     def spans(self) -> Spans:
@@ -95,7 +107,7 @@ class Run:
             "ranks": {
                 name: _rounded(getattr(self, name)) for name in ("compute_us", "exposed_us", "finish_us")
             }
-            | {name: getattr(self, name).tolist() for name in ("sent_bytes", "received_bytes")},
+            | {name: getattr(self, name).tolist() for name in ("sent_bytes", "received_bytes", *STARTED)},
             "peak_rows": _named_rows(self.peak_rows.max(axis=0, initial=0)),
             "critical_path": [step.to_data() for step in self.critical_path()],
         }
@@ -161,6 +173,13 @@ class Simulation:
         """total, max_rank (the larger of what the busiest rank sends and receives) and inter_node, in all runs."""
         return _bytes(tuple(self.runs.values()))
 
+    @property
+    def busiest(self) -> dict[str, int]:
+        """The rank that starts most kernels in all runs, with its instructions, launches, messages and rounds."""
+        sums = {name: sum(getattr(run, name) for run in self.runs.values()) for name in STARTED}
+        rank = int(np.argmax(sums["launches"]))
+        return {"rank": rank, **{name: int(column[rank]) for name, column in sums.items()}}
+
     def critical_path(self) -> list[Step]:
         """The critical paths of the runs, one after the other, as one: it ends at forward_ms + backward_ms."""
         steps, start = [], 0.0
@@ -189,6 +208,7 @@ class Simulation:
             "exposed_ms": _rounded(self.exposed_ms),
             "efficiency": self.efficiency,
             "bytes": self.bytes,
+            "busiest": self.busiest,
             "peak_rows": self.peak_rows,
             "runs": [run.to_data(spans) for run in self.runs.values()],
         }
