@@ -43,6 +43,7 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 LAUNCH = Figure(5.0, "CUDA kernel launch and drain on a busy stream, a few microseconds", True)
 ROWOP = Figure(5.0, "one small CUDA kernel, as a launch of attention", True)
+POST = Figure(1.0, "NCCL group of sends and receives, a microsecond an operation", True)
 LATENCY = Figure(2.5, "gives 25 % of peak at causal 512 on the H100: FCP, section 3.1 and Figure 3", True)
 INTRA_LATENCY = Figure(5.0, "NCCL send and receive over NVLink, small message", True)
 INTER_LATENCY = Figure(10.0, "NCCL send and receive over InfiniBand or RoCE, small message", True)
@@ -203,7 +204,7 @@ def hardware_of(chip: Chip) -> Hardware:
         chip.name, chip.device, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM,
         _grid(chip, chip.forward, FORWARD_PRODUCTS, Side(2, True, 2), Side(0, False, 2)),
         _grid(chip, chip.backward, BACKWARD_PRODUCTS, Side(5, False, 3), Side(4, True, 4)),
-        chip.memory_gib, chip.memory_gbs, linear, ROWOP,
+        chip.memory_gib, chip.memory_gbs, linear, ROWOP, POST,
         chip.intra_gbs, chip.inter_gbs, chip.nics_per_node, INTRA_LATENCY, INTER_LATENCY,
     )  # fmt: skip
 

@@ -74,10 +74,10 @@ class Figure:
 class Grid:
     """Microseconds of one attention task inside an instruction, of one phase.
 
-    full, causal: [axis][axis], rows of queries by rows of keys. Of rows x keys pairs, `causal` allows all but
-    the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows - keys)). No time falls along an axis
-    and none in `causal` exceeds that in `full`.
-    launch_us: once an instruction. tile_us: one kernel tile on one multiprocessor, of which an instruction's
+    full, causal: [axis][axis], rows of queries by rows of keys, each result written once in the dtype of the grids. Of
+    rows x keys pairs, `causal` allows all but the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows -
+    keys)). No time falls along an axis and none in `causal` exceeds that in `full`.
+    launch_us: once a kernel. tile_us: one kernel tile on one multiprocessor, of which an instruction's
     longest chain is made; 0 where the grids hold it already.
     """
 
@@ -135,7 +135,8 @@ class Hardware:
     axis: rows of the grids' points, rising, for queries and for keys. tile: rows of queries and of keys are
     rounded up to multiples of it. q_heads, kv_heads, head_dim, dtype: what the grids were taken with.
     memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s. linear_tflops: achieved by linear layers, 1e12
-    FLOP/s. rowop_us: what an instruction on rows (copy, merge, add, ...) costs besides its bytes.
+    FLOP/s. rowop_us: what a kernel on rows (copy, merge, add, pack, ...) costs besides its bytes. post_us: what a
+    message costs to post, before any transfer of its round is complete.
     Make one with `load`, `from_data` or a profile: these check it.
     """
 
@@ -153,6 +154,7 @@ class Hardware:
     memory_gbs: Figure
     linear_tflops: Figure
     rowop_us: Figure
+    post_us: Figure
     intra_gbs: Figure
     inter_gbs: Figure
     nics_per_node: Figure

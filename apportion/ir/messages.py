@@ -114,19 +114,17 @@ def _lists(programs: ProgramSet) -> _Lists:
     instructions, table = programs["instructions"], programs["transfers"]
     rank = instructions.rank_of_row()[launches]
     swapped = instructions["mode"][launches] == ALL_TO_ALL
-    send, peer, operand = (_wide(table[name]) for name in ("send", "peer", "operand"))
-    return _Lists(count, rank, _wide(programs["operands"].ptr)[rank], swapped, send, peer, operand)
+    send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
+    return _Lists(
+        count, rank, programs["operands"].ptr.astype(np.int64, copy=False)[rank], swapped, send, peer, operand
+    )
 
 
 def _launches(programs: ProgramSet) -> tuple[Ints, Ints]:
     """int64 [launches]: the launch instructions, and the transfers of each."""
     instructions = programs["instructions"]
     launches = np.flatnonzero(instructions["op"] == Op.LAUNCH)
-    return launches, _wide(instructions["count"][launches])
-
-
-def _wide(column: Ints) -> NDArray[np.int64]:
-    return column.astype(np.int64, copy=False)
+    return launches, instructions.wide("count")[launches]
 
 
 @jit
@@ -182,7 +180,7 @@ def _memory(programs: ProgramSet, header: Header) -> _Memory:
     width[arenas.rank_of_row(), arenas["tensor"], Space.WORK] = arenas["heads"]
     width[:, _IS_HEADLESS] = 1
     tensor, space, row, rows, heads = (
-        _wide(operands[name]) for name in ("tensor", "space", "row", "rows", "heads")
+        operands.wide(name) for name in ("tensor", "space", "row", "rows", "heads")
     )
     row_bytes = columns * _number_bytes(header)[:, None]
     return _Memory(tensor, space, row, rows, heads, columns, row_bytes, width * _IS_ONE)

@@ -39,6 +39,7 @@ def test_links_are_assumed_until_they_are_measured(measured):
         "nics_per_node",
         "intra_latency_us",
         "inter_latency_us",
+        "post_us",
     }
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from apportion.backends.torch.kernels import Band, Score, accumulator_dtype, attend, attend_grad
 from apportion.backends.torch.transport import Communicator
+from apportion.ir.chips import POST
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hardware import Figure, Grid, Hardware, Measured
@@ -133,7 +134,7 @@ def profile(
         name, _device_name(on), effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
         effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
         steps.after(_memory_gbs(on, effort)), steps.after(_linear_tflops(on, effort)),
-        steps.after(_rowop_us(on, effort)), **_assumed_links(),
+        steps.after(_rowop_us(on, effort)), POST, **_assumed_links(),
         measured=Measured(_device_name(on), _versions(), datetime.date.today().isoformat()),
     )  # fmt: skip
     steps.finish()

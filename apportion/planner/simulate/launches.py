@@ -11,17 +11,27 @@ a round are those of `ir.messages`.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.isa import Op, Tensor
+from apportion.ir.isa import OP_NAMES, Op, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.messages import Groups, group_tiles
 from apportion.planner.simulate.program import Ints, Tiles, View
 
-_KERNELS = np.ones(max(Op) + 1, np.int64)
-_KERNELS[[Op.LAUNCH, Op.WAIT]], _KERNELS[Op.ATTEND_GRAD] = 0, 2
+#: op -> kernels that an instruction starts, besides what it packs or unpacks
+KERNELS = np.ones(max(Op) + 1, np.int64)
+KERNELS[[Op.LAUNCH, Op.WAIT]], KERNELS[Op.ATTEND_GRAD] = 0, 2
+
+
+#: codes of what is no instruction, beside `Op`
+PACK, UNPACK, CAST = 101, 102, 103
+#: what a compute stream does, by its code
+WORK_NAMES = MappingProxyType(
+    {**{int(op): name for op, name in OP_NAMES.items()}, PACK: "pack", UNPACK: "unpack", CAST: "cast"}
+)
 
 
 class Posted(NamedTuple):
@@ -53,7 +63,7 @@ def _posted(groups: Groups, tiles: Tiles) -> Posted:
 def count_kernels(view: View, posted: Posted) -> Ints:
     """int64 [instructions]: kernels that each starts."""
     table = view.instructions
-    kernels: Ints = np.where(table["count"] > 0, _KERNELS[table["op"]], 0)
+    kernels: Ints = np.where(table["count"] > 0, KERNELS[table["op"]], 0)
     waits = np.flatnonzero(table["op"] == Op.WAIT)
     kernels[view.launches] = posted.packed > 0
     kernels[waits] = posted.unpacked[view.launch_of[waits]] > 0

@@ -42,7 +42,8 @@ class Script(NamedTuple):
     """Instructions of all ranks and their launches, as the event loop reads them.
 
     ptr: int64 [ranks + 1] first instruction of each rank. role: int8 [instructions], WORK, LAUNCH or WAIT. work_us:
-    float64 [instructions]. launch: int64 [instructions], the launch of a launch or wait, else -1.
+    float64 [instructions], of a launch before it, of a wait after its round is complete. end_us: float64 [ranks], work
+    after the last instruction. launch: int64 [instructions], the launch of a launch or wait, else -1.
     rank, round, channel: int64 [launches]. before, after: int64 [launches], the neighbours in the launch's channel, or
     -1. end_ptr: int64 [launches + 1] into ends: int64 [2 transfers], the transfers of each launch.
     """
@@ -50,6 +51,7 @@ class Script(NamedTuple):
     ptr: Ints
     role: Ints
     work_us: Floats
+    end_us: Floats
     launch: Ints
     rank: Ints
     round: Ints
@@ -130,6 +132,12 @@ class View:
         return self.source["instructions"]
 
     @cached_property
+    def speeds(self) -> Floats:
+        """float64 [ranks]."""
+        speeds = self.cluster.speeds
+        return np.ones(self.ranks) if speeds is None else np.asarray(speeds, np.float64)
+
+    @cached_property
     def rank_of(self) -> Ints:
         """int64 [instructions]: the rank of each instruction."""
         return self.instructions.rank_of_row()
@@ -152,11 +160,9 @@ class View:
     @cached_property
     def tiles(self) -> Tiles:
         """All transfers, with what they move."""
-        table, ptr = self.source["transfers"], self.operands.ptr.astype(np.int64, copy=False)
+        table, ptr = self.source["transfers"], self.operands.ptr
         launch = np.repeat(np.arange(len(self.launches)), self.instructions["count"][self.launches])
-        send, peer, operand = (
-            table[name].astype(np.int64, copy=False) for name in ("send", "peer", "operand")
-        )
+        send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
         first, found = ptr[self.launch_ranks], self.operands
         return Tiles(
             launch,
@@ -197,10 +203,16 @@ class View:
     @cached_property
     def operands(self) -> Operands:
         table = self.source["operands"]
-        tensor, rows = (table[name].astype(np.int64, copy=False) for name in ("tensor", "rows"))
+        tensor, rows = (table.wide(name) for name in ("tensor", "rows"))
         heads, row_bytes = self._shapes()
         kind = tensor * heads.shape[1] + table["heads"]
-        return Operands(tensor, rows, heads.ravel()[kind], rows * row_bytes.ravel()[kind], table.ptr)
+        return Operands(
+            tensor,
+            rows,
+            heads.ravel()[kind],
+            rows * row_bytes.ravel()[kind],
+            table.ptr.astype(np.int64, copy=False),
+        )
 
     def _shapes(self) -> tuple[Ints, Ints]:
         """int64 [tensors, none and head sets] each: heads of an operand, and bytes of one of its rows."""
@@ -219,7 +231,9 @@ class View:
     def _first_operands(self) -> dict[str, Ints]:
         """list -> int64 [rows]: the first operand of each row's rank."""
         first = self.operands.ptr[:-1]
-        return {name: np.repeat(first, np.diff(self.source[name].ptr)) for name in OP_LIST.values() if name}
+        return {
+            name: np.repeat(first, np.diff(self.source[name].ptr)) for name in ("tasks", "grads", "rowops")
+        }
 
     def instruction_of(self, name: str) -> Ints:
         """int64 [rows]: the instruction that consumes each row of a list."""
@@ -235,7 +249,7 @@ class View:
         return rows
 
 
-def write_script(view: View, work_us: Floats, traffic: Traffic) -> Script:
+def write_script(view: View, work_us: Floats, end_us: Floats, traffic: Traffic) -> Script:
     """The script of a program. Raises VerifyError for a wait without launch."""
     table, at, rank = view.instructions, view.launches, view.launch_ranks
     role = np.full(len(table), WORK, np.int8)
@@ -248,6 +262,7 @@ def write_script(view: View, work_us: Floats, traffic: Traffic) -> Script:
         table.ptr.astype(np.int64),
         role,
         work_us,
+        end_us,
         view.launch_of,
         rank,
         view.launch_rounds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,9 +11,18 @@ import numpy as np
 
 from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
 from apportion.ir.plan import Plan
-from apportion.planner.simulate.engine import Times
+from apportion.planner.simulate.engine import Times, idle_until
+from apportion.planner.simulate.launches import CAST, PACK, UNPACK
 from apportion.planner.simulate.path import Step, walk_back
-from apportion.planner.simulate.program import WAIT, Floats, Ints, Script, Traffic, launch_instructions
+from apportion.planner.simulate.program import (
+    LAUNCH,
+    WAIT,
+    Floats,
+    Ints,
+    Script,
+    Traffic,
+    launch_instructions,
+)
 from apportion.planner.simulate.trace import DEFAULT_RANKS, build_trace
 
 #: what a rank starts, columns of a run
@@ -23,11 +32,12 @@ NOBODY = -1
 
 
 class Spans(NamedTuple):
-    """What every stream does, as columns [spans]: instructions that take time and waits that find something to wait
-    for on stream 0, transfers, once at each end, on stream 1 + channel. Rank after rank, stream after stream.
+    """What every stream does, as columns [spans]: on stream 0 instructions that take time, waits that find something to
+    wait for, and what packs, unpacks and casts; transfers, once at each end, on stream 1 + channel. Rank after rank,
+    stream after stream.
 
-    rank, stream, op, instruction (its number on the rank; a transfer's launch), round (-1 for work), peer (-1 but for
-    transfers): int64. start_us, end_us: float64.
+    rank, stream, op (a code of `WORK_NAMES`), instruction (its number on the rank; a transfer's launch; of casts the
+    number of them all), round (-1 for work), peer (-1 but for transfers): int64. start_us, end_us: float64.
     """
 
     rank: Ints
@@ -85,7 +95,7 @@ class Run:
     @cached_property
     def spans(self) -> Spans:
         """The timelines of all ranks."""
-        parts = (_compute_spans(self), *(_transfer_spans(self, sends) for sends in (True, False)))
+        parts = (*_compute_spans(self), *(_transfer_spans(self, sends) for sends in (True, False)))
         columns = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
         found = Spans(*columns)
         order = np.lexsort((found.peer, found.start_us, found.stream, found.rank))
@@ -233,23 +243,26 @@ def _bytes(runs: Sequence[Run]) -> dict[str, int]:
     }
 
 
-def _compute_spans(run: Run) -> Spans:
+def _compute_spans(run: Run) -> Iterator[Spans]:
+    """Waiting, then working, of every instruction; then casts."""
     script, times = run.script, run.times
-    at = np.flatnonzero(times.end > times.begin)
-    waits = script.role[at] == WAIT
-    round_ = np.where(waits, np.append(script.round, NOBODY)[script.launch[at]], NOBODY)
-    rank, instruction = _on_rank(script, at)
+    until, op = idle_until(script, times), run.op.astype(np.int64)
+    yield _instruction_spans(run, op, times.begin, until)
+    work = np.select([script.role == LAUNCH, script.role == WAIT], [PACK, UNPACK], op)
+    yield _instruction_spans(run, work, until, times.end)
+    ranks = np.flatnonzero(script.end_us > 0)
+    nobody, end = np.full(len(ranks), NOBODY), run.finish_us[ranks]
+    casts, stream, number = np.full(len(ranks), CAST), np.full(len(ranks), COMPUTE), run.instructions[ranks]
+    yield Spans(ranks, stream, casts, end - script.end_us[ranks], end, number, nobody, nobody)
+
+
+def _instruction_spans(run: Run, op: Ints, start: Floats, end: Floats) -> Spans:
+    """What takes time between `start` and `end` of the instructions."""
+    at = np.flatnonzero(end > start)
+    rank, instruction = _on_rank(run.script, at)
+    round_ = np.append(run.script.round, NOBODY)[run.script.launch[at]]
     compute, nobody = np.full(len(at), COMPUTE), np.full(len(at), NOBODY)
-    return Spans(
-        rank,
-        compute,
-        run.op[at].astype(np.int64),
-        times.begin[at],
-        times.end[at],
-        instruction,
-        round_,
-        nobody,
-    )
+    return Spans(rank, compute, op[at], start[at], end[at], instruction, round_, nobody)
 
 
 def _transfer_spans(run: Run, sends: bool) -> Spans:

@@ -27,17 +27,18 @@ class _Links(NamedTuple):
     latency_us: Floats
 
 
-def find_traffic(view: View) -> Traffic:
+def find_traffic(view: View, post_us: Floats) -> Traffic:
     """The k-th send i -> j of a round meets the k-th receive of j from i.
 
-    Raises VerifyError where one has no counterpart.
+    post_us: float64 [launches], what posting a launch's messages takes: added to the latency of its transfers, where
+    sender and receiver differ the larger. Raises VerifyError where one has no counterpart.
     """
     tiles = view.tiles
     key = _keys(tiles, view.ranks)
     out, into = (_sorted(np.flatnonzero(tiles.send == side), key) for side in (1, 0))
     if not np.array_equal(key[out], key[into]):
         raise VerifyError(_unmatched(view, key[out], key[into]))
-    return _met(out, into, tiles, _links(view.cluster))
+    return _met(out, into, tiles, _links(view.cluster), post_us)
 
 
 @jit
@@ -87,7 +88,7 @@ def _links(cluster: Cluster) -> _Links:
 
 
 @jit
-def _met(out: Ints, into: Ints, tiles: Tiles, links: _Links) -> Traffic:
+def _met(out: Ints, into: Ints, tiles: Tiles, links: _Links, post_us: Floats) -> Traffic:
     """The transfers of sends with their receives."""
     whole, us = np.empty((6, len(out)), np.int64), np.empty((2, len(out)))
     for i in range(len(out)):
@@ -97,7 +98,8 @@ def _met(out: Ints, into: Ints, tiles: Tiles, links: _Links) -> Traffic:
         far = int(links.node[source] != links.node[target])
         whole[0, i], whole[1, i] = sender, receiver
         whole[2, i], whole[3, i] = links.out[far, source], links.into[far, target]
-        us[0, i], us[1, i] = tiles.bytes[operand] / links.rate[far], links.latency_us[far]
+        us[0, i] = tiles.bytes[operand] / links.rate[far]
+        us[1, i] = links.latency_us[far] + max(post_us[sender], post_us[receiver])
         whole[4, i], whole[5, i] = tiles.bytes[operand], tiles.tensor[operand]
     return Traffic(whole[0], whole[1], whole[2], whole[3], us[0], us[1], whole[4], whole[5])
 
