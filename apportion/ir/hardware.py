@@ -31,6 +31,9 @@ from apportion.ir.model import ELEMENT_BYTES
 Rows = tuple[tuple[float, ...], ...]
 
 VERSION = 1
+#: engines of executors that grids can be of: all tasks of an instruction in one kernel, a flash kernel of a library for
+#: each task, plain matrix products
+ENGINES = ("stage", "flash", "plain")
 MAX_AXIS = 64  # points of a grid's axis
 MAX_ROWS = 2**20  # of the largest task on the axis
 MAX_FILE_BYTES = 2**22  # four grids of 64 x 64 times are some 300 KB
@@ -132,7 +135,8 @@ class Measured:
 class Hardware:
     """One kind of rank and its links.
 
-    axis: rows of the grids' points, rising, for queries and for keys. tile: rows of queries and of keys are
+    engine: whose kernels the grids are of, see `ENGINES`. axis: rows of the grids' points, rising, for queries and for
+    keys. tile: rows of queries and of keys are
     rounded up to multiples of it. q_heads, kv_heads, head_dim, dtype: what the grids were taken with.
     memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s. linear_tflops: achieved by linear layers, 1e12
     FLOP/s. rowop_us: what a kernel on rows (copy, merge, add, pack, ...) costs besides its bytes. post_us: what a
@@ -142,6 +146,7 @@ class Hardware:
 
     name: str
     device: str
+    engine: str
     dtype: str
     axis: tuple[int, ...]
     tile: int
@@ -254,7 +259,7 @@ class Hardware:
 
 
 _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
-_PLAIN = ("name", "device", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
+_PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
 _POSITIVE = frozenset({"memory_gib", "memory_gbs", "linear_tflops", "intra_gbs", "inter_gbs"})
 
 
@@ -268,12 +273,14 @@ def _loaded(path: Path) -> Any:
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
     name("hardware.name", data["name"])
+    choice("hardware.engine", data["engine"], ENGINES)
     choice("hardware.dtype", data["dtype"], ELEMENT_BYTES)
     heads = integer("hardware.q_heads", data["q_heads"], 1, 2**16)
     kv_heads = integer("hardware.kv_heads", data["kv_heads"], 1, heads)
     return {
         "name": data["name"],
         "device": _text("hardware.device", data["device"]),
+        "engine": data["engine"],
         "dtype": data["dtype"],
         "tile": integer("hardware.tile", data["tile"], 1, 2**12),
         "q_heads": heads,
