@@ -54,7 +54,18 @@ def profile(
 
 def _record(hardware: Hardware, output: Path) -> dict[str, Any]:
     data = hardware.to_data()
-    names = ("name", "device", "dtype", "axis", "q_heads", "kv_heads", "head_dim", "figures", "measured")
+    names = (
+        "name",
+        "device",
+        "engine",
+        "dtype",
+        "axis",
+        "q_heads",
+        "kv_heads",
+        "head_dim",
+        "figures",
+        "measured",
+    )
     return {"file": str(output), "digest": hardware.digest(), **{key: data[key] for key in names}}
 
 
@@ -64,5 +75,8 @@ def _text(record: dict[str, Any]) -> str:
         for name, figure in record["figures"].items()
     )
     axis = record["axis"]
-    head = f"{record['file']}: {record['device']}, grids of {axis[0]} to {axis[-1]} rows, {record['dtype']}"
+    head = (
+        f"{record['file']}: {record['device']}, engine {record['engine']}, grids of {axis[0]} to {axis[-1]} rows, "
+        f"{record['dtype']}"
+    )
     return "\n".join([head, *figures])

@@ -29,6 +29,7 @@ from torch import Tensor
 from apportion.backends.torch.arrays import accumulator_dtype
 from apportion.backends.torch.kernels import Band, Score, attend, attend_grad
 from apportion.backends.torch.transport import Communicator
+from apportion.ir.chips import POST
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hardware import Figure, Grid, Hardware, Measured
@@ -38,6 +39,7 @@ Work = Callable[[], object]
 Progress = Callable[[int, int], None]
 Times = NDArray[np.float64]
 
+ENGINE = "flash"  # whose kernels `attend` and `attend_grad` are
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU_LINEAR, CUDA_LINEAR = 1024, 8192  # side of the square matrix product: large enough for full speed
 CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # of the copy: more than any cache
@@ -131,10 +133,10 @@ def profile(
     steps = Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + 3)
     forward, backward = _grids(_Arena.of(on, effort), steps)
     measured = Hardware(
-        name, _device_name(on), effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
+        name, _device_name(on), ENGINE, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
         effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
         steps.after(_memory_gbs(on, effort)), steps.after(_linear_tflops(on, effort)),
-        steps.after(_rowop_us(on, effort)), **_assumed_links(),
+        steps.after(_rowop_us(on, effort)), POST, **_assumed_links(),
         measured=Measured(_device_name(on), _versions(), datetime.date.today().isoformat()),
     )  # fmt: skip
     steps.finish()
