@@ -315,7 +315,7 @@ def test_gradients_are_cast_after_the_last_instruction() -> None:
     )
     plan = plan_of(*lines, phase="backward")
     run = simulate_with(plan, Unit(a_row=1.0, a_byte=1.0)).runs["default", "backward"]
-    cast = 2 + 64 * 4 * 16 + 64 * 8 * 16
+    cast = 1 + 64 * 4 * 16 + 64 * 8 * 16
     clear = 1 + 64 * 32
     assert run.compute_us.tolist() == [clear + cast, cast]
     assert run.finish_us.tolist() == [clear + 4 + 3 + cast, cast]
@@ -362,7 +362,7 @@ def test_tasks_of_an_instruction_are_one_launch() -> None:
 def test_row_operations_take_time_by_the_bytes_they_read_and_write(phase: str, line: str, moved: int) -> None:
     casts = 64 * (4 + 8) * 16 if phase == "backward" else 0  # dQ and dKV of the home rows
     assert busy(line, Unit(a_byte=1.0), phase) == moved + casts
-    assert busy(line, Unit(a_row=1.0), phase) == (3 if phase == "backward" else 1)
+    assert busy(line, Unit(a_row=1.0), phase) == (2 if phase == "backward" else 1)
 
 
 def test_gradients_of_a_projection_are_added_into_hidden_rows() -> None:

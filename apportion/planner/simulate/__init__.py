@@ -165,7 +165,7 @@ def _traffic_bytes(script: Script, traffic: Traffic, ranks: int) -> tuple[Ints, 
 def _launches(view: View, posted: Posted) -> Ints:
     """int64 [ranks]: kernels that each rank starts."""
     kernels: Ints = np.bincount(view.rank_of, count_kernels(view, posted), view.ranks).astype(np.int64)
-    kernels += np.count_nonzero(cast_bytes(view), axis=0)
+    kernels += cast_bytes(view) > 0
     return kernels
 
 

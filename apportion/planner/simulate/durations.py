@@ -89,7 +89,7 @@ def work_us(view: View, costs: Costs, pairs: Ints, posted: Posted) -> Floats:
 def end_us(view: View, costs: Costs) -> Floats:
     """float64 [ranks]: casting gradients after the last instruction."""
     moved = cast_bytes(view)
-    casts: Floats = np.where(moved > 0, costs.rowop_us(moved), 0.0).sum(axis=0)
+    casts: Floats = np.where(moved > 0, costs.rowop_us(moved), 0.0)
     return casts / view.speeds
 
 

@@ -2,7 +2,7 @@
 
     attend        1 kernel               launch   1 where it sends staged messages: packs their tiles into buffers
     attend_grad   2: dQ; dK and dV       wait     1 where its round brought staged ones: unpacks them
-    row ops       1 for all their rows   the end  1 for each gradient that a backward call returns: home rows, from
+    row ops       1 for all their rows   the end  1 for the gradients that a backward call returns: home rows, from
                                                   the accumulator's dtype to the model's
 
 A projection is the layer's own, and counts only for what puts its rows in place, or adds them into dX. The messages of
@@ -71,13 +71,14 @@ def count_kernels(view: View, posted: Posted) -> Ints:
 
 
 def cast_bytes(view: View) -> Ints:
-    """int64 [gradients, ranks]: what casting home rows at the end of a call reads and writes; no row forward."""
+    """int64 [ranks]: what casting the gradients of home rows, one kernel at the end of a call, reads and writes; 0
+    forward, where `finish` has written the output."""
     if view.phase == "forward":
-        return np.zeros((0, view.ranks), np.int64)
+        return np.zeros(view.ranks, np.int64)
     model, plan = view.model, view.plan
     projects = bool((view.instructions["op"] == Op.PROJECT_GRAD).any())
     gradients = (Tensor.DX,) if projects else (Tensor.DQ, Tensor.DKV)
     wide, narrow = model.accumulator_bytes, model.element_bytes
-    row_bytes = [model.row_bytes(tensor) // wide * (wide + narrow) for tensor in gradients]
-    rows = plan.layout(plan.header.home_layout).rows_per_rank
-    return np.multiply.outer(row_bytes, rows)
+    row_bytes = sum(model.row_bytes(tensor) // wide * (wide + narrow) for tensor in gradients)
+    rows: Ints = plan.layout(plan.header.home_layout).rows_per_rank
+    return rows * row_bytes
