@@ -288,10 +288,10 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write_tables(rows: Rows) -> None:
+def write_tables(tables: Mapping[str, str]) -> None:
     """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->` on the page; print it."""
     text = PAGE.read_text(encoding="utf-8")
-    for name, table in tables(rows).items():
+    for name, table in tables.items():
         marker = f"<!-- table: {name} -->\n"
         before, found, after = text.partition(marker)
         if found:
@@ -353,7 +353,7 @@ def main() -> None:
         return
     rows = merged(json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else [], fresh)
     RESULTS.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
-    write_tables(rows)
+    write_tables(tables(rows))
     print(f"rows are in {RESULTS}, tables in {PAGE}")
 
 
