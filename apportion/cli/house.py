@@ -40,8 +40,9 @@ def demo(
 def selftest(as_json: options.AsJson = False) -> None:
     """Hold planned attention against plain attention on the ranks and the backend of this job.
 
-    Under torchrun every rank takes part and rank 0 prints errors and milliseconds; without it, one rank is tested.
-    Exit code 1 if an error is too large.
+    Every engine that the device has is held to it, in float32, float16 and bfloat16. Under torchrun every rank
+    takes part and rank 0 prints errors and milliseconds; without it, one rank is tested. Exit code 1 if an error is
+    too large.
 
     [bold]Examples[/bold]
 
