@@ -117,6 +117,19 @@ def measure(job: Job, repeats: int = 1) -> Row:
     return Row(plan, Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
 
 
+def planned(job: Job) -> Plan:
+    """The plan of a job, not verified. Raises what planning raises."""
+    return api.plan(
+        job.batch,
+        job.cluster,
+        job.model,
+        recipe=job.recipe,
+        seed=job.seed,
+        verify=False,
+        hardware=job.hardware,
+    )
+
+
 def timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
     """(plan, milliseconds to its encoded bytes, milliseconds of each step), not verified."""
     steps: dict[str, float] = {}

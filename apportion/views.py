@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,46 @@ def _bench_cells(record: Record) -> list[str]:
         str(record["rounds"]),
         human_bytes(record["plan_bytes"]["largest_rank"]),
     ]
+
+
+def attention_table(records: Sequence[Record]) -> Table:
+    """One line per row of the benchmark of attention that was timed; columns without a figure are left out."""
+    timed = [record for record in records if record["host_ms"] is not None]
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    shown = {
+        name: cells
+        for name, read in _ATTENTION_COLUMNS.items()
+        if any(cells := [read(record) for record in timed])
+    }
+    for name in shown:
+        table.add_column(
+            name, justify="left" if name in ("recipe", "phase", "engine") else "right", no_wrap=True
+        )
+    for line in zip(*shown.values(), strict=True):
+        table.add_row(*line)
+    return table
+
+
+def _number(name: str, digits: int = 0) -> Callable[[Record], str]:
+    """A field as text, empty where it was not measured."""
+    return lambda record: "" if record[name] is None else f"{record[name]:,.{digits}f}"
+
+
+def _share(kernel: str) -> Callable[[Record], str]:
+    return lambda record: f"{record['share'][kernel]:.2f}" if kernel in (record["share"] or ()) else ""
+
+
+_ATTENTION_COLUMNS: Mapping[str, Callable[[Record], str]] = {
+    **{name: itemgetter(name) for name in ("recipe", "phase", "engine")},
+    **{name: _number(name) for name in ("ranks", "rank", "instructions", "launches", "rounds", "messages")},
+    "host ms": _number("host_ms", 3),
+    "prepare": _number("prepare_ms", 1),
+    "simulated": _number("simulated_ms", 3),
+    "ms": _number("ms", 3),
+    "TFLOP/s": _number("tflops", 1),
+    "exposed": _number("exposed_ms", 3),
+    **{f"of {kernel}": _share(kernel) for kernel in ("sdpa", "varlen", "flex")},
+}
 
 
 # --- pictures of a plan

@@ -40,8 +40,9 @@ def demo(
 def selftest(as_json: options.AsJson = False) -> None:
     """Hold planned attention against plain attention on the ranks and the backend of this job.
 
-    Under torchrun every rank takes part and rank 0 prints errors and milliseconds; without it, one rank is tested.
-    Exit code 1 if an error is too large.
+    Every engine that the device has is held to it, in float32, float16 and bfloat16. Under torchrun every rank
+    takes part and rank 0 prints errors and milliseconds; without it, one rank is tested. Exit code 1 if an error is
+    too large.
 
     [bold]Examples[/bold]
 
@@ -76,8 +77,23 @@ def versions() -> dict[str, str | None]:
         "apportion": _installed("apportion"),
         "format": f"{isa.FORMAT} {isa.VERSION[0]}.{isa.VERSION[1]}",
         "python": platform.python_version(),
-        **{package: _installed(package) for package in ("numpy", "msgspec", "numba", "torch")},
+        **{package: _installed(package) for package in ("numpy", "msgspec", "numba", "torch", "triton")},
     }
+
+
+def machine() -> dict[str, str | int | None]:
+    """What figures were measured on."""
+    import os
+    import platform
+    import re
+
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            found = re.search(r"model name\s*: (.*)", file.read())
+    except OSError:
+        found = None
+    processor = found[1] if found else platform.processor() or platform.machine()
+    return {"system": platform.platform(), "processor": processor, "cores": os.cpu_count()}
 
 
 def _installed(package: str) -> str | None:

@@ -126,7 +126,7 @@ def warn_of_skipped(skipped: int, tokens: int) -> None:
         note(f"warning: skipped {count(skipped, 'sample')} of more tokens than all ranks hold ({tokens:,})")
 
 
-def recipes_of(text: str) -> list[Recipe]:
+def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
     """The recipes of a comma-separated list of names and files, each once, or `all` that there are."""
     from apportion.planner.recipes import entries
 
@@ -134,7 +134,7 @@ def recipes_of(text: str) -> list[Recipe]:
     chosen = list(dict.fromkeys(recipe_of(name) for name in names))
     held = [recipe.name for recipe in chosen]
     for twice in (name for name in held if held.count(name) > 1):
-        raise ConfigError("--recipes", twice, "two of the recipes have this name", "rename one in its file")
+        raise ConfigError(option, twice, "two of the recipes have this name", "rename one in its file")
     return chosen
 
 

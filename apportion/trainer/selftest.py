@@ -1,4 +1,4 @@
-"""Planned against plain attention on the user's own backend and devices.
+"""Planned against plain attention on the user's own backend and devices, with every engine that runs there.
 
     torchrun --nproc-per-node 2 -m apportion selftest        gloo on CPUs, NCCL on GPUs
     apportion selftest                                       one process
@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from apportion.backends.torch.engines import ENGINES
 from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Slice
 from apportion.ir.model import Model
+from apportion.ir.plan import Header
 from apportion.trainer.attention import Communicator, PlanHandle, planned_attention
 from apportion.trainer.plain import plain_attention
 
@@ -35,15 +38,17 @@ WINDOW = 300
 BLOCK = 128
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 SEED = 0
+WIDTH = 100  # of the table, in narrower terminals too: lines may wrap, figures may not
 # Planned attention may err twice as much as plain attention, and a last place where plain attention errs by luck less.
 FACTOR = 2.0
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kind and dtype: norms of the errors relative to the exact result, largest over out, dq, dk and dv."""
+    """One engine, kind and dtype: norms of the errors relative to the exact result, largest over out, dq, dk and dv."""
 
+    engine: str
     kind: str
     dtype: str
     error: float
@@ -58,14 +63,19 @@ class Row:
 
 
 def run(as_json: bool = False) -> int:
-    """Runs on all ranks and prints on rank 0; 0 if all errors are within their bounds."""
+    """Runs on all ranks and prints on rank 0; 0 if all errors of all engines are within their bounds."""
+    skipped: dict[str, None] = {}
     with process_group() as device:
         communicator = Communicator()
-        rows = [_row(kind, dtype, communicator, device) for dtype in DTYPES for kind in ("causal", "window")]
+        rows = [
+            row
+            for dtype in DTYPES
+            for kind in ("causal", "window")
+            for row in _rows(_problem(kind, dtype, communicator, device), communicator, skipped.setdefault)
+        ]
     if communicator.rank == 0:
-        print(json.dumps(_record(rows, communicator, device))) if as_json else _show(
-            rows, communicator, device
-        )
+        record = _record(rows, communicator, device, list(skipped))
+        print(json.dumps(record)) if as_json else _show(rows, record)
     return 0 if all(row.ok for row in rows) else 1
 
 
@@ -87,7 +97,17 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def _row(kind: str, dtype: str, communicator: Communicator, device: torch.device) -> Row:
+class _Problem(NamedTuple):
+    """One kind and dtype on this rank: q, k, v and dO of its rows, and what plain attention makes of them exactly."""
+
+    piece: Slice
+    kind: str
+    rows: list[Tensor]
+    exact: list[Tensor]
+    plain_error: float
+
+
+def _problem(kind: str, dtype: str, communicator: Communicator, device: torch.device) -> _Problem:
     from apportion.planner.api import plan
     from apportion.planner.recipes import find_recipe, with_block
 
@@ -96,23 +116,45 @@ def _row(kind: str, dtype: str, communicator: Communicator, device: torch.device
     made = plan(
         batch, Cluster(1, communicator.ranks), model, with_block(find_recipe("fcp"), BLOCK), seed=SEED
     )
-    handle = PlanHandle(made.for_rank(communicator.rank), communicator)
+    piece = made.for_rank(communicator.rank)
+    mine = torch.from_numpy(piece.layout(piece.header.home_layout).tokens(0)).to(device)
     inputs = [tensor.to(device, DTYPES[dtype]) for tensor in _random_inputs(batch.tokens)]
-    mine = handle.tokens.to(device)
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return plain_attention(q, k, v, batch, kind)
 
-    def planned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return planned_attention(q, k, v, handle, kind)
-
     exact = [tensor[mine] for tensor in _run(plain, [tensor.double() for tensor in inputs])[0]]
     same = [tensor[mine] for tensor in _run(plain, inputs)[0]]
-    rows = [tensor[mine] for tensor in inputs]
-    _run(planned, rows)  # compares ids, compiles the programs, connects the ranks
-    got, forward_ms, backward_ms = _run(planned, rows)
-    errors = _error(got, exact, device), _error(same, exact, device)
-    return Row(kind, dtype, *errors, forward_ms, backward_ms)
+    return _Problem(piece, kind, [tensor[mine] for tensor in inputs], exact, _error(same, exact, device))
+
+
+def _rows(problem: _Problem, communicator: Communicator, skip: Callable[[str], object]) -> Iterator[Row]:
+    """A row for each engine; skip: is told which do not run here, and why."""
+    header, device = problem.piece.header, problem.exact[0].device
+    for name in ENGINES:
+        why_not = _obstacle(name, header, device)
+        if why_not is not None:
+            skip(f"{name}: {why_not}")
+            continue
+        got, *times = _planned(PlanHandle(problem.piece, communicator, name), problem)
+        error = _error(got, problem.exact, device)
+        yield Row(name, problem.kind, header.dtype, error, problem.plain_error, *times)
+
+
+def _obstacle(engine: str, header: Header, device: torch.device) -> str | None:
+    """Why an engine does not run here."""
+    found = ENGINES[engine].obstacle(header, device)
+    if found is None and (engine, device.type, header.dtype) == ("stage", "cpu", "bf16"):
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    return found
+
+
+def _planned(handle: PlanHandle, problem: _Problem) -> tuple[list[Tensor], float, float]:
+    def planned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return planned_attention(q, k, v, handle, problem.kind)
+
+    _run(planned, problem.rows)  # compares ids, makes tables, compiles, connects the ranks
+    return _run(planned, problem.rows)
 
 
 def _random_inputs(tokens: int) -> list[Tensor]:
@@ -150,23 +192,29 @@ def _error(got: list[Tensor], exact: list[Tensor], device: torch.device) -> floa
     return float((sums[:, 0] / sums[:, 1]).sqrt().max())
 
 
-def _record(rows: list[Row], communicator: Communicator, device: torch.device) -> dict[str, Any]:
+def _record(
+    rows: list[Row], communicator: Communicator, device: torch.device, skipped: list[str]
+) -> dict[str, Any]:
     return {
         "ok": all(row.ok for row in rows),
         "ranks": communicator.ranks,
         "device": device.type,
         "tokens": sum(LENGTHS),
         "rows": [asdict(row) | {"ok": row.ok} for row in rows],
+        "skipped": skipped,
     }
 
 
-def _show(rows: list[Row], communicator: Communicator, device: torch.device) -> None:
-    title = f"{communicator.ranks} ranks on {device.type}, {sum(LENGTHS):,} tokens"
-    table = Table(title=title, title_justify="left")
-    for name in ("kind", "dtype", "error", "of plain attention", "forward", "backward", ""):
+def _show(rows: list[Row], record: Mapping[str, Any]) -> None:
+    title = f"{record['ranks']} ranks on {record['device']}, {record['tokens']:,} tokens"
+    table = Table(
+        title=title, title_justify="left", caption="\n".join(record["skipped"]), caption_justify="left"
+    )
+    for name in ("engine", "kind", "dtype", "error", "of plain attention", "forward", "backward", ""):
         table.add_column(name)
     for row in rows:
         table.add_row(
+            row.engine,
             row.kind,
             row.dtype,
             f"{row.error:.1e}",
@@ -175,4 +223,6 @@ def _show(rows: list[Row], communicator: Communicator, device: torch.device) -> 
             f"{row.backward_ms:.1f} ms",
             "[green]ok[/green]" if row.ok else "[red]too large[/red]",
         )
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    console.print(table)

@@ -94,7 +94,10 @@ def broken(plan: Plan) -> Plan:
 
 @pytest.mark.parametrize(
     "command",
-    [("plan",), ("verify",), ("show",), ("diff",), ("demo",), ("selftest",), ("version",), ("bench", "plan")],
+    [
+        *((name,) for name in ("plan", "verify", "show", "diff", "demo", "selftest", "version")),
+        *(("bench", name) for name in ("plan", "attention")),
+    ],
     ids=" ".join,
 )
 def test_help_explains_and_shows_an_example(run: Cli, command: tuple[str, ...]) -> None:
@@ -291,12 +294,12 @@ def test_an_error_to_a_broken_stdout_keeps_its_exit_code(args: list[str]) -> Non
     assert "Exception ignored" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["demo", "selftest"])
+@pytest.mark.parametrize("command", ["demo", "selftest", "bench attention"])
 def test_a_missing_part_is_named_with_its_extra(
     run: Cli, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run(command)
+    result = run(*command.split())
     assert result.code == 2
     assert "pip install 'apportion[torch]'" in result.err
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ import torch
 from cases import model, recipe
 from loading import Recorded
 
+from apportion.backends.torch import kernels
+from apportion.backends.torch.engines import ENGINES
+from apportion.backends.torch.executor import PlainMachine
 from apportion.ir import masks
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
@@ -163,12 +167,49 @@ def test_baselines_of_a_window_fetch_only_what_it_sees():
 # --- self-test and demo
 
 
-def test_selftest_in_one_process(capsys):
+def test_selftest_in_one_process(monkeypatch, capsys):
+    monkeypatch.setattr(selftest, "LENGTHS", (401, 140, 1))
     assert selftest.run(as_json=True) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["ok"]
-    assert {row["kind"] for row in record["rows"]} == {"causal", "window"}
+    assert [(row["engine"], row["kind"], row["dtype"]) for row in record["rows"]] == [
+        (engine, kind, dtype)
+        for dtype in ("fp32", "fp16", "bf16")
+        for kind in ("causal", "window")
+        for engine in ("flash", "plain")
+    ]
     assert all(row["error"] <= 2 * max(row["plain_error"], 1e-7) for row in record["rows"])
+    assert [why.split(":")[0] for why in record["skipped"]] == ["stage"]
+
+
+def test_selftest_fails_where_one_engine_errs(monkeypatch, capsys):
+    monkeypatch.setattr(selftest, "LENGTHS", (40, 9))
+    monkeypatch.setattr(selftest, "DTYPES", {"fp32": torch.float32})
+    right = kernels.PLAIN
+
+    def wrong(*args):
+        o, lse = right.forward(*args)
+        return o * 1.001, lse
+
+    monkeypatch.setattr(PlainMachine, "kernel", replace(right, forward=wrong))
+    assert selftest.run(as_json=True) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert {(row["engine"], row["ok"]) for row in record["rows"]} == {("flash", True), ("plain", False)}
+    assert selftest.run() == 1
+    printed = capsys.readouterr().out
+    assert "too large" in printed
+    assert "stage: the stage kernels run on GPUs" in " ".join(printed.split())
+
+
+def test_selftest_runs_the_stage_engine_where_it_serves(monkeypatch, capsys):
+    """Its place is taken here: the interpreter has tests of its own."""
+    monkeypatch.setattr(selftest, "LENGTHS", (40, 9))
+    monkeypatch.setattr(selftest, "ENGINES", {"stage": ENGINES["plain"]})
+    monkeypatch.setattr(selftest, "PlanHandle", lambda piece, comm, engine: PlanHandle(piece, comm, "plain"))
+    assert selftest.run(as_json=True) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert {(row["engine"], row["dtype"]) for row in record["rows"]} == {("stage", "fp32"), ("stage", "fp16")}
+    assert record["skipped"] == ["stage: Triton's interpreter multiplies bfloat16 wrongly"]
 
 
 @pytest.fixture

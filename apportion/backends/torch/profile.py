@@ -133,11 +133,11 @@ def profile(
     steps = Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + 3)
     forward, backward = _grids(_Arena.of(on, effort), steps)
     measured = Hardware(
-        name, _device_name(on), ENGINE, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
+        name, device_name(on), ENGINE, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
         effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
         steps.after(_memory_gbs(on, effort)), steps.after(_linear_tflops(on, effort)),
         steps.after(_rowop_us(on, effort)), POST, **_assumed_links(),
-        measured=Measured(_device_name(on), _versions(), datetime.date.today().isoformat()),
+        measured=Measured(device_name(on), _versions(), datetime.date.today().isoformat()),
     )  # fmt: skip
     steps.finish()
     return Hardware.from_data(measured.to_data())
@@ -314,7 +314,7 @@ def _assumed_links() -> dict[str, Any]:
     return {field: Figure(getattr(Cluster(), field), source, True) for field in links}
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

@@ -1,0 +1,17 @@
+"""The benchmark of attention with real stage kernels, in Triton's interpreter."""
+
+import jobs_bench
+
+from apportion.bench import Job, Source, cluster_of, planned
+from apportion.ir.model import Model
+
+
+def test_ranks_run_stage_kernels(interpreted):
+    batch, _ = Source().batch(2 * 32, 0)
+    plan = planned(Job(batch, cluster_of(2), Model(2, 1, 16, dtype="fp16"), "fcp"))
+    for rows in interpreted.run(jobs_bench.rows, 2, plan, ("stage",), False):
+        assert [(row["phase"], row["host_ms"], row["ms"]) for row in rows] == [
+            ("forward", 1.0, 2.0),
+            ("backward", 1.0, 2.0),
+        ]
+        assert all(row["launches"] > 0 and row["tflops"] > 0 for row in rows)

@@ -1,0 +1,231 @@
+"""`apportion bench attention`: what is counted, timed, compared and said, without a GPU."""
+
+import json
+from types import SimpleNamespace
+
+import jobs_bench
+import numpy as np
+import pytest
+import torch
+
+from apportion import cli
+from apportion.bench import Job, Source, cluster_of, planned
+from apportion.ir import bands, masks
+from apportion.ir.batch import Batch
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.isa import Op
+from apportion.ir.model import Model
+from apportion.trainer import bare, bench, timing
+from apportion.trainer.attention import Communicator
+from apportion.trainer.plain import plain_attention
+from apportion.trainer.timing import Took
+
+SMALL = ("bench", "attention", "--tokens-per-rank", "512", "--ranks", "2,4", "--repeats", "1")
+FIELDS = {
+    *("recipe", "ranks", "rank", "phase", "engine", "instructions", "launches", "rounds", "messages"),
+    *("host_ms", "prepare_ms", "simulated_ms", "ms", "tflops", "bare_ms", "share", "exposed_ms"),
+}
+MODEL = Model(4, 2, 16, dtype="fp32")
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command: its exit code, stdout and stderr."""
+
+    def call(*args):
+        code = cli.main(args)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def computing(monkeypatch):
+    """The CPU takes the GPU's place."""
+    monkeypatch.setattr(bench, "obstacle", lambda *_: None)
+
+
+def plan_of(ranks, recipe="fcp", mask=None, model=MODEL):
+    batch, _ = Source(mask=mask).batch(ranks * 256, 0)
+    return planned(Job(batch, cluster_of(ranks), model, recipe))
+
+
+def measure(plan, engines=("flash",), kernels=()):
+    """(rows, what was skipped) in one process, of a clock that stands still."""
+    skipped = []
+    return jobs_bench.bench_of(Communicator(), engines, kernels, skipped.append).measure(plan), skipped
+
+
+# --- the command
+
+
+def test_json_has_a_row_for_each_plan_phase_and_engine(run):
+    code, out, err = run(*SMALL, "--json")
+    record = json.loads(out)
+    assert code == 0
+    assert all(set(row) == FIELDS for row in record["rows"])
+    wanted = [
+        (ranks, recipe, engine, phase)
+        for ranks in (2, 4)
+        for recipe in ("fcp", "blend")
+        for engine in ("stage", "flash", "plain")
+        for phase in ("forward", "backward")
+    ]
+    assert [(row["ranks"], row["recipe"], row["engine"], row["phase"]) for row in record["rows"]] == wanted
+    assert record["machine"]["cores"] > 0
+    assert {"torch", "triton"} <= set(record["versions"])
+    assert "blend, 4 ranks, stage backward: " in err
+
+
+def test_without_a_gpu_only_the_host_of_the_stage_engine_is_timed(run):
+    record = json.loads(run(*SMALL, "--json")[1])
+    for row in record["rows"]:
+        stage = row["engine"] == "stage"
+        assert all((row[name] is not None) == stage for name in ("launches", "host_ms", "prepare_ms"))
+        assert all(row[name] is None for name in ("ms", "tflops", "bare_ms", "share", "exposed_ms"))
+        assert row["simulated_ms"] > 0
+    assert "flash: it computes on the CPU" in "\n".join(record["skipped"])
+    assert "there is no GPU" in record["skipped"][0]
+
+
+def test_the_table_has_the_rows_and_columns_that_were_measured(run):
+    code, out, _ = run(*SMALL)
+    lines = out.splitlines()
+    assert code == 0
+    assert {"launches", "host", "simulated"} <= set(lines[0].split())
+    assert "TFLOP/s" not in lines[0]
+    assert sum(line.startswith(("fcp ", "blend ")) for line in lines) == 8
+    assert any(line.startswith("plain: it computes") for line in lines)
+
+
+def test_recipes_that_do_not_plan_or_project_are_told(run, monkeypatch):
+    record = json.loads(run(*SMALL, "--recipe", "upipe", "--json")[1])
+    assert record["rows"] == []
+    assert record["skipped"][0].startswith("upipe: its plans project hidden states")
+
+    def refuse(job):
+        raise CapacityError("too small\nby far")
+
+    monkeypatch.setattr("apportion.bench.planned", refuse)
+    record = json.loads(run(*SMALL, "--json")[1])
+    assert record["skipped"][0] == "fcp, 2 ranks: too small"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--engine", "fhash"), "did you mean flash?"),
+        (("--recipe", "fcq"), "recipe = 'fcq'"),
+        (("--ranks", "8,x"), "--ranks = '8,x'"),
+        (("--hardware", "h1000"), "h1000"),
+        (("--repeats", "0"), "--repeats"),
+    ],
+)
+def test_errors_name_what_is_wrong(run, args, said):
+    code, _, err = run(*SMALL, *args)
+    assert code == 2
+    assert said in err
+
+
+def test_numbers_that_no_kernel_takes_are_refused():
+    with pytest.raises(ConfigError, match=r"model.dtype = 'fp64'.*write bf16"):
+        measure(plan_of(2, model=Model(4, 2, 16, dtype="fp64")))
+
+
+# --- what is measured
+
+
+def test_the_busiest_rank_is_recorded():
+    plan = plan_of(4)
+    (forward, backward), _ = measure(plan, ("stage",))
+    programs = {phase: plan.programs["default", phase] for phase in ("forward", "backward")}
+    count = {phase: np.diff(program["instructions"].ptr) for phase, program in programs.items()}
+    both = count["forward"] + count["backward"]
+    assert both[forward.rank] == both.max()
+    for row in (forward, backward):
+        program = programs[row.phase].rank(row.rank)
+        op, tiles = (program["instructions"][name] for name in ("op", "count"))
+        launch = np.repeat(np.arange(len(op)), np.where(op == Op.LAUNCH, tiles, 0))
+        ends = np.stack([launch, *(program["transfers"][name] for name in ("send", "peer"))])
+        assert (row.instructions, row.rounds) == (len(op), np.count_nonzero(op == Op.LAUNCH))
+        assert row.messages == np.unique(ends, axis=1).shape[1]
+        assert 0 < row.launches <= 1.5 * row.instructions
+        assert (row.host_ms, row.ms) == (1.0, None)
+
+
+@pytest.mark.usefixtures("computing")
+def test_a_plan_of_one_rank_runs_beside_bare_kernels():
+    plan = plan_of(1)
+    (forward, backward), skipped = measure(plan, kernels=("sdpa", "varlen"))
+    pairs = int(bands.dense(plan.request.batch.bands("default"), 256, 256).sum()) * 4
+    assert forward.tflops == pytest.approx(pairs * 4 * 16 / 2e-3 / 1e12)
+    assert backward.tflops == pytest.approx(pairs * 10 * 16 / 2e-3 / 1e12)
+    for row in (forward, backward):
+        assert (row.ms, row.launches, row.exposed_ms) == (2.0, None, None)
+        assert (row.bare_ms, row.share) == ({"sdpa": 2.0}, {"sdpa": 1.0})
+    assert [why.split(":")[0] for why in skipped] == ["varlen"]  # needs a GPU
+
+
+@pytest.mark.usefixtures("computing")
+def test_other_masks_and_other_ranks_have_no_bare_kernel():
+    (forward, _), skipped = measure(plan_of(1, mask=masks.sliding_window(9)), kernels=("sdpa",))
+    assert (forward.ms, forward.bare_ms, forward.share) == (2.0, None, None)
+    assert skipped == ["bare_ms, share: of causal documents alone"]
+    (forward, _), skipped = measure(plan_of(2))
+    assert (forward.host_ms, forward.ms) == (1.0, None)
+    assert skipped[0].startswith("2 ranks: the job has 1, so kernels are launched and messages are not")
+
+
+def test_ranks_of_a_job_run_their_plan_and_agree_on_its_rows(pool):
+    plan = plan_of(2)
+    first, second = pool.run(jobs_bench.rows, 2, plan, ("flash", "plain"))
+    assert [(row["engine"], row["phase"], row["ms"], row["exposed_ms"]) for row in first] == [
+        (engine, phase, 2.0, 0.0) for engine in ("flash", "plain") for phase in ("forward", "backward")
+    ]
+    timed = {"prepare_ms"}
+    assert [{k: v for k, v in row.items() if k not in timed} for row in first] == [
+        {k: v for k, v in row.items() if k not in timed} for row in second
+    ]
+
+
+# --- meters and bare kernels
+
+
+def test_a_gpu_is_timed_by_its_events(monkeypatch):
+    told = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            told.append("record")
+
+        def elapsed_time(self, end):
+            return 7.0
+
+    fake = SimpleNamespace(Event=Event, synchronize=lambda: told.append("synchronize"))
+    monkeypatch.setattr(torch, "cuda", fake)
+    result, took = timing.on_gpu(lambda: told.append("work") or 3)
+    assert (result, took.device) == (3, 7.0)
+    assert took.host < 7.0
+    assert told == ["synchronize", "record", "work", "record", "synchronize"]
+
+
+def test_the_best_call_counts_and_the_first_does_not():
+    times = iter([9.0, 9.0, 5.0, 6.0, 4.0, 8.0])
+    rows = timing.Rows.of(plan_of(1).header, 3, torch.device("cpu"), drawn=True)
+    found = timing.best(
+        lambda q, k, v: q + k.sum() + v.sum(), rows, lambda work: (work(), Took(1.0, next(times))), 2
+    )
+    assert {phase: took.device for phase, took in found.items()} == {"forward": 4.0, "backward": 6.0}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["sdpa", "flex"])
+def test_bare_kernels_compute_causal_documents(monkeypatch, name):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    batch, generator = Batch.from_lengths([100, 27, 1]), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(128, heads, 16, generator=generator) for heads in (4, 2, 2))
+    kernel = bare.KERNELS[name]([100, 27, 1], torch.device("cpu"))
+    torch.testing.assert_close(kernel(q, k, v), plain_attention(q, k, v, batch, "default"))
