@@ -25,6 +25,9 @@ def profile(
     name: Annotated[
         str | None, typer.Option("--name", help="Name in the file. Default: that of the file.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Whose attention tasks are timed: flash, or stage (on a GPU).")
+    ] = "flash",
     as_json: options.AsJson = False,
 ) -> None:
     """Measure attention kernels, memory and linear layers of this machine, and write a hardware file.
@@ -44,11 +47,11 @@ def profile(
 
     files.check_output("--output", output)
     with progress("measuring") as report:
-        measured = profiling.run(quick, name or output.stem, lambda done, total: report("", total))
+        measured = profiling.run(quick, name or output.stem, lambda done, total: report("", total), engine)
     if measured is None:  # another rank writes
         return
     files.write(output, json.dumps(measured.to_data(), indent=1).encode() + b"\n")
-    record = _record(measured, output)
+    record = _record(measured, output) | {"engine": engine}
     emit(record, as_json, lambda: _text(record))
 
 
@@ -63,6 +66,6 @@ def _text(record: dict[str, Any]) -> str:
         f"  {name:<18}{figure['value']:>12g}  {figure['source']}{' (assumed)' if figure['assumed'] else ''}"
         for name, figure in record["figures"].items()
     )
-    axis = record["axis"]
-    head = f"{record['file']}: {record['device']}, grids of {axis[0]} to {axis[-1]} rows, {record['dtype']}"
+    axis, what = record["axis"], f"engine {record['engine']}, {record['dtype']}"
+    head = f"{record['file']}: {record['device']}, {what}, grids of {axis[0]} to {axis[-1]} rows"
     return "\n".join([head, *figures])
