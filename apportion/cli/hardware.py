@@ -51,14 +51,15 @@ def profile(
     if measured is None:  # another rank writes
         return
     files.write(output, json.dumps(measured.to_data(), indent=1).encode() + b"\n")
-    record = _record(measured, output) | {"engine": engine}
+    record = _record(measured, output, engine)
     emit(record, as_json, lambda: _text(record))
 
 
-def _record(hardware: Hardware, output: Path) -> dict[str, Any]:
+def _record(hardware: Hardware, output: Path, engine: str) -> dict[str, Any]:
     data = hardware.to_data()
     names = ("name", "device", "dtype", "axis", "q_heads", "kv_heads", "head_dim", "figures", "measured")
-    return {"file": str(output), "digest": hardware.digest(), **{key: data[key] for key in names}}
+    held = {"file": str(output), "digest": hardware.digest(), "engine": engine}
+    return held | {key: data[key] for key in names}
 
 
 def _text(record: dict[str, Any]) -> str:
