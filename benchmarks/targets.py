@@ -255,10 +255,10 @@ def _grouped(rows: Rows) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
 def _times_table(rows: Rows) -> str:
     groups = _grouped(rows)
     columns = sorted({ranks for _, ranks in groups})
-    lines = [_line(["ms", *map(str, columns)]), _line(["---", *["--:"] * len(columns)])]
+    lines = [line(["ms", *map(str, columns)]), line(["---", *["--:"] * len(columns)])]
     for name in dict.fromkeys(name for name, _ in groups):
         cells = [_times_cell(PROMISES[name], ranks, groups.get((name, ranks), [])) for ranks in columns]
-        lines.append(_line([name, *cells]))
+        lines.append(line([name, *cells]))
     return "\n".join(lines)
 
 
@@ -278,20 +278,20 @@ def _quality_table(rows: Rows) -> str:
     for (name, ranks), group in _grouped(rows).items():
         figures = quality(PROMISES[name], group)
         if not lines:
-            lines = [_line(["recipe", "ranks", *figures]), _line(["---", *["--:"] * (1 + len(figures))])]
-        lines.append(_line([name, str(ranks), *map(str, figures.values())]))
+            lines = [line(["recipe", "ranks", *figures]), line(["---", *["--:"] * (1 + len(figures))])]
+        lines.append(line([name, str(ranks), *map(str, figures.values())]))
     refused = {(row["name"], row["ranks"]): row["refused"] for row in rows if "refused" in row}
     return "\n".join([*lines, *(f"\n{name}, {ranks} ranks: {why}" for (name, ranks), why in refused.items())])
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write_tables(rows: Rows) -> None:
+def write_tables(tables: Mapping[str, str]) -> None:
     """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->` on the page; print it."""
     text = PAGE.read_text(encoding="utf-8")
-    for name, table in tables(rows).items():
+    for name, table in tables.items():
         marker = f"<!-- table: {name} -->\n"
         before, found, after = text.partition(marker)
         if found:
@@ -353,7 +353,7 @@ def main() -> None:
         return
     rows = merged(json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else [], fresh)
     RESULTS.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
-    write_tables(rows)
+    write_tables(tables(rows))
     print(f"rows are in {RESULTS}, tables in {PAGE}")
 
 

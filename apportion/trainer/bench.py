@@ -2,11 +2,11 @@
 
     real      a plan for as many ranks as the job has: every rank runs its part. Exposed communication is what that
               takes longer than with messages that are only recorded.
-    recorded  a plan for any other number of ranks: the busiest rank alone, whose host does all that it does in a job.
-              Where there is a GPU it gets the kernels too, on rows that never came.
+    recorded  a plan for any other number of ranks: the busiest rank alone, whose host does all that it does in a job
+              but to post messages. Where there is a GPU it gets the kernels, on rows that never came.
 
-Without a GPU every plan is recorded, by the stage engine, which launches nothing then; with TRITON_INTERPRET=1 the CPU
-takes the GPU's place.
+Without a GPU every plan is recorded, by the stage engine, and its kernels are counted but not started. With
+TRITON_INTERPRET=1 the CPU takes the GPU's place.
 """
 
 from __future__ import annotations
