@@ -7,6 +7,7 @@
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
 #   make auto     what `auto` is worth beside every single recipe, simulated
 #   make pictures the pictures of docs/recipes.md
+#   make execution  launches and host time of every recipe, into docs/performance.md
 #   make compare  the tables of docs/comparison.md: every recipe, simulated (about five minutes)
 #   make soak     the service under faults and load, for hours if you like (benchmarks/soak.py)
 #   make fuzz     100,000 mutated plans through decoder and verifier
@@ -24,7 +25,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint bench targets auto pictures compare soak fuzz conformance clean
+.PHONY: help demo test lint bench targets auto pictures compare execution soak fuzz conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -66,6 +67,9 @@ pictures: $(READY)
 
 compare: $(READY)
 	@$(BIN)/python benchmarks/comparison.py
+
+execution: $(READY)
+	@$(BIN)/python -m benchmarks.execution
 
 soak: $(READY)
 	@$(BIN)/python benchmarks/soak.py all

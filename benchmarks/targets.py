@@ -255,10 +255,10 @@ def _grouped(rows: Rows) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
 def _times_table(rows: Rows) -> str:
     groups = _grouped(rows)
     columns = sorted({ranks for _, ranks in groups})
-    lines = [_line(["ms", *map(str, columns)]), _line(["---", *["--:"] * len(columns)])]
+    lines = [line(["ms", *map(str, columns)]), line(["---", *["--:"] * len(columns)])]
     for name in dict.fromkeys(name for name, _ in groups):
         cells = [_times_cell(PROMISES[name], ranks, groups.get((name, ranks), [])) for ranks in columns]
-        lines.append(_line([name, *cells]))
+        lines.append(line([name, *cells]))
     return "\n".join(lines)
 
 
@@ -278,13 +278,13 @@ def _quality_table(rows: Rows) -> str:
     for (name, ranks), group in _grouped(rows).items():
         figures = quality(PROMISES[name], group)
         if not lines:
-            lines = [_line(["recipe", "ranks", *figures]), _line(["---", *["--:"] * (1 + len(figures))])]
-        lines.append(_line([name, str(ranks), *map(str, figures.values())]))
+            lines = [line(["recipe", "ranks", *figures]), line(["---", *["--:"] * (1 + len(figures))])]
+        lines.append(line([name, str(ranks), *map(str, figures.values())]))
     refused = {(row["name"], row["ranks"]): row["refused"] for row in rows if "refused" in row}
     return "\n".join([*lines, *(f"\n{name}, {ranks} ranks: {why}" for (name, ranks), why in refused.items())])
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 

@@ -87,10 +87,10 @@ def bench_attention(
 ) -> None:
     """Time calls of planned attention, forward and backward: a row for the busiest rank of each plan.
 
-    Without a GPU: launches, messages and host time, with a recorder in the place of the device. On a GPU plans of one
-    rank run, beside the bare kernels; under torchrun plans of as many ranks as there are run, and what their messages
-    add is measured. What could not be measured is said below the table. The best of --repeats calls, after one to warm
-    up, in milliseconds.
+    Without a GPU: launches, messages and the host's time to come to them, with a recorder in the place of the device.
+    On a GPU plans of one rank run, beside the bare kernels. Under torchrun plans of as many ranks as there are run,
+    and what messages add to them is measured. What could not be measured is said below the table. Milliseconds, of
+    the best of --repeats calls after one to warm up.
 
     [bold]Examples[/bold]
 

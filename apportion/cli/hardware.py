@@ -25,6 +25,9 @@ def profile(
     name: Annotated[
         str | None, typer.Option("--name", help="Name in the file. Default: that of the file.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Whose attention tasks are timed: flash, or stage (on a GPU).")
+    ] = "flash",
     as_json: options.AsJson = False,
 ) -> None:
     """Measure attention kernels, memory and linear layers of this machine, and write a hardware file.
@@ -44,7 +47,7 @@ def profile(
 
     files.check_output("--output", output)
     with progress("measuring") as report:
-        measured = profiling.run(quick, name or output.stem, lambda done, total: report("", total))
+        measured = profiling.run(quick, name or output.stem, lambda done, total: report("", total), engine)
     if measured is None:  # another rank writes
         return
     files.write(output, json.dumps(measured.to_data(), indent=1).encode() + b"\n")

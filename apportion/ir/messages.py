@@ -26,6 +26,8 @@ from apportion.ir.sorting import stable_order
 
 Bools = NDArray[np.bool_]
 
+HOME = int(Space.HOME)
+
 #: where each part of a message starts
 ALIGNMENT = 16
 
@@ -66,7 +68,8 @@ class Groups(NamedTuple):
 class _Memory(NamedTuple):
     """Where operands lie. tensor, space, row, rows, heads: int64 [operands]. columns, row_bytes: int64 [tensors, none
     and head sets], what a row of an operand takes; width: int64 [ranks, tensors, spaces], head columns of the array
-    that holds them, 0 where there are several arrays."""
+    that holds them, 0 where there are several arrays; ordered: bool [none and head sets], whether its heads are 0, 1,
+    ..., as home rows have them."""
 
     tensor: Ints
     space: Ints
@@ -76,6 +79,7 @@ class _Memory(NamedTuple):
     columns: Ints
     row_bytes: Ints
     width: Ints
+    ordered: Bools
 
 
 class _Lists(NamedTuple):
@@ -156,8 +160,9 @@ def _group(lists: _Lists, memory: _Memory, ranks: int) -> tuple[Ints, Ints, Bool
 @lean
 def _is_whole(memory: _Memory, rank: int, at: int) -> bool:
     """Whether an operand has all the columns of one array."""
-    tensor = memory.tensor[at]
-    return bool(memory.columns[tensor, memory.heads[at]] == memory.width[rank, tensor, memory.space[at]])
+    tensor, space, heads = memory.tensor[at], memory.space[at], memory.heads[at]
+    in_order = space != HOME or memory.ordered[heads]
+    return bool(in_order and memory.columns[tensor, heads] == memory.width[rank, tensor, space])
 
 
 @lean
@@ -183,7 +188,10 @@ def _memory(programs: ProgramSet, header: Header) -> _Memory:
         operands.wide(name) for name in ("tensor", "space", "row", "rows", "heads")
     )
     row_bytes = columns * _number_bytes(header)[:, None]
-    return _Memory(tensor, space, row, rows, heads, columns, row_bytes, width * _IS_ONE)
+    ordered = np.array(
+        [True, *(members == tuple(range(len(members))) for members in map(tuple, header.head_sets))]
+    )
+    return _Memory(tensor, space, row, rows, heads, columns, row_bytes, width * _IS_ONE, ordered)
 
 
 def _number_bytes(header: Header) -> Ints:

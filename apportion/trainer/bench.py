@@ -2,11 +2,11 @@
 
     real      a plan for as many ranks as the job has: every rank runs its part. Exposed communication is what that
               takes longer than with messages that are only recorded.
-    recorded  a plan for any other number of ranks: the busiest rank alone, whose host does all that it does in a job.
-              Where there is a GPU it gets the kernels too, on rows that never came.
+    recorded  a plan for any other number of ranks: the busiest rank alone, whose host does all that it does in a job
+              but to post messages. Where there is a GPU it gets the kernels, on rows that never came.
 
-Without a GPU every plan is recorded, by the stage engine, which launches nothing then; with TRITON_INTERPRET=1 the CPU
-takes the GPU's place.
+Without a GPU every plan is recorded, by the stage engine, and its kernels are counted but not started. With
+TRITON_INTERPRET=1 the CPU takes the GPU's place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from apportion.backends.torch.engines import ENGINES, activate_newest
 from apportion.backends.torch.profile import device_name
 from apportion.backends.torch.recording import RecordingDevice
-from apportion.backends.torch.stage import obstacle
+from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Transport
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError
@@ -127,12 +127,13 @@ class Bench:
             for phase, row in found.items()
         ]
 
-    def _computes(self, header: Header) -> bool:
+    @property
+    def _computes(self) -> bool:
         """Whether kernels are executed."""
-        return self.device.type == "cuda" or obstacle(header, self.device) is None
+        return self.device.type == "cuda" or device_obstacle(self.device) is None
 
     def _is_real(self, header: Header) -> bool:
-        return self._computes(header) and header.ranks == self.communicator.ranks
+        return self._computes and header.ranks == self.communicator.ranks
 
     def _timed(self, plan: Plan, rank: int, engine: str) -> Mapping[str, Timed]:
         """By phase."""
@@ -145,7 +146,7 @@ class Bench:
         return self._recorded(plan.for_rank(rank), engine)
 
     def _why_not(self, header: Header, engine: str) -> str | None:
-        if self._computes(header):
+        if self._computes:
             return ENGINES[engine].obstacle(header, self.device)
         return (
             None if engine == "stage" else "it computes on the CPU: its calls have no host time of their own"
@@ -156,13 +157,13 @@ class Bench:
     def _recorded(self, piece: Slice, name: str) -> Mapping[str, Timed]:
         self._say_recorded(piece.header)
         recorder = RecordingDevice(piece.rank, piece.ranks)
-        engine = name if self._computes(piece.header) else recorder.engine
+        engine = name if self._computes else recorder.engine
         handle, prepare_ms = prepared(piece, recorder, engine, self.device)
         took = self._best(handle, self.clock)
         return {phase: Timed(took[phase].host, prepare_ms[phase]) for phase in PHASES}
 
     def _say_recorded(self, header: Header) -> None:
-        if not self._computes(header):
+        if not self._computes:
             self.skip(
                 "ms, tflops, bare_ms, share, exposed_ms: there is no GPU, a rank's host alone is measured"
             )
@@ -174,7 +175,7 @@ class Bench:
 
     def _best(self, handle: PlanHandle, clock: Meter[Took]) -> dict[str, Took]:
         header = handle.slice.header
-        rows = Rows.of(header, handle.rows, self.device, self._computes(header))
+        rows = Rows.of(header, handle.rows, self.device, self._computes)
         return best(planned(handle), rows, clock, self.repeats)
 
     # --- real

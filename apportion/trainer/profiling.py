@@ -8,13 +8,13 @@ from apportion.trainer.attention import Communicator
 from apportion.trainer.selftest import process_group
 
 
-def run(quick: bool, name: str, progress: Progress | None = None) -> Hardware | None:
+def run(quick: bool, name: str, progress: Progress | None = None, engine: str = "flash") -> Hardware | None:
     """The hardware on rank 0, None on the others. Links are measured where torchrun started several ranks, and stay
-    the assumed ones where there is one. Raises ConfigError, ExecutionError."""
+    the assumed ones where there is one. engine: as of `profile`. Raises ConfigError, ExecutionError."""
     with process_group() as device:
         ranks = Communicator()
         links = profile_links() if ranks.ranks > 1 else None
         if ranks.rank:
             return None
-        measured = profile(quick, progress, name=name, device=device)
+        measured = profile(quick, progress, name=name, device=device, engine=engine)
         return measured if links is None else with_links(measured, links)

@@ -1,18 +1,24 @@
 """Messages of rounds: which tiles travel together, and which lie ready."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from strategies import STRATEGIES, cluster
 
+from apportion.ir import text
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.isa import ALL_TO_ALL, PHASES, Op
+from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
 from apportion.ir.messages import find_messages
 from apportion.ir.model import Model
+from apportion.ir.plan import ProgramSet, Table
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.recipes import pipeline
 
+ROOT = Path(__file__).parents[1]
 MODEL = Model(4, 2, 8, dtype="fp32")
 
 
@@ -84,6 +90,17 @@ def test_what_every_rank_exchanges_is_staged():
     found, programs = staged(plan, "forward")
     assert (programs["instructions"]["mode"] == ALL_TO_ALL).any()
     assert found.staged.all()
+
+
+@pytest.mark.parametrize(("heads", "is_staged"), [((0, 1), False), ((1, 0), True), ((0,), True)])
+def test_home_rows_whose_heads_travel_in_another_order_are_staged(heads, is_staged):
+    plan = text.parse((ROOT / "plans" / "q_moves.txt").read_text())
+    programs = plan.programs["default", "forward"].rank(2)  # sends its queries, to both others
+    table = programs["operands"]
+    named = {**table.columns, "heads": (table["tensor"] == Tensor.Q).astype(np.int64)}
+    programs = ProgramSet({**programs.tables, "operands": Table(table.ptr, named)})
+    found = find_messages(programs, replace(plan.header, head_sets=(heads,)))
+    assert set(found.staged[found.send].tolist()) == {is_staged}
 
 
 def test_a_plan_without_rounds_has_no_messages():

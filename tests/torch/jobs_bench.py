@@ -20,5 +20,5 @@ def bench_of(comm, engines, kernels=(), skip=lambda why: None, clock=two_ms):
 
 def rows(comm, plan, engines, computes=True):
     """Rows as plain data; computes: as if the CPU were a GPU."""
-    with mock.patch.object(bench, "obstacle", return_value=None) if computes else mock.MagicMock():
+    with mock.patch.object(bench, "device_obstacle", return_value=None) if computes else mock.MagicMock():
         return [asdict(row) for row in bench_of(comm, engines).measure(plan)]

@@ -2,7 +2,11 @@
 
 from dataclasses import astuple
 
-from apportion.backends.torch.profile import profile_links
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from apportion.backends.torch.profile import Effort, profile, profile_links
+from apportion.ir.isa import Tensor as Name
 
 
 def links(comm, sizes, node):
@@ -14,3 +18,38 @@ def links(comm, sizes, node):
 def both_links(comm, sizes, node):
     found = profile_links(comm._groups[0], node, sizes, runs=2)
     return found.intra and astuple(found.intra), found.inter and astuple(found.inter), found.ranks_per_node
+
+
+def lone_task(comm):
+    """Largest errors of O, dQ and dKV of one task whose queries see keys up to 25 rows behind them and 3 ahead."""
+    from apportion.backends.torch.stage.lone import Shape, lone_task
+
+    rows, keys, generator = 40, 24, torch.Generator().manual_seed(0)
+    q, do = (torch.randn(rows, 4, 16, generator=generator) for _ in range(2))
+    k, v = (torch.randn(keys, 2, 16, generator=generator) for _ in range(2))
+    diagonal = torch.arange(rows)[:, None] - torch.arange(keys)
+    seen = (diagonal >= -3) & (diagonal <= 25)  # all rows see a key
+    leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    heads_first = (tensor.transpose(0, 1) for tensor in leaves)
+    out = scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True).transpose(0, 1)
+    grads = torch.autograd.grad(out, leaves, do.double())
+
+    runs = lone_task(q, k, v, do, Shape(rows, keys, -3, 25))
+    forward, backward = (run.__self__.memory for run in runs)
+    o, lse = forward.home_arrays(Name.O)
+    o.zero_(), lse.fill_(float("-inf"))
+    runs[0]()
+    (delta,) = backward.home_arrays(Name.DELTA)
+    delta.copy_(torch.stack([lse, (o * do).sum(-1)], -1))
+    (dq,), (dkv,) = backward.home_arrays(Name.DQ), backward.home_arrays(Name.DKV)
+    dq.zero_(), dkv.zero_()
+    runs[1]()
+    pairs = ((o, out), (dq, grads[0]), (dkv[:keys], torch.cat(grads[1:], -1)))
+    return [float((got - right).abs().max()) for got, right in pairs]
+
+
+def stage_profile(comm):
+    """The grid of a small profile of the stage engine, and what it says of itself."""
+    effort = Effort((16, 32), 2, 1, 16, "fp32", sweeps=1, least=1, most=1)
+    found = profile(device="cpu", effort=effort, engine="stage")
+    return found.backward.full, found.backward.source

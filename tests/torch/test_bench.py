@@ -42,7 +42,7 @@ def run(capsys):
 @pytest.fixture
 def computing(monkeypatch):
     """The CPU takes the GPU's place."""
-    monkeypatch.setattr(bench, "obstacle", lambda *_: None)
+    monkeypatch.setattr(bench, "device_obstacle", lambda *_: None)
 
 
 def plan_of(ranks, recipe="fcp", mask=None, model=MODEL):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apportion.backends.torch.profile import Effort, Line, Links, fit, profile, profile_links, with_links
-from apportion.ir.errors import ExecutionError
+from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.planner.cost import CostModel
@@ -31,6 +31,13 @@ def test_profile_says_where_and_when_it_was_taken(measured):
     assert hardware.measured.date.count("-") == 2
     assert not hardware.forward.assumed
     assert hardware.engine == "flash"
+
+
+def test_engines_that_cannot_be_timed_are_refused():
+    with pytest.raises(ConfigError, match=r"engine = .stage.: the stage kernels run on GPUs.*take flash"):
+        profile(device="cpu", effort=TINY, engine="stage")
+    with pytest.raises(UnknownNameError, match="did you mean stage"):
+        profile(device="cpu", effort=TINY, engine="stagee")
 
 
 def test_links_are_assumed_until_they_are_measured(measured):

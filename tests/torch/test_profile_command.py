@@ -19,7 +19,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     """What the profile finds, without the minute that it takes."""
     hardware = Hardware.load("a100")
 
-    def profile(quick: bool, progress: Any, *, name: str, device: Any) -> Hardware:
+    def profile(quick: bool, progress: Any, *, name: str, device: Any, engine: str) -> Hardware:
         for done in range(3):
             progress(done + 1, 3)
         return Hardware.from_data(hardware.to_data() | {"name": name})
@@ -36,6 +36,7 @@ def test_a_profile_is_a_hardware_file(
     record = json.loads(capsys.readouterr().out)
     written = Hardware.load(path)
     assert (written.name, written.forward) == ("mine", measured.forward)
+    assert record["engine"] == "flash"
     assert (record["file"], record["digest"]) == (str(path), written.digest())
     assert cli.main(["profile", "-o", str(path), "--name", "rack7"]) == 0
     assert "linear_tflops" in capsys.readouterr().out

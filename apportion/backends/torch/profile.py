@@ -5,7 +5,8 @@
     with_links(hardware, links)
 
 Times are the best of several runs. Grids hold what one task costs where the executor runs it: calls of the kernel
-and merging into the accumulator rows, so launch and tile times of their own are 0.
+and merging into the accumulator rows, so launch and tile times of their own are 0. Engine `flash` runs task by task in
+training too; `stage` does not, and a short task alone leaves most of a GPU idle that others would fill.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,12 @@ from torch import Tensor
 
 from apportion.backends.torch.arrays import accumulator_dtype
 from apportion.backends.torch.kernels import Band, Score, attend, attend_grad
+from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.chips import POST
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import ExecutionError
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.fields import choice
 from apportion.ir.hardware import Figure, Grid, Hardware, Measured
 from apportion.ir.version import __version__
 
@@ -39,7 +43,6 @@ Work = Callable[[], object]
 Progress = Callable[[int, int], None]
 Times = NDArray[np.float64]
 
-ENGINE = "flash"  # whose kernels `attend` and `attend_grad` are
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU_LINEAR, CUDA_LINEAR = 1024, 8192  # side of the square matrix product: large enough for full speed
 CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # of the copy: more than any cache
@@ -121,19 +124,21 @@ def profile(
     name: str = "profile",
     device: torch.device | str | None = None,
     effort: Effort | None = None,
+    engine: str = "flash",
 ) -> Hardware:
     """This machine's hardware, measured in one process.
 
     quick: a coarse grid. progress: called with (steps done, of how many). device: CUDA's current one where there is
-    one, else the CPU. effort: instead of `quick`. Links are assumed until `with_links`. Raises ConfigError where a
-    measurement makes no sense.
+    one, else the CPU. effort: instead of `quick`. engine: whose tasks are timed, one of `TASKS`. Links are assumed
+    until `with_links`. Raises ConfigError where a measurement makes no sense, UnknownNameError for another engine.
     """
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     effort = effort or Effort.of(on, quick)
+    _check_engine(engine, on)
     steps = Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + 3)
-    forward, backward = _grids(_Arena.of(on, effort), steps)
+    forward, backward = _grids(_Arena.of(on, effort), engine, steps)
     measured = Hardware(
-        name, device_name(on), ENGINE, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
+        name, device_name(on), engine, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
         effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
         steps.after(_memory_gbs(on, effort)), steps.after(_linear_tflops(on, effort)),
         steps.after(_rowop_us(on, effort)), POST, **_assumed_links(),
@@ -178,7 +183,7 @@ class _Arena:
     def device(self) -> torch.device:
         return self.queries[0].device
 
-    def task(self, rows: int, keys: int, causal: bool) -> tuple[Work, Work]:
+    def flash_task(self, rows: int, keys: int, causal: bool) -> tuple[Work, Work]:
         """Its forward and its backward, over fresh statistics."""
         q, do, dq = (tensor[:rows] for tensor in self.queries)
         k, v, dk, dv = (tensor[:keys] for tensor in self.keys)
@@ -190,6 +195,13 @@ class _Arena:
             lambda: attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, score),
         )
 
+    def stage_task(self, rows: int, keys: int, causal: bool) -> tuple[Work, Work]:
+        """Its forward and its backward, one launch and two."""
+        from apportion.backends.torch.stage.lone import Shape, lone_task
+
+        (q, do, _), (k, v, *_), band = self.queries, self.keys, self._band(rows, keys, causal)
+        return lone_task(q[:rows], k[:keys], v[:keys], do[:rows], Shape(rows, keys, band.dmin, band.dmax))
+
     def _band(self, rows: int, keys: int, causal: bool) -> Band:
         """All pairs, or all but the corner triangle of side min(rows, keys) - 1, as `Grid` says."""
         ratio = self.effort.q_heads // self.effort.kv_heads
@@ -197,7 +209,19 @@ class _Arena:
         return Band(min(0, rows - keys) if causal else -keys, rows, kv_of)
 
 
-def _grids(arena: _Arena, steps: Steps) -> tuple[Grid, Grid]:
+#: engine -> (arena, query rows, key rows, causal) -> forward and backward of one task
+TASKS: Mapping[str, Callable[[_Arena, int, int, bool], tuple[Work, Work]]] = MappingProxyType(
+    {"flash": _Arena.flash_task, "stage": _Arena.stage_task}
+)
+
+
+def _check_engine(name: str, device: torch.device) -> None:
+    why_not = device_obstacle(device) if choice("engine", name, TASKS) == "stage" else None
+    if why_not is not None:
+        raise ConfigError("engine", name, why_not, "take flash")
+
+
+def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
     """The best of several sweeps over all tasks: what disturbs one sweep at a place seldom disturbs the next."""
     axis = arena.effort.axis
     times = np.full((2, 2, len(axis), len(axis)), np.inf)  # phase, causal, rows, keys
@@ -206,15 +230,15 @@ def _grids(arena: _Arena, steps: Steps) -> tuple[Grid, Grid]:
         if sweep and time.monotonic() - begun > arena.effort.seconds:
             break
         for causal, (i, rows), (j, keys) in itertools.product((0, 1), enumerate(axis), enumerate(axis)):
-            works = arena.task(rows, keys, bool(causal))
+            works = TASKS[engine](arena, rows, keys, bool(causal))
             took = steps.after([_best_us(work, arena.device, arena.effort) for work in works])
             times[:, causal, i, j] = np.minimum(times[:, causal, i, j], took)
-    return _grid(*times[0]), _grid(*times[1])
+    return _grid(engine, *times[0]), _grid(engine, *times[1])
 
 
-def _grid(full: Times, causal: Times) -> Grid:
+def _grid(engine: str, full: Times, causal: Times) -> Grid:
     full, causal = _rising(full), _rising(np.minimum(causal, full))
-    source = "measured: the torch backend's kernels, one task a call"
+    source = f"measured: engine {engine} of the torch backend, one task a call"
     return Grid(_plain(full), _plain(causal), 0.0, 0.0, source)
 
 

@@ -7,8 +7,8 @@ from apportion.ir.model import Model
 
 
 def test_ranks_run_stage_kernels(interpreted):
-    batch, _ = Source().batch(2 * 32, 0)
-    plan = planned(Job(batch, cluster_of(2), Model(2, 1, 16, dtype="fp16"), "fcp"))
+    batch, _ = Source().batch(2 * 16, 0)
+    plan = planned(Job(batch, cluster_of(2), Model(2, 1, 16, dtype="fp16"), "allgather"))
     for rows in interpreted.run(jobs_bench.rows, 2, plan, ("stage",), False):
         assert [(row["phase"], row["host_ms"], row["ms"]) for row in rows] == [
             ("forward", 1.0, 2.0),

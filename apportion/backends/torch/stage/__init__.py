@@ -17,6 +17,11 @@ def obstacle(header: Header, device: torch.device) -> str | None:
     """Why these kernels do not serve plans of this header on a device; None where they do."""
     if header.dtype == "fp64":
         return "the stage kernels compute in float16, bfloat16 and float32"
+    return device_obstacle(device)
+
+
+def device_obstacle(device: torch.device) -> str | None:
+    """Why these kernels do not run on a device."""
     if importlib.util.find_spec("triton") is None:
         return "the stage kernels need Triton: pip install 'apportion[triton]'"
     if device.type == "cuda":

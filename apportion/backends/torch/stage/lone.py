@@ -1,0 +1,77 @@
+"""A task alone: a program of one instruction, with all its rows at home. For profiles, which time tasks one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from apportion.backends.interp import compile_program
+from apportion.backends.torch.arrays import DTYPES
+from apportion.backends.torch.executor import Layer
+from apportion.backends.torch.kernels import Score
+from apportion.backends.torch.memory import Buffer, Memory
+from apportion.backends.torch.recording import RecordingDevice
+from apportion.backends.torch.stage.machine import StageMachine
+from apportion.backends.torch.stage.program import load
+from apportion.ir.isa import KV_SIDE, TABLES, Op, Space
+from apportion.ir.isa import Tensor as Name
+from apportion.ir.plan import Header, ProgramSet, Table
+
+#: operands of a task, in the order of its list
+ENDS = {
+    Op.ATTEND: (Name.Q, Name.KV, Name.O),
+    Op.ATTEND_GRAD: (Name.Q, Name.KV, Name.DO, Name.DELTA, Name.DQ, Name.DKV),
+}
+
+
+class Shape(NamedTuple):
+    """Query rows, key rows, and the diagonals between which a pair is seen."""
+
+    rows: int
+    keys: int
+    dmin: int
+    dmax: int
+
+
+def lone_task(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, shape: Shape
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What computes a task, forward and backward, on uninitialised accumulators.
+
+    q [rows, Hq, D], k [keys, Hk, D], v [keys, Hk, Dv], do [rows, Hq, Dv].
+    """
+    given = {Name.Q: (q,), Name.KV: (k, v), Name.DO: (do,)}
+    dtype = next(name for name, held in DTYPES.items() if held == q.dtype)
+    widths = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+    header = Header(1, ("default",), "", 0, "attention", ("attention",), (), *widths, dtype)
+    forward, backward = (_machine(header, op, given, shape).run for op in ENDS)
+    return forward, backward
+
+
+def _machine(header: Header, op: Op, given: dict[Name, tuple[Tensor, ...]], shape: Shape) -> StageMachine:
+    columns, device = _columns(op, shape), given[Name.Q][0].device
+    rows = max(shape.rows, shape.keys)
+    loaded = load(columns, compile_program(columns, header), device, rows, 0)
+    memory = Memory(loaded.arenas, rows, given, Buffer(loaded.arenas.size, device))
+    return StageMachine(loaded, memory, Layer(Score(header.head_dim**-0.5)), RecordingDevice(0, 1))
+
+
+def _columns(op: Op, shape: Shape) -> ProgramSet:
+    ends = ENDS[op]
+    rows = [shape.keys if name in KV_SIDE else shape.rows for name in ends]
+    operands = [(int(name), int(Space.HOME), 0, count, 0, 0) for name, count in zip(ends, rows, strict=True)]
+    task = (*range(1, len(ends) + 1), shape.dmin, shape.dmax, 0)
+    lists: dict[str, list[tuple[int, ...]]] = {
+        "operands": [(0,) * 6, *operands],
+        "instructions": [(int(op), 0, 0, 0, 1)],
+        "tasks" if op == Op.ATTEND else "grads": [task],
+    }
+    return ProgramSet({name: _table(names, lists.get(name, [])) for name, names in TABLES.items()})
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[int]]) -> Table:
+    columns = np.array(rows, np.int64).reshape(-1, len(names)).T
+    return Table(np.array([0, len(rows)]), dict(zip(names, columns, strict=True)))

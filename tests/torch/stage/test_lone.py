@@ -1,0 +1,14 @@
+"""Tasks of the stage engine one by one, as a profile times them."""
+
+import jobs_profile
+
+
+def test_a_lone_task_is_attention(interpreted):
+    (errors,) = interpreted.run(jobs_profile.lone_task, 1)
+    assert max(errors) < 1e-5
+
+
+def test_a_profile_times_the_stage_engine(interpreted):
+    ((grid, source),) = interpreted.run(jobs_profile.stage_profile, 1)
+    assert 0 < grid[0][0] <= grid[1][1]
+    assert source == "measured: engine stage of the torch backend, one task a call"
