@@ -51,15 +51,25 @@ def profile(
     if measured is None:  # another rank writes
         return
     files.write(output, json.dumps(measured.to_data(), indent=1).encode() + b"\n")
-    record = _record(measured, output, engine)
+    record = _record(measured, output)
     emit(record, as_json, lambda: _text(record))
 
 
-def _record(hardware: Hardware, output: Path, engine: str) -> dict[str, Any]:
+def _record(hardware: Hardware, output: Path) -> dict[str, Any]:
     data = hardware.to_data()
-    names = ("name", "device", "dtype", "axis", "q_heads", "kv_heads", "head_dim", "figures", "measured")
-    held = {"file": str(output), "digest": hardware.digest(), "engine": engine}
-    return held | {key: data[key] for key in names}
+    names = (
+        "name",
+        "device",
+        "engine",
+        "dtype",
+        "axis",
+        "q_heads",
+        "kv_heads",
+        "head_dim",
+        "figures",
+        "measured",
+    )
+    return {"file": str(output), "digest": hardware.digest(), **{key: data[key] for key in names}}
 
 
 def _text(record: dict[str, Any]) -> str:
@@ -67,6 +77,9 @@ def _text(record: dict[str, Any]) -> str:
         f"  {name:<18}{figure['value']:>12g}  {figure['source']}{' (assumed)' if figure['assumed'] else ''}"
         for name, figure in record["figures"].items()
     )
-    axis, what = record["axis"], f"engine {record['engine']}, {record['dtype']}"
-    head = f"{record['file']}: {record['device']}, {what}, grids of {axis[0]} to {axis[-1]} rows"
+    axis = record["axis"]
+    head = (
+        f"{record['file']}: {record['device']}, engine {record['engine']}, grids of {axis[0]} to {axis[-1]} rows, "
+        f"{record['dtype']}"
+    )
     return "\n".join([head, *figures])

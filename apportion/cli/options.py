@@ -32,8 +32,8 @@ HardwareName = Annotated[
     str | None,
     typer.Option(
         "--hardware",
-        help="Kernel times and links: a built-in name (h100, h200, a100, a800, h20) or a file of "
-        "`apportion profile`.",
+        help="Kernel times and links: a built-in name (h100, h200, a100, a800, h20, each also as "
+        "NAME-stage, with the kernels of the engine of that name) or a file of `apportion profile`.",
         metavar="NAME|H.json",
     ),
 ]

@@ -19,12 +19,15 @@ MIXED = 0.15, 0.85  # shares of work in a cell, between which it is drawn as par
 
 
 def headline(found: Simulation) -> str:
-    """The whole simulation in two lines."""
+    """The whole simulation in three lines."""
+    busiest = found.busiest
     return (
         f"recipe {found.plan.header.recipe} on {found.plan.header.ranks} ranks, hardware {found.hardware}: forward "
         f"{found.forward_ms:.3f} ms, backward {found.backward_ms:.3f} ms\n{100 * found.efficiency:.1f} % of the time "
         f"is what balanced work without communication needs; the rank that waits longest waits "
-        f"{found.exposed_ms:.3f} ms"
+        f"{found.exposed_ms:.3f} ms\nthe busiest rank, {busiest['rank']}, starts "
+        f"{count(busiest['launches'], 'kernel')} for {count(busiest['instructions'], 'instruction')} and posts "
+        f"{count(busiest['messages'], 'message')} in {count(busiest['rounds'], 'round')}"
     )
 
 

@@ -14,6 +14,9 @@ of its best at 512, 1024, 2048 and 4096 tokens (430, 517, 566, 590 of 621 TFLOP/
 documents of 512 tokens reach a quarter of peak on the H100, as varlen kernels do in FCP, section 3.1 and Figure 3
 (which Hopper chip that was is not said; the H20, with more bandwidth for its FLOPs, reaches 46 % by this model).
 
+Chips come with two engines: the flash kernels of the model above, and as NAME-stage the kernels in Triton of the engine
+that runs an instruction at once, which reach a part of them.
+
 Tasks of an instruction are one launch, so waves over multiprocessors are no part of a task's time: an
 instruction's launch and its longest chain of steps (`Grid.tile_us`) are.
 """
@@ -21,7 +24,7 @@ instruction's launch and its longest chain of steps (`Grid.tile_us`) are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -43,6 +46,7 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 LAUNCH = Figure(5.0, "CUDA kernel launch and drain on a busy stream, a few microseconds", True)
 ROWOP = Figure(5.0, "one small CUDA kernel, as a launch of attention", True)
+POST = Figure(1.0, "NCCL group of sends and receives, a microsecond an operation", True)
 LATENCY = Figure(2.5, "gives 25 % of peak at causal 512 on the H100: FCP, section 3.1 and Figure 3", True)
 INTRA_LATENCY = Figure(5.0, "NCCL send and receive over NVLink, small message", True)
 INTER_LATENCY = Figure(10.0, "NCCL send and receive over InfiniBand or RoCE, small message", True)
@@ -51,7 +55,8 @@ INTER_LATENCY = Figure(10.0, "NCCL send and receive over InfiniBand or RoCE, sma
 @dataclass(frozen=True)
 class Chip:
     """What the kernel model and the links are made from. peak_tflops: dense bf16; forward, backward: the fraction
-    of it that long attention reaches; linear: that linear layers reach; inter_gbs: of one NIC."""
+    of it that long attention reaches by kernels of the engine; linear: that linear layers reach; inter_gbs: of one
+    NIC."""
 
     name: str
     device: str
@@ -65,6 +70,7 @@ class Chip:
     intra_gbs: Figure
     inter_gbs: Figure
     nics_per_node: Figure
+    engine: str = "flash"
 
 
 _H100_SHEET = "NVIDIA H100 data sheet, SXM5"
@@ -89,7 +95,7 @@ def _like(figure: Figure, why: str) -> Figure:
     return Figure(figure.value, f"{why}; {figure.source}", True)
 
 
-CHIPS: Mapping[str, Chip] = MappingProxyType(
+_FLASH: Mapping[str, Chip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
@@ -168,6 +174,36 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
 )
 
 
+_HOPPER, _AMPERE = ("h100", "h200", "h20"), ("a100", "a800")
+#: chip -> what Triton reaches there of the flash kernel that the chip is listed with, forward and backward
+_TRITON = {
+    **dict.fromkeys(_HOPPER, (0.65, 0.55, "Triton on Hopper, assumed to reach {:g} of FlashAttention-3")),
+    **dict.fromkeys(_AMPERE, (0.95, 0.85, "Triton on A100, assumed to reach {:g} of FlashAttention-2")),
+}
+
+
+def _stage(chip: Chip) -> Chip:
+    """The chip under the engine that runs all tasks of an instruction in one kernel of its own, written in Triton."""
+    forward, backward, why = _TRITON[chip.name]
+    return replace(
+        chip,
+        name=f"{chip.name}-stage",
+        forward=_part(forward, chip.forward, f"{why}, {chip.name}"),
+        backward=_part(backward, chip.backward, f"{why}, {chip.name}"),
+        engine="stage",
+    )
+
+
+def _part(share: float, figure: Figure, why: str) -> Figure:
+    """A part of a figure, assumed."""
+    return Figure(round(share * figure.value, 4), f"{why.format(share)}: {figure.value:g}", True)
+
+
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {**_FLASH, **{f"{name}-stage": _stage(chip) for name, chip in _FLASH.items()}}
+)
+
+
 @dataclass(frozen=True)
 class Side:
     """Queries or keys of a task: bf16 rows moved for each row at the start of its tile, whether the tile is what a
@@ -200,10 +236,10 @@ def hardware_of(chip: Chip) -> Hardware:
         True,
     )
     return Hardware(
-        chip.name, chip.device, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM,
+        chip.name, chip.device, chip.engine, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM,
         _grid(chip, chip.forward, FORWARD_PRODUCTS, Side(2, True, 2), Side(0, False, 2)),
         _grid(chip, chip.backward, BACKWARD_PRODUCTS, Side(5, False, 3), Side(4, True, 4)),
-        chip.memory_gib, chip.memory_gbs, linear, ROWOP,
+        chip.memory_gib, chip.memory_gbs, linear, ROWOP, POST,
         chip.intra_gbs, chip.inter_gbs, chip.nics_per_node, INTRA_LATENCY, INTER_LATENCY,
     )  # fmt: skip
 

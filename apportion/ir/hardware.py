@@ -31,6 +31,9 @@ from apportion.ir.model import ELEMENT_BYTES
 Rows = tuple[tuple[float, ...], ...]
 
 VERSION = 1
+#: engines of executors that grids can be of: all tasks of an instruction in one kernel, a flash kernel of a library for
+#: each task, plain matrix products
+ENGINES = ("stage", "flash", "plain")
 MAX_AXIS = 64  # points of a grid's axis
 MAX_ROWS = 2**20  # of the largest task on the axis
 MAX_FILE_BYTES = 2**22  # four grids of 64 x 64 times are some 300 KB
@@ -74,10 +77,10 @@ class Figure:
 class Grid:
     """Microseconds of one attention task inside an instruction, of one phase.
 
-    full, causal: [axis][axis], rows of queries by rows of keys. Of rows x keys pairs, `causal` allows all but
-    the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows - keys)). No time falls along an axis
-    and none in `causal` exceeds that in `full`.
-    launch_us: once an instruction. tile_us: one kernel tile on one multiprocessor, of which an instruction's
+    full, causal: [axis][axis], rows of queries by rows of keys, each result written once in the dtype of the grids. Of
+    rows x keys pairs, `causal` allows all but the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows -
+    keys)). No time falls along an axis and none in `causal` exceeds that in `full`.
+    launch_us: once a kernel. tile_us: one kernel tile on one multiprocessor, of which an instruction's
     longest chain is made; 0 where the grids hold it already.
     """
 
@@ -132,15 +135,18 @@ class Measured:
 class Hardware:
     """One kind of rank and its links.
 
-    axis: rows of the grids' points, rising, for queries and for keys. tile: rows of queries and of keys are
+    engine: whose kernels the grids are of, see `ENGINES`. axis: rows of the grids' points, rising, for queries and for
+    keys. tile: rows of queries and of keys are
     rounded up to multiples of it. q_heads, kv_heads, head_dim, dtype: what the grids were taken with.
     memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s. linear_tflops: achieved by linear layers, 1e12
-    FLOP/s. rowop_us: what an instruction on rows (copy, merge, add, ...) costs besides its bytes.
+    FLOP/s. rowop_us: what a kernel on rows (copy, merge, add, pack, ...) costs besides its bytes. post_us: what a
+    message costs to post, before any transfer of its round is complete.
     Make one with `load`, `from_data` or a profile: these check it.
     """
 
     name: str
     device: str
+    engine: str
     dtype: str
     axis: tuple[int, ...]
     tile: int
@@ -153,6 +159,7 @@ class Hardware:
     memory_gbs: Figure
     linear_tflops: Figure
     rowop_us: Figure
+    post_us: Figure
     intra_gbs: Figure
     inter_gbs: Figure
     nics_per_node: Figure
@@ -252,7 +259,7 @@ class Hardware:
 
 
 _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
-_PLAIN = ("name", "device", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
+_PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
 _POSITIVE = frozenset({"memory_gib", "memory_gbs", "linear_tflops", "intra_gbs", "inter_gbs"})
 
 
@@ -266,12 +273,14 @@ def _loaded(path: Path) -> Any:
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
     name("hardware.name", data["name"])
+    choice("hardware.engine", data["engine"], ENGINES)
     choice("hardware.dtype", data["dtype"], ELEMENT_BYTES)
     heads = integer("hardware.q_heads", data["q_heads"], 1, 2**16)
     kv_heads = integer("hardware.kv_heads", data["kv_heads"], 1, heads)
     return {
         "name": data["name"],
         "device": _text("hardware.device", data["device"]),
+        "engine": data["engine"],
         "dtype": data["dtype"],
         "tile": integer("hardware.tile", data["tile"], 1, 2**12),
         "q_heads": heads,

@@ -13,12 +13,18 @@ buffer when the round is launched, and out of one when it was waited for. Execut
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, Op, Space, Tensor
+from apportion.ir.jit import jit, lean
 from apportion.ir.model import ELEMENT_BYTES
 from apportion.ir.plan import Header, Ints, ProgramSet
+from apportion.ir.sorting import stable_order
+
+Bools = NDArray[np.bool_]
 
 #: where each part of a message starts
 ALIGNMENT = 16
@@ -41,75 +47,143 @@ class Messages:
     of: Ints
     instruction: Ints
     peer: Ints
-    send: Ints
-    staged: Ints
+    send: Bools
+    staged: Bools
 
     def __len__(self) -> int:
         return len(self.peer)
 
 
+class Groups(NamedTuple):
+    """Transfers by message, these in the order of their first tiles. of: int32 [transfers], the message of each; first:
+    int32 [messages], a message's first transfer; staged: bool [messages]."""
+
+    of: Ints
+    first: Ints
+    staged: Bools
+
+
+class _Memory(NamedTuple):
+    """Where operands lie. tensor, space, row, rows, heads: int64 [operands]. columns, row_bytes: int64 [tensors, none
+    and head sets], what a row of an operand takes; width: int64 [ranks, tensors, spaces], head columns of the array
+    that holds them, 0 where there are several arrays."""
+
+    tensor: Ints
+    space: Ints
+    row: Ints
+    rows: Ints
+    heads: Ints
+    columns: Ints
+    row_bytes: Ints
+    width: Ints
+
+
+class _Lists(NamedTuple):
+    """Launches and their transfers, rank after rank. tiles, rank, first: int64 [launches], how many, and where the
+    operands of the rank begin; swapped: bool [launches], whether it is an all-to-all; send, peer, operand: int64
+    [transfers]."""
+
+    tiles: Ints
+    rank: Ints
+    first: Ints
+    swapped: Bools
+    send: Ints
+    peer: Ints
+    operand: Ints
+
+
 def find_messages(programs: ProgramSet, header: Header) -> Messages:
     """The messages of the programs of one rank, or of many."""
-    table, instructions = programs["transfers"], programs["instructions"]
+    groups, table = group_tiles(programs, header), programs["transfers"]
+    launches, count = _launches(programs)
+    at = np.repeat(launches, count)[groups.first]
+    send, peer = (table[name][groups.first].astype(np.int64) for name in ("send", "peer"))
+    order = stable_order((at * 2 + send) * header.ranks + peer)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return Messages(number[groups.of], at[order], peer[order], send[order] == 1, groups.staged[order])
+
+
+def group_tiles(programs: ProgramSet, header: Header) -> Groups:
+    """As `find_messages`, without order."""
+    return Groups(*_group(_lists(programs), _memory(programs, header), header.ranks))
+
+
+def _lists(programs: ProgramSet) -> _Lists:
+    launches, count = _launches(programs)
+    instructions, table = programs["instructions"], programs["transfers"]
+    rank = instructions.rank_of_row()[launches]
+    swapped = instructions["mode"][launches] == ALL_TO_ALL
+    send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
+    return _Lists(
+        count, rank, programs["operands"].ptr.astype(np.int64, copy=False)[rank], swapped, send, peer, operand
+    )
+
+
+def _launches(programs: ProgramSet) -> tuple[Ints, Ints]:
+    """int64 [launches]: the launch instructions, and the transfers of each."""
+    instructions = programs["instructions"]
     launches = np.flatnonzero(instructions["op"] == Op.LAUNCH)
-    launch = np.repeat(launches, instructions["count"][launches])
-    key = (launch * 2 + table["send"]) * header.ranks + table["peer"].astype(np.int64)
-    keys, first, of = np.unique(key, return_index=True, return_inverse=True)
-    staged = np.zeros(len(keys), bool)
-    np.logical_or.at(staged, of, ~_lies_ready(programs, header))
-    order = np.argsort(of, kind="stable")
-    inside = of[order[1:]] == of[order[:-1]]
-    staged[of[order[1:]][inside & _is_apart(programs, header, order)]] = True
-    at = launch[first]
-    staged |= instructions["mode"][at] == ALL_TO_ALL
-    return Messages(of, at, table["peer"][first].astype(np.int64), table["send"][first] == 1, staged)
+    return launches, instructions.wide("count")[launches]
 
 
-def _operand_of(programs: ProgramSet) -> Ints:
-    """int64 [transfers]: the operand of each, counted over the operands of all ranks."""
-    first = np.repeat(programs["operands"].ptr[:-1], np.diff(programs["transfers"].ptr))
-    return programs["transfers"]["operand"] + first
+@jit
+def _group(lists: _Lists, memory: _Memory, ranks: int) -> tuple[Ints, Ints, Bools]:
+    """Launch after launch; to each peer, and from it, a launch has one message."""
+    size = len(lists.send)
+    of, first, staged = np.empty(size, np.int32), np.empty(size, np.int32), np.zeros(size, np.bool_)
+    newest, last = np.full(2 * ranks, -1), np.zeros(2 * ranks, np.int64)
+    found = tile = 0
+    for launch in range(len(lists.tiles)):
+        begin = found
+        for _ in range(lists.tiles[launch]):
+            end = lists.send[tile] * ranks + lists.peer[tile]
+            at = lists.first[launch] + lists.operand[tile]
+            number = newest[end]
+            starts = number < begin
+            if starts:
+                number, newest[end], first[found] = found, found, tile
+                staged[number] = lists.swapped[launch]
+                found += 1
+            if not staged[number]:
+                whole = _is_whole(memory, lists.rank[launch], at)
+                staged[number] = not (whole and (starts or _follows(memory, last[end], at)))
+            last[end], of[tile] = at, number
+            tile += 1
+    return of, first[:found], staged[:found]
 
 
-def _lies_ready(programs: ProgramSet, header: Header) -> Ints:
-    """bool [transfers]: whether the operand is one piece of memory: all the columns of one array."""
-    found, at = programs["operands"], _operand_of(programs)
-    tensor, space, heads = (found[name][at].astype(np.int64) for name in ("tensor", "space", "heads"))
-    ready: Ints = _IS_ONE[tensor, space] & (
-        _columns(header, tensor, heads) == _width(programs, header, tensor, space)
+@lean
+def _is_whole(memory: _Memory, rank: int, at: int) -> bool:
+    """Whether an operand has all the columns of one array."""
+    tensor = memory.tensor[at]
+    return bool(memory.columns[tensor, memory.heads[at]] == memory.width[rank, tensor, memory.space[at]])
+
+
+@lean
+def _follows(memory: _Memory, before: int, at: int) -> bool:
+    """Whether one operand lies right behind another in memory, as in a message."""
+    tensor, rows = memory.tensor[at], memory.rows[before]
+    if tensor != memory.tensor[before] or memory.space[at] != memory.space[before]:
+        return False
+    row_bytes = memory.row_bytes[tensor, memory.heads[before]]
+    return bool(memory.row[at] == memory.row[before] + rows and rows * row_bytes % ALIGNMENT == 0)
+
+
+def _memory(programs: ProgramSet, header: Header) -> _Memory:
+    operands, arenas = programs["operands"], programs["arenas"]
+    sets = [len(members) for members in header.head_sets]
+    columns = np.where(_IS_KV[:, None], [header.kv_heads, *sets], [header.q_heads, *sets])
+    columns[_IS_HEADLESS] = 1
+    width = np.zeros((programs.ranks, len(Tensor), len(Space)), np.int64)
+    width[:, :, Space.HOME] = columns[:, 0]
+    width[arenas.rank_of_row(), arenas["tensor"], Space.WORK] = arenas["heads"]
+    width[:, _IS_HEADLESS] = 1
+    tensor, space, row, rows, heads = (
+        operands.wide(name) for name in ("tensor", "space", "row", "rows", "heads")
     )
-    return ready
-
-
-def _columns(header: Header, tensor: Ints, heads: Ints) -> Ints:
-    """int64 [n]: head columns of operands."""
-    sizes = np.array([0, *map(len, header.head_sets)])
-    whole = np.where(_IS_KV[tensor], header.kv_heads, header.q_heads)
-    return np.where(_IS_HEADLESS[tensor], 1, np.where(heads == 0, whole, sizes[heads]))
-
-
-def _width(programs: ProgramSet, header: Header, tensor: Ints, space: Ints) -> Ints:
-    """int64 [transfers]: head columns of the array that holds the operand."""
-    arenas = programs["arenas"]
-    work = np.zeros((programs.ranks, len(Tensor)), np.int64)
-    work[arenas.rank_of_row(), arenas["tensor"]] = arenas["heads"]
-    held = work[programs["transfers"].rank_of_row(), tensor]
-    home = _columns(header, tensor, np.zeros_like(tensor))
-    return np.where(_IS_HEADLESS[tensor], 1, np.where(space == Space.WORK, held, home))
-
-
-def _is_apart(programs: ProgramSet, header: Header, order: Ints) -> Ints:
-    """bool [transfers - 1]: whether a transfer of a message does not lie right behind the one before it."""
-    at = _operand_of(programs)[order]
-    found = programs["operands"]
-    tensor, space, row, rows = (
-        found[name][at].astype(np.int64) for name in ("tensor", "space", "row", "rows")
-    )
-    follows = (tensor[1:] == tensor[:-1]) & (space[1:] == space[:-1]) & (row[1:] == row[:-1] + rows[:-1])
-    heads = _columns(header, tensor, found["heads"][at].astype(np.int64))
-    fills = (rows * heads * _number_bytes(header)[tensor] % ALIGNMENT == 0)[:-1]
-    apart: Ints = ~(follows & fills)
-    return apart
+    row_bytes = columns * _number_bytes(header)[:, None]
+    return _Memory(tensor, space, row, rows, heads, columns, row_bytes, width * _IS_ONE)
 
 
 def _number_bytes(header: Header) -> Ints:

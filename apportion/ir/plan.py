@@ -50,6 +50,10 @@ class Table:
     def __getitem__(self, name: str) -> Ints:
         return self.columns[name]
 
+    def wide(self, name: str) -> NDArray[np.int64]:
+        """A column as int64, whatever it is kept in."""
+        return self.columns[name].astype(np.int64, copy=False)
+
     @property
     def ranks(self) -> int:
         return len(self.ptr) - 1

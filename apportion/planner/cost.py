@@ -213,7 +213,7 @@ class CostModel:
         return np.asarray(np.asarray(pairs, np.float64) * q_heads * a_pair)
 
     def launch_us(self, phase: str) -> float:
-        """Once an attend or attend_grad instruction: its tasks are one launch, as in varlen kernels."""
+        """Once a kernel of an attend or attend_grad instruction: its tasks are one launch, as in varlen kernels."""
         return self.hardware.grid(phase).launch_us
 
     def chain_us(self, phase: str, q_rows: Count, kv_rows: Count) -> Floats:
@@ -223,12 +223,19 @@ class CostModel:
         tiles = -(-walked // self.hardware.tile)
         return np.asarray(tiles * (self.hardware.grid(phase).tile_us * self._dims(phase)))
 
+    def moved_us(self, moved_bytes: Count) -> Floats:
+        """float64: reading and writing that many bytes in all."""
+        return np.asarray(np.asarray(moved_bytes) / (self.hardware.memory_gbs.value * 1e3))
+
     def rowop_us(self, moved_bytes: Count) -> Floats:
-        """float64: an instruction on rows (copy, merge, add, clear, delta, finish) that reads and writes that many
-        bytes in all: bound by memory."""
-        return np.asarray(
-            self.hardware.rowop_us.value + np.asarray(moved_bytes) / (self.hardware.memory_gbs.value * 1e3)
-        )
+        """float64: a kernel on rows (copy, merge, add, clear, delta, finish, pack, unpack, cast) that reads and writes
+        that many bytes in all: bound by memory."""
+        return np.asarray(self.hardware.rowop_us.value + self.moved_us(moved_bytes))
+
+    @property
+    def post_us(self) -> float:
+        """Of each message of a round, before any of its transfers is complete."""
+        return self.hardware.post_us.value
 
     def linear_us(self, tokens: Count) -> Floats:
         """float64: the linear layers of one layer, forward, of that many tokens: 2 FLOPs a parameter and token."""

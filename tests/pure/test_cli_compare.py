@@ -215,6 +215,7 @@ def test_simulate_draws_ranks_and_tells_the_critical_path(run: Cli, plan_file: P
     assert result.code == 0
     assert all(f"default {phase}:" in result.out for phase in ("forward", "backward"))
     assert result.out.count("critical path: ") == 2
+    assert re.search(r"the busiest rank, \d, starts \d+ kernels for \d+ instructions and posts", result.out)
     assert result.out.count("█") > 50
     one = run("simulate", plan_file, "--ranks", 1, "--steps", 2).out
     assert "and 3 ranks that wait less" in one
@@ -229,6 +230,7 @@ def test_simulate_json_has_every_run(run: Cli, plan_file: Path) -> None:
     ]
     assert record["forward_ms"] > 0
     assert record["hardware"] == "h100"
+    assert set(record["busiest"]) == {"rank", "instructions", "launches", "messages", "rounds"}
     assert all("spans" in item for item in record["runs"])
     lean = run("simulate", plan_file, "--json", "--no-spans").json
     assert not any("spans" in item for item in lean["runs"])
@@ -300,7 +302,8 @@ def test_a_profile_needs_torch_and_a_place_to_write(run: Cli, monkeypatch: pytes
 
 
 def test_a_profile_is_shown_with_its_sources(tmp_path: Path) -> None:
-    record = profiling._record(Hardware.load("h100"), tmp_path / "mine.json", "flash")
+    record = profiling._record(Hardware.load("h100"), tmp_path / "mine.json")
     text = profiling._text(record)
+    assert "engine flash" in text
     assert "linear_tflops" in text
     assert "(assumed)" in text

@@ -324,13 +324,30 @@ def test_built_in_hardware_is_sourced(name: str) -> None:
 
 
 def test_built_in_names_and_links() -> None:
-    assert BUILTIN == ("h100", "h200", "a100", "a800", "h20")
+    chips = ("h100", "h200", "a100", "a800", "h20")
+    assert list(BUILTIN) == [*chips, *(f"{name}-stage" for name in chips)]
+    job = json.loads((SCHEMA.parent / "job.schema.json").read_text())
+    assert job["properties"]["hardware"]["anyOf"][1]["enum"] == list(BUILTIN)
     assert H100.cluster(2, 8).to_data() == Cluster(2, 8).to_data()
     assert not H100.intra_gbs.assumed
     assert H100.inter_latency_us.assumed
     assert all(figure.assumed for figure in (Hardware.load("h20").inter_gbs, Hardware.load("h20").memory_gbs))
     ratio = 148e3 / (Hardware.load("h20").inter_gbs.value)  # FCP, Table 1: GPU-X
     assert ratio == pytest.approx(5920)
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "h20", "a100", "a800"])
+def test_stage_kernels_reach_a_part_of_flash_kernels_and_all_else_is_equal(name: str) -> None:
+    flash, stage = Hardware.load(name), Hardware.load(f"{name}-stage")
+    assert (flash.engine, stage.engine) == ("flash", "stage")
+    assert stage.figures() == flash.figures()
+    parts = (0.65, 0.55) if name[0] == "h" else (0.95, 0.85)
+    for phase, part in zip(PHASES, parts, strict=True):
+        us = [float(LLAMA_COST[other.name].ideal_us(phase, 10**6, 64)) for other in (flash, stage)]
+        assert us[0] / us[1] == pytest.approx(part, rel=0.01)
+        assert stage.grid(phase).assumed
+        assert "Triton" in stage.grid(phase).source
+    assert stage.digest() != flash.digest()
 
 
 def test_digest_is_of_the_figures_alone() -> None:
@@ -411,6 +428,8 @@ REFUSED = [
     (changed(name="a b"), "hardware.name"),
     (changed(device=""), "hardware.device"),
     (changed(device="x" * 1000), "hardware.device"),
+    (without("engine"), "hardware.engine"),
+    (changed(engine="fast"), "hardware.engine"),
     (changed(dtype="fp8"), "hardware.dtype"),
     (changed(tile=0), "hardware.tile"),
     (changed(kv_heads=5), "hardware.kv_heads"),
@@ -425,6 +444,7 @@ REFUSED = [
     (in_figures("memory_gbs", value=0), "hardware.figures.memory_gbs.value"),
     (in_figures("memory_gbs", value=1e-300), "hardware.figures.memory_gbs.value"),
     (in_figures("rowop_us", value=1e300), "hardware.figures.rowop_us.value"),
+    (in_figures("post_us", value=-1), "hardware.figures.post_us.value"),
     (in_figures("memory_gbs", value=float("nan")), "hardware.figures.memory_gbs.value"),
     (in_figures("intra_gbs", value="450"), "hardware.figures.intra_gbs.value"),
     (in_figures("intra_latency_us", value=-1), "hardware.figures.intra_latency_us.value"),
@@ -469,7 +489,7 @@ def test_the_schema_accepts_what_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [data for data, _ in REFUSED[:14]] + [in_grid(full=7), in_figures("memory_gbs", value=0)]
+    "data", [data for data, _ in REFUSED[:16]] + [in_grid(full=7), in_figures("memory_gbs", value=0)]
 )
 def test_the_schema_refuses_what_is_refused(data: Any) -> None:
     if data != changed(kv_heads=5):  # a relation of two fields, which the schema does not say

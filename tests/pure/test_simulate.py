@@ -45,6 +45,8 @@ class Unit:
     chain: float = 0.0
     a_byte: float = 0.0
     a_token: float = 0.0
+    a_row: float = 0.0
+    post_us: float = 0.0
     linear_parameters: int = 8 * (2 * 4 + 2 * 4 + 3 * 10)
 
     def attention_us(self, phase: str, rows: Any, keys: Any, pairs: Any, heads: Any, kv_heads: Any) -> Any:
@@ -59,8 +61,11 @@ class Unit:
     def ideal_us(self, phase: str, pairs: Any, heads: Any) -> Any:
         return np.asarray(pairs * heads, np.float64)
 
-    def rowop_us(self, moved_bytes: Any) -> Any:
+    def moved_us(self, moved_bytes: Any) -> Any:
         return moved_bytes * self.a_byte
+
+    def rowop_us(self, moved_bytes: Any) -> Any:
+        return self.a_row + moved_bytes * self.a_byte
 
     def linear_us(self, tokens: Any) -> Any:
         return np.asarray(tokens * self.a_token)
@@ -245,6 +250,79 @@ def test_a_relay_forwards_what_has_arrived() -> None:
     ]
 
 
+COPIES = Unit(a_row=3.0, a_byte=1 / 256)
+
+
+def test_what_is_staged_is_packed_before_its_transfers() -> None:
+    """KV home rows are two arrays, KV work rows one: 512 bytes are read and written on rank 0 alone."""
+    run = forward(
+        "launch 0: send KV.home[0:8) to 1\nclear O.home[0:8)\nwait 0",
+        "launch 0: receive KV.work[0:8) from 0\nwait 0",
+        costs=COPIES,
+    )
+    pack, clear = 3 + 1024 / 256, 3 + 320 / 256
+    assert transfers(run) == {(0, 0, 1): (pack, pack + 8 + 3)}
+    assert run.compute_us.tolist() == [pack + clear, 0.0]
+    assert run.exposed_us.tolist() == [8 + 3 - clear, pack + 8 + 3]
+    assert run.finish_us.tolist() == [pack + 8 + 3] * 2
+
+
+def test_what_is_staged_is_unpacked_after_the_wait() -> None:
+    """O is two arrays wherever it lies: 320 bytes, 5 us on the wire."""
+    run = forward(
+        "launch 0: send O.work[0:8) to 1\nwait 0",
+        "launch 0: receive O.work[0:8) from 0\nwait 0\nclear O.home[0:8)",
+        costs=COPIES,
+    )
+    copy, clear = 3 + 640 / 256, 3 + 320 / 256
+    assert transfers(run) == {(0, 0, 1): (copy, copy + 5 + 3)}
+    assert run.exposed_us.tolist() == [8.0, copy + 8.0]
+    assert run.finish_us.tolist() == [copy + 8.0, copy + 8.0 + copy + clear]
+    assert [step.text for step in run.critical_path()] == [
+        "rank 0 computes 0.00550 ms (pack)",
+        "rank 1 waits 0.0135 ms in round 0 for O from rank 0 (0.00032 MB, 0.00800 ms)",
+        "rank 1 computes 0.00975 ms (unpack, clear)",
+    ]
+    pack, unpack = (101, 102)
+    on_compute = run.spans.stream == 0
+    columns = (run.spans.rank, run.spans.op, run.spans.start_us, run.spans.end_us, run.spans.instruction)
+    assert list(zip(*(column[on_compute].tolist() for column in columns), strict=True)) == [
+        (0, pack, 0.0, 5.5, 0),
+        (0, Op.WAIT, 5.5, 13.5, 1),
+        (1, Op.WAIT, 0.0, 13.5, 1),
+        (1, unpack, 13.5, 19.0, 1),
+        (1, Op.CLEAR, 19.0, 23.25, 2),
+    ]
+
+
+def test_a_round_waits_until_its_messages_are_posted() -> None:
+    """Rank 0 posts two messages, of two tiles and of one; rank 2 posts one, and waits for those of rank 0."""
+    run = forward(
+        "launch 0: send KV.home[0:8) to 1, send KV.home[8:16) to 1, send Q.home[0:8) to 2\nwait 0",
+        "launch 0: receive KV.work[0:8) from 0, receive KV.work[8:16) from 0\nwait 0",
+        "launch 0: receive Q.work[0:8) from 0\nwait 0",
+        costs=Unit(post_us=10.0),
+    )
+    assert transfers(run)[0, 0, 2] == (16.0, 16.0 + 4 + 3 + 2 * 10)
+    assert run.makespan_us == 43.0
+
+
+def test_gradients_are_cast_after_the_last_instruction() -> None:
+    """64 rows: dQ of 4 numbers and dKV of 8, read and written in 8 bytes each."""
+    lines = (
+        "clear dQ.home[0:64)\nlaunch 0: send Q.home[0:8) to 1\nwait 0",
+        "launch 0: receive Q.work[0:8) from 0",
+    )
+    plan = plan_of(*lines, phase="backward")
+    run = simulate_with(plan, Unit(a_row=1.0, a_byte=1.0)).runs["default", "backward"]
+    cast = 1 + 64 * 4 * 16 + 64 * 8 * 16
+    clear = 1 + 64 * 32
+    assert run.compute_us.tolist() == [clear + cast, cast]
+    assert run.finish_us.tolist() == [clear + 4 + 3 + cast, cast]
+    assert run.critical_path()[-1].text == f"rank 0 computes {cast / 1e3:.1f} ms (cast)"
+    path_invariants(run)
+
+
 # --- what instructions take
 
 
@@ -270,7 +348,7 @@ def test_tasks_of_an_instruction_are_one_launch() -> None:
         ("forward", "copy KV.home[0:2) -> KV.work[0:2)", 2 * 2 * 64),
         ("forward", "merge O.work[0:2) -> O.home[0:2) first", 2 * 2 * 40),
         ("forward", "merge O.work[0:2) -> O.home[0:2)", 3 * 2 * 40),
-        ("forward", "finish O.home[0:2)", 2 * (40 + 32)),
+        ("forward", "finish O.home[0:2)", 2 * (40 + 32 + 8)),
         ("backward", "delta dO.home[0:2) O.home[0:2) -> delta.home[0:2)", 2 * (32 + 40 + 16)),
         ("backward", "add dKV.work[0:2) -> dKV.home[0:2)", 3 * 2 * 64),
         (
@@ -278,10 +356,56 @@ def test_tasks_of_an_instruction_are_one_launch() -> None:
             "add dQ.work[0:2) -> dQ.home[0:2) first, dKV.work[0:1) -> dKV.home[0:1)",
             4 * 32 + 3 * 64,
         ),
+        ("forward", "project X.home[0:2) -> Q.work[0:2) KV.work[0:2)", 2 * 2 * (32 + 64)),
     ],
 )
 def test_row_operations_take_time_by_the_bytes_they_read_and_write(phase: str, line: str, moved: int) -> None:
-    assert busy(line, Unit(a_byte=1.0), phase) == moved
+    casts = 64 * (4 + 8) * 16 if phase == "backward" else 0  # dQ and dKV of the home rows
+    assert busy(line, Unit(a_byte=1.0), phase) == moved + casts
+    assert busy(line, Unit(a_row=1.0), phase) == (2 if phase == "backward" else 1)
+
+
+def test_gradients_of_a_projection_are_added_into_hidden_rows() -> None:
+    """X and dX have 8 numbers; the home rows of dX alone are cast."""
+    line = "project_grad X.home[0:2) dQ.work[0:2) none -> dX.home[0:2)"
+    casts = 64 * 8 * 16
+    assert busy(line, Unit(a_byte=1.0), "backward") == 3 * 2 * 64 + casts
+    assert busy(f"{line} first", Unit(a_byte=1.0), "backward") == 2 * 2 * 64 + casts
+
+
+ATTEND = "attend Q.home[0:4) KV.home[0:4) -> O.home[0:4) full"
+#: the same accumulator again, and another
+AGAIN = ", Q.home[0:4) KV.home[4:8) -> O.home[0:4) full, Q.home[4:6) KV.home[4:8) -> O.home[4:6) full"
+GRAD = "attend_grad Q.home[0:4) KV.home[0:4) dO.home[0:4) delta.home[0:4) -> dQ.home[0:4) dKV.home[0:4) full"
+NARROW = MODEL | {"dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("line", "model", "moved"),
+    [  # a row of O has 4 numbers and its log-sum-exp, a result 4; of dQ 4, of dKV 8
+        (ATTEND, MODEL, 4 * (2 * 40 - 32)),
+        (f"{ATTEND} first", MODEL, 4 * (40 - 32)),
+        (ATTEND, NARROW, 4 * (2 * 20 - 8)),
+        (f"{ATTEND} first", NARROW, 4 * (20 - 8)),
+        (f"{ATTEND} first{AGAIN}", NARROW, 4 * (20 - 8) + 2 * (2 * 20 - 8)),
+        (f"{ATTEND}{AGAIN} first", NARROW, 4 * (2 * 20 - 8) + 2 * (20 - 8)),
+        (f"{ATTEND}\n{ATTEND}", NARROW, 2 * 4 * (2 * 20 - 8)),
+        (GRAD, NARROW, 4 * (2 * 16 - 8) + 4 * (2 * 32 - 16)),
+        (f"{GRAD} first_dq", NARROW, 4 * (16 - 8) + 4 * (2 * 32 - 16)),
+        (f"{GRAD} first_dq first_dkv", NARROW, 4 * (16 - 8) + 4 * (32 - 16)),
+    ],
+)
+def test_accumulators_are_read_and_written_once_an_instruction(
+    line: str, model: dict[str, Any], moved: int
+) -> None:
+    phase = "backward" if line.startswith(GRAD) else "forward"
+    casts = 64 * (4 + 8) * (4 + 2) if phase == "backward" else 0
+    pairs = busy(line, Unit(), phase, model)
+    assert busy(line, Unit(a_byte=1.0), phase, model) == pairs + moved + casts
+
+
+def test_a_gradient_is_two_launches() -> None:
+    assert busy(GRAD, Unit(launch=100.0), "backward") == 200 + 16
 
 
 def test_projections_take_their_share_of_the_linear_layers() -> None:
@@ -309,7 +433,7 @@ def run_invariants(run: Run) -> None:
         mine = script.ends[script.end_ptr[launch] : script.end_ptr[launch + 1]]
         before = script.before[launch]
         at = np.flatnonzero((script.launch == launch) & (script.role != WAIT))[0]
-        taken_up = max(times.begin[at], times.done[before] if before >= 0 else 0.0)
+        taken_up = max(times.end[at], times.done[before] if before >= 0 else 0.0)
         assert times.reached[launch] == taken_up
         assert times.done[launch] == max([taken_up, *complete[mine]])
     both = np.maximum(times.reached[traffic.sender], times.reached[traffic.receiver])
@@ -333,9 +457,9 @@ def run_invariants(run: Run) -> None:
         for at in range(script.ptr[rank], script.ptr[rank + 1]):
             assert times.begin[at] == clock
             wait = script.role[at] == WAIT
-            clock = max(clock, times.done[script.launch[at]]) if wait else clock + script.work_us[at]
+            clock = (max(clock, times.done[script.launch[at]]) if wait else clock) + script.work_us[at]
             assert times.end[at] == clock
-        assert run.finish_us[rank] == clock
+        assert run.finish_us[rank] == clock + script.end_us[rank]
     assert run.makespan_us == max([*run.finish_us, *times.done])
     np.testing.assert_allclose(run.compute_us + run.exposed_us, run.finish_us)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from apportion.backends.torch.autograd import backward_home, qkv_gradients, run_backward, run_forward
+from apportion.backends.torch.autograd import backward_home, run
 from apportion.backends.torch.executor import Layer
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels import Score
@@ -72,10 +72,10 @@ class Stage:
         x = self.rows(key) if key is None or key[1] == 0 else self.receive(key, key[1] - 1, 0)
         x.requires_grad_()
         q, k, v = project(x, self.weights[key[1] if key else 0])
-        memory = run_forward(handle, DEFAULT_KIND, {Name.Q: (q,), Name.KV: (k, v)}, self.layer)
+        machine = run(handle, DEFAULT_KIND, "forward", {Name.Q: (q,), Name.KV: (k, v)}, self.layer)
         if key is None:
             return
-        out, lse = memory.home_rows(Name.O)
+        out, lse = machine.output(q.dtype)
         self.left[key] = (x, q, k, v, out, lse)
         self.pass_on((x + out).detach(), key, key[1] + 1, 0, self.outputs)
 
@@ -85,14 +85,14 @@ class Stage:
             x = self.rows(None)
             q, k, v = project(x, self.weights[0].detach())
             home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, q, q[..., 0], q)
-            run_backward(handle, DEFAULT_KIND, home, self.layer)
+            run(handle, DEFAULT_KIND, "backward", home, self.layer)
             return
         last = key[1] == len(self.weights) - 1
         dy = torch.from_numpy(self.work.asked[key[0]]) if last else self.receive(key, key[1] + 1, 1)
         x, q, k, v, out, lse = self.left.pop(key)
         home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, out, lse, dy)
-        memory, _ = run_backward(handle, DEFAULT_KIND, home, self.layer)
-        torch.autograd.backward((q, k, v), qkv_gradients(memory, q, k, v))
+        machine = run(handle, DEFAULT_KIND, "backward", home, self.layer)
+        torch.autograd.backward((q, k, v), machine.input_gradients(q.dtype))
         self.pass_on(dy + x.grad, key, key[1] - 1, 1, self.gradients)
 
     def rows(self, key):

@@ -30,6 +30,7 @@ def test_profile_says_where_and_when_it_was_taken(measured):
     assert "torch" in hardware.measured.versions
     assert hardware.measured.date.count("-") == 2
     assert not hardware.forward.assumed
+    assert hardware.engine == "flash"
 
 
 def test_engines_that_cannot_be_timed_are_refused():
@@ -46,6 +47,7 @@ def test_links_are_assumed_until_they_are_measured(measured):
         "nics_per_node",
         "intra_latency_us",
         "inter_latency_us",
+        "post_us",
     }
 
 

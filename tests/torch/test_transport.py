@@ -3,8 +3,12 @@
 import jobs_transport
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apportion.backends.torch import engines
+from apportion.backends.torch.autograd import backward_home, run, sink_gradient
+from apportion.backends.torch.executor import Layer
+from apportion.backends.torch.kernels import Score
 from apportion.backends.torch.memory import Pool
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Communicator
@@ -12,6 +16,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.isa import PHASES, Op
+from apportion.ir.isa import Tensor as Name
 from apportion.ir.model import Model
 from apportion.planner import api
 from apportion.trainer.attention import PlanHandle, planned_attention
@@ -87,6 +92,44 @@ def test_a_recording_device_counts_what_an_instruction_starts():
     grads = sum(step.op == Op.ATTEND_GRAD for step in steps)
     assert (device.launches["dq"], device.launches["dkdv"]) == (grads, grads)
     assert sum(device.launches.values()) <= 1.5 * len(steps)
+
+
+class Waits(TorchDispatchMode):
+    """Ops that make a host wait for its device: to read a number of it, or to make a tensor of the host's numbers."""
+
+    OPS = frozenset(
+        getattr(torch.ops.aten, name).default
+        for name in ("_local_scalar_dense", "nonzero", "lift_fresh", "lift_fresh_copy", "is_nonzero")
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in self.OPS:
+            self.found.append(op)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("engine", ["stage", "flash", "plain"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_no_layer_waits_for_its_device(engine, sinks):
+    plan, device = small(ranks=1), RecordingDevice(0, 1)
+    handle = PlanHandle(plan.for_rank(0), device, engine=device.engine if engine == "stage" else engine)
+    q, k, v = (x.detach() for x in inputs(handle))
+    layer = Layer(Score(0.1), torch.zeros(4, dtype=torch.bfloat16) if sinks else None)
+
+    def run_both():
+        home = {Name.Q: (q,), Name.KV: (k, v)}
+        out, lse = run(handle, "default", "forward", home, layer).output(q.dtype)
+        machine = run(handle, "default", "backward", backward_home(home, out, lse, out), layer)
+        return *machine.input_gradients(q.dtype), sink_gradient(layer, machine.gradients)
+
+    run_both()
+    with Waits() as waits:
+        run_both()
+    assert not waits.found
 
 
 def test_engines_say_what_they_need(monkeypatch):

@@ -22,18 +22,22 @@ def columns_of(numbers: tuple[int, ...]) -> Columns:
 def pick(tensor: Tensor, columns: Columns) -> Tensor:
     """[rows, len(columns), ...]: a view for a slice, else a copy."""
     return (
-        tensor[:, columns] if isinstance(columns, slice) else tensor.index_select(1, _index(tensor, columns))
+        tensor[:, columns]
+        if isinstance(columns, slice)
+        else tensor.index_select(1, index_of(columns, tensor.device))
     )
 
 
 def put(tensor: Tensor, columns: Columns, value: Tensor) -> None:
     """Writes back what `pick` returned after changes in place; a view needs nothing."""
     if not isinstance(columns, slice):
-        tensor.index_copy_(1, _index(tensor, columns), value)
+        tensor.index_copy_(1, index_of(columns, tensor.device), value)
 
 
-def _index(tensor: Tensor, columns: tuple[int, ...]) -> Tensor:
-    return torch.tensor(columns, device=tensor.device)
+@lru_cache(maxsize=1024)
+def index_of(columns: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [columns], on the device once and for all: numbers from the host would make it wait each time."""
+    return torch.tensor(columns, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from apportion.backends.interp import Machine, Operand, Program, RowOp, Step
 from apportion.backends.torch.arrays import accumulator_dtype
-from apportion.backends.torch.columns import pick
+from apportion.backends.torch.columns import index_of, pick
 from apportion.backends.torch.kernels import NEG_INF, PLAIN, Band, Kernel, Score, attend, attend_grad, merge
 from apportion.backends.torch.memory import Arenas, Memory, Parts, View
 from apportion.backends.torch.rounds import Message, Round, Rounds, aligned
@@ -214,7 +214,7 @@ class TaskMachine(TorchMachine):
             return
         if self.gradients.sinks is None:
             self.gradients.sinks = torch.zeros(len(self._layer.sinks), dtype=torch.float64, device=lse.device)
-        index = torch.tensor(heads, device=lse.device)
+        index = index_of(heads, lse.device)
         sinks = self._layer.sinks.to(lse.dtype)[index]
         share = (sinks - lse).exp().masked_fill(lse == NEG_INF, 0.0)
         self.gradients.sinks[index] -= (share * delta).sum(0, dtype=torch.float64)
@@ -249,7 +249,7 @@ class TaskMachine(TorchMachine):
             return
         for row in step.rowops:
             o, lse = self.views[row.c].read()
-            index = torch.tensor(self.views[row.c].operand.heads, device=o.device)
+            index = index_of(self.views[row.c].operand.heads, o.device)
             sinks = self._layer.sinks.detach().to(lse.dtype)[index].expand_as(lse)
             merge(o, lse, torch.zeros_like(o), sinks)
             self.views[row.c].write((o, lse))

@@ -32,6 +32,7 @@ from apportion.backends.torch.arrays import accumulator_dtype
 from apportion.backends.torch.kernels import Band, Score, attend, attend_grad
 from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Communicator
+from apportion.ir.chips import POST
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice
@@ -137,10 +138,10 @@ def profile(
     steps = Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + 3)
     forward, backward = _grids(_Arena.of(on, effort), engine, steps)
     measured = Hardware(
-        name, device_name(on), effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
+        name, device_name(on), engine, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
         effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
         steps.after(_memory_gbs(on, effort)), steps.after(_linear_tflops(on, effort)),
-        steps.after(_rowop_us(on, effort)), **_assumed_links(),
+        steps.after(_rowop_us(on, effort)), POST, **_assumed_links(),
         measured=Measured(device_name(on), _versions(), datetime.date.today().isoformat()),
     )  # fmt: skip
     steps.finish()

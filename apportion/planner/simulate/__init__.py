@@ -6,8 +6,9 @@
 Each rank has one compute stream, which takes its instructions in program order, and one stream for each channel, which
 takes the rank's rounds in the order of their launches. A transfer costs latency + bytes / bandwidth (alpha-beta) and
 occupies, for the second term, a port of its sender and one of its receiver: within a node the ranks' own links, between
-nodes the NICs, which the ranks of a node share; directions are separate. Launching takes no time on the compute
-stream; `wait` idles it until all of the rank's transfers of the round are complete.
+nodes the NICs, which the ranks of a node share; directions are separate. A launch packs what is staged before its
+transfers can begin; `wait` idles the compute stream until all of the rank's transfers of the round are complete, and
+unpacks them. What the executor starts for a program is in `launches`, what that takes in `durations`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from apportion.ir.isa import PHASES
 from apportion.ir.plan import Plan
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import engine
-from apportion.planner.simulate.durations import Costs, task_pairs, work_us
+from apportion.planner.simulate.durations import Costs, end_us, task_pairs, work_us
+from apportion.planner.simulate.launches import Posted, cast_bytes, count_kernels, find_posted
 from apportion.planner.simulate.path import Step
 from apportion.planner.simulate.program import (
     WAIT,
@@ -31,11 +33,10 @@ from apportion.planner.simulate.program import (
     Script,
     Traffic,
     View,
-    find_traffic,
-    port_count,
     write_script,
 )
 from apportion.planner.simulate.timeline import Run, Simulation, Spans
+from apportion.planner.simulate.traffic import find_traffic, port_count
 
 __all__ = [
     "Costs",
@@ -75,12 +76,13 @@ class Prepared:
     view: View
     traffic: Traffic
     script: Script
+    posted: Posted
     ideal_us: float
 
     @property
     def least_us(self) -> float:
         """What it takes at least: no rank is done before its own work, no link before all that passes through it."""
-        work = np.bincount(self.view.rank_of, self.script.work_us, self.view.ranks)
+        work = busy_us(self.view, self.script)
         ports, traffic = port_count(self.view.cluster), self.traffic
         wires = [np.bincount(port, traffic.wire_us, ports) for port in (traffic.out_port, traffic.in_port)]
         return float(max(work.max(), *(wire.max() for wire in wires)))
@@ -89,15 +91,22 @@ class Prepared:
 def prepare(plan: Plan, costs: Costs) -> list[Prepared]:
     """The programs of a plan, which need not be sealed, kind after kind. Raises VerifyError for one that cannot run."""
     keys = [(kind, phase) for kind in plan.header.kinds for phase in PHASES if (kind, phase) in plan.programs]
-    return [_prepare(plan, kind, phase, costs) for kind, phase in keys]
+    return [prepare_program(plan, kind, phase, costs) for kind, phase in keys]
 
 
-def _prepare(plan: Plan, kind: str, phase: str, costs: Costs) -> Prepared:
+def prepare_program(plan: Plan, kind: str, phase: str, costs: Costs) -> Prepared:
+    """As `prepare`, one of the programs."""
     view = View(plan, phase, plan.programs[kind, phase])
-    pairs = task_pairs(view)
-    traffic = find_traffic(view)
-    script = write_script(view, work_us(view, costs, pairs), traffic)
-    return Prepared(kind, phase, view, traffic, script, _ideal_us(view, costs, pairs))
+    pairs, posted = task_pairs(view), find_posted(view)
+    traffic = find_traffic(view, np.asarray(posted.messages * costs.post_us, np.float64))
+    script = write_script(view, work_us(view, costs, pairs, posted), end_us(view, costs), traffic)
+    return Prepared(kind, phase, view, traffic, script, posted, _ideal_us(view, costs, pairs))
+
+
+def busy_us(view: View, script: Script) -> Floats:
+    """float64 [ranks]: all that the compute streams do."""
+    busy: Floats = np.bincount(view.rank_of, script.work_us, view.ranks) + script.end_us
+    return busy
 
 
 def run_all(plan: Plan, prepared: list[Prepared], hardware: str = "") -> Simulation:
@@ -109,18 +118,19 @@ def _run(prepared: Prepared) -> Run:
     view, script, traffic = prepared.view, prepared.script, prepared.traffic
     times, finish, blocked = engine.run(script, traffic, port_count(view.cluster))
     _check_finished(prepared.kind, prepared.phase, script, blocked)
-    sent, received = _traffic_bytes(script, traffic, view.ranks)
     return Run(
         prepared.kind,
         prepared.phase,
         float(max(finish.max(), times.done.max(initial=0.0))),
         prepared.ideal_us,
-        np.bincount(view.rank_of, script.work_us, view.ranks).astype(np.float64),
+        busy_us(view, script),
         _exposed_us(view, script, times),
         finish,
-        sent,
-        received,
+        *_traffic_bytes(script, traffic, view.ranks),
         int(traffic.bytes[traffic.out_port >= 2 * view.ranks].sum()),  # through a NIC
+        _launches(view, prepared.posted),
+        np.bincount(script.rank, prepared.posted.messages, view.ranks).astype(np.int64),
+        np.bincount(script.rank, minlength=view.ranks),
         view.arena_rows,
         view.instructions["op"],
         script,
@@ -141,16 +151,22 @@ def _check_finished(kind: str, phase: str, script: Script, blocked: Ints) -> Non
 
 def _exposed_us(view: View, script: Script, times: engine.Times) -> Floats:
     waits = script.role == WAIT
-    idle = times.end[waits] - times.begin[waits]
+    idle = engine.idle_until(script, times)[waits] - times.begin[waits]
     return np.bincount(view.rank_of[waits], idle, view.ranks).astype(np.float64)
 
 
 def _traffic_bytes(script: Script, traffic: Traffic, ranks: int) -> tuple[Ints, Ints]:
     """int64 [ranks]: bytes that each rank sends, and receives."""
-    sums = np.zeros((2, ranks), np.int64)
-    for row, side in zip(sums, (traffic.sender, traffic.receiver), strict=True):
-        np.add.at(row, script.rank[side], traffic.bytes)
-    return sums[0], sums[1]
+    ends = (script.rank[side] for side in (traffic.sender, traffic.receiver))
+    sent, received = (np.bincount(end, traffic.bytes, ranks).astype(np.int64) for end in ends)
+    return sent, received
+
+
+def _launches(view: View, posted: Posted) -> Ints:
+    """int64 [ranks]: kernels that each rank starts."""
+    kernels: Ints = np.bincount(view.rank_of, count_kernels(view, posted), view.ranks).astype(np.int64)
+    kernels += cast_bytes(view) > 0
+    return kernels
 
 
 def _ideal_us(view: View, costs: Costs, pairs: Ints) -> float:

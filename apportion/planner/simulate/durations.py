@@ -1,24 +1,45 @@
-"""How long each instruction keeps its rank's compute stream busy, all of them at once."""
+"""How long each instruction keeps its rank's compute stream busy, all of them at once.
+
+    attention   its tasks as one call, kernel launches, and what accumulators cost beyond results
+    row ops     a launch, and the bytes that are read and written
+    launch      packing of staged messages, before the round starts: their bytes twice
+    wait        unpacking, after the round is complete
+    the end     of a backward call: gradients of home rows are cast
+
+The kernel times of a hardware hold writing each result once in the model's dtype. An accumulator is wider, is read
+before it is changed, and that once an instruction, not once a task.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.bands import area
-from apportion.ir.isa import Op, Tensor
+from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Tensor
+from apportion.ir.jit import jit
+from apportion.ir.messages import Bools
+from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes
 from apportion.planner.simulate.program import Floats, Ints, View
 
 TASK_LIST = {"forward": "tasks", "backward": "grads"}
 
-#: op -> how often it reads or writes the operands (a, b, c) of a row; what it accumulates into is not read first
-_PASSES = np.zeros((max(Op) + 1, 3), np.int64)
-_PASSES[Op.DELTA] = 1, 1, 1
-_PASSES[Op.MERGE] = _PASSES[Op.ADD] = 1, 0, 2
-_PASSES[Op.COPY] = 1, 0, 1
-_PASSES[Op.CLEAR] = _PASSES[Op.FINISH] = 0, 0, 1
+#: [not the first, first row into an accumulator][op] -> how often it reads or writes the operands (a, b, c, d) of a row
+_PASSES = np.zeros((2, max(Op) + 1, 4), np.int64)
+_PASSES[:, Op.DELTA] = 1, 1, 1, 0
+_PASSES[:, Op.COPY] = 1, 0, 1, 0
+_PASSES[:, [Op.CLEAR, Op.FINISH]] = 0, 0, 1, 0
+_PASSES[:, [Op.MERGE, Op.ADD]] = [[[1, 0, 2, 0]], [[1, 0, 1, 0]]]
+_PASSES[:, Op.PROJECT] = 0, 2, 2, 0
+_PASSES[:, Op.PROJECT_GRAD] = [[1, 0, 0, 2], [1, 0, 0, 1]]
+#: phase -> accumulators of its tasks: column, tensor, a tensor of that shape in the model's dtype, flag of a first task
+_ACCUMULATORS = {
+    "forward": (("o", Tensor.O, Tensor.DO, 1),),
+    "backward": (("dq", Tensor.DQ, Tensor.Q, FIRST_DQ), ("dkv", Tensor.DKV, Tensor.KV, FIRST_DKV)),
+}
+_KERNEL_OF = {"forward": Op.ATTEND, "backward": Op.ATTEND_GRAD}
 #: pushing gradients through a projection computes it again, and multiplies twice
 _GRAD_PASSES = 3
 
@@ -36,7 +57,12 @@ class Costs(Protocol):
 
     def ideal_us(self, phase: str, pairs: int, q_heads: int, /) -> Floats: ...
 
+    def moved_us(self, moved_bytes: Ints, /) -> Floats: ...
+
     def rowop_us(self, moved_bytes: Ints, /) -> Floats: ...
+
+    @property
+    def post_us(self) -> float: ...
 
     def linear_us(self, tokens: Ints, /) -> Floats: ...
 
@@ -53,11 +79,18 @@ def task_pairs(view: View) -> Ints:
     return area(np.stack([zero, q, zero, kv, table["dmin"], table["dmax"]], axis=1))
 
 
-def work_us(view: View, costs: Costs, pairs: Ints) -> Floats:
-    """float64 [instructions]; a rank of speed s takes 1/s of the time of one of speed 1."""
-    busy = _attention_us(view, costs, pairs) + _rowop_us(view, costs) + _projection_us(view, costs)
-    speeds = view.cluster.speeds
-    return busy if speeds is None else busy / np.asarray(speeds)[view.rank_of]
+def work_us(view: View, costs: Costs, pairs: Ints, posted: Posted) -> Floats:
+    """float64 [instructions]; of a launch before it, of a wait after its round is complete. A rank of speed s takes 1/s
+    of the time of one of speed 1."""
+    busy = _attention_us(view, costs, pairs) + _rows_us(view, costs, posted) + _projection_us(view, costs)
+    return busy / view.speeds[view.rank_of]
+
+
+def end_us(view: View, costs: Costs) -> Floats:
+    """float64 [ranks]: casting gradients after the last instruction."""
+    moved = cast_bytes(view)
+    casts: Floats = np.where(moved > 0, costs.rowop_us(moved), 0.0)
+    return casts / view.speeds
 
 
 def _attention_us(view: View, costs: Costs, pairs: Ints) -> Floats:
@@ -72,8 +105,92 @@ def _attention_us(view: View, costs: Costs, pairs: Ints) -> Floats:
     first = np.flatnonzero(np.diff(of, prepend=-1))
     together = np.add.reduceat(costs.attention_us(view.phase, *rows, pairs, *heads), first)
     longest = np.maximum.reduceat(costs.chain_us(view.phase, *rows), first)
-    busy[of[first]] = np.maximum(together, longest) + costs.launch_us(view.phase)
+    at, launches = of[first], int(KERNELS[_KERNEL_OF[view.phase]]) * costs.launch_us(view.phase)
+    busy[at] = np.maximum(together, longest) + launches + costs.moved_us(_accumulated(view, of)[at])
     return busy
+
+
+def _accumulated(view: View, of: Ints) -> Ints:
+    """int64 [instructions]: what reading and writing accumulators moves beyond the results in the model's dtype, each
+    once an instruction. of: int64 [tasks], their instructions."""
+    table, found, model = view.source[TASK_LIST[view.phase]], view.operands, view.model
+    first, most = found.ptr[view.rank_of], int(np.diff(found.ptr).max())
+    moved = np.zeros(len(first), np.int64)
+    for column, tensor, result, flag in _ACCUMULATORS[view.phase]:
+        held = _Held(first, found.bytes, most, model.row_bytes(tensor, 1), model.row_bytes(result, 1))
+        _accumulate(moved, of, table.wide(column), (table["first"] & flag) > 0, held)
+    return moved
+
+
+class _Held(NamedTuple):
+    """Accumulators. first: int64 [instructions], where the operands of the rank begin; bytes: int64 [operands]; most:
+    operands of a rank; row_bytes, result_bytes: of a row of one head, as it is and in the model's dtype."""
+
+    first: Ints
+    bytes: Ints
+    most: int
+    row_bytes: int
+    result_bytes: int
+
+
+@jit
+def _accumulate(moved: Ints, of: Ints, operand: Ints, fresh: Bools, held: _Held) -> None:
+    """Adds to what instructions move. operand: int64 [tasks], a number on its rank; fresh: bool [tasks], whether the
+    task overwrites it: then the instruction does not read it."""
+    seen, new = np.full(held.most, -1), np.full(held.most, -1)
+    for task in range(len(of)):
+        at, number = of[task], operand[task]
+        size = held.bytes[held.first[at] + number]
+        if seen[number] != at:
+            moved[at] += 2 * size - size // held.row_bytes * held.result_bytes
+            seen[number] = at
+        if fresh[task] and new[number] != at:
+            moved[at] -= size
+            new[number] = at
+
+
+def _rows_us(view: View, costs: Costs, posted: Posted) -> Floats:
+    """Memory-bound operations: the rows of an instruction are one kernel, as are the tiles that it packs or unpacks."""
+    moved, waits = _row_bytes(view), np.flatnonzero(view.instructions["op"] == Op.WAIT)
+    moved[view.launches] = 2 * posted.packed
+    moved[waits] = 2 * posted.unpacked[view.launch_of[waits]]
+    busy, at = np.zeros(len(moved)), np.flatnonzero(moved)
+    busy[at] = costs.rowop_us(moved[at])
+    return busy
+
+
+def _row_bytes(view: View) -> Ints:
+    """int64 [instructions]: what row operations read and write."""
+    table, found, model = view.source["rowops"], view.operands, view.model
+    op, count = (view.instructions.wide(name) for name in ("op", "count"))
+    a, b, c, d, first = (table.wide(name) for name in ("a", "b", "c", "d", "first"))
+    moved = _passed(op, count, found.ptr[view.rank_of], _Rows(a, b, c, d, first), found.bytes, _PASSES)
+    output = model.row_bytes(Tensor.DO, 1) + model.accumulator_bytes  # of a head, and its LSE
+    return moved + np.where(op == Op.FINISH, moved // model.row_bytes(Tensor.O, 1) * output, 0)
+
+
+class _Rows(NamedTuple):
+    """The list `rowops`, int64 [rows]: operands by their numbers on the rank."""
+
+    a: Ints
+    b: Ints
+    c: Ints
+    d: Ints
+    first: Ints
+
+
+@jit
+def _passed(op: Ints, count: Ints, start: Ints, rows: _Rows, size: Ints, passes: Ints) -> Ints:
+    """int64 [instructions]: bytes of the operands of its rows, as often as they are read or written."""
+    moved, row = np.zeros(len(op), np.int64), 0
+    for at in range(len(op)):
+        if passes[0, op[at]].any():
+            for _ in range(count[at]):
+                times, base = passes[rows.first[row], op[at]], start[at]
+                moved[at] += times[0] * size[base + rows.a[row]] + times[1] * size[base + rows.b[row]]
+                moved[at] += times[2] * size[base + rows.c[row]] + times[3] * size[base + rows.d[row]]
+                row += 1
+    return moved
 
 
 def _sums(view: View, name: str, values: NDArray[Any]) -> Floats:
@@ -81,32 +198,13 @@ def _sums(view: View, name: str, values: NDArray[Any]) -> Floats:
     return np.bincount(view.instruction_of(name), values, len(view.instructions)).astype(np.float64)
 
 
-def _rowop_us(view: View, costs: Costs) -> Floats:
-    """Memory-bound operations: the rows of an instruction count as one call."""
-    moved = _sums(view, "rowops", _rowop_bytes(view)).astype(np.int64)
-    busy, at = np.zeros(len(moved)), np.flatnonzero(moved)
-    busy[at] = costs.rowop_us(moved[at])
-    return busy
-
-
-def _rowop_bytes(view: View) -> Ints:
-    table, found = view.source["rowops"], view.operands
-    op = view.instructions["op"][view.instruction_of("rowops")]
-    a, b, c = (view.operand("rowops", column) for column in "abc")
-    passes = _PASSES[op]
-    moved: Ints = (passes * np.stack([found.bytes[x] for x in (a, b, c)], axis=1)).sum(1)
-    moved -= np.where(((op == Op.MERGE) | (op == Op.ADD)) & (table["first"] == 1), found.bytes[c], 0)
-    output = found.rows[c] * found.heads[c] * view.model.row_bytes(Tensor.DO, 1)
-    return moved + np.where(op == Op.FINISH, output, 0)
-
-
 def _projection_us(view: View, costs: Costs) -> Floats:
     """The projection's share of a layer's linear work, by multiplications."""
-    model, found = view.model, view.operands
-    op = view.instructions["op"][view.instruction_of("rowops")]
+    model, found, op = view.model, view.operands, view.instructions["op"]
+    if not np.isin(op, (Op.PROJECT, Op.PROJECT_GRAD)).any():
+        return np.zeros(len(op))
+    op = op[view.instruction_of("rowops")]
     passes = np.where(op == Op.PROJECT, 1, np.where(op == Op.PROJECT_GRAD, _GRAD_PASSES, 0))
-    if not passes.any():
-        return np.zeros(len(view.instructions))
     x, q, kv = (view.operand("rowops", column) for column in "abc")
     heads = [found.heads[operand] * (found.rows[operand] > 0) for operand in (q, kv)]
     columns = heads[0] * model.head_dim + heads[1] * (model.head_dim + model.value_dim)

@@ -1,6 +1,7 @@
 """The event loop: all ranks' scripts against time.
 
-    compute stream of a rank   work · launch (takes no time) · wait, until the launch is complete
+    compute stream of a rank   work · launch, once its messages are packed · wait, until the launch is complete, and
+                               then the unpacking of what it brought
     channel of a rank          its launches one after another: *reached* when launched and the one before is complete
     transfer                   ready when both its launches are reached; starts when both its ports are free
     launch                     complete when its last transfer is: latency after the wire is free
@@ -31,7 +32,7 @@ from apportion.planner.simulate.ports import (
     occupy,
     release,
 )
-from apportion.planner.simulate.program import LAUNCH, WORK, Floats, Ints, Script, Traffic
+from apportion.planner.simulate.program import LAUNCH, WAIT, Floats, Ints, Script, Traffic
 
 NOT_YET = -1.0
 #: kinds of events
@@ -42,7 +43,7 @@ _ITEMS = (1 << _ITEM_BITS) - 1
 
 
 class Times(NamedTuple):
-    """What the event loop finds, float64 microseconds; NOT_YET where it never happened.
+    """What the event loop finds, float64 microseconds; NOT_YET where it never happened. A launch happens at its end.
 
     begin, end: [instructions]. reached, done: [launches], when its channel took it up and when it was complete.
     ready, start: [transfers]. last: int64 [launches], the transfer that was complete last, NONE without transfers.
@@ -103,6 +104,13 @@ def run(script: Script, traffic: Traffic, ports: int) -> tuple[Times, Floats, In
     return times, state.clock, state.blocked
 
 
+def idle_until(script: Script, times: Times) -> Floats:
+    """float64 [instructions]: when a wait has nothing to wait for any more; when others begin."""
+    until, waits = times.begin.copy(), np.flatnonzero(script.role == WAIT)
+    until[waits] = np.maximum(until[waits], times.done[script.launch[waits]])
+    return until
+
+
 def _initial(script: Script, launches: int, transfers: int) -> _State:
     ranks = len(script.ptr) - 1
     return _State(
@@ -159,20 +167,20 @@ def _advance(script: Script, times: Times, state: _State, events: Events, rank: 
     clock, at = state.clock[rank], state.cursor[rank]
     while at < script.ptr[rank + 1]:
         times.begin[at] = clock
-        if script.role[at] == WORK:
-            clock += script.work_us[at]
-        elif script.role[at] == LAUNCH:
-            times.end[at] = clock
-            push(events, clock, (_LAUNCHED << _ITEM_BITS) + at)
-            break
-        else:
+        if script.role[at] == WAIT:
             launch = script.launch[at]
             if state.open[launch] > 0 or times.done[launch] < 0:
                 state.blocked[rank] = launch
                 break
             clock = max(clock, times.done[launch])
+        clock += script.work_us[at]
         times.end[at] = clock
+        if script.role[at] == LAUNCH:
+            push(events, clock, (_LAUNCHED << _ITEM_BITS) + at)
+            break
         at += 1
+    if at == script.ptr[rank + 1]:
+        clock += script.end_us[rank]
     state.clock[rank], state.cursor[rank] = clock, at
 
 

@@ -30,8 +30,8 @@ from apportion.ir.isa import PHASES, Op
 from apportion.ir.plan import Plan
 from apportion.ir.segments import agreed_cuts, own_cuts, segment_ends
 from apportion.planner.cost import CostModel
-from apportion.planner.simulate import engine
-from apportion.planner.simulate.durations import Costs, task_pairs, work_us
+from apportion.planner.simulate import busy_us, engine, prepare_program
+from apportion.planner.simulate.durations import Costs
 from apportion.planner.simulate.program import (
     LAUNCH,
     WAIT,
@@ -41,11 +41,9 @@ from apportion.planner.simulate.program import (
     Script,
     Traffic,
     View,
-    find_traffic,
     neighbours,
-    port_count,
-    write_script,
 )
+from apportion.planner.simulate.traffic import port_count
 
 #: time of the linear layers' backward, as a multiple of their forward's
 LINEAR_BACKWARD = 2.0
@@ -232,24 +230,25 @@ def _check_plans(plans: list[Plan]) -> None:
 
 
 class Half(NamedTuple):
-    """One half's program. segment: int64 [instructions], 0 dispatch, 1 compute, 2 collect. before, after: float64
-    [ranks], the linear layers on either side of attention."""
+    """One half's program. segment: int64 [instructions], 0 dispatch, 1 compute, 2 collect. busy, before, after: float64
+    [ranks], the program and the linear layers on either side of it."""
 
     script: Script
     traffic: Traffic
     rank_of: Ints
     segment: Ints
+    busy: Floats
     before: Floats
     after: Floats
     ports: int
 
 
 def _half(plan: Plan, kind: str, phase: str, costs: Costs) -> Half:
-    view = View(plan, phase, plan.programs[kind, phase])
-    traffic = find_traffic(view)
-    script = write_script(view, work_us(view, costs, task_pairs(view)), traffic)
-    before, after = _linear_us(view, costs)
-    return Half(script, traffic, view.rank_of, _segments(view), before, after, port_count(view.cluster))
+    made = prepare_program(plan, kind, phase, costs)
+    view, script = made.view, made.script
+    busy, (before, after) = busy_us(view, script), _linear_us(view, costs)
+    ports = port_count(view.cluster)
+    return Half(script, made.traffic, view.rank_of, _segments(view), busy, before, after, ports)
 
 
 def _on_groups(halves: list[Half], groups: int | None) -> list[Half]:
@@ -308,10 +307,7 @@ def _run_pair(plans: list[Half], kind: str, phase: str, layers: int, groups: int
     halves, where = _on_groups(plans[:2], groups), f"{kind} {phase}"
     ways = [_simulated(halves, layers, way, f"{where}, {way}") for way in WAYS]
     ways += [_simulated(_on_groups([whole], groups), layers, WHOLE, where) for whole in plans[2:]]
-    busy = sum(
-        layers * (half.before + half.after + np.bincount(half.rank_of, half.script.work_us, len(half.before)))
-        for half in halves
-    )
+    busy = sum(layers * (half.before + half.busy + half.after) for half in halves)
     return PairRun(kind, phase, layers, np.asarray(busy), *ways)
 
 
@@ -325,7 +321,8 @@ def _simulated(halves: list[Half], layers: int, way: str, where: str) -> Way:
         raise VerifyError(f"{where}: rank {rank} waits for a round that never completes; verify both plans")
     waits = script.role == WAIT
     rank_of = np.repeat(np.arange(len(finish)), np.diff(script.ptr))
-    exposed = np.bincount(rank_of[waits], (times.end - times.begin)[waits], len(finish))
+    idle = engine.idle_until(script, times) - times.begin
+    exposed = np.bincount(rank_of[waits], idle[waits], len(finish))
     return Way(float(max(finish.max(), times.done.max(initial=0.0))), exposed.astype(np.float64))
 
 
@@ -352,11 +349,12 @@ def _rows(which: int, half: Half, layer: int, way: str, first: int) -> Rows:
     own = Rows(
         half.rank_of, slot, 2 * np.arange(len(slot)), script.role.astype(np.int64), script.work_us, launch
     )
-    linear = [
-        _linear(ranks, _slot(way, which, 2 * layer, BEFORE), half.before),
-        _linear(ranks, _slot(way, which, 2 * layer + 2, AFTER), half.after),
+    more = [
+        _work(ranks, _slot(way, which, 2 * layer, BEFORE), 0, half.before),
+        _work(ranks, _slot(way, which, 2 * layer + 2, COLLECT), 2 * len(slot), script.end_us),
+        _work(ranks, _slot(way, which, 2 * layer + 2, AFTER), 0, half.after),
     ]
-    return _joined([own, *linear, *([_waited_for(own)] if way == "single" else [])])
+    return _joined([own, *more, *([_waited_for(own)] if way == "single" else [])])
 
 
 def _slot(way: str, which: int, turn: Any, piece: Any) -> Any:
@@ -366,11 +364,11 @@ def _slot(way: str, which: int, turn: Any, piece: Any) -> Any:
     return 4 * (2 * turn + which if alternating else which * 4 * MAX_LAYERS + turn) + piece
 
 
-def _linear(ranks: Ints, slot: int, work: Floats) -> Rows:
+def _work(ranks: Ints, slot: int, number: int, work: Floats) -> Rows:
     return Rows(
         ranks,
         np.full(len(ranks), slot),
-        np.zeros(len(ranks), np.int64),
+        np.full(len(ranks), number),
         np.full(len(ranks), WORK),
         work,
         np.full(len(ranks), -1),
@@ -378,9 +376,12 @@ def _linear(ranks: Ints, slot: int, work: Floats) -> Rows:
 
 
 def _waited_for(rows: Rows) -> Rows:
-    """A wait right after every launch."""
+    """A wait right after every launch; what it brought is unpacked where the program waits for it."""
     launches = Rows._make(column[rows.role == LAUNCH] for column in rows)
-    return launches._replace(number=launches.number + 1, role=np.full(len(launches.role), WAIT))
+    nothing = np.zeros_like(launches.work_us)
+    return launches._replace(
+        number=launches.number + 1, role=np.full_like(launches.role, WAIT), work_us=nothing
+    )
 
 
 def _joined(parts: Iterable[Rows]) -> Rows:
@@ -410,5 +411,6 @@ def _script(rows: Rows, launch: Ints, copies: list[Half], old: Ints, traffic: Tr
     ends = np.concatenate([traffic.sender, traffic.receiver])
     end_ptr = np.searchsorted(np.sort(ends), np.arange(len(rank) + 1))
     of_launch = np.argsort(ends, kind="stable") % max(len(traffic.sender), 1)
-    role = rows.role.astype(np.int8)
-    return Script(ptr, role, rows.work_us, launch, rank, round_, channel, before, after, end_ptr, of_launch)
+    role, nothing = rows.role.astype(np.int8), np.zeros(ranks)
+    streams = (rank, round_, channel, before, after)
+    return Script(ptr, role, rows.work_us, nothing, launch, *streams, end_ptr, of_launch)

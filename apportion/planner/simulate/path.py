@@ -17,10 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Tensor
-from apportion.planner.simulate.engine import Times
+from apportion.ir.isa import TENSOR_NAMES, Tensor
+from apportion.planner.simulate.engine import Times, idle_until
+from apportion.planner.simulate.launches import CAST, PACK, UNPACK, WORK_NAMES
 from apportion.planner.simulate.ports import NONE
-from apportion.planner.simulate.program import WAIT, Floats, Ints, Script, Traffic, launch_instructions
+from apportion.planner.simulate.program import (
+    LAUNCH,
+    WAIT,
+    WORK,
+    Floats,
+    Ints,
+    Script,
+    Traffic,
+    launch_instructions,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,8 @@ class _Walk:
     def __init__(self, op: Ints, script: Script, traffic: Traffic, times: Times) -> None:
         self._op, self._script, self._traffic, self._times = op, script, traffic, times
         self._launch_at = launch_instructions(script)
-        idle = (script.role == WAIT) & (times.end > times.begin)
+        self._until = idle_until(script, times)
+        idle = (script.role == WAIT) & (self._until > times.begin)
         self._idle = np.maximum.accumulate(np.where(idle, np.arange(len(idle)), NONE))
         self._steps: list[Step] = []
 
@@ -77,27 +88,31 @@ class _Walk:
             last = int(np.argmax(done))
             at = self._complete(last, f"rank {self._script.rank[last]} is busy with round", float(done[last]))
         else:
-            at = self._work(rank, int(self._script.ptr[rank + 1]), float(finish_us[rank]))
+            at = self._work(rank, int(self._script.ptr[rank + 1]), float(finish_us[rank]), True)
         while at is not None:
             at = self._work(*at)
         return self._steps[::-1]
 
-    def _work(self, rank: int, before: int, end: float) -> tuple[int, int, float] | None:
-        """Work on a rank up to an instruction and a time, and what the wait before it waited for."""
+    def _work(self, rank: int, before: int, end: float, casts: bool = False) -> tuple[int, int, float] | None:
+        """Work on a rank up to an instruction and a time, casts or not, and what the wait before it waited for."""
         first = int(self._script.ptr[rank])
         wait = int(self._idle[before - 1]) if before > first else NONE
-        begin = float(self._times.end[wait]) if wait >= first else 0.0
+        begin = float(self._until[wait]) if wait >= first else 0.0
         if end > begin:
-            text = f"rank {rank} computes {milliseconds(end - begin)} ({self._ops(max(wait + 1, first), before)})"
+            words = self._words(max(wait, first), before)
+            words += [WORK_NAMES[CAST]] if casts and self._script.end_us[rank] > 0 else []
+            text = f"rank {rank} computes {milliseconds(end - begin)} ({', '.join(words)})"
             self._steps.append(Step("compute", rank, begin, end, NONE, NONE, text))
         if wait < first:
             return None
-        idle = milliseconds(float(self._times.end[wait] - self._times.begin[wait]))
+        idle = milliseconds(begin - float(self._times.begin[wait]))
         return self._complete(int(self._script.launch[wait]), f"rank {rank} waits {idle} in round", begin)
 
-    def _ops(self, first: int, end: int) -> str:
-        ops = dict.fromkeys(self._op[first:end].tolist())
-        return ", ".join(OP_NAMES[Op(op)] for op in ops if op not in (Op.LAUNCH, Op.WAIT))
+    def _words(self, first: int, end: int) -> list[str]:
+        """What a range of instructions does on the compute stream."""
+        role, work = self._script.role[first:end], self._script.work_us[first:end]
+        codes = np.select([role == LAUNCH, role == WAIT], [PACK, UNPACK], self._op[first:end])
+        return [WORK_NAMES[code] for code in dict.fromkeys(codes[(role == WORK) | (work > 0)].tolist())]
 
     def _complete(self, launch: int, why: str, end: float) -> tuple[int, int, float]:
         """What a launch's completion depended on, back to work on some rank: rank, instruction, time."""
@@ -107,8 +122,8 @@ class _Walk:
                 launch, end = self._transfers(transfer, launch, why, end)
             script, reached = self._script, float(self._times.reached[launch])
             at, rank = int(self._launch_at[launch]), int(script.rank[launch])
-            if reached <= self._times.begin[at]:
-                return rank, at, reached
+            if reached <= self._times.end[at]:
+                return rank, at + 1, reached
             why = f"channel {script.channel[launch]} of rank {rank} is busy with round"
             launch, end = int(script.before[launch]), reached
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,21 +11,33 @@ import numpy as np
 
 from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
 from apportion.ir.plan import Plan
-from apportion.planner.simulate.engine import Times
+from apportion.planner.simulate.engine import Times, idle_until
+from apportion.planner.simulate.launches import CAST, PACK, UNPACK
 from apportion.planner.simulate.path import Step, walk_back
-from apportion.planner.simulate.program import WAIT, Floats, Ints, Script, Traffic, launch_instructions
+from apportion.planner.simulate.program import (
+    LAUNCH,
+    WAIT,
+    Floats,
+    Ints,
+    Script,
+    Traffic,
+    launch_instructions,
+)
 from apportion.planner.simulate.trace import DEFAULT_RANKS, build_trace
 
+#: what a rank starts, columns of a run
+STARTED = ("instructions", "launches", "messages", "rounds")
 COMPUTE = 0  # the compute stream; channel c is stream 1 + c
 NOBODY = -1
 
 
 class Spans(NamedTuple):
-    """What every stream does, as columns [spans]: instructions that take time and waits that find something to wait
-    for on stream 0, transfers, once at each end, on stream 1 + channel. Rank after rank, stream after stream.
+    """What every stream does, as columns [spans]: on stream 0 instructions that take time, waits that find something to
+    wait for, and what packs, unpacks and casts; transfers, once at each end, on stream 1 + channel. Rank after rank,
+    stream after stream.
 
-    rank, stream, op, instruction (its number on the rank; a transfer's launch), round (-1 for work), peer (-1 but for
-    transfers): int64. start_us, end_us: float64.
+    rank, stream, op (a code of `WORK_NAMES`), instruction (its number on the rank; a transfer's launch; of casts the
+    number of them all), round (-1 for work), peer (-1 but for transfers): int64. start_us, end_us: float64.
     """
 
     rank: Ints
@@ -44,8 +56,10 @@ class Run:
 
     makespan_us: when the last rank is finished. ideal_us: the same pairs without overhead and communication, balanced
     by speed. compute_us, exposed_us, finish_us: float64 [ranks], busy and idle time of the compute stream (idle is
-    waiting for rounds), and its end. sent_bytes, received_bytes: int64 [ranks]. peak_rows: int64 [ranks, tensors], work
-    rows by `Tensor`: the arenas, which the planner made as large as what lives at once.
+    waiting for rounds), and its end. sent_bytes, received_bytes: int64 [ranks]. launches, messages, rounds: int64
+    [ranks], the kernels that the executor starts, the messages that it posts (sent and received) and in how many
+    rounds. peak_rows: int64 [ranks, tensors], work rows by `Tensor`: the arenas, which the planner made as large as
+    what lives at once.
     op: int8 [instructions], script, traffic, times: the program as it ran.
     """
 
@@ -59,6 +73,9 @@ class Run:
     sent_bytes: Ints
     received_bytes: Ints
     inter_node_bytes: int
+    launches: Ints
+    messages: Ints
+    rounds: Ints
     peak_rows: Ints
     op: Ints
     script: Script
@@ -70,10 +87,15 @@ class Run:
         """Ideal over simulated time, 1.0 where there is nothing to do."""
         return self.ideal_us / self.makespan_us if self.makespan_us else 1.0
 
+    @property
+    def instructions(self) -> Ints:
+        """int64 [ranks]."""
+        return np.diff(self.script.ptr)
+
     @cached_property
     def spans(self) -> Spans:
         """The timelines of all ranks."""
-        parts = (_compute_spans(self), *(_transfer_spans(self, sends) for sends in (True, False)))
+        parts = (*_compute_spans(self), *(_transfer_spans(self, sends) for sends in (True, False)))
         columns = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
         found = Spans(*columns)
         order = np.lexsort((found.peer, found.start_us, found.stream, found.rank))
@@ -95,7 +117,7 @@ class Run:
             "ranks": {
                 name: _rounded(getattr(self, name)) for name in ("compute_us", "exposed_us", "finish_us")
             }
-            | {name: getattr(self, name).tolist() for name in ("sent_bytes", "received_bytes")},
+            | {name: getattr(self, name).tolist() for name in ("sent_bytes", "received_bytes", *STARTED)},
             "peak_rows": _named_rows(self.peak_rows.max(axis=0, initial=0)),
             "critical_path": [step.to_data() for step in self.critical_path()],
         }
@@ -161,6 +183,13 @@ class Simulation:
         """total, max_rank (the larger of what the busiest rank sends and receives) and inter_node, in all runs."""
         return _bytes(tuple(self.runs.values()))
 
+    @property
+    def busiest(self) -> dict[str, int]:
+        """The rank that starts most kernels in all runs, with its instructions, launches, messages and rounds."""
+        sums = {name: sum(getattr(run, name) for run in self.runs.values()) for name in STARTED}
+        rank = int(np.argmax(sums["launches"]))
+        return {"rank": rank, **{name: int(column[rank]) for name, column in sums.items()}}
+
     def critical_path(self) -> list[Step]:
         """The critical paths of the runs, one after the other, as one: it ends at forward_ms + backward_ms."""
         steps, start = [], 0.0
@@ -189,6 +218,7 @@ class Simulation:
             "exposed_ms": _rounded(self.exposed_ms),
             "efficiency": self.efficiency,
             "bytes": self.bytes,
+            "busiest": self.busiest,
             "peak_rows": self.peak_rows,
             "runs": [run.to_data(spans) for run in self.runs.values()],
         }
@@ -213,23 +243,26 @@ def _bytes(runs: Sequence[Run]) -> dict[str, int]:
     }
 
 
-def _compute_spans(run: Run) -> Spans:
+def _compute_spans(run: Run) -> Iterator[Spans]:
+    """Waiting, then working, of every instruction; then casts."""
     script, times = run.script, run.times
-    at = np.flatnonzero(times.end > times.begin)
-    waits = script.role[at] == WAIT
-    round_ = np.where(waits, np.append(script.round, NOBODY)[script.launch[at]], NOBODY)
-    rank, instruction = _on_rank(script, at)
+    until, op = idle_until(script, times), run.op.astype(np.int64)
+    yield _instruction_spans(run, op, times.begin, until)
+    work = np.select([script.role == LAUNCH, script.role == WAIT], [PACK, UNPACK], op)
+    yield _instruction_spans(run, work, until, times.end)
+    ranks = np.flatnonzero(script.end_us > 0)
+    nobody, end = np.full(len(ranks), NOBODY), run.finish_us[ranks]
+    casts, stream, number = np.full(len(ranks), CAST), np.full(len(ranks), COMPUTE), run.instructions[ranks]
+    yield Spans(ranks, stream, casts, end - script.end_us[ranks], end, number, nobody, nobody)
+
+
+def _instruction_spans(run: Run, op: Ints, start: Floats, end: Floats) -> Spans:
+    """What takes time between `start` and `end` of the instructions."""
+    at = np.flatnonzero(end > start)
+    rank, instruction = _on_rank(run.script, at)
+    round_ = np.append(run.script.round, NOBODY)[run.script.launch[at]]
     compute, nobody = np.full(len(at), COMPUTE), np.full(len(at), NOBODY)
-    return Spans(
-        rank,
-        compute,
-        run.op[at].astype(np.int64),
-        times.begin[at],
-        times.end[at],
-        instruction,
-        round_,
-        nobody,
-    )
+    return Spans(rank, compute, op[at], start[at], end[at], instruction, round_, nobody)
 
 
 def _transfer_spans(run: Run, sends: bool) -> Spans:

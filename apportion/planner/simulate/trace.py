@@ -1,7 +1,7 @@
 """Timelines as Chrome trace events, the JSON that ui.perfetto.dev and chrome://tracing open.
 
     process   a rank
-    thread 0  its compute stream: instructions, and waits that found something to wait for
+    thread 0  its compute stream: instructions, waits that found something to wait for, packing, unpacking, casts
     thread c  channel c - 1: rounds, from when the channel takes one up until it is complete
     arrow     a transfer, from the sender's round to the receiver's; it ends where the transfer is halfway, so that it
               points into the round and not to its edge
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Tensor
+from apportion.ir.isa import TENSOR_NAMES, Tensor
 from apportion.ir.plan import Plan
+from apportion.planner.simulate.launches import WORK_NAMES
 from apportion.planner.simulate.path import Step
-from apportion.planner.simulate.program import LAUNCH, Ints
+from apportion.planner.simulate.program import Ints
 
 if TYPE_CHECKING:
     from apportion.planner.simulate.timeline import Run
@@ -85,16 +86,15 @@ def _meta(what: str, rank: int, thread: int, **args: Any) -> Event:
 
 
 def _slices(run: Run, rank: int, start: float) -> Iterator[Event]:
-    script, times = run.script, run.times
-    first = int(script.ptr[rank])
-    for at in range(first, int(script.ptr[rank + 1])):
-        name, launch = OP_NAMES[Op(int(run.op[at]))], int(script.launch[at])
-        if launch >= 0:
-            name += f" {script.round[launch]}"
-        if times.end[at] > times.begin[at]:
-            yield _slice(run, rank, 0, name, start, times.begin[at], times.end[at], instruction=at - first)
-        if script.role[at] == LAUNCH:
-            yield _round(run, rank, launch, start)
+    script, spans = run.script, run.spans
+    for at in np.flatnonzero((spans.rank == rank) & (spans.stream == 0)).tolist():
+        name, round_ = WORK_NAMES[int(spans.op[at])], int(spans.round[at])
+        if round_ >= 0:
+            name += f" {round_}"
+        number = int(spans.instruction[at])
+        yield _slice(run, rank, 0, name, start, spans.start_us[at], spans.end_us[at], instruction=number)
+    for launch in np.flatnonzero(script.rank == rank).tolist():
+        yield _round(run, rank, launch, start)
 
 
 def _round(run: Run, rank: int, launch: int, start: float) -> Event:

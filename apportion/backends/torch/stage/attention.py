@@ -116,14 +116,14 @@ def _tanh(x):
 
 
 @triton.jit
-def _logits(products, scale, cap, CAP: tl.constexpr):
-    """(scores in units of log2(e), tanh) of raw products."""
+def _logits(products, scale, cap, CAP: tl.constexpr, UNIT: tl.constexpr):
+    """(scores times UNIT, tanh) of raw products."""
     if CAP:
         tanh = _tanh(products * (scale / cap))
-        logits = tanh * (cap * LOG2E)
+        logits = tanh * (cap * UNIT)
     else:
         tanh = products
-        logits = products * (scale * LOG2E)
+        logits = products * (scale * UNIT)
     return logits, tanh
 
 
@@ -151,7 +151,7 @@ def _attend_rows(
         keys = j + step
         inside = (keys < stop)[:, None]
         k = _load(k_at + (step * k_row)[:, None], inside, D, DA, DB, MASK)
-        logits, _ = _logits(_dot_t(q, k, DB, PRECISION), scale, cap, CAP)
+        logits, _ = _logits(_dot_t(q, k, DB, PRECISION), scale, cap, CAP, LOG2E)
         if MASK:
             logits = tl.where(
                 _seen(rows[:, None], keys[None, :], dmin, dmax, from_, to, stop), logits, NEG_INF
@@ -255,12 +255,19 @@ def merge_weights(old, part):
 
 
 @triton.jit
-def _p_ds(products, dp, lse, delta, seen, scale, cap, MASK: tl.constexpr, CAP: tl.constexpr):
-    """Probabilities and gradients of the products; lse, in units of log2(e), and delta broadcast along keys."""
-    logits, tanh = _logits(products, scale, cap, CAP)
+def _p_ds(
+    products, dp, lse, delta, seen, scale, cap, MASK: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Probabilities and gradients of the products; lse and delta broadcast along keys.
+
+    In float32 the difference of logits and LSE is taken before it is turned into powers of 2, so that neither is
+    rounded once more; in half dtypes that would not be seen.
+    """
+    UNIT: tl.constexpr = 1.0 if PRECISION == "ieee" else LOG2E
+    logits, tanh = _logits(products, scale, cap, CAP, UNIT)
     if MASK:
         logits = tl.where(seen, logits, NEG_INF)
-    p = tl.exp2(logits - lse)
+    p = tl.exp2((logits - lse) * LOG2E) if PRECISION == "ieee" else tl.exp2(logits - lse * LOG2E)
     ds = p * (dp - delta) * scale
     if CAP:
         ds = ds * (1.0 - tanh * tanh)
@@ -283,7 +290,7 @@ def _dq_rows(
         v = _load(v_at + (step * v_row)[:, None], inside, E, EA, EB, MASK)
         seen = _seen(rows[:, None], keys[None, :], dmin, dmax, from_, to, stop)
         products, dp = _dot_t(q, k, DB, PRECISION), _dot_t(do, v, EB, PRECISION)
-        _, ds = _p_ds(products, dp, lse[:, None], delta[:, None], seen, scale, cap, MASK, CAP)
+        _, ds = _p_ds(products, dp, lse[:, None], delta[:, None], seen, scale, cap, MASK, CAP, PRECISION)
         dq = _add_dot(dq, ds.to(k[0].dtype), k, DB, PRECISION)
         k_at += N * k_row
         v_at += N * v_row
@@ -325,7 +332,7 @@ def dq(
     delta_at = tl.where(work, delta_work, delta_home) + tl.load(columns + 3) * 2
     delta_at += (row0 + tl.load(tile + 9)).to(tl.int64) * delta_row
     lse = tl.load(delta_at + step * delta_row, mask=live, other=0.0)
-    lse = tl.where(lse == NEG_INF, 0.0, lse) * LOG2E
+    lse = tl.where(lse == NEG_INF, 0.0, lse)
     delta = tl.load(delta_at + step * delta_row + 1, mask=live, other=0.0)
     sums = _zeros(M, DA, DB)
     for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
@@ -379,10 +386,10 @@ def _dkdv_rows(
             lse, delta = tl.load(at, mask=inside, other=0.0), tl.load(at + 1, mask=inside, other=0.0)
         else:
             lse, delta = tl.load(at), tl.load(at + 1)
-        lse = tl.where(lse == NEG_INF, 0.0, lse) * LOG2E
+        lse = tl.where(lse == NEG_INF, 0.0, lse)
         seen = _seen(rows[:, None], queries[None, :], dmin, dmax, from_, to, stop)
         products, dp = _dot_t(k, q, DB, PRECISION), _dot_t(v, do, EB, PRECISION)
-        p, ds = _p_ds(products, dp, lse[None, :], delta[None, :], seen, scale, cap, MASK, CAP)
+        p, ds = _p_ds(products, dp, lse[None, :], delta[None, :], seen, scale, cap, MASK, CAP, PRECISION)
         dv = _add_dot(dv, p.to(do[0].dtype), do, EB, PRECISION)
         dk = _add_dot(dk, ds.to(q[0].dtype), q, DB, PRECISION)
         q_at += N * q_row

@@ -185,7 +185,7 @@ class _Builder:
     def step(self, step: Step) -> Iterator[_Draft]:
         """The launches of a step."""
         made = _STEPS.get(step.op)
-        if made is not None:
+        if made is not None and (step.rowops or step.op in _WITHOUT_ROWS):
             yield from made(self, step)
 
     # --- attention
@@ -377,6 +377,9 @@ def _overlap(step: Step, operands: Sequence[Operand]) -> bool:
     spans = sorted((one.tensor, one.is_home, one.row, one.row + one.rows, one.heads) for one in written)
     return any(a[:2] == b[:2] and b[2] < a[3] and not set(a[4]).isdisjoint(b[4]) for a, b in pairwise(spans))
 
+
+#: ops whose launches do not come from `rowops`
+_WITHOUT_ROWS = frozenset({Op.LAUNCH, Op.WAIT, Op.ATTEND, Op.ATTEND_GRAD})
 
 _STEPS: Mapping[Op, Callable[[_Builder, Step], Iterator[_Draft]]] = {
     Op.ATTEND: _Builder.attend,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -201,40 +201,68 @@ class Fold(NamedTuple):
     lanes: int
 
 
+class _Term(NamedTuple):
+    """A partial result and what it is accumulated into."""
+
+    part: Operand
+    whole: Operand
+    first: bool
+
+    @property
+    def owner(self) -> tuple[object, ...]:
+        return self.whole.tensor, self.whole.is_home, _listed(self.whole)
+
+    def lanes(self) -> Iterator[_Term]:
+        """A term for each head column."""
+        for number, columns in enumerate(zip(_listed(self.part), _listed(self.whole), strict=True)):
+            heads = self.part.heads[number : number + 1]
+            part, whole = (
+                replace(one, heads=heads, columns=(column,))
+                for one, column in zip(self[:2], columns, strict=True)
+            )
+            yield _Term(part, whole, self.first)
+
+
 def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold]:
-    """The launches of an add or merge: one, unless rows are accumulated in ways that one writer cannot."""
-    rows = step.rowops
-    parts, sums = [operands[row.a] for row in rows], [operands[row.c] for row in rows]
-    keys = {key: i for i, key in enumerate(dict.fromkeys(map(_owner, sums)))}
-    owner = np.array([keys[_owner(one)] for one in sums])
-    columns = list(dict.fromkeys(map(_listed, sums)))
-    shelf = shelves(np.zeros_like(owner), np.array([columns.index(_listed(one)) for one in sums]), columns)
-    space = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in sums])
-    start = np.array([one.row for one in sums])
-    stop = start + np.array([one.rows for one in sums])
-    wave = waves(np.zeros_like(owner), space, start, stop, owner)
-    if {_array(one) for one in parts} & {_array(one) for one in sums}:
-        wave = np.arange(len(rows))
-    first = np.array([row.first for row in rows])
-    for number in range(int(wave.max(initial=-1)) + 1):
-        mine = np.flatnonzero(wave == number)
-        yield _fold(
-            [parts[i] for i in mine],
-            [sums[i] for i in mine],
-            owner[mine],
-            start[mine],
-            stop[mine],
-            first[mine],
-            height,
-        )
+    """The launches of an add or merge: one, unless it reads what it accumulates."""
+    terms = [_Term(operands[row.a], operands[row.c], row.first) for row in step.rowops]
+    if _owners_meet(terms):
+        terms = [lane for term in terms for lane in term.lanes()]
+    for together in _apart(terms):
+        yield _fold(together, height)
 
 
-def _owner(operand: Operand) -> tuple[object, ...]:
-    return operand.tensor, operand.is_home, _listed(operand)
+def _owners_meet(terms: list[_Term]) -> bool:
+    """Whether two owners, whose head columns are not the same, write a row and column."""
+    wholes = [term.whole for term in terms]
+    owner, columns = _numbered([term.owner for term in terms]), list(dict.fromkeys(map(_listed, wholes)))
+    shelf = shelves(np.zeros_like(owner), np.array([columns.index(_listed(one)) for one in wholes]), columns)
+    slot = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in wholes])
+    start = np.array([one.row for one in wholes])
+    stop = start + np.array([one.rows for one in wholes])
+    return bool(waves(np.zeros_like(owner), slot, start, stop, owner).any())
 
 
-def _array(operand: Operand) -> tuple[Name, bool]:
-    return operand.tensor, operand.is_home
+def _numbered(keys: Sequence[object]) -> Ints:
+    known = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([known[key] for key in keys])
+
+
+def _apart(terms: list[_Term]) -> Iterator[list[_Term]]:
+    """Runs of terms in which none reads rows that another one writes."""
+    reads, writes = (
+        np.array([(2 * one.tensor + one.is_home, one.row, one.row + one.rows) for one in side])
+        for side in zip(*((term.part, term.whole) for term in terms), strict=True)
+    )
+    a, b = reads[:, None], writes[None, :]
+    meet = (a[..., 0] == b[..., 0]) & (a[..., 1] < b[..., 2]) & (b[..., 1] < a[..., 2])
+    meet = (meet | meet.T) & ~np.eye(len(terms), dtype=bool)
+    start = 0
+    for number in range(len(terms)):
+        if meet[number, start:number].any():
+            yield terms[start:number]
+            start = number
+    yield terms[start:]
 
 
 def _listed(operand: Operand) -> tuple[int, ...]:
@@ -243,35 +271,27 @@ def _listed(operand: Operand) -> tuple[int, ...]:
     return (tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns) or (0,)
 
 
-def _fold(
-    parts: list[Operand], sums: list[Operand], owner: Ints, start: Ints, stop: Ints, first: Ints, height: int
-) -> Fold:
-    cut = cut_tiles(owner, start, stop, first, height)
-    slots = tuple(dict.fromkeys((one.tensor, one.is_home, 0) for one in (*sums, *parts)))
-    number = {slot: i for i, slot in enumerate(slots)}
-    heads = HeadColumns()
-    of_sum, of_part = ([heads.at(_listed(one)) for one in side] for side in (sums, parts))
-    task, tile = cut.task, cut.of_entry
-    entries = np.zeros((len(task), ENTRY), np.int32)
-    entries[:, 0] = np.maximum(cut.row0[tile], start[task])
-    entries[:, 1] = np.minimum(cut.row1[tile], stop[task])
-    entries[:, 2] = (np.array([one.row for one in parts]) - start)[task]
-    entries[:, 3] = np.array([number[one.tensor, one.is_home, 0] for one in parts])[task]
-    entries[:, 4] = np.array(of_part)[task]
-    sample = cut.task[cut.ptr[:-1]]
-    lanes = np.array([len(_listed(one)) for one in sums])
-    tiles = np.zeros((len(sample), TILE), np.int32)
-    of_slot = np.array([number[one.tensor, one.is_home, 0] for one in sums])
-    columns = (
-        cut.row0,
-        cut.row1,
-        cut.ptr[:-1],
-        cut.ptr[1:],
-        cut.fresh,
-        lanes[sample],
-        np.array(of_sum)[sample],
+def _fold(terms: list[_Term], height: int) -> Fold:
+    parts, wholes = [term.part for term in terms], [term.whole for term in terms]
+    owner, start = _numbered([term.owner for term in terms]), np.array([one.row for one in wholes])
+    stop = start + np.array([one.rows for one in wholes])
+    cut = cut_tiles(owner, start, stop, np.array([term.first for term in terms]), height)
+    slots = tuple(dict.fromkeys((one.tensor, one.is_home, 0) for one in (*wholes, *parts)))
+    of_whole, of_part = (
+        np.array([slots.index((one.tensor, one.is_home, 0)) for one in side]) for side in (wholes, parts)
     )
-    tiles[:, :8] = np.stack([*columns, of_slot[sample]], axis=1)
+    heads = HeadColumns()
+    at_whole, at_part = (np.array([heads.at(_listed(one)) for one in side]) for side in (wholes, parts))
+    task, tile = cut.task, cut.of_entry
+    shift = np.array([one.row for one in parts]) - start
+    from_, to = np.maximum(cut.row0[tile], start[task]), np.minimum(cut.row1[tile], stop[task])
+    entries = np.zeros((len(task), ENTRY), np.int32)
+    entries[:, :5] = np.stack([from_, to, shift[task], of_part[task], at_part[task]], axis=1)
+    sample = task[cut.ptr[:-1]]
+    lanes = np.array([len(_listed(one)) for one in wholes])
+    fields = (cut.row0, cut.row1, cut.ptr[:-1], cut.ptr[1:], cut.fresh, lanes[sample], at_whole[sample])
+    tiles = np.zeros((len(sample), TILE), np.int32)
+    tiles[:, :8] = np.stack([*fields, of_whole[sample]], axis=1)
     return Fold(tiles, entries, np.array(heads.numbers, np.int32), slots, int(lanes.max()))
 
 

@@ -1,0 +1,84 @@
+"""What the executor starts for a program: kernels, messages, and the casts at the end of a call.
+
+    attend        1 kernel               launch   1 where it sends staged messages: packs their tiles into buffers
+    attend_grad   2: dQ; dK and dV       wait     1 where its round brought staged ones: unpacks them
+    row ops       1 for all their rows   the end  1 for the gradients that a backward call returns: home rows, from
+                                                  the accumulator's dtype to the model's
+
+A projection is the layer's own, and counts only for what puts its rows in place, or adds them into dX. The messages of
+a round are those of `ir.messages`.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from apportion.ir.isa import OP_NAMES, Op, Tensor
+from apportion.ir.jit import jit
+from apportion.ir.messages import Groups, group_tiles
+from apportion.planner.simulate.program import Ints, Tiles, View
+
+#: op -> kernels that an instruction starts, besides what it packs or unpacks
+KERNELS = np.ones(max(Op) + 1, np.int64)
+KERNELS[[Op.LAUNCH, Op.WAIT]], KERNELS[Op.ATTEND_GRAD] = 0, 2
+
+
+#: codes of what is no instruction, beside `Op`
+PACK, UNPACK, CAST = 101, 102, 103
+#: what a compute stream does, by its code
+WORK_NAMES = MappingProxyType(
+    {**{int(op): name for op, name in OP_NAMES.items()}, PACK: "pack", UNPACK: "unpack", CAST: "cast"}
+)
+
+
+class Posted(NamedTuple):
+    """Of each launch, int64 [launches]: the messages that it posts, sent and received, and the bytes that are copied
+    into those that are sent (packed), and out of those that are received (unpacked)."""
+
+    messages: Ints
+    packed: Ints
+    unpacked: Ints
+
+
+def find_posted(view: View) -> Posted:
+    """The messages of all launches."""
+    return _posted(group_tiles(view.source, view.plan.header), view.tiles)
+
+
+@jit
+def _posted(groups: Groups, tiles: Tiles) -> Posted:
+    messages, copied = np.zeros_like(tiles.first), np.zeros((2, len(tiles.first)), np.int64)
+    for tile in groups.first:
+        messages[tiles.launch[tile]] += 1
+    for tile in range(len(tiles.launch)):
+        if groups.staged[groups.of[tile]]:
+            launch = tiles.launch[tile]
+            copied[tiles.send[tile], launch] += tiles.bytes[tiles.first[launch] + tiles.operand[tile]]
+    return Posted(messages, copied[1], copied[0])
+
+
+def count_kernels(view: View, posted: Posted) -> Ints:
+    """int64 [instructions]: kernels that each starts."""
+    table = view.instructions
+    kernels: Ints = np.where(table["count"] > 0, KERNELS[table["op"]], 0)
+    waits = np.flatnonzero(table["op"] == Op.WAIT)
+    kernels[view.launches] = posted.packed > 0
+    kernels[waits] = posted.unpacked[view.launch_of[waits]] > 0
+    return kernels
+
+
+def cast_bytes(view: View) -> Ints:
+    """int64 [ranks]: what casting the gradients of home rows, one kernel at the end of a call, reads and writes; 0
+    forward, where `finish` has written the output."""
+    if view.phase == "forward":
+        return np.zeros(view.ranks, np.int64)
+    model, plan = view.model, view.plan
+    projects = bool((view.instructions["op"] == Op.PROJECT_GRAD).any())
+    gradients = (Tensor.DX,) if projects else (Tensor.DQ, Tensor.DKV)
+    wide, narrow = model.accumulator_bytes, model.element_bytes
+    row_bytes = sum(model.row_bytes(tensor) // wide * (wide + narrow) for tensor in gradients)
+    rows: Ints = plan.layout(plan.header.home_layout).rows_per_rank
+    return rows * row_bytes

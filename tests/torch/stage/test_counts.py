@@ -1,0 +1,50 @@
+"""What the executor starts is what the simulator prices: kernels and rounds of every rank, for every strategy."""
+
+import cases
+import pytest
+import torch
+from strategies import STRATEGIES, WIDE, cluster
+
+from apportion.backends.torch.recording import RecordingDevice
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.isa import PHASES
+from apportion.ir.policy import Policy, Recipe
+from apportion.planner import api
+from apportion.planner.recipes import pipeline
+from apportion.planner.simulate import simulate
+from apportion.trainer.attention import PlanHandle, planned_attention
+
+MATRIX = STRATEGIES | WIDE
+
+
+def executed(plan, rank):
+    """(kernels, messages, rounds) of a rank, forward and backward, of a device that records."""
+    device, header = RecordingDevice(rank, plan.header.ranks), plan.header
+    handle, found = PlanHandle(plan.for_rank(rank), device, engine=device.engine), []
+    heads = (
+        (header.q_heads, header.head_dim),
+        (header.kv_heads, header.head_dim),
+        (header.kv_heads, header.v_head_dim),
+    )
+    rows = [torch.zeros(handle.rows, *each, dtype=handle.dtype, requires_grad=True) for each in heads]
+    out = planned_attention(*rows, handle)
+    found.append((device.launches.total(), device.posts, device.rounds))
+    device.reset()
+    out.backward(torch.zeros_like(out))
+    found.append((device.launches.total(), device.posts, device.rounds))
+    return found
+
+
+@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("mask", ["causal", "tree"])
+def test_launches_messages_and_rounds_are_those_of_the_simulator(name, mask):
+    batch = Batch.from_sequences([Sequence(*each) for each in cases.BATCHES[mask]])
+    recipe = Recipe(name, MATRIX[name])
+    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    model = cases.model(4 if name in WIDE else 2, "bf16", (16, 24), kv_heads=2)
+    plan = api.plan(batch, cluster(4), model, policy=Policy(recipe, token_cap=cap))
+    simulated = simulate(plan).runs
+    for rank in range(4):
+        for phase, counts in zip(PHASES, executed(plan, rank), strict=True):
+            run = simulated["default", phase]
+            assert counts == (run.launches[rank], run.messages[rank], run.rounds[rank]), (rank, phase)
