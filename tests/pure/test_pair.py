@@ -97,6 +97,24 @@ def test_backward_changes_the_sides_of_linear_layers():
     assert half.after.tolist() == pytest.approx([2 * 12])
 
 
+def test_packing_goes_before_a_round_of_either_half():
+    """Rank 0 packs for 1 us. Serial, pong's round starts when rank 1 is there, at 68 + 12; on a single stream rank 0,
+    which waited for ping's, comes later by its packing."""
+    plan = plan_of(*FETCH)
+    run = simulate_pair_with(plan, plan, replace(COSTS, a_row=1.0), layers=1).runs["default", "forward"]
+    assert run.busy_us.tolist() == pytest.approx([114.0, 112.0])
+    assert run.serial.makespan_us == pytest.approx(68 + 12 + 11 + 10 + 34)
+    assert run.single.makespan_us == pytest.approx(68 + 12 + 1 + 11 + 10 + 34)
+
+
+def test_casts_end_a_half_before_its_linear_layers():
+    plan = plan_of("delta dO.home[0:64) O.home[0:64) -> delta.work[0:64)", phase="backward")
+    run = simulate_pair_with(plan, plan, replace(COSTS, a_row=5.0), layers=1).runs["default", "backward"]
+    half = 2 * 46 + 2 * 5  # delta; dQ, dK and dV
+    assert run.busy_us.tolist() == pytest.approx([2 * half])
+    assert [way.makespan_us for way in run.ways.values()] == pytest.approx([2 * half] * 4)
+
+
 def test_slow_ranks_take_longer_in_linear_layers_too():
     plan = plan_of(*FETCH, speeds=[1.0, 0.5])
     half = pair._half(plan, "default", "forward", COSTS)
