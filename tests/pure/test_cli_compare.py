@@ -302,7 +302,7 @@ def test_a_profile_needs_torch_and_a_place_to_write(run: Cli, monkeypatch: pytes
 
 
 def test_a_profile_is_shown_with_its_sources(tmp_path: Path) -> None:
-    record = profiling._record(Hardware.load("h100"), tmp_path / "mine.json", "flash")
+    record = profiling._record(Hardware.load("h100"), tmp_path / "mine.json")
     text = profiling._text(record)
     assert "engine flash" in text
     assert "linear_tflops" in text

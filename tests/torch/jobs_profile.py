@@ -49,7 +49,7 @@ def lone_task(comm):
 
 
 def stage_profile(comm):
-    """The grid of a small profile of the stage engine, and what it says of itself."""
+    """The grid of a small profile of the stage engine, and whose it says to be."""
     effort = Effort((16, 32), 2, 1, 16, "fp32", sweeps=1, least=1, most=1)
     found = profile(device="cpu", effort=effort, engine="stage")
-    return found.backward.full, found.backward.source
+    return found.backward.full, found.engine
