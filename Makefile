@@ -11,6 +11,7 @@
 #   make compare  the tables of docs/comparison.md: every recipe, simulated (about five minutes)
 #   make soak     the service under faults and load, for hours if you like (benchmarks/soak.py)
 #   make fuzz     100,000 mutated plans through decoder and verifier
+#   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
 #   make clean    remove the environment and every cache
 
@@ -25,7 +26,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint bench targets auto pictures compare execution soak fuzz conformance clean
+.PHONY: help demo test lint bench targets auto pictures compare execution soak fuzz kernels conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +77,9 @@ soak: $(READY)
 
 fuzz: $(READY)
 	@$(BIN)/python benchmarks/fuzz_plans.py --count 100000
+
+kernels: $(READY)
+	@$(BIN)/python -m benchmarks.kernels
 
 conformance: $(READY)
 	$(BIN)/pytest tests/torch/stage --full -n 2

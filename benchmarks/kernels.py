@@ -1,0 +1,450 @@
+"""Compiles the stage kernels for GPUs that need not be there, and holds their machine code against rules.
+
+Run: python -m benchmarks.kernels [--kernel attend,dq] [--arch sm_90a] [--dims 128,192/128] [--dtype bf16] [--jobs 2]
+[--shape 128x64x8x3] [--json]. Kernels get the arguments and options that machines launch them with. --shape: owner and
+walked rows, warps and stages instead of those of `variants`. Exit code 1 where a rule is broken.
+
+    regs, stack   of a thread: stack is where registers spill, in bytes
+    shared        KB of a program
+    loop          of attention, without masks: instructions that a warp issues on one turn
+    local         accesses to spilled registers in inner loops
+    tensor        instructions of tensor cores in that loop
+    cycles        of one turn and SM, at most: tensor cores, the issue of instructions, exponentials
+    share         of tensor cores in the time of a turn, if nothing overlaps and if all does: an estimate
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triton import compile as translate
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from apportion.backends.torch.arrays import DTYPES
+from apportion.backends.torch.stage.arguments import examples
+from apportion.backends.torch.stage.launcher import KERNELS
+from apportion.backends.torch.stage.rowlists import Panel, move
+from apportion.backends.torch.stage.variants import Shape, Variant, add_constants, row_constants, variant
+from benchmarks import sass
+
+ATTENTION = ("attend", "dq", "dkdv")
+
+
+class Arch(NamedTuple):
+    """shared: bytes that a program may have; tensor, plain: FLOP a cycle and SM of tensor cores at half precision, and
+    of float32 (NVIDIA's white papers on A100, H100 and B200)."""
+
+    target: GPUTarget
+    capability: tuple[int, int]
+    shared: int
+    tensor: int
+    plain: int
+
+
+ARCHS: Mapping[str, Arch] = {
+    "sm_80": Arch(GPUTarget("cuda", 80, 32), (8, 0), 163 << 10, 2048, 128),
+    "sm_90a": Arch(GPUTarget("cuda", 90, 32), (9, 0), 227 << 10, 4096, 256),
+    "sm_100a": Arch(GPUTarget("cuda", 100, 32), (10, 0), 227 << 10, 8192, 256),
+    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), (9, 4), 64 << 10, 2048, 256),
+}
+SCHEDULERS, EXPONENTIALS, WARP = 4, 16, 32  # of an SM; of an SM and cycle; threads
+WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+MODELS = {"bf16": WIDTHS, "fp16": ((128, 128),), "fp32": ((64, 64), (128, 128))}
+CAPPED = {("bf16", 128), ("bf16", 256)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One variant of a kernel on one architecture. constants: of row kernels."""
+
+    kernel: str
+    arch: str
+    dtype: str
+    qk: int
+    v: int
+    softcap: bool = False
+    constants: tuple[tuple[str, int | bool], ...] = ()
+
+    @property
+    def on_nvidia(self) -> bool:
+        return self.arch.startswith("sm_")
+
+    def __str__(self) -> str:
+        given = "".join(f" {name}={value}" for name, value in self.constants if name in ("GRAIN", "C"))
+        return (
+            f"{self.kernel} {self.dtype} {widths(self.qk, self.v)}"
+            f"{' softcap' if self.softcap else ''}{given} {self.arch}"
+        )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The mask-free loop of an attention kernel; the cycles are of one turn and SM."""
+
+    instructions: int
+    mix: Mapping[str, int]
+    wide_bytes: int
+    narrow_reads: int
+    tensor: int
+    waits: int
+    tensor_cycles: float
+    issue_cycles: float
+    exponential_cycles: float
+
+    @property
+    def share(self) -> tuple[float, float]:
+        """Of tensor cores in the time of a turn: if nothing overlaps, and if all does."""
+        other = max(self.issue_cycles, self.exponential_cycles)
+        if not self.tensor_cycles:
+            return 0.0, 0.0
+        return self.tensor_cycles / (self.tensor_cycles + other), self.tensor_cycles / max(
+            self.tensor_cycles, other
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of a case. local: accesses to local memory in inner loops; vector: whether an inner loop
+    reads and writes 16 bytes at a time, and nothing less."""
+
+    case: Case
+    shape: Shape | None
+    registers: int
+    stack: int
+    shared: int
+    seconds: float
+    tensor: int = 0
+    local: int = 0
+    vector: bool = False
+    turn: Turn | None = None
+
+
+class Rule(NamedTuple):
+    """found: what breaks it, None where nothing does; remedy: what helps."""
+
+    name: str
+    found: Callable[[Report], str | None]
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A report, and the rules that it breaks: rule -> what was found."""
+
+    report: Report
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+
+# --- rules
+
+
+def _local(report: Report) -> str | None:
+    return f"{report.local} local-memory instructions in inner loops" if report.local else None
+
+
+def _shared(report: Report) -> str | None:
+    limit = ARCHS[report.case.arch].shared
+    return f"{report.shared} bytes, and {limit} are there" if report.shared > limit else None
+
+
+def _tensor(report: Report) -> str | None:
+    wanted = report.case.kernel in ATTENTION and report.case.dtype != "fp32"
+    return "none in the mask-free loop" if wanted and not report.tensor else None
+
+
+def _series(report: Report) -> str | None:
+    turn = report.turn
+    serial = turn is not None and report.case.arch == "sm_90a" and 2 * turn.waits > turn.tensor > 0
+    return f"{turn.waits} waits for {turn.tensor} products" if turn and serial else None
+
+
+def _tiles(report: Report) -> str | None:
+    """Half dtypes: the walked tiles come in accesses of 16 bytes."""
+    case, turn = report.case, report.turn
+    if turn is None or case.dtype == "fp32" or report.shape is None:
+        return None
+    wanted = report.shape.walked * (case.qk + case.v) * 2 // (report.shape.warps * WARP)
+    return f"{turn.wide_bytes} bytes a thread, of {wanted}" if turn.wide_bytes < wanted else None
+
+
+def _vector(report: Report) -> str | None:
+    wanted = report.case.kernel == "move" and dict(report.case.constants)["GRAIN"] == 16
+    return "no inner loop of 16-byte accesses" if wanted and not report.vector else None
+
+
+RULES = (
+    Rule("no spills in inner loops", _local, "smaller tiles, or more warps, in variants.py"),
+    Rule("shared memory", _shared, "smaller tiles, or fewer stages, in variants.py"),
+    Rule("tensor cores", _tensor, "tiles that the MMA instructions take: 64 owner rows for 4 warps, 16 numbers"),
+    Rule("products in flight", _series, "fewer registers: wgmma is serialised where accumulators do not fit"),
+    Rule("tiles in 16-byte reads", _tiles, "row strides and widths that are known multiples of 16 bytes"),
+    Rule("panels in 16-byte accesses", _vector, "addresses and strides known to be multiples of 16"),
+)  # fmt: skip
+
+
+def judged(report: Report) -> Row:
+    found = {rule.name: rule.found(report) for rule in RULES} if report.case.on_nvidia else {}
+    return Row(report, {name: text for name, text in found.items() if text})
+
+
+# --- cases
+
+
+def all_cases() -> Iterator[Case]:
+    """Everything that is compiled, the slowest first."""
+    for arch in reversed(ARCHS):
+        for dtype, listed in MODELS.items():
+            for qk, v in sorted(listed, reverse=True):
+                yield from (Case(kernel, arch, dtype, qk, v) for kernel in ATTENTION)
+                if (dtype, qk) in CAPPED:
+                    yield from (Case(kernel, arch, dtype, qk, v, True) for kernel in ATTENTION)
+        yield from row_cases(arch)
+
+
+def row_cases(arch: str) -> Iterator[Case]:
+    """Row kernels, of a half-precision and a float32 model."""
+    for dtype, (qk, v) in (("bf16", (192, 128)), ("bf16", (80, 80)), ("fp32", (128, 128))):
+        size = DTYPES[dtype].itemsize
+        given: dict[str, dict[str, Any]] = {name: row_constants(v) for name in ("merge", "delta", "finish")}
+        given["add"] = add_constants(qk + v)
+        given["move"] = move([_panel(8 * (qk + v) * size)]).constants(dtype)
+        given["delta"] |= {"SINKS": True, "DLSE": True}
+        given["finish"] |= {"SINKS": True}
+        yield from (Case(name, arch, dtype, qk, v, False, tuple(one.items())) for name, one in given.items())
+    for width in (4, 8, 2 * 5):
+        yield Case(
+            "move", arch, "bf16", width, width, False, tuple(move([_panel(width)]).constants("bf16").items())
+        )
+
+
+def _panel(width: int) -> Panel:
+    return Panel(None, 0, width, None, 0, width, 4096, width, 0)
+
+
+def widths(qk: int, v: int) -> str:
+    return str(qk) if qk == v else f"{qk}/{v}"
+
+
+# --- compiling
+
+
+def chosen(case: Case, shape: Shape | None) -> Variant:
+    """The variant of a case; with a shape, that for its kernel."""
+    found = variant(case.dtype, case.qk, case.v, ARCHS[case.arch].capability)
+    return found if shape is None else found.with_shape(case.kernel, shape)
+
+
+def compiled(case: Case, constants: Mapping[str, Any]) -> Any:
+    """Triton's result, by the way that a launch takes: the same types, specialisation and options."""
+    function, target = KERNELS[case.kernel], ARCHS[case.arch].target
+    backend = make_backend(target)
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    kinds = {one.name: one.annotation_type for one in function.params if not one.is_constexpr}
+    bound, kinds_found, options = bind(*examples(kinds, DTYPES[case.dtype]), **constants)
+    options, signature, values, attributes = function._pack_args(backend, options, bound, kinds_found, None)
+    source = ASTSource(function, signature, values, attributes)
+    return translate(source, target=target, options=options.__dict__)
+
+
+def measure(case: Case, shape: Shape | None) -> Row:
+    """Compiles a case and reads what came out."""
+    began = time.perf_counter()
+    if case.kernel in ATTENTION:
+        made = chosen(case, shape)
+        shape, constants = made.shapes[case.kernel], made.constants(case.kernel, case.softcap)
+    else:
+        shape, constants = None, dict(case.constants)
+    kernel = compiled(case, constants)
+    seconds = time.perf_counter() - began
+    reader = on_nvidia if case.on_nvidia else on_amd
+    return judged(reader(case, shape, constants, kernel, seconds))
+
+
+def on_nvidia(
+    case: Case, shape: Shape | None, constants: Mapping[str, Any], kernel: Any, seconds: float
+) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        registers, stack = sass.resources(cubin)
+        inner = sass.innermost(sass.loops(sass.disassembled(cubin)))
+    free = mask_free(inner, constants) if shape else None
+    return Report(
+        case, shape, registers, stack, kernel.metadata.shared, seconds,
+        tensor=free.count(sass.TENSOR) if free else 0,
+        local=sum(loop.count(sass.LOCAL) for loop in inner),
+        vector=any(is_vector(loop) for loop in inner),
+        turn=turn_of(case, shape, constants, free) if free and shape else None,
+    )  # fmt: skip
+
+
+def on_amd(
+    case: Case, shape: Shape | None, constants: Mapping[str, Any], kernel: Any, seconds: float
+) -> Report:
+    """Reported alone: registers, spilled ones in bytes, and matrix instructions of the whole kernel."""
+    text = kernel.asm["amdgcn"]
+    registers, spilled = (
+        int(found_in(text, rf"\.{name}:\s+(\d+)")) for name in ("vgpr_count", "vgpr_spill_count")
+    )
+    matrix = len(re.findall(r"v_mfma", text))
+    return Report(case, shape, registers, 4 * spilled, kernel.metadata.shared, seconds, tensor=matrix)
+
+
+def found_in(text: str, pattern: str) -> str:
+    found = re.search(pattern, text)
+    return found.group(1) if found else "0"
+
+
+def mask_free(inner: Iterable[sass.Loop], constants: Mapping[str, Any]) -> sass.Loop:
+    """The loop of products that compares least: of those with most products, the shortest."""
+    kinds = sass.TENSOR if constants["PRECISION"] != "ieee" else {"FFMA"}
+    listed = list(inner)
+    most = max(loop.count(kinds) for loop in listed)
+    return min((loop for loop in listed if 2 * loop.count(kinds) > most), key=lambda loop: len(loop.turn))
+
+
+def is_vector(loop: sass.Loop) -> bool:
+    """Whether it reads and writes global memory, 16 bytes at a time and no less."""
+    accesses = [one for one in loop.code if one.op in ("LDG", "STG")]
+    kinds = {one.op for one in accesses}
+    return kinds == {"LDG", "STG"} and all(sass.access_bytes(one.name) >= 16 for one in accesses)
+
+
+def turn_of(case: Case, shape: Shape, constants: Mapping[str, Any], loop: sass.Loop) -> Turn:
+    arch = ARCHS[case.arch]
+    rate = arch.plain if constants["PRECISION"] == "ieee" else arch.tensor
+    ops = loop.ops
+    return Turn(
+        instructions=len(loop.turn),
+        mix=dict(ops.most_common(12)),
+        wide_bytes=loop.wide_bytes(),
+        narrow_reads=loop.narrow(),
+        tensor=loop.count(sass.TENSOR),
+        waits=sum("gsb0" in one.operands for one in loop.turn if one.op == "HGMMA"),
+        tensor_cycles=loop.tensor_cycles(shape.warps, rate) or flops(case.kernel, shape, constants) / rate,
+        issue_cycles=len(loop.turn) * shape.warps / SCHEDULERS,
+        exponential_cycles=ops["MUFU"] * WARP * shape.warps / EXPONENTIALS,
+    )
+
+
+def flops(kernel: str, shape: Shape, constants: Mapping[str, Any]) -> int:
+    """Of the products of one turn, with padded widths."""
+    qk, v = (constants[one] + constants[two] for one, two in (("DA", "DB"), ("EA", "EB")))
+    width = {"attend": qk + v, "dq": 2 * qk + v, "dkdv": 2 * qk + 2 * v}[kernel]
+    return 2 * shape.owner * shape.walked * width
+
+
+# --- output
+
+
+def line(row: Row) -> str:
+    report, shape, turn = row.report, row.report.shape, row.report.turn
+    tile = f"{shape.owner}x{shape.walked} w{shape.warps} s{shape.stages}" if shape else ""
+    text = f"{report.case!s:44} {tile:14} {report.registers:4} {report.stack:5} {report.shared / 1024:7.1f}"
+    text += f" {report.local:5} {report.tensor:6} {report.seconds:6.1f}"
+    if turn:
+        low, high = turn.share
+        text += f" {turn.instructions:5} {turn.tensor_cycles:6.0f} {turn.issue_cycles:6.0f}"
+        text += f" {turn.exponential_cycles:6.0f} {low:4.0%}-{high:.0%}"
+    return text + "".join(f"  BROKEN {name}" for name in row.broken)
+
+
+HEAD = f"{'':44} {'tile':14} regs stack  shared local tensor      s  loop tensor  issue    exp share (cycles of a turn)"
+
+
+def complaint(row: Row) -> Iterator[str]:
+    """What was found and what helps, of each broken rule."""
+    remedies = {rule.name: rule.remedy for rule in RULES}
+    for name, found in row.broken.items():
+        yield f"{row.report.case}: {name}: {found}; remedy: {remedies[name]}"
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    return {**asdict(row.report), "broken": dict(row.broken)}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measured(cases: Sequence[Case], shape: Shape | None, jobs: int) -> Iterator[Row]:
+    """The rows of cases, in their order; Triton's cache is a temporary one."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            for number, row in enumerate(pool.map(partial(measure, shape=shape), cases), 1):
+                say(f"{number}/{len(cases)} {row.report.case} {row.report.seconds:.1f} s")
+                yield row
+
+
+# --- command line
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, example in (
+        ("kernel", "attend,dq"),
+        ("arch", "sm_90a"),
+        ("dims", "128,192/128"),
+        ("dtype", "bf16"),
+    ):
+        parser.add_argument(
+            f"--{name}", help=f"only these, as in {example}", type=lambda text: text.split(",")
+        )
+    parser.add_argument("--shape", help="owner x walked x warps x stages, as in 128x64x8x3", type=shape_of)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
+    return parser.parse_args(argv)
+
+
+def shape_of(text: str) -> Shape:
+    return Shape(*(int(number) for number in text.split("x")))
+
+
+def wanted(case: Case, options: argparse.Namespace) -> bool:
+    found = {"kernel": case.kernel, "arch": case.arch, "dims": widths(case.qk, case.v), "dtype": case.dtype}
+    return all(value in (getattr(options, name) or [value]) for name, value in found.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parsed(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        say("TRITON_INTERPRET=1 compiles nothing: unset it")
+        return 2
+    cases = [case for case in all_cases() if wanted(case, options)]
+    if not cases:
+        say("no variant is of that kernel, architecture, dims and dtype: see ARCHS and MODELS in this file")
+        return 2
+    began = time.perf_counter()
+    rows = list(measured(cases, options.shape, options.jobs))
+    print(
+        json.dumps([as_json(row) for row in rows], indent=1)
+        if options.json
+        else "\n".join([HEAD, *map(line, rows)])
+    )
+    broken = [text for row in rows for text in complaint(row)]
+    say(f"{len(rows)} variants in {time.perf_counter() - began:.0f} s, {len(broken)} rules broken")
+    for text in broken:
+        say(text)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

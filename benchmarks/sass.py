@@ -1,0 +1,232 @@
+"""Machine code of NVIDIA GPUs as a graph: which loops a kernel has, and what one turn of each issues.
+
+    nvdisasm's text ──read──► instructions ──Graph──► natural loops ──► Loop: counts of opcodes on its shortest turn
+
+A loop is the body of a branch back to a block that dominates it (Aho, Lam, Sethi, Ullman: Compilers, 9.6). What a
+masked block does is skipped on the shortest turn, and so is a wait that has to be tried again.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+TENSOR = frozenset({"HMMA", "HGMMA", "UTCHMMA"})
+LOCAL = frozenset({"LDL", "STL"})
+SHARED_BYTES = 128  # a cycle and SM
+_HMMA = re.compile(r"HMMA\.(16)(8)(8|16)\.")
+_HGMMA = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)\b")
+_LABEL = re.compile(r"(\.L_x_\d+):")
+_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([^\s;]+)\s*([^;]*);")
+_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+
+
+class Instruction(NamedTuple):
+    """guard: the predicate before it; name: opcode with its modifiers; operands: the rest."""
+
+    guard: str
+    name: str
+    operands: str
+
+    @property
+    def op(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def target(self) -> str | None:
+        """The label that it may go to; calls of a label are far branches."""
+        found = _TARGET.search(self.operands) if self.op in ("BRA", "CALL") else None
+        return found.group(1) if found else None
+
+    @property
+    def falls_through(self) -> bool:
+        if self.guard:
+            return True
+        return not (self.op in ("EXIT", "RET", "BRX") or (self.target and self.operands.startswith("`")))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """blocks: its blocks; depth: loops around it; turn: the instructions of the shortest turn; code: all of them."""
+
+    blocks: frozenset[int]
+    depth: int
+    turn: tuple[Instruction, ...]
+    code: tuple[Instruction, ...]
+
+    @cached_property
+    def ops(self) -> Counter[str]:
+        return Counter(one.op for one in self.turn)
+
+    def count(self, ops: Iterable[str]) -> int:
+        """How many instructions of some kinds it holds, on any path."""
+        return sum(one.op in ops for one in self.code)
+
+    @property
+    def waits(self) -> bool:
+        """It only tries a barrier again."""
+        return len(self.code) < 64 and not self.count({"LDG", "LDGSTS", "STG", "LDS", "FFMA", *TENSOR})
+
+    def wide_bytes(self, bits: int = 128) -> int:
+        """Bytes that one thread reads from global memory on a turn, by accesses of `bits` or more."""
+        return sum(width for width in self._reads() if width * 8 >= bits)
+
+    def narrow(self, bits: int = 128) -> int:
+        """Reads from global memory on a turn of less than `bits`."""
+        return sum(width * 8 < bits for width in self._reads())
+
+    def tensor_cycles(self, warps: int, rate: int) -> float:
+        """Cycles of an SM that its tensor cores take for a turn of some warps, at `rate` FLOP a cycle; 0 where
+        instructions do not say their shape."""
+        return sum(product_cycles(one, rate) for one in self.turn if one.op in TENSOR) * warps
+
+    def _reads(self) -> Iterator[int]:
+        return (access_bytes(one.name) for one in self.turn if one.op in ("LDG", "LDGSTS"))
+
+
+def access_bytes(name: str) -> int:
+    """Bytes that an access to memory moves: LDG.E.128 -> 16, STG.E.U8 -> 1, LDG.E -> 4."""
+    sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+    return next((sizes[part] for part in name.split(".")[1:] if part in sizes), 4)
+
+
+def product_cycles(one: Instruction, rate: int) -> float:
+    """Cycles for one warp's share of a matrix product. That of a warpgroup reads operands from shared memory, 128
+    bytes a cycle: one of 64 x 32 from there takes as long as one of 64 x 48."""
+    if found := _HMMA.match(one.name):
+        m, n, k = (int(size) for size in found.groups())
+        return 2 * m * n * k / rate
+    if found := _HGMMA.match(one.name):
+        m, n, k = (int(size) for size in found.groups())
+        rows = m + n if "gdesc" in one.operands.split(", ")[1] else n
+        return max(2 * m * n * k / rate, 2 * rows * k / SHARED_BYTES) / 4
+    return 0.0
+
+
+def disassembled(cubin: Path) -> str:
+    """nvdisasm's text."""
+    return subprocess.run(
+        [TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def resources(cubin: Path) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread of the only kernel."""
+    command = [TOOLS / "cuobjdump", "-res-usage", cubin]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise ValueError(f"cuobjdump names no registers:\n{text}")
+    return int(found.group(1)), int(found.group(2))
+
+
+def read(text: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Instructions, and the number of the one behind each label."""
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := _LABEL.match(line.strip()):
+            labels[label.group(1)] = len(code)
+        elif found := _LINE.search(line):
+            guard, name, operands = found.groups()
+            code.append(Instruction((guard or "").strip(), name, operands.strip()))
+    return code, labels
+
+
+def loops(text: str) -> list[Loop]:
+    """The loops of a kernel, in the order of their code, but for those that only wait."""
+    found = Graph(*read(text)).loops()
+    return [loop for loop in found if not loop.waits]
+
+
+def innermost(found: Sequence[Loop]) -> list[Loop]:
+    """Those that hold no other."""
+    return [one for one in found if not any(other.blocks < one.blocks for other in found)]
+
+
+class Graph:
+    """Basic blocks of one kernel and the branches between them."""
+
+    def __init__(self, code: Sequence[Instruction], labels: dict[str, int]) -> None:
+        starts = {0, *labels.values(), *(i + 1 for i, one in enumerate(code) if _ends(one))}
+        bounds = sorted(at for at in starts if at < len(code))
+        number = {at: i for i, at in enumerate(bounds)}
+        self.blocks = [code[a:b] for a, b in zip(bounds, [*bounds[1:], len(code)], strict=True)]
+        self.next = [
+            [number[at] for at in _successors(code, labels, stop - 1) if at in number]
+            for stop in [*bounds[1:], len(code)]
+        ]
+        self.previous: list[list[int]] = [[] for _ in self.blocks]
+        for block, targets in enumerate(self.next):
+            for target in targets:
+                self.previous[target].append(block)
+
+    @cached_property
+    def dominators(self) -> list[set[int]]:
+        """The blocks that every path to a block goes through."""
+        every = set(range(len(self.blocks)))
+        found = [{0}, *(set(every) for _ in self.blocks[1:])]
+        changed = True
+        while changed:
+            changed = False
+            for block in range(1, len(self.blocks)):
+                before = [found[one] for one in self.previous[block]]
+                now = {block} | (set.intersection(*before) if before else set())
+                changed |= now != found[block]
+                found[block] = now
+        return found
+
+    def loops(self) -> list[Loop]:
+        bodies: dict[int, set[int]] = {}
+        for block, targets in enumerate(self.next):
+            for head in targets:
+                if head in self.dominators[block]:
+                    bodies.setdefault(head, {head}).update(self._body(head, block))
+        return [self._loop(head, body, bodies.values()) for head, body in sorted(bodies.items())]
+
+    def _body(self, head: int, tail: int) -> set[int]:
+        """Blocks that reach the tail without passing the head."""
+        body, todo = {head}, [tail]
+        while todo:
+            block = todo.pop()
+            if block not in body:
+                body.add(block)
+                todo += self.previous[block]
+        return body
+
+    def _loop(self, head: int, body: set[int], others: Iterable[set[int]]) -> Loop:
+        depth = sum(body < other for other in others)
+        turn = tuple(one for block in self._shortest(head, body) for one in self.blocks[block])
+        code = tuple(one for block in sorted(body) for one in self.blocks[block])
+        return Loop(frozenset(body), depth, turn, code)
+
+    def _shortest(self, head: int, body: set[int]) -> list[int]:
+        """The blocks of the turn that issues the fewest instructions (Bellman and Ford)."""
+        cost = {head: (len(self.blocks[head]), [head])}
+        for _ in body:
+            for block in sorted(body & cost.keys()):
+                so_far, path = cost[block]
+                for target in self.next[block]:
+                    longer = so_far + len(self.blocks[target])
+                    if target in body and target != head and longer < cost.get(target, (1 << 30,))[0]:
+                        cost[target] = longer, [*path, target]
+        return min(cost[block] for block in body if head in self.next[block] and block in cost)[1]
+
+
+def _ends(one: Instruction) -> bool:
+    return one.target is not None or not one.falls_through
+
+
+def _successors(code: Sequence[Instruction], labels: dict[str, int], last: int) -> list[int]:
+    one = code[last]
+    target = [labels[one.target]] if one.target in labels else []
+    return target + ([last + 1] if one.falls_through else [])
