@@ -50,17 +50,16 @@ class Arch(NamedTuple):
     of float32 (NVIDIA's white papers on A100, H100 and B200)."""
 
     target: GPUTarget
-    capability: tuple[int, int]
     shared: int
     tensor: int
     plain: int
 
 
 ARCHS: Mapping[str, Arch] = {
-    "sm_80": Arch(GPUTarget("cuda", 80, 32), (8, 0), 163 << 10, 2048, 128),
-    "sm_90a": Arch(GPUTarget("cuda", 90, 32), (9, 0), 227 << 10, 4096, 256),
-    "sm_100a": Arch(GPUTarget("cuda", 100, 32), (10, 0), 227 << 10, 8192, 256),
-    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), (9, 4), 64 << 10, 2048, 256),
+    "sm_80": Arch(GPUTarget("cuda", 80, 32), 163 << 10, 2048, 128),
+    "sm_90a": Arch(GPUTarget("cuda", 90, 32), 227 << 10, 4096, 256),
+    "sm_100a": Arch(GPUTarget("cuda", 100, 32), 227 << 10, 8192, 256),
+    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), 64 << 10, 2048, 256),
 }
 SCHEDULERS, EXPONENTIALS, WARP = 4, 16, 32  # of an SM; of an SM and cycle; threads
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -120,7 +119,7 @@ class Turn:
 @dataclass(frozen=True)
 class Report:
     """What the compiler made of a case. local: accesses to local memory in inner loops; vector: whether an inner loop
-    reads and writes 16 bytes at a time, and nothing less."""
+    reads and writes 16 bytes at a time, and nothing less; failed: why it does not compile."""
 
     case: Case
     shape: Shape | None
@@ -132,6 +131,7 @@ class Report:
     local: int = 0
     vector: bool = False
     turn: Turn | None = None
+    failed: str = ""
 
 
 class Rule(NamedTuple):
@@ -151,6 +151,10 @@ class Row:
 
 
 # --- rules
+
+
+def _compiles(report: Report) -> str | None:
+    return report.failed or None
 
 
 def _local(report: Report) -> str | None:
@@ -188,6 +192,7 @@ def _vector(report: Report) -> str | None:
 
 
 RULES = (
+    Rule("it compiles", _compiles, "look at what Triton printed; smaller tiles, in variants.py"),
     Rule("no spills in inner loops", _local, "smaller tiles, or more warps, in variants.py"),
     Rule("shared memory", _shared, "smaller tiles, or fewer stages, in variants.py"),
     Rule("tensor cores", _tensor, "tiles that the MMA instructions take: 64 owner rows for 4 warps, 16 numbers"),
@@ -245,7 +250,7 @@ def widths(qk: int, v: int) -> str:
 
 def chosen(case: Case, shape: Shape | None) -> Variant:
     """The variant of a case; with a shape, that for its kernel."""
-    found = variant(case.dtype, case.qk, case.v, ARCHS[case.arch].capability)
+    found = variant(case.dtype, case.qk, case.v)
     return found if shape is None else found.with_shape(case.kernel, shape)
 
 
@@ -269,7 +274,11 @@ def measure(case: Case, shape: Shape | None) -> Row:
         shape, constants = made.shapes[case.kernel], made.constants(case.kernel, case.softcap)
     else:
         shape, constants = None, dict(case.constants)
-    kernel = compiled(case, constants)
+    try:
+        kernel = compiled(case, constants)
+    except RuntimeError as error:  # Triton's compiler gave up
+        seconds = time.perf_counter() - began
+        return judged(Report(case, shape, 0, 0, 0, seconds, failed=str(error)))
     seconds = time.perf_counter() - began
     reader = on_nvidia if case.on_nvidia else on_amd
     return judged(reader(case, shape, constants, kernel, seconds))
@@ -361,6 +370,7 @@ def line(row: Row) -> str:
         low, high = turn.share
         text += f" {turn.instructions:5} {turn.tensor_cycles:6.0f} {turn.issue_cycles:6.0f}"
         text += f" {turn.exponential_cycles:6.0f} {low:4.0%}-{high:.0%}"
+    text += f"  NOT COMPILED: {report.failed}" if report.failed else ""
     return text + "".join(f"  BROKEN {name}" for name in row.broken)
 
 

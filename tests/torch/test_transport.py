@@ -1,5 +1,7 @@
 """The transport, and the memory that calls share."""
 
+import copy
+
 import jobs_transport
 import pytest
 import torch
@@ -14,7 +16,7 @@ from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.isa import PHASES, Op
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.model import Model
@@ -132,6 +134,27 @@ def test_no_layer_waits_for_its_device(engine, sinks):
     assert not waits.found
 
 
+def test_sinks_are_one_number_a_head_and_may_lie_anywhere():
+    handle = PlanHandle(small("fp32", 1).for_rank(0))
+    rows, table = inputs(handle), torch.tensor([0.0, 100.0] * 4)
+    torch.testing.assert_close(
+        planned_attention(*rows, handle, sinks=table[::2]),
+        planned_attention(*rows, handle, sinks=torch.zeros(4)),
+    )
+    for sinks in (torch.zeros(1), torch.zeros(4, 1), torch.zeros(8)):
+        with pytest.raises(ExecutionError, match=r"sinks has shape .* is \(4,\)"):
+            planned_attention(*rows, handle, sinks=sinks)
+    with pytest.raises(ExecutionError, match="must be floating-point numbers on cpu"):
+        planned_attention(*rows, handle, sinks=torch.zeros(4, dtype=torch.int64))
+
+
+def test_a_handle_stays_in_its_process():
+    handle = PlanHandle(small(ranks=1).for_rank(0))
+    assert copy.deepcopy(handle) is handle
+    with pytest.raises(ExecutionError, match=r"send `handle.slice.encode\(\)`"):
+        handle.__reduce__()
+
+
 def test_engines_say_what_they_need(monkeypatch):
     handle = PlanHandle(small(ranks=1).for_rank(0))
     assert handle.engine_on(CPU) is engines.ENGINES["flash"]
@@ -143,7 +166,7 @@ def test_engines_say_what_they_need(monkeypatch):
     with pytest.raises(ConfigError, match="float16, bfloat16 and float32"):
         wide.engine_on(CPU)
     with pytest.raises(UnknownNameError, match="engine"):
-        PlanHandle(handle.slice, engine="fast").engine_on(CPU)
+        PlanHandle(handle.slice, engine="fast")
 
 
 def test_plain_and_flash_agree():
@@ -177,6 +200,6 @@ def test_ranks_of_gpus_alone_want_a_group_for_their_hosts(monkeypatch):
 
     monkeypatch.setattr(transport, "_serves", lambda group, backend: backend == "nccl")
     comm = Communicator.__new__(Communicator)
-    comm._groups, comm._hosts, comm._grows, comm.ranks = ["nccl"], None, False, 2
+    comm._base, comm._hosts, comm._grows, comm.ranks = "nccl", None, False, 2
     with pytest.raises(ConfigError, match="give a gloo group of the same ranks"):
         comm.all_gather([1])

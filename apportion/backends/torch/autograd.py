@@ -42,11 +42,21 @@ def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer)
     handle.agree()
     device = next(iter(home.values()))[0].device
     hidden = home[Name.X][0].shape[-1] if Name.X in home else 0
+    _require_current(device)
     loaded = handle.loaded(kind, phase, device, hidden)
     given = {name: tuple(_in_rows(part) for part in parts) for name, parts in home.items()}
+    layer = replace(layer, sinks=_checked_sinks(handle, layer.sinks, device))
     buffer = handle.communicator.pool.take(loaded.arenas.size, device)
     memory = Memory(loaded.arenas, handle.rows, given, buffer)
     return handle.engine_on(device).machine(loaded, memory, layer, handle.communicator)
+
+
+def _require_current(device: torch.device) -> None:
+    """Kernels and messages go to the current device. Raises ExecutionError where the rows are on another one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ExecutionError(
+            f"the rows are on {device}, and cuda:{torch.cuda.current_device()} is current: call torch.cuda.set_device"
+        )
 
 
 def _in_rows(part: Tensor) -> Tensor:
@@ -66,6 +76,18 @@ def check_qkv(handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, (tensor, shape) in wants.items():
         check_shape(name, tensor, shape)
         _check_dtype(name, tensor, handle)
+
+
+def _checked_sinks(handle: PlanHandle, sinks: Tensor | None, device: torch.device) -> Tensor | None:
+    """The learned logits [Hq], one after another in memory. Raises ExecutionError for other shapes, dtypes, devices."""
+    if sinks is None:
+        return None
+    check_shape("sinks", sinks, (handle.slice.header.q_heads,))
+    if not sinks.is_floating_point() or sinks.device != device:
+        raise ExecutionError(
+            f"sinks are {sinks.dtype} on {sinks.device}; they must be floating-point numbers on {device}"
+        )
+    return sinks.detach().contiguous()
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -214,7 +236,7 @@ def _attend_grad(
 def _fake_attend_grad(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 

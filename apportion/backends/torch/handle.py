@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import count
+from typing import NoReturn
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from apportion.backends.interp import Program, Segments, compile_program
 from apportion.backends.torch.arrays import DTYPES
-from apportion.backends.torch.engines import Engine, choose_engine
+from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
+from apportion.ir.fields import choice
 from apportion.ir.isa import PHASES
 from apportion.ir.segments import Cuts, agreed_cuts
 
@@ -41,7 +43,7 @@ class PlanHandle:
     ) -> None:
         self.slice = piece
         self.communicator = communicator if communicator is not None else Communicator.shared()
-        self.engine = engine
+        self.engine = engine if not isinstance(engine, str) else choice("engine", engine, ("auto", *ENGINES))
         if (piece.rank, piece.ranks) != (self.communicator.rank, self.communicator.ranks):
             raise ExecutionError(
                 f"a slice of rank {piece.rank} of {piece.ranks} on rank {self.communicator.rank} of "
@@ -52,8 +54,16 @@ class PlanHandle:
         self._loaded: dict[tuple[str, str, torch.device, int], Loaded] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
-        self.number = torch.tensor(next(_numbers))
+        self.number = torch.tensor(next(_numbers), device="cpu")
         _HANDLES[int(self.number)] = self
+
+    def __reduce__(self) -> NoReturn:
+        raise ExecutionError(
+            "a plan's handle belongs to its process: send `handle.slice.encode()`, and make one there"
+        )
+
+    def __deepcopy__(self, memo: object) -> PlanHandle:
+        return self
 
     @staticmethod
     def of_number(number: Tensor) -> PlanHandle:

@@ -8,6 +8,7 @@ pooled     work arenas and the staging of messages, one buffer a call, used agai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -51,20 +52,23 @@ class Pool:
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.device, int], list[Buffer]] = {}
+        self._lock = Lock()  # autograd runs backward in threads of its own
 
     def take(self, size: int, device: torch.device) -> Buffer:
         """At least as many bytes: what was given back last and is large enough, else a new one instead of it."""
-        free = self._free.setdefault(_stream(device), [])
-        for i in reversed(range(len(free))):
-            if len(free[i]) >= size:
-                return free.pop(i)
-        if free:
-            free.pop()
+        with self._lock:
+            free = self._free.setdefault(_stream(device), [])
+            for i in reversed(range(len(free))):
+                if len(free[i]) >= size:
+                    return free.pop(i)
+            if free:
+                free.pop()
         return Buffer(size, device)
 
     def give(self, buffer: Buffer) -> None:
         """Nobody may use the buffer any more, but for work that its stream already has."""
-        self._free.setdefault(_stream(buffer.data.device), []).append(buffer)
+        with self._lock:
+            self._free.setdefault(_stream(buffer.data.device), []).append(buffer)
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:

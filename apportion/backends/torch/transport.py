@@ -92,7 +92,9 @@ class Communicator(Transport):
         self._grows = not groups
         if not groups and dist.is_initialized():
             groups = (dist.group.WORLD,)
-        self._groups, self._hosts = list(groups), hosts
+        # the job's own group is the trainer's too, and its stream goes behind computation: no channel of a GPU's is it
+        self._base, self._hosts = (groups[0] if groups else None), hosts
+        self._groups = [] if self._grows and groups and _serves(groups[0], "nccl") else list(groups)
         self.pool = Pool()
         self.ranks = dist.get_world_size(groups[0]) if groups else 1
         self.rank = dist.get_rank(groups[0]) if groups else 0
@@ -107,14 +109,14 @@ class Communicator(Transport):
     @property
     def device(self) -> torch.device:
         """Where the groups' collectives want tensors."""
-        nccl = bool(self._groups) and _serves(self._groups[0], "nccl")
+        nccl = self._base is not None and _serves(self._base, "nccl")
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def start(self, channels: int) -> None:
         if self.ranks == 1:
             return
         while self._grows and len(self._groups) < channels:
-            self._groups.append(dist.new_group(pg_options=_options(self._groups[0])))
+            self._groups.append(dist.new_group(pg_options=_options(self._base)))
         for group in self._groups[self._started : channels]:
             if _serves(group, "nccl"):  # a batch of some ranks only must not be what starts it
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
@@ -143,7 +145,7 @@ class Communicator(Transport):
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         if self.ranks == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(everyone, mine, group=self._host_group())
         return [row.tolist() for row in everyone]
@@ -153,8 +155,8 @@ class Communicator(Transport):
 
     def _host_group(self) -> Any:
         """A group whose collectives wait for no GPU. Raises ConfigError where none was given."""
-        if self._hosts is None and _serves(self._groups[0], "gloo"):
-            self._hosts = self._groups[0]
+        if self._hosts is None and _serves(self._base, "gloo"):
+            self._hosts = self._base
         if self._hosts is None and self._grows:
             self._hosts = dist.new_group(backend="gloo")
         if self._hosts is None:

@@ -11,12 +11,16 @@ from apportion.ir.plan import Header
 
 #: compute capability that the kernels need: bfloat16 and asynchronous copies
 LEAST = (8, 0)
+#: head dims
+WIDEST = 256
 
 
 def obstacle(header: Header, device: torch.device) -> str | None:
     """Why these kernels do not serve plans of this header on a device; None where they do."""
     if header.dtype == "fp64":
         return "the stage kernels compute in float16, bfloat16 and float32"
+    if max(header.head_dim, header.v_head_dim) > WIDEST:
+        return f"head dims up to {WIDEST}, and the plan has {header.head_dim} and {header.v_head_dim}"
     return device_obstacle(device)
 
 
@@ -25,7 +29,7 @@ def device_obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the stage kernels need Triton: pip install 'apportion[triton]'"
     if device.type == "cuda":
-        found = capability(device)
+        found = torch.cuda.get_device_capability(device)
         return (
             None
             if found >= LEAST
@@ -34,8 +38,3 @@ def device_obstacle(device: torch.device) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     return f"the stage kernels run on GPUs, and this is {device.type} (TRITON_INTERPRET=1 interprets them, slowly)"
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU; the least one where kernels are interpreted."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else LEAST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,13 +39,19 @@ class StageMachine(TorchMachine):
         self._constants = loaded.plain if layer.score.softcap is None else loaded.capped
         self._arrays = [self._array(slot) for slot in loaded.slots]
         self._addresses = [0 if array is None else array.data_ptr() for array in self._arrays]
-        header = loaded.program.header
-        shape = (memory.rows, header.q_heads, header.v_head_dim)
-        self._out = torch.empty(shape, dtype=DTYPES[header.dtype], device=memory.device)
-        if layer.sinks is not None:
-            self._shares = torch.zeros(
-                loaded.shares, header.q_heads, dtype=torch.float64, device=memory.device
-            )
+
+    @cached_property
+    def _out(self) -> Tensor:
+        """What forward gives, [rows, Hq, Dv] in the model's dtype."""
+        header = self.program.header
+        shape = (self.memory.rows, header.q_heads, header.v_head_dim)
+        return torch.empty(shape, dtype=DTYPES[header.dtype], device=self.memory.device)
+
+    @cached_property
+    def _shares(self) -> Tensor:
+        """Shares of the tiles of all deltas in the gradients of the sinks."""
+        shape = (self._loaded.shares, self.program.header.q_heads)
+        return torch.zeros(shape, dtype=torch.float64, device=self.memory.device)
 
     def bind(self) -> None:
         """Views serve projections alone."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from apportion.backends.interp import Operand, Program, Step
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.memory import Arenas
 from apportion.backends.torch.rounds import Message, Rounds, find_rounds, tile_arrays
-from apportion.backends.torch.stage import capability
 from apportion.backends.torch.stage.rowlists import (
     SLOTS,
     Fold,
@@ -38,7 +36,7 @@ from apportion.backends.torch.stage.rowlists import (
     moved,
     spots,
 )
-from apportion.backends.torch.stage.tiles import Ints
+from apportion.backends.torch.stage.tiles import Ints, shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
 from apportion.backends.torch.stage.worklists import Columns, WorkList, work_list
 from apportion.ir.errors import ExecutionError
@@ -120,7 +118,7 @@ def load(
     rounds = find_rounds(columns, program, hidden)
     arenas = Arenas(program, rounds.staging_bytes, hidden)
     header = program.header
-    chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim, capability(device))
+    chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
     builder = _Builder(columns, program, arenas, rounds, chosen)
     drafts = {step.index: tuple(builder.step(step)) for step in program.steps}
     results = tuple(builder.results(rows))
@@ -374,8 +372,13 @@ def _overlap(step: Step, operands: Sequence[Operand]) -> bool:
     )
     if {(one.tensor, one.is_home) for one in written} & {(one.tensor, one.is_home) for one in read}:
         return True
-    spans = sorted((one.tensor, one.is_home, one.row, one.row + one.rows, one.heads) for one in written)
-    return any(a[:2] == b[:2] and b[2] < a[3] and not set(a[4]).isdisjoint(b[4]) for a, b in pairwise(spans))
+    columns = list(dict.fromkeys(one.heads for one in written))
+    at = np.array([columns.index(one.heads) for one in written])
+    shelf = shelves(np.zeros_like(at), at, [heads or (0,) for heads in columns])
+    slot = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in written])
+    start = np.array([one.row for one in written])
+    stop = start + np.array([one.rows for one in written])
+    return bool(waves(np.zeros_like(at), slot, start, stop, np.arange(len(at))).any())
 
 
 #: ops whose launches do not come from `rowops`

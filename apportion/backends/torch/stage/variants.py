@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 LEAST = 16
 #: rows of a tile of row operations
@@ -65,18 +64,18 @@ def add_constants(width: int) -> dict[str, int]:
     return {"R": ROWS, "C": min(256, max(16, 1 << (width - 1).bit_length()))}
 
 
-SMALL = MappingProxyType({kernel: Shape(16, 16, 4, 1) for kernel in ("attend", "dq", "dkdv")})
-
-
-def variant(dtype: str, qk: int, v: int, capability: tuple[int, int]) -> Variant:
-    """The variant for GPUs of a compute capability."""
+def variant(dtype: str, qk: int, v: int) -> Variant:
+    """The variant of a model, for all GPUs."""
     size = {"bf16": 2, "fp16": 2, "fp32": 4}[dtype]
     return Variant(qk, v, size, _shapes(max(qk, v), size))
 
 
 def _shapes(width: int, size: int) -> Mapping[str, Shape]:
-    if size == 4 or width > 192:
-        return {"attend": Shape(64, 32, 4, 2), "dq": Shape(64, 32, 4, 2), "dkdv": Shape(32, 32, 4, 2)}
+    """Tiles whose loops keep to registers on all GPUs that `make kernels` compiles for."""
+    if size == 4:
+        return {"attend": Shape(32, 16, 8, 1), "dq": Shape(32, 16, 8, 1), "dkdv": Shape(32, 16, 8, 1)}
+    if width > 192:
+        return {"attend": Shape(64, 32, 8, 2), "dq": Shape(32, 32, 4, 2), "dkdv": Shape(32, 32, 8, 2)}
     if width > 128:
-        return {"attend": Shape(128, 64, 8, 2), "dq": Shape(64, 64, 8, 2), "dkdv": Shape(64, 32, 8, 2)}
+        return {"attend": Shape(128, 64, 8, 2), "dq": Shape(32, 32, 4, 2), "dkdv": Shape(32, 32, 8, 2)}
     return {"attend": Shape(128, 64, 8, 3), "dq": Shape(128, 64, 8, 2), "dkdv": Shape(64, 64, 8, 2)}
