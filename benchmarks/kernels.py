@@ -39,7 +39,14 @@ from apportion.backends.torch.arrays import DTYPES
 from apportion.backends.torch.stage.arguments import examples
 from apportion.backends.torch.stage.launcher import KERNELS
 from apportion.backends.torch.stage.rowlists import Panel, move
-from apportion.backends.torch.stage.variants import Shape, Variant, add_constants, row_constants, variant
+from apportion.backends.torch.stage.variants import (
+    Shape,
+    Variant,
+    add_constants,
+    parts,
+    row_constants,
+    variant,
+)
 from benchmarks import sass
 
 ATTENTION = ("attend", "dq", "dkdv")
@@ -178,11 +185,13 @@ def _series(report: Report) -> str | None:
 
 
 def _tiles(report: Report) -> str | None:
-    """Half dtypes: the walked tiles come in accesses of 16 bytes."""
+    """Half dtypes: the walked tiles come in accesses of 16 bytes, but for parts too narrow to give a thread as many."""
     case, turn = report.case, report.turn
     if turn is None or case.dtype == "fp32" or report.shape is None:
         return None
-    wanted = report.shape.walked * (case.qk + case.v) * 2 // (report.shape.warps * WARP)
+    columns = (column for width in (case.qk, case.v) for column in parts(width))
+    each = (report.shape.walked * column * 2 // (report.shape.warps * WARP) for column in columns)
+    wanted = sum(size for size in each if size >= 16)
     return f"{turn.wide_bytes} bytes a thread, of {wanted}" if turn.wide_bytes < wanted else None
 
 

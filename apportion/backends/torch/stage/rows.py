@@ -85,7 +85,9 @@ def move(
     else:
         UNIT: tl.constexpr = tl.int16 if GRAIN == 2 else tl.int32
         BYTES: tl.constexpr = 2 if GRAIN == 2 else 4
-        source_at, target_at = source.to(tl.pointer_type(UNIT)), target.to(tl.pointer_type(UNIT))
+        # what integers become has forgotten what it is a multiple of
+        source_at = tl.multiple_of(source.to(tl.pointer_type(UNIT)), (GRAIN, GRAIN))
+        target_at = tl.multiple_of(target.to(tl.pointer_type(UNIT)), (GRAIN, GRAIN))
         for j in range(0, width // BYTES, C):
             inside = live & (j + step < width // BYTES)
             unit = tl.load(source_at + j + step, mask=inside & (how == COPY), other=0)
