@@ -45,7 +45,7 @@ def measure(recipe: str, ranks: int, repeats: int, seed: int = 0, tokens: int = 
     named = {"recipe": recipe, "ranks": ranks, "seed": seed}
     try:
         found = bench.measure(planned(Job(batch, cluster_of(ranks), Model(), recipe, seed)))
-    except ApportionError as error:
+    except (ApportionError, RuntimeError) as error:  # refused, or arenas that no host has memory for
         return named | {"refused": str(error).splitlines()[0]}
     if not found:
         return named | {"refused": skipped[0]}
