@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,8 +46,14 @@ def measure(recipe: str, ranks: int, repeats: int, seed: int = 0, tokens: int = 
     named = {"recipe": recipe, "ranks": ranks, "seed": seed}
     try:
         found = bench.measure(planned(Job(batch, cluster_of(ranks), Model(), recipe, seed)))
-    except (ApportionError, RuntimeError) as error:  # refused, or arenas that no host has memory for
+    except ApportionError as error:
         return named | {"refused": str(error).splitlines()[0]}
+    except RuntimeError as error:
+        wanted = re.search(r"tried to allocate (\d+) bytes", str(error))
+        if wanted is None:
+            raise
+        size = int(wanted[1]) / 2**30
+        return named | {"refused": f"a rank's arenas take {size:.0f} GiB, more than the machine has"}
     if not found:
         return named | {"refused": skipped[0]}
     return named | {row.phase: row.record() for row in found}
