@@ -10,6 +10,7 @@ from apportion.ir.version import __version__
 
 if TYPE_CHECKING:
     from apportion.backends.torch.remap import from_linear, to_linear
+    from apportion.backends.torch.transport import Communicator
     from apportion.ir import masks
     from apportion.ir.batch import Batch, Sequence
     from apportion.ir.cluster import Cluster
@@ -40,13 +41,15 @@ if TYPE_CHECKING:
     from apportion.planner.ticks import plan_tick, tick_batch, tick_table
     from apportion.service.client import Client, create_job
     from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
-    from apportion.trainer.loader import PlannedBatch, PlannedLoader
+    from apportion.trainer.batch import PlannedBatch
+    from apportion.trainer.loader import PlannedLoader
     from apportion.trainer.loss import normalised_loss
     from apportion.trainer.pingpong import PingPongLayer, ping_pong, ping_pong_attention
     from apportion.trainer.projection import HeadProjection
 
 _HOMES = {
     "apportion.backends.torch.remap": ("from_linear", "to_linear"),
+    "apportion.backends.torch.transport": ("Communicator",),
     "apportion.ir": ("masks",),
     "apportion.ir.batch": ("Batch", "Sequence"),
     "apportion.ir.cluster": ("Cluster",),
@@ -77,7 +80,8 @@ _HOMES = {
     "apportion.planner.ticks": ("plan_tick", "tick_batch", "tick_table"),
     "apportion.service.client": ("Client", "create_job"),
     "apportion.trainer.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
-    "apportion.trainer.loader": ("PlannedBatch", "PlannedLoader"),
+    "apportion.trainer.batch": ("PlannedBatch",),
+    "apportion.trainer.loader": ("PlannedLoader",),
     "apportion.trainer.loss": ("normalised_loss",),
     "apportion.trainer.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
     "apportion.trainer.projection": ("HeadProjection",),

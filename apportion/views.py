@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from apportion.ir.bands import area
+from apportion.ir.pairs import pairs
 from apportion.ir.plan import Plan, ProgramSet
 
 Record = Mapping[str, Any]
@@ -189,23 +189,8 @@ def loads(plan: Plan) -> NDArray[np.float64]:
     """[ranks] pairs of (query, key) that each rank computes forward, over heads, and layers of each kind."""
     model, total = plan.request.model, np.zeros(plan.header.ranks)
     for kind in plan.header.kinds:
-        total += model.layers_of(kind) * _pairs(plan, plan.programs[kind, "forward"])
+        total += model.layers_of(kind) * pairs(plan.programs[kind, "forward"], plan.header)
     return total
-
-
-def _pairs(plan: Plan, programs: ProgramSet) -> NDArray[np.float64]:
-    tasks, operands = programs["tasks"], programs["operands"]
-    rank = tasks.rank_of_row()
-    first = operands.ptr[:-1][rank]
-    rows = [operands["rows"][first + tasks[side]].astype(np.int64) for side in ("q", "kv")]
-    zero = np.zeros_like(rows[0])
-    bands = np.stack([zero, rows[0], zero, rows[1], tasks["dmin"], tasks["dmax"]], axis=1).astype(np.int64)
-    heads = _heads_per_set(plan)[operands["heads"][first + tasks["q"]]]
-    return np.asarray(np.bincount(rank, area(bands) * heads, programs.ranks), np.float64)
-
-
-def _heads_per_set(plan: Plan) -> NDArray[np.int64]:
-    return np.array([plan.header.q_heads, *(len(heads) for heads in plan.header.head_sets)], np.int64)
 
 
 def tokens(plan: Plan) -> NDArray[np.int64]:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Thread
 from typing import NamedTuple, Self
 
-from torch import Tensor
-
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.iteration_slice import IterationSlice
 from apportion.service.client import PlanTimeoutError
+from apportion.trainer.rows import Rows
 from apportion.trainer.sources import Feed
 from apportion.trainer.wanted import Iterations, Wanted
 
@@ -33,11 +32,11 @@ LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, whic
 
 
 class Fetched(NamedTuple):
-    """A rank's share of an iteration. Of each microbatch, where somebody has made them: rows, its (tokens, labels), and
-    the handle of its plan, ready to run."""
+    """A rank's share of an iteration. Of each microbatch, where somebody has made them: its rows, and the handle of its
+    plan, ready to run."""
 
     piece: IterationSlice
-    rows: Iterable[tuple[Tensor, Tensor]] | None = None
+    rows: tuple[Rows, ...] | None = None
     handles: tuple[PlanHandle, ...] | None = None
 
 

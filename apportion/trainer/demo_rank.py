@@ -21,8 +21,9 @@ from torch import Tensor
 
 from apportion.ir import masks
 from apportion.trainer.attention import planned_attention
+from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.decoder import Decoder, DecoderConfig
-from apportion.trainer.loader import PlannedBatch, PlannedLoader
+from apportion.trainer.loader import PlannedLoader
 from apportion.trainer.loss import normalised_loss
 
 SEED = 0

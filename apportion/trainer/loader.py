@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
+from torch.nn.functional import pad
 
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.handle import PlanHandle, agree
-from apportion.backends.torch.transport import Communicator
+from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice, integer, integers, name, number
 from apportion.ir.iteration_slice import IterationSlice
@@ -38,10 +38,13 @@ from apportion.planner.recipes import is_deterministic
 from apportion.service.client import PlanTimeoutError
 from apportion.trainer.agreement import Agreement
 from apportion.trainer.ahead import DEPTH, Fetched, Fetching, Progress, Threads, Waits, submit
+from apportion.trainer.batch import PlannedBatch
+from apportion.trainer.meters import Facts, Meters, as_bits, as_float
 from apportion.trainer.processes import PREFETCHED, Collecting, Share
-from apportion.trainer.rows import Dataset, Ints, rows_of
+from apportion.trainer.resume import Place, fingerprint, place_of, state_of
+from apportion.trainer.rows import SHIFTED, Dataset, Form, Ints, Rows, rows_of
 from apportion.trainer.sources import Source, Told, open_source
-from apportion.trainer.wanted import Asked, Draw, Iterations, Wanted
+from apportion.trainer.wanted import Asked, Deal, Draw, Iterations, Wanted
 
 MAX_RUN = 48  # characters: the service takes 64, and passes are numbered behind them
 
@@ -53,28 +56,15 @@ class Sampler(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-@dataclass(frozen=True)
-class PlannedBatch:
-    """One rank's share of one microbatch; rows are in the plan's home layout."""
-
-    tokens: Tensor  # [rows] int64 token ids
-    position_ids: Tensor  # [rows] int64
-    labels: Tensor  # [rows] int64, IGNORED where there is nothing to predict
-    handle: PlanHandle
-    iteration: int
-    microbatch: int
-    is_last: bool  # of its iteration: step the optimizer after it
-    valid_tokens: int  # labels of all ranks and all microbatches of the iteration
-
-
 class PlannedLoader:
     """Iterates over a dataset in planned microbatches; every rank makes one with equal arguments.
 
         for batch in ap.PlannedLoader(dataset, source="http://127.0.0.1:8321/v1/jobs/run1", rank=rank, key=key):
 
-    dataset: map-style, with `lengths`, the tokens of each sample, integers [n], and, if it likes, `masks`, one spec for
-    all or one a sample (default causal); `lengths` and `masks` given here win. A rank reads only samples that it holds
-    a part of.
+    dataset: map-style, see `Dataset`, with `lengths`, the tokens of each sample, integers [n], and, if it likes,
+    `masks`, one spec for all or one a sample (default causal); `lengths` and `masks` given here win. A rank reads only
+    samples that it holds a part of. shifted: fields of samples that belong to the token which is predicted, and are
+    moved to the row that predicts it, as labels are.
 
     source: who plans. A URL: the service's job, which needs its `key`, and with https `ca`, a PEM file of certificates,
     where the system's do not do. A folder: plans that `apportion precompute` made. "local": a process beside this one,
@@ -88,12 +78,22 @@ class PlannedLoader:
     needed; where it is lost, other ranks submit. workers: torch data-loader processes that fetch plans and read
     samples; 0 is a thread that fetches, and samples are read where they are used.
 
+    stream: of the job at a service; each has its own passes: training is one, evaluation beside it another. replicas:
+    where several groups of ranks train on one job (data parallel over context parallel), a process group of the ranks
+    that have this rank's place in each of them; `communicator` names the ranks of this group. Microbatches of the
+    default order are dealt out to the groups, each of which has a stream of its own; `valid_tokens` counts all of them.
+
+    rows_multiple: every rank's rows are padded to a multiple of it, and are at least one; padding has no labels and
+    changes neither loss nor gradients. drop_last: leaves out an iteration of fewer microbatches than the others.
+
     engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
     programs are loaded there before they are needed.
 
     on_timeout: where there is no plan after `timeout_s` seconds, "raise" TimeoutError, or "local": in each iteration
     all ranks agree on who has the plan, those that have not plan it themselves, and all compare. `fallbacks` counts
     such iterations, and a warning is logged. waited_s: seconds spent waiting for plans.
+
+    `state_dict` says where the loader is, and `load_state_dict` goes on behind the last batch that was given out.
 
     Raises ConfigError; CapacityError for samples that do not fit; ClientError, and what the source raises.
     """
@@ -124,8 +124,13 @@ class PlannedLoader:
         workers: int = 0,
         engine: str = "auto",
         device: torch.device | str | None = None,
+        stream: str = "train",
+        replicas: Transport | Any = None,
+        rows_multiple: int | None = None,
+        drop_last: bool = False,
+        shifted: Collection[str] = SHIFTED,
     ) -> None:
-        self._dataset, self._sampler = dataset, sampler
+        self.dataset, self._sampler = dataset, sampler
         told = Told(cluster, model, tokens_per_rank, microbatches, recipe, seed)
         self._source = open_source(source, key, ca, told)
         masks = getattr(dataset, "masks", None) if masks is None else masks
@@ -135,22 +140,62 @@ class PlannedLoader:
             self._sampling = self._source.sampling(self._asked.lengths, seed, shuffle)
         self._communicator = _communicator(self._source.job, communicator, rank)
         self._rank, self._agreement = self._communicator.rank, Agreement(self._communicator)
+        self._replicas = _replicas(replicas)
+        self._deal = Deal() if self._replicas is None else Deal(self._replicas.rank, self._replicas.ranks)
+        self._stream = name("stream", stream) if self._replicas is None else f"{stream}-{self._deal.group}"
+        self._drop_last = drop_last
+        multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
+        self._form = Form(frozenset(shifted), multiple)
         self._agrees = _agrees(on_timeout, self._source, self._communicator.ranks)
         self._run = None if run is None else _name(run)
         self._workers = integer("workers", workers, 0)
         self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), _device(device)
         self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
         self._waits = Waits.of(self._rank, number("timeout_s", timeout_s, above=True))
-        self._epoch, self._start, self._passes, self.waited_s = 0, 0, 0, 0.0
+        self._begin = self._place = Place()  # of the next pass; of the next batch
+        self._passes, self._meters = 0, Meters()
+
+    @property
+    def job(self) -> Job:
+        """What plans are made for."""
+        return self._source.job
 
     @property
     def fallbacks(self) -> int:
         """Iterations that some rank planned itself."""
         return self._agreement.fallbacks
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Another order, for the next passes over the loader; the next one begins with iteration `start`."""
-        self._epoch, self._start = integer("epoch", epoch, 0), integer("start", start, 0)
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent waiting for plans."""
+        return self._meters.waited_s
+
+    def metrics(self) -> dict[str, Any]:
+        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited, fallbacks,
+        bytes that all ranks send in a layer of each kind, forward and backward, and of the last iteration the imbalance
+        of compute and tokens (busiest rank over the mean, less 1)."""
+        return {**self._meters.told(), "fallbacks": self.fallbacks}
+
+    def set_epoch(self, epoch: int, start: int | None = None) -> None:
+        """Another order, for the next passes over the loader. The next one begins with iteration `start`; by default
+        where a loaded state of this epoch says, else with the first."""
+        integer("epoch", epoch, 0)
+        if start is not None or epoch != self._begin.epoch:
+            self._begin = self._place = Place(epoch, integer("start", start or 0, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch is, and what must be the same for it to come next: JSON-like data, equal on all ranks
+        of the group."""
+        return state_of(self._place, self._facts)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next pass goes on behind the last batch that was given out when the state was made. Raises ConfigError
+        where the dataset, the job or the order is another one, by name of what differs."""
+        self._begin = self._place = place_of(state, self._facts)
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        return {**fingerprint(self._asked, self._sampling), "groups": self._deal.groups}
 
     def __len__(self) -> int:
         """Microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
@@ -162,17 +207,25 @@ class PlannedLoader:
         if self._passes and isinstance(self._sampler, Iterator):
             rule = "is an iterator, and an earlier pass has drawn from it, further than it went"
             raise ConfigError("sampler", type(self._sampler).__name__, rule, "give what can be iterated anew")
-        start, self._start = self._start, 0
-        iterations, progress = Iterations(self._asked, self._draw(), start), Progress(start)
+        begin = self._place = self._begin
+        iterations, progress = (
+            Iterations(self._asked, self._draw(), begin.iteration),
+            Progress(begin.iteration),
+        )
         with ExitStack() as stack:
             supply = self._supply(stack, iterations, progress)
+            self._begin = begin.at(0)
             while (wanted := iterations.at(progress.own)) is not None:
-                yield from self._batches(wanted, self._taken(supply, wanted))
+                for batch in self._batches(wanted, self._taken(supply, wanted)):
+                    if (batch.iteration, batch.microbatch) >= (begin.iteration, begin.microbatch):
+                        self._place = begin.after(batch.iteration, batch.microbatch, batch.is_last)
+                        yield batch
                 iterations.forget(wanted.number + 1)
                 progress.reach(wanted.number + 1)
+        self._place = begin.at(0)
 
     def _draw(self) -> Draw:
-        return Draw(self._sampling, self._sampler, self._epoch)
+        return Draw(self._sampling, self._sampler, self._begin.epoch, self._deal, self._drop_last)
 
     # ---- a pass
 
@@ -192,26 +245,31 @@ class PlannedLoader:
         return fetching
 
     def _threads(self, stack: ExitStack, run: str, iterations: Iterations, progress: Progress) -> Threads:
-        return stack.enter_context(Threads(self._source.begin(run, self._rank), iterations, progress))
+        return stack.enter_context(
+            Threads(self._source.begin(run, self._rank, self._stream), iterations, progress)
+        )
 
     def _submitting(self, threads: Threads, progress: Progress) -> None:
         threads.run(lambda wanted: submit(threads.feed, wanted, progress), self._lookahead)
 
     def _collecting(self, run: str, progress: Progress) -> Collecting:
-        pieces = (self._dataset, self._source, self._asked, self._draw(), progress.own, run, self._rank)
-        return Collecting(Share(*pieces, self._waits), self._workers, progress)
+        pieces = (self.dataset, self._source, self._asked, self._draw(), progress.own, run, self._rank)
+        share = Share(*pieces, self._stream, self._form, self._waits)
+        return Collecting(share, self._workers, progress)
 
     def _next_run(self, start: int) -> str:
         """The name of this pass, on all ranks; a collective, so that none begins it before all have left the one
         before, whose plans the service drops. Raises ExecutionError where ranks are in different ones."""
         self._passes += 1
-        place = [self._passes, self._epoch, start]
+        place = [self._passes, self._begin.epoch, start, self._begin.microbatch]
         drawn = int.from_bytes(secrets.token_bytes(7))
         rows = self._communicator.all_gather([*place, drawn])
-        if any(row[:3] != place for row in rows):
-            told = "; ".join(f"rank {rank}: {row[:3]}" for rank, row in enumerate(rows))
-            raise ExecutionError(f"ranks begin different passes (pass, epoch, first iteration): {told}")
-        self._run = self._run or f"{rows[0][3]:014x}"
+        if any(row[:-1] != place for row in rows):
+            told = "; ".join(f"rank {rank}: {row[:-1]}" for rank, row in enumerate(rows))
+            raise ExecutionError(
+                f"ranks begin different passes (pass, epoch, first iteration, microbatch): {told}"
+            )
+        self._run = self._run or f"{rows[0][-1]:014x}"
         return f"{self._run}-{self._passes}"
 
     def _taken(self, supply: Fetching | Collecting, wanted: Wanted) -> Fetched:
@@ -225,7 +283,7 @@ class PlannedLoader:
             told = (self._passes, wanted.number, self._rank, self._waits.timeout_s, str(error))
             raise PlanTimeoutError(*told) from error
         finally:
-            self.waited_s += time.monotonic() - begin
+            self._meters.waited_s += time.monotonic() - begin
 
     def _planned_here(self, wanted: Wanted) -> Fetched:
         from apportion.planner.jobs import plan_job
@@ -237,19 +295,54 @@ class PlannedLoader:
         return Fetched(piece, None, self._handles(piece))
 
     def _handles(self, piece: IterationSlice) -> tuple[PlanHandle, ...]:
-        handles = (PlanHandle(one, self._communicator, self._engine) for one in piece.slices)
-        return tuple(handle.prepare(self._device) for handle in handles)
+        return tuple(self._handle(one).prepare(self._device) for one in piece.slices)
+
+    def _handle(self, piece: Slice) -> PlanHandle:
+        rows = int(piece.layout(piece.header.home_layout).rows_per_rank[0])
+        return PlanHandle(piece, self._communicator, self._engine, self._form.padded(rows) - rows)
 
     def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
-        pieces, valid = fetched.piece.slices, wanted.valid_tokens
-        read = fetched.rows
-        if read is None:
-            read = rows_of(self._dataset, wanted, fetched.piece)
+        rows = fetched.rows
+        if rows is None:
+            rows = tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
         handles = fetched.handles or self._handles(fetched.piece)
-        agree(handles)
-        for place, (handle, (tokens, labels)) in enumerate(zip(handles, read, strict=True)):
-            last = place == len(pieces) - 1
-            yield PlannedBatch(tokens, handle.position_ids, labels, handle, wanted.number, place, last, valid)
+        valid, weight = self._totals(wanted, handles, rows)
+        parts = wanted.parts(fetched.piece.indexes)
+        for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
+            self._meters.begin()
+            yield PlannedBatch(
+                tokens=own.tokens,
+                position_ids=pad(handle.position_ids, (0, handle.padding)),
+                labels=own.labels,
+                handle=handle,
+                iteration=wanted.number,
+                microbatch=place,
+                is_last=place == len(handles) - 1,
+                valid_tokens=valid,
+                total_weight=weight,
+                fields=own.fields,
+                sample_ids=own.sample_ids,
+                local_to_sample=own.local_to_sample,
+                samples=samples,
+                batch=batch,
+            )
+
+    def _totals(
+        self, wanted: Wanted, handles: Sequence[PlanHandle], rows: Sequence[Rows]
+    ) -> tuple[int, float]:
+        """Labels of the iteration and their weight, over all ranks and groups; a collective. Raises ExecutionError
+        where ranks hold different plans, or groups different numbers of microbatches."""
+        told = agree(handles, Facts.of(handles, rows, self._device).numbers())
+        ranks = [Facts.read(numbers) for numbers in told]
+        self._meters.add(ranks)
+        totals = [sum(one.valid for one in ranks), as_bits(sum(one.weight for one in ranks)), len(handles)]
+        groups = [totals] if self._replicas is None else self._replicas.all_gather(totals)
+        if any(row[2] != len(handles) for row in groups):
+            counts = [row[2] for row in groups]
+            raise ExecutionError(
+                f"iteration {wanted.number}: the groups have {counts} microbatches: give their samplers equally many"
+            )
+        return sum(row[0] for row in groups), sum(as_float(row[1]) for row in groups)
 
 
 def _lengths(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
@@ -276,6 +369,10 @@ def _communicator(job: Job, given: Communicator | None, rank: int | None) -> Com
         rule = f"this process is rank {found.rank} of its group"
         raise ConfigError("rank", rank, rule, "leave it out, or give the communicator of the right group")
     return found
+
+
+def _replicas(given: Any) -> Transport | None:
+    return given if given is None or isinstance(given, Transport) else Communicator(given)
 
 
 def _device(given: torch.device | str | None) -> torch.device:

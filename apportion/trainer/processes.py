@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from apportion.ir.errors import ExecutionError
 from apportion.ir.iteration_slice import IterationSlice
 from apportion.trainer.ahead import Fetched, Late, Progress, Waits
-from apportion.trainer.rows import Dataset, rows_of
+from apportion.trainer.rows import Dataset, Form, Rows, rows_of
 from apportion.trainer.sources import Source
 from apportion.trainer.wanted import Asked, Draw, Iterations, Wanted
 
@@ -31,7 +31,7 @@ class Parcel(NamedTuple):
 
     number: int
     data: Tensor
-    rows: tuple[tuple[Tensor, Tensor], ...]
+    rows: tuple[Rows, ...]
     why: str
 
 
@@ -46,13 +46,15 @@ class Share(IterableDataset[Parcel]):
     start: int
     run: str
     rank: int
+    stream: str
+    form: Form
     waits: Waits
 
     def __iter__(self) -> Iterator[Parcel]:
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         iterations = Iterations(self.asked, self.draw, self.start)
-        feed = self.source.begin(self.run, self.rank)
+        feed = self.source.begin(self.run, self.rank, self.stream)
         try:
             number = self.start + first
             while (wanted := iterations.at(number)) is not None:
@@ -69,7 +71,7 @@ class Share(IterableDataset[Parcel]):
         if found is None:
             return Parcel(wanted.number, torch.empty(0, dtype=torch.uint8), (), why)
         data = torch.frombuffer(bytearray(found.encode()), dtype=torch.uint8)
-        return Parcel(wanted.number, data, tuple(rows_of(self.dataset, wanted, found)), "")
+        return Parcel(wanted.number, data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
 
 
 class Collecting:

@@ -73,8 +73,8 @@ class Source(Protocol):
         """The order of the samples where nobody gives another; None is the source's own. Raises ConfigError where there
         are no plans for it."""
 
-    def begin(self, run: str, rank: int) -> Feed:
-        """A pass; equal runs share their plans."""
+    def begin(self, run: str, rank: int, stream: str = "train") -> Feed:
+        """A pass; equal runs share their plans, and end those before of their stream."""
 
 
 def open_source(source: str | Path | Source, key: str | None, ca: str | Path | None, told: Told) -> Source:
@@ -153,7 +153,7 @@ class LocalSource:
     def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
         return _sampling(self.job, lengths, seed, shuffle)
 
-    def begin(self, run: str, rank: int) -> LocalFeed:
+    def begin(self, run: str, rank: int, stream: str = "train") -> LocalFeed:
         return LocalFeed(self.job, rank)
 
 
@@ -223,7 +223,7 @@ class FolderSource:
             offline.check(self.job, found)
         return found
 
-    def begin(self, run: str, rank: int) -> FolderFeed:
+    def begin(self, run: str, rank: int, stream: str = "train") -> FolderFeed:
         return FolderFeed(open_offline(self.folder), rank)
 
 
@@ -271,7 +271,7 @@ class ServiceSource:
     def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
         return _sampling(self.job, lengths, seed, shuffle)
 
-    def begin(self, run: str, rank: int) -> ServiceFeed:
+    def begin(self, run: str, rank: int, stream: str = "train") -> ServiceFeed:
         return ServiceFeed(self, run, rank)
 
 

@@ -29,11 +29,6 @@ class Wanted:
     samples: tuple[Ints, ...]
     batches: tuple[Batch, ...]
 
-    @property
-    def valid_tokens(self) -> int:
-        """Labels of all ranks and microbatches."""
-        return sum(batch.labelled for batch in self.batches)
-
     def parts(self, indexes: Sequence[Ints]) -> Iterator[tuple[Batch, Ints]]:
         """(batch, sample of each sequence) of each microbatch of a plan with these indexes."""
         samples = np.concatenate(self.samples)
@@ -85,16 +80,37 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Deal:
+    """Which part of the order is this group's: every `groups`-th microbatch, from number `group` on."""
+
+    group: int = 0
+    groups: int = 1
+
+    def of(self, epoch: Sequence[Sequence[Ints]], microbatches: int) -> list[list[Ints]]:
+        """The group's iterations. All groups get equally many microbatches; what is over at the end is left out."""
+        if self.groups == 1:
+            return [list(iteration) for iteration in epoch]
+        flat = [microbatch for iteration in epoch for microbatch in iteration]
+        own = flat[self.group : len(flat) - len(flat) % self.groups : self.groups]
+        return [own[i : i + microbatches] for i in range(0, len(own), microbatches)]
+
+
+@dataclass(frozen=True)
 class Draw:
-    """The samples of a pass, iteration by iteration: in the order of `sampling`, or of the trainer's own sampler."""
+    """The samples of a pass, iteration by iteration: in the order of `sampling`, or of the trainer's own sampler.
+    drop_last: without an iteration of fewer microbatches than others."""
 
     sampling: Sampling | None
     sampler: Iterable[Any] | None
     epoch: int
+    deal: Deal = Deal()
+    drop_last: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         if self.sampling is not None:
-            return iter(self.sampling.epoch(self.epoch))
+            most = self.sampling.microbatches
+            own = self.deal.of(self.sampling.epoch(self.epoch), most)
+            return iter([one for one in own if len(one) == most] if self.drop_last else own)
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)

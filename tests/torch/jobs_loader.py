@@ -37,7 +37,7 @@ def agreeing(comm, sources, options):
 class SilentSource(ServiceSource):
     """Submits nothing, as if its rank were lost."""
 
-    def begin(self, run, rank):
+    def begin(self, run, rank, stream="train"):
         return SilentFeed(self, run, rank)
 
 

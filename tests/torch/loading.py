@@ -49,7 +49,7 @@ class HereSource(LocalSource):
     broken: frozenset[int] = frozenset()
     submitted: list[int] = field(default_factory=list)
 
-    def begin(self, run, rank):
+    def begin(self, run, rank, stream="train"):
         return HereFeed(self, rank, threading.Event())
 
 

@@ -47,7 +47,7 @@ def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer)
     given = {name: tuple(_in_rows(part) for part in parts) for name, parts in home.items()}
     layer = replace(layer, sinks=_checked_sinks(handle, layer.sinks, device))
     buffer = handle.communicator.pool.take(loaded.arenas.size, device)
-    memory = Memory(loaded.arenas, handle.rows, given, buffer)
+    memory = Memory(loaded.arenas, handle.rows, given, buffer, handle.padding)
     return handle.engine_on(device).machine(loaded, memory, layer, handle.communicator)
 
 
@@ -69,9 +69,9 @@ def check_qkv(handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ExecutionError where q, k or v is not what the plan was made for."""
     header = handle.slice.header
     wants = {
-        "q": (q, (handle.rows, header.q_heads, header.head_dim)),
-        "k": (k, (handle.rows, header.kv_heads, header.head_dim)),
-        "v": (v, (handle.rows, header.kv_heads, header.v_head_dim)),
+        "q": (q, (handle.padded_rows, header.q_heads, header.head_dim)),
+        "k": (k, (handle.padded_rows, header.kv_heads, header.head_dim)),
+        "v": (v, (handle.padded_rows, header.kv_heads, header.v_head_dim)),
     }
     for name, (tensor, shape) in wants.items():
         check_shape(name, tensor, shape)
@@ -298,9 +298,9 @@ def attend_block(
     score: Score,
 ) -> Tensor:
     """Planned attention of hidden states, differentiable in hidden, sinks and params."""
-    check_shape("hidden", hidden, (handle.rows, hidden.shape[-1]))
+    check_shape("hidden", hidden, (handle.padded_rows, hidden.shape[-1]))
     _check_dtype("hidden", hidden, handle)
-    check_shape("position_ids", position_ids, (handle.rows,))
+    check_shape("position_ids", position_ids, (handle.padded_rows,))
     layer = Layer(score, project=project)
     inputs = (hidden, position_ids, sinks, handle, kind, layer, *params)
     result: Tensor = PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call]

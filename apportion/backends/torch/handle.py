@@ -19,7 +19,7 @@ from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
-from apportion.ir.fields import choice
+from apportion.ir.fields import choice, integer
 from apportion.ir.isa import PHASES
 from apportion.ir.segments import Cuts, agreed_cuts
 
@@ -34,14 +34,19 @@ class PlanHandle:
 
     communicator: the ranks of the plan, by default all of the job. engine: what computes, one of `engines.ENGINES`, or
     "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
-    any number of layers and of microbatches in flight. Raises ExecutionError where the slice is not this rank's,
-    UnknownNameError for another engine.
+    any number of layers and of microbatches in flight. padding: rows without tokens behind the others, in all that
+    layers are given and give back: their results and gradients are 0. Raises ExecutionError where the slice is not this
+    rank's, UnknownNameError for another engine.
     """
 
     def __init__(
-        self, piece: Slice, communicator: Transport | None = None, engine: str | Engine = "auto"
+        self,
+        piece: Slice,
+        communicator: Transport | None = None,
+        engine: str | Engine = "auto",
+        padding: int = 0,
     ) -> None:
-        self.slice = piece
+        self.slice, self.padding = piece, integer("padding", padding, 0)
         self.communicator = communicator if communicator is not None else Communicator.shared()
         self.engine = engine if not isinstance(engine, str) else choice("engine", engine, ("auto", *ENGINES))
         if (piece.rank, piece.ranks) != (self.communicator.rank, self.communicator.ranks):
@@ -93,6 +98,11 @@ class PlanHandle:
         """Tokens that this rank holds."""
         return int(self.slice.layout(self.slice.header.home_layout).rows_per_rank[0])
 
+    @property
+    def padded_rows(self) -> int:
+        """Rows of what layers are given: tokens and padding."""
+        return self.rows + self.padding
+
     @cached_property
     def tokens(self) -> Tensor:
         """[rows] int64, the global token of each row."""
@@ -139,9 +149,8 @@ class PlanHandle:
 
     def prepare(self, device: torch.device | str) -> PlanHandle:
         """Loads all programs that attention on q, k and v runs, ahead of the first call; in any thread."""
-        for kind, phase in self._keys():
-            if not self.program(kind, phase).uses_project:
-                self.loaded(kind, phase, torch.device(device))
+        for key in self._attending():
+            self.loaded(*key, torch.device(device))
         return self
 
     def segments(self, kind: str, phase: str) -> Segments:
@@ -164,28 +173,39 @@ class PlanHandle:
         if not self._agreed:
             agree([self])
 
+    def sent_bytes(self, device: torch.device | str) -> int:
+        """Bytes that this rank sends in a layer of each kind, forward and backward, by the programs that attention on
+        q, k and v runs there."""
+        loaded = (self.loaded(*key, torch.device(device)) for key in self._attending())
+        return sum(one.rounds.sent_bytes for one in loaded)
+
     @property
     def channels(self) -> int:
         """How many channels this rank's programs launch on."""
         return max((1 + max(self.program(*key).channels, default=0) for key in self._keys()), default=1)
+
+    def _attending(self) -> Sequence[tuple[str, str]]:
+        return [key for key in self._keys() if not self.program(*key).uses_project]
 
     def _keys(self) -> Sequence[tuple[str, str]]:
         keys = [(kind, phase) for kind in self.kinds for phase in PHASES]
         return [key for key in keys if key in self.slice.programs]
 
 
-def agree(handles: Sequence[PlanHandle]) -> None:
+def agree(handles: Sequence[PlanHandle], facts: Sequence[int] = ()) -> list[list[int]]:
     """Makes sure that all ranks hold these plans, and starts the channels that they need: one collective among hosts,
-    which waits for no device, best ahead of time. Raises ExecutionError."""
+    which waits for no device, best ahead of time. Gives the facts of every rank, equally many. Raises
+    ExecutionError."""
     transport = handles[0].communicator
     ids = [number for handle in handles for number in np.frombuffer(handle.id, "<i8").tolist()]
-    rows = transport.all_gather([max(handle.channels for handle in handles), *ids])
-    size = len(ids) // len(handles)
-    for first in range(1, len(ids) + 1, size):
+    rows = transport.all_gather([max(handle.channels for handle in handles), *ids, *facts])
+    size, told = len(ids) // len(handles), 1 + len(ids)
+    for first in range(1, told, size):
         require_one_plan([np.array(row[first : first + size], "<i8").tobytes() for row in rows])
     transport.start(max(row[0] for row in rows))
     for handle in handles:
         handle._agreed = True
+    return [row[told:] for row in rows]
 
 
 def _pairs(numbers: Sequence[int]) -> list[Cuts]:

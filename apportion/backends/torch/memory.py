@@ -159,11 +159,13 @@ def _array(buffer: Tensor, at: int, array: Array, rows: int) -> Tensor:
 
 
 class Memory:
-    """Home rows, work arenas and staging of one call. `rows`: home rows; given: home tensors that the caller passes in;
-    others are made when they are asked for."""
+    """Home rows, work arenas and staging of one call. `rows`: home rows with tokens; padding: more behind them; given:
+    home tensors that the caller passes in; others are made when they are asked for."""
 
-    def __init__(self, arenas: Arenas, rows: int, given: Mapping[Name, Parts], buffer: Buffer) -> None:
-        self._arenas, self.rows, self.buffer = arenas, rows, buffer
+    def __init__(
+        self, arenas: Arenas, rows: int, given: Mapping[Name, Parts], buffer: Buffer, padding: int = 0
+    ) -> None:
+        self._arenas, self._rows, self._padding, self.buffer = arenas, rows, padding, buffer
         self.device = buffer.data.device
         self.home: dict[Name, Parts] = dict(given)
         self._bound = arenas.bind(buffer)
@@ -184,12 +186,19 @@ class Memory:
     def home_arrays(self, tensor: Name) -> Parts:
         """[rows, …] of a home tensor."""
         if tensor not in self.home:
-            # uninitialised: a verified plan reads no row before it is written
             specs = self._arenas.arrays(tensor, Space.HOME)
-            self.home[tensor] = tuple(
-                torch.empty(spec.shape(self.rows), dtype=spec.dtype, device=self.device) for spec in specs
-            )
+            self.home[tensor] = tuple(self.fresh(spec.shape(0)[1:], spec.dtype) for spec in specs)
+            if tensor == Name.O and self._padding:
+                self.home[tensor][1][self._rows :] = -torch.inf
         return self.home[tensor]
+
+    def fresh(self, width: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """[rows, *width] of a result: uninitialised, since a verified plan reads no row before it is written; its
+        padding 0."""
+        found = torch.empty(self._rows + self._padding, *width, dtype=dtype, device=self.device)
+        if self._padding:
+            found[self._rows :] = 0
+        return found
 
     def home_rows(self, tensor: Name) -> Parts:
         """The parts of a home tensor, [rows, …] each."""

@@ -44,8 +44,7 @@ class StageMachine(TorchMachine):
     def _out(self) -> Tensor:
         """What forward gives, [rows, Hq, Dv] in the model's dtype."""
         header = self.program.header
-        shape = (self.memory.rows, header.q_heads, header.v_head_dim)
-        return torch.empty(shape, dtype=DTYPES[header.dtype], device=self.memory.device)
+        return self.memory.fresh((header.q_heads, header.v_head_dim), DTYPES[header.dtype])
 
     @cached_property
     def _shares(self) -> Tensor:
@@ -138,7 +137,8 @@ class StageMachine(TorchMachine):
         return self._out, self.memory.home_arrays(Name.O)[1]
 
     def input_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        found = [torch.empty_like(part) for name in (Name.Q, Name.KV) for part in self.memory.home[name]]
+        given = [part for name in (Name.Q, Name.KV) for part in self.memory.home[name]]
+        found = [self.memory.fresh(tuple(part.shape[1:]), part.dtype) for part in given]
         for number, slot in enumerate(self._loaded.slots):
             if slot is not None and slot[0] == Name.NONE:
                 self._addresses[number] = found[slot[2]].data_ptr()

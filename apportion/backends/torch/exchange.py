@@ -1,0 +1,75 @@
+"""Rows from rank to rank by index, differentiable: one exchange that every rank enters.
+
+out[into] = rows that arrive, from rank 0, 1, …        sent: x[take], to rank 0, 1, …
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apportion.backends.torch.arrays import accumulator_dtype
+from apportion.backends.torch.transport import Transport
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Which rows go where. take: int64, rows of x for rank 0, 1, …; sent: how many for each. into: int64, where the
+    rows from rank 0, 1, … go, each once; received: how many from each; rows: of the result."""
+
+    transport: Transport
+    take: Tensor
+    sent: list[int]
+    into: Tensor
+    received: list[int]
+    rows: int
+
+    def __call__(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """x [n, ...] -> [rows, ...], `fill` where no row arrives; differentiable: a row's gradient is the sum of those
+        of all places that it was sent to. A collective."""
+        out: Tensor = _Exchanged.apply(x, self, fill)  # type: ignore[no-untyped-call]
+        return out
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """take and into there."""
+        return self.take.to(device), self.into.to(device)
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, fill: float) -> Tensor:
+        ctx.exchange, ctx.shape = exchange, x.shape
+        take, into = exchange.on(x.device)
+        out = x.new_full((exchange.rows, *x.shape[1:]), fill)
+        out[into] = _swapped(exchange.transport, x[take], exchange.sent, exchange.received)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        exchange: Exchange = ctx.exchange
+        take, into = exchange.on(grad.device)
+        back = _swapped(exchange.transport, grad[into], exchange.received, exchange.sent)
+        total = grad.new_zeros(ctx.shape, dtype=accumulator_dtype(grad.dtype))
+        total.index_put_(
+            (take,), back.to(total.dtype), accumulate=True
+        )  # in order of the index, also on a GPU
+        return total.to(grad.dtype), None, None
+
+
+def _swapped(transport: Transport, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """[sum of received, ...]: the rows from rank 0, 1, … for this one."""
+    if transport.ranks == 1:
+        return rows
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    row_bytes = rows.element_size() * math.prod(rows.shape[1:])
+    sizes = [count * row_bytes for count in sent], [count * row_bytes for count in received]
+    transport.all_to_all(0, _bytes(rows), _bytes(out), sizes).wait()
+    return out
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(-1).view(torch.uint8)
