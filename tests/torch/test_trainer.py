@@ -50,7 +50,7 @@ def test_a_rank_reads_only_what_it_holds():
 def test_labels_follow_the_mask_s_own_rule_and_small_dtypes_do_not_wrap():
     batch = Batch.from_sequences([Sequence(9, masks.shared_question(3, [4, 2]))])
     ids = np.arange(250, 259).astype(np.uint16)
-    tokens, labels = local_rows(piece_of(batch), batch, lambda _: ids)
+    tokens, labels, *_ = local_rows(piece_of(batch), batch, lambda _: ids)
     want = batch.labels()[tokens.numpy() - 250]
     np.testing.assert_array_equal(labels.numpy(), np.where(want >= 0, want + 250, IGNORED))
 

@@ -1,0 +1,136 @@
+"""What ranks of the pool do with batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from loading import HereSource, Recorded, job, seen
+
+import apportion as ap
+from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loss import IGNORED
+
+
+class Rich(Recorded):
+    """Samples with labels, weights and two fields of their own."""
+
+    def __getitem__(self, index):
+        ids = super().__getitem__(index)
+        labels = np.where(ids % 3 == 0, IGNORED, ids)
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "loss_weights": (ids % 5).astype(np.float32),
+            "advantages": torch.from_numpy(ids).double() / 7,
+            "places": np.stack([ids, ids + 1], axis=1),
+        }
+
+
+def fields(comm, source, options):
+    """Every field of each batch on this rank, as arrays."""
+    loader = PlannedLoader(Rich(), source=source, communicator=comm, **options)
+    return [
+        {
+            "tokens": b.tokens.numpy(),
+            "labels": b.labels.numpy(),
+            "sample_ids": b.sample_ids.numpy(),
+            "local_to_sample": b.local_to_sample.numpy(),
+            "position_ids": b.position_ids.numpy(),
+            **{name: value.numpy() for name, value in b.fields.items()},
+            "totals": np.array([b.valid_tokens, b.total_weight]),
+        }
+        for b in loader
+    ]
+
+
+def verbs(comm, source, options, seed):
+    """Of the first batch: what token verbs give and their gradients, on this rank."""
+    batch = next(iter(PlannedLoader(Recorded(), source=source, communicator=comm, **options)))
+    full = torch.randn(
+        batch.batch.tokens, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    local = batch.shard_tokens(full, fill=9.0).requires_grad_()
+    gathered = batch.gather_tokens(local)
+    weights = torch.arange(float(gathered.numel()), dtype=torch.float64).view_as(gathered)
+    (gathered * weights * (1 + comm.rank)).sum().backward()
+    back = batch.shard_tokens(weights) * sum(range(1, comm.ranks + 1))
+    exact = bool(torch.equal(gathered, full)) and bool(torch.equal(local.grad, back))
+
+    def loss(x, shift):
+        return (batch.roll(x, shift) * batch.shard_tokens(weights)).sum()
+
+    rolled = batch.roll(batch.labels, 1, IGNORED)
+    direct = {int(t): int(target) for t, target in enumerate(batch.batch.labels())}
+    ids = np.concatenate([Recorded()[s] for s in batch.samples.tolist()])
+    want = [
+        ids[direct[direct[t]]] if direct[t] >= 0 and direct[direct[t]] >= 0 else IGNORED
+        for t in batch.handle.tokens.tolist()
+    ]
+    x = batch.shard_tokens(full).requires_grad_()
+    loss(x, 2).backward()
+    grads = torch.zeros_like(full)
+    for token in range(len(ids)):
+        first = direct[token]
+        if first >= 0 and direct[first] >= 0:
+            grads[direct[first]] += weights[token]
+    same = bool(torch.equal(x.grad, batch.shard_tokens(grads)))
+    return exact, rolled[: batch.handle.rows].tolist() == want, same
+
+
+def padded(comm, source, multiple):
+    """Loss and gradients of attention with a residual, summed over ranks, where rows are padded or not."""
+    loader = PlannedLoader(
+        Recorded(), source=source, communicator=comm, shuffle=False, rows_multiple=multiple
+    )
+    torch.manual_seed(3)
+    table = torch.randn(800, 8, requires_grad=True)
+    counts, total = [], 0.0
+    for b in loader:
+        x = table[b.tokens]
+        q, k = torch.stack([x, x.sin()], 1), x[:, None]
+        out, lse = ap.planned_attention(q, k, k.cos(), b.handle, return_lse=True)
+        assert not out[b.handle.rows :].any() and bool((lse[b.handle.rows :] == -torch.inf).all())
+        logits = (out.mean(1) + x) @ table[:40].T
+        loss = ap.normalised_loss(logits, b.labels.where(b.labels < 0, b.labels % 40), b.valid_tokens)
+        loss.backward()
+        counts.append(len(b.tokens))
+        total += loss.item()
+    grad, sums = table.grad.clone(), torch.tensor(total)
+    for tensor in (grad, sums):
+        dist.all_reduce(tensor, group=comm._groups[0])
+    return counts, sums.item(), grad.numpy()
+
+
+def groups(comm, options):
+    """Two groups of four ranks on one job: what each batch is, with the labels that all count."""
+    group, place = divmod(comm.rank, 4)
+    mine = [dist.new_group(range(first, first + 4)) for first in (0, 4)][group]
+    others = [dist.new_group([first, first + 4]) for first in range(4)][place]
+    source = HereSource(job(4, 64, microbatches=2))
+    loader = PlannedLoader(
+        Recorded(), source=source, communicator=ap.Communicator(mine), replicas=others, **options
+    )
+    assert loader.state_dict()["groups"] == 2
+    return [(b.iteration, b.microbatch, b.is_last, b.valid_tokens, b.samples.tolist()) for b in loader]
+
+
+def resumed(comm, source, stop, options):
+    """A pass in one go; the same, stopped behind `stop` batches and gone on with by another loader."""
+
+    def loader_of(**more):
+        loader = PlannedLoader(Recorded(), source=source, communicator=comm, **more)
+        loader.set_epoch(3)
+        return loader
+
+    whole = [seen(b) for b in loader_of()]
+    first, begun = loader_of(), []
+    for batch in first:
+        begun.append(seen(batch))
+        if len(begun) == stop:
+            break
+    state = first.state_dict()
+    second = loader_of(**options)
+    second.load_state_dict(state)
+    second.set_epoch(3)
+    return whole, begun + [seen(b) for b in second]

@@ -1,0 +1,259 @@
+"""What trainers build on: samples with fields, padding, token verbs, groups of ranks, and where a pass goes on."""
+
+import json
+
+import jobs_seam
+import numpy as np
+import pytest
+import torch
+from loading import LENGTHS, HereSource, Recorded, job
+
+import apportion as ap
+from apportion.ir import masks
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loss import IGNORED
+
+
+def loader_of(dataset=None, source=None, **options):
+    return PlannedLoader(dataset or Recorded(), source=source or HereSource(job()), shuffle=False, **options)
+
+
+class Samples:
+    """A dataset of given samples."""
+
+    def __init__(self, samples, lengths):
+        self.samples, self.lengths = samples, lengths
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+# --- samples with fields
+
+
+def test_fields_are_cut_like_tokens_and_labels_and_weights_are_those_of_the_predicted_token(pool):
+    source, ranks = HereSource(job(3, 66, microbatches=2)), 3
+    results = pool.run(jobs_seam.fields, ranks, source, {"rows_multiple": 4})
+    for batches in zip(*results, strict=True):
+        totals = np.array([0, 0.0])
+        for b in batches:
+            real, ids = b["sample_ids"] >= 0, b["tokens"]
+            assert len(ids) % 4 == 0
+            assert not ids[~real].any() and (b["labels"][~real] == IGNORED).all()
+            np.testing.assert_array_equal(ids[real], 100 * b["sample_ids"][real] + b["local_to_sample"][real])
+            np.testing.assert_array_equal(b["position_ids"][real], b["local_to_sample"][real])
+            np.testing.assert_array_equal(b["advantages"][real], ids[real] / 7)
+            np.testing.assert_array_equal(b["places"][real], np.stack([ids, ids + 1], axis=1)[real])
+            lengths = np.array(LENGTHS)[b["sample_ids"]]
+            follows, target = real & (b["local_to_sample"] + 1 < lengths), ids + 1
+            np.testing.assert_array_equal(b["labels"], np.where(follows & (target % 3 != 0), target, IGNORED))
+            np.testing.assert_array_equal(b["loss_weights"], np.where(follows, target % 5, 0))
+            labelled = b["labels"] != IGNORED
+            totals += [labelled.sum(), b["loss_weights"][labelled].sum()]
+        assert batches[0]["totals"].tolist() == batches[1]["totals"].tolist()
+    every = sum(int((b["labels"] != IGNORED).sum()) for rank in results for b in rank)
+    assert every == sum(b["totals"][0] for b in results[0][::2]) or len(results[0]) % 2
+
+
+def test_a_rank_without_samples_has_the_fields_of_the_others(pool):
+    source = HereSource(job(4, 128))
+    results = pool.run(jobs_seam.fields, 4, source, {"lengths": LENGTHS, "sampler": [[3]]})
+    assert sorted(len(rank[0]["tokens"]) for rank in results) == [0, 0, 0, 1]
+    assert {tuple(sorted(rank[0])) for rank in results} == {tuple(sorted(results[0][0]))}
+    assert {rank[0]["places"].shape[1:] for rank in results} == {(2,)}
+
+
+@pytest.mark.parametrize(
+    ("sample", "told"),
+    [
+        ({"tokens": [1, 2, 3]}, r"sequence 0.*must have input_ids"),
+        ({"input_ids": [1, 2, 3], "reward": 1.0}, r"sequence 0: reward.*an entry for each of the 3 tokens"),
+        ({"input_ids": [1, 2, 3], "advantages": [0.5, 1.0]}, r"sequence 0: advantages.*shape \(2,\)"),
+        ({"input_ids": [1, 2, 3], "names": ["a", "b", "c"]}, r"sequence 0: names"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 2]}, r"sequence 0: position_ids.*the mask"),
+        (
+            {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]},
+            r"sequence 0: attention_mask.*without padding",
+        ),
+    ],
+)
+def test_samples_that_are_no_samples_are_told_by_field(sample, told):
+    with pytest.raises(ConfigError, match=told):
+        list(loader_of(Samples([sample], [3])))
+
+
+def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none():
+    dense = {"input_ids": torch.arange(3), "attention_mask": torch.ones(3)}
+    (batch,) = loader_of(Samples([dense, dense], [3, 3]))
+    assert batch.fields == {}
+    with pytest.raises(ExecutionError, match="sequence 1 has the fields .*rewards"):
+        list(loader_of(Samples([dense, {**dense, "rewards": [0.0] * 3}], [3, 3])))
+
+
+def test_a_batch_goes_to_a_device_and_is_a_dictionary():
+    (batch,) = loader_of(Samples([{"input_ids": [5, 6], "rewards": [0.5, 1.0]}], [2]))
+    moved = batch.to("meta")
+    assert {moved.tokens.device.type, moved.labels.device.type, moved.fields["rewards"].device.type} == {
+        "meta"
+    }
+    assert moved.handle is batch.handle
+    named = batch.as_dict()
+    assert named["rewards"].tolist() == [0.5, 1.0]
+    assert named["tokens"].tolist() == [5, 6]
+    assert {"handle", "valid_tokens", "sample_ids", "labels"} <= set(named)
+
+
+# --- token tensors
+
+
+@pytest.mark.parametrize("options", [{}, {"rows_multiple": 8}])
+@pytest.mark.parametrize("mask", [None, masks.tree([(-1, 20), (0, 7), (1, 5), (0, 8)])])
+def test_token_verbs_go_both_ways_and_their_gradients_are_exact(pool, options, mask):
+    given = {} if mask is None else {"masks": mask, "sampler": [[0]]}
+    for ranks in (1, 3):
+        source = HereSource(job(ranks, 66))
+        assert (
+            pool.run(jobs_seam.verbs, ranks, source, {**options, **given}, 5) == [(True, True, True)] * ranks
+        )
+
+
+def test_token_verbs_refuse_other_rows():
+    batch = next(iter(loader_of(rows_multiple=8)))
+    for verb, rows in ((batch.shard_tokens, 3), (batch.gather_tokens, 3), (batch.roll, 3)):
+        with pytest.raises(ExecutionError, match="got 3"):
+            verb(torch.zeros(rows))
+    with pytest.raises(ConfigError, match="shift"):
+        batch.roll(batch.labels, 0)
+
+
+# --- padding
+
+
+def test_padding_changes_neither_loss_nor_gradients(pool):
+    source = HereSource(job(4, 64))
+    plain, padded = (pool.run(jobs_seam.padded, 4, source, multiple) for multiple in (None, 8))
+    assert all(rows % 8 == 0 and rows for counts, *_ in padded for rows in counts)
+    assert {loss for _, loss, _ in plain} == {loss for _, loss, _ in padded}
+    np.testing.assert_allclose(padded[0][2], plain[0][2], rtol=0, atol=1e-6)
+
+
+def test_padding_is_at_least_one_row(pool):
+    source = HereSource(job(4, 128))
+    results = pool.run(jobs_seam.fields, 4, source, {"sampler": [[3]], "rows_multiple": 1})
+    assert [len(rank[0]["tokens"]) for rank in results] == [1] * 4
+
+
+# --- the order
+
+
+def test_drop_last_leaves_out_what_is_smaller():
+    lengths = [64] * 7
+    whole = loader_of(Recorded(lengths), HereSource(job(microbatches=3)))
+    cut = loader_of(Recorded(lengths), HereSource(job(microbatches=3)), drop_last=True)
+    assert [len(list(loader)) for loader in (whole, cut)] == [len(whole), len(cut)] == [7, 6]
+
+
+def test_groups_share_an_order_and_count_all_labels(pool):
+    results = pool.run(jobs_seam.groups, 8, {"shuffle": False})
+    assert results[:4] == results[:1] * 4
+    assert results[4:] == results[4:5] * 4
+    dealt = [sample for pair in zip(results[0], results[4], strict=True) for b in pair for sample in b[4]]
+    assert dealt == sorted(dealt)  # one order, in turn
+    for mine, other in zip(results[0], results[4], strict=True):
+        assert mine[:4] == other[:4]
+    by_iteration = {}
+    for number, _, _, valid, samples in results[0] + results[4]:
+        count = sum(LENGTHS[sample] - 1 for sample in samples)
+        by_iteration[number] = (valid, by_iteration.get(number, (0, 0))[1] + count)
+    assert all(valid == count for valid, count in by_iteration.values())
+
+
+def test_groups_with_orders_of_their_own_take_equal_steps(pool):
+    results = pool.run(jobs_seam.groups, 8, {"sampler": [[[0], [1]], [[2]]]})
+    assert (
+        [b[:3] for b in results[0]]
+        == [b[:3] for b in results[4]]
+        == [(0, 0, False), (0, 1, True), (1, 0, True)]
+    )
+
+
+# --- where a pass goes on
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_another_loader_goes_on_behind_the_last_batch(pool, stop):
+    source = HereSource(job(2, 64, microbatches=2))
+    for whole, gone_on in pool.run(jobs_seam.resumed, 2, source, stop, {}):
+        assert gone_on == whole
+
+
+def test_the_number_of_data_loader_workers_is_no_part_of_a_state():
+    whole, gone_on = jobs_seam.resumed(ap.Communicator.shared(), HereSource(job(1, 64)), 2, {"workers": 2})
+    assert gone_on == whole
+
+
+def test_a_state_is_plain_and_a_pass_that_was_left_begins_anew():
+    loader = loader_of()
+    first = next(iter(loader))
+    state = loader.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert (state["epoch"], state["iteration"], state["microbatch"]) == (0, 1, 0)
+    assert next(iter(loader)).samples.tolist() == first.samples.tolist()
+    whole = list(loader)
+    assert len(whole) == len(loader)
+    assert loader.state_dict()["iteration"] == 0
+
+
+def test_another_epoch_forgets_where_the_state_was():
+    loader = loader_of()
+    state = {**loader.state_dict(), "iteration": 2}
+    loader.load_state_dict(state)
+    loader.set_epoch(0)
+    assert next(iter(loader)).iteration == 2
+    loader.load_state_dict(state)
+    loader.set_epoch(1)
+    assert next(iter(loader)).iteration == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("lengths", lambda: loader_of(Recorded([64, 3]))),
+        ("masks", lambda: loader_of(masks=masks.full())),
+        ("job.tokens_per_rank", lambda: loader_of(source=HereSource(job(tokens=70)))),
+        ("job.policy", lambda: loader_of(source=HereSource(job(recipe="ring")))),
+        ("shuffle", lambda: PlannedLoader(Recorded(), source=HereSource(job()))),
+        ("seed", lambda: loader_of(seed=4)),
+    ],
+)
+def test_a_state_of_something_else_is_refused_by_name(field, other):
+    state = loader_of().state_dict()
+    with pytest.raises(ConfigError, match=rf"state\.{field}\b.*was saved with another"):
+        other().load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 9}, {"version": 1, "epoch": 0}, None])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ConfigError, match="state"):
+        loader_of().load_state_dict(state)
+
+
+def test_metrics_count_what_was_given_out():
+    loader = loader_of()
+    assert loader.metrics()["iterations"] == 0
+    batches = list(loader)
+    told = loader.metrics()
+    assert told["iterations"] == len(batches)
+    assert told["tokens"] == sum(LENGTHS)
+    assert told["tokens_per_s"] > 0
+    assert told["waited_s"] == loader.waited_s > 0
+    assert told["imbalance"] == {"compute": 0.0, "tokens": 0.0}
+    assert told["fallbacks"] == 0
+
+
+def test_the_names_of_the_seam_are_at_the_top():
+    assert {ap.Communicator, ap.PlannedBatch, ap.PlannedLoader} and "Communicator" in ap.__all__
