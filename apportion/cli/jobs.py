@@ -137,8 +137,10 @@ def _table(jobs: list[JobSummary]) -> Table:
     from rich.table import Table
 
     table = Table("job", "url", title=None)
-    for title in ("ranks", "look-ahead", "epoch"):
+    for title in ("ranks", "look-ahead"):
         table.add_column(title, justify="right")
+    table.add_column("epochs")
     for job in jobs:
-        table.add_row(job.name, job.url, str(job.ranks), str(job.lookahead), str(job.epoch))
+        epochs = ", ".join(f"{stream} {epoch}" for stream, epoch in sorted(job.streams.items()))
+        table.add_row(job.name, job.url, str(job.ranks), str(job.lookahead), epochs)
     return table
