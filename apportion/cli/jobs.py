@@ -71,6 +71,8 @@ def create(
       apportion job create run1 --ranks 64 --recipe fcp
 
       apportion job create run1 --cluster cluster.yaml --model model.yaml --tokens-per-rank 65536 --key-file run1.key
+
+      apportion job create run1 --ranks 64 --model Llama-3.1-8B/config.json
     """
     from apportion.ir.job import Job
     from apportion.ir.policy import Policy
