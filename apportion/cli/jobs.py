@@ -71,6 +71,8 @@ def create(
       apportion job create run1 --ranks 64 --recipe fcp
 
       apportion job create run1 --cluster cluster.yaml --model model.yaml --tokens-per-rank 65536 --key-file run1.key
+
+      apportion job create run1 --ranks 64 --model Llama-3.1-8B/config.json
     """
     from apportion.ir.job import Job
     from apportion.ir.policy import Policy
@@ -137,8 +139,10 @@ def _table(jobs: list[JobSummary]) -> Table:
     from rich.table import Table
 
     table = Table("job", "url", title=None)
-    for title in ("ranks", "look-ahead", "epoch"):
+    for title in ("ranks", "look-ahead"):
         table.add_column(title, justify="right")
+    table.add_column("epochs")
     for job in jobs:
-        table.add_row(job.name, job.url, str(job.ranks), str(job.lookahead), str(job.epoch))
+        epochs = ", ".join(f"{stream} {epoch}" for stream, epoch in sorted(job.streams.items()))
+        table.add_row(job.name, job.url, str(job.ranks), str(job.lookahead), epochs)
     return table

@@ -26,7 +26,10 @@ ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="Cluster file (YAML or JSON).", metavar="C.yaml")
 ]
 ModelFile = Annotated[
-    Path | None, typer.Option("--model", help="Model file (YAML or JSON).", metavar="M.yaml")
+    Path | None,
+    typer.Option(
+        "--model", help="Model file (YAML or JSON), or a Hugging Face config.json.", metavar="M.yaml"
+    ),
 ]
 HardwareName = Annotated[
     str | None,

@@ -105,8 +105,11 @@ class Model:
 
     @staticmethod
     def load(path: str | Path) -> Model:
-        """The model of a JSON or YAML file."""
-        return Model.from_data(load(path))
+        """The model of a JSON or YAML file, or of the `config.json` of a Hugging Face model. Raises ConfigError."""
+        from apportion.ir.hf_config import is_config, model_of
+
+        data = load(path)
+        return model_of(data) if is_config(data) else Model.from_data(data)
 
 
 def _layers(layers: Any) -> int | dict[str, int]:

@@ -5,7 +5,7 @@
     ├── ConflictError 409            the name is taken by something else
     │   ├── RefusedBatchError        the planner refused the batch, or took too long over it
     │   └── QuarantinedError         the batch killed its worker again and again
-    ├── GoneError 410                a later epoch has begun, or the iteration is no longer kept
+    ├── GoneError 410                a later epoch of the stream has begun, or the iteration is no longer kept
     ├── QuotaError 429               this job has enough under way
     ├── OverloadError 503            the server has enough under way
     │   ├── StoppingError            it is shutting down
@@ -64,7 +64,7 @@ class QuarantinedError(ConflictError):
 
 
 class GoneError(ServiceError, LookupError):
-    """A later epoch has begun, or the iteration is no longer kept."""
+    """A later epoch of the stream has begun, or the iteration is no longer kept."""
 
     status, type, title = 410, "gone", "This is over"
 

@@ -19,13 +19,14 @@ class Limits:
     lookahead: int = 256
     # what may be under way
     jobs: int = 256
-    pending: int = 256  # iterations of a job that no rank has been given yet
+    job_streams: int = 64  # of a job
+    pending: int = 256  # iterations of a job that no rank has been given yet, its streams have equal shares
     queue_total: int = 4096  # iterations of all jobs that are not planned yet
     queue_bytes: int = 1 << 30  # of the requests of these
     bodies_bytes: int = 256 << 20  # of requests that are being received, of all clients
-    streams: int = 4096
+    streams: int = 4096  # of frames, to ranks of all jobs
     # what is kept
-    keep: int = 1024  # iterations of a job behind its front
+    keep: int = 1024  # iterations of a stream behind its front
     epochs: int = 1024  # of a job, whose run is still known
     store_bytes: int = 16 << 30  # of all packs; those that an iteration needs are kept in any case
     store_packs: int = 1 << 18

@@ -18,6 +18,9 @@ SILENT_HEARTBEATS = 3
 #: plan frames after which a stream ends, where the client does not say
 WINDOW = 64
 
+#: the stream of a job that is meant where none is named
+TRAIN = "train"
+
 JOBS = "/v1/jobs"
 EPOCHS = "/epochs"
 

@@ -31,6 +31,7 @@ from apportion.ir.sampling import Sampling
 from apportion.planner.recipes import find_recipe
 from apportion.service.client import Client, ServiceProblem, UnreachableError
 from apportion.service.offline import Offline, open_offline
+from apportion.service.protocol import TRAIN
 from apportion.service.workers import DeadlineError, Done, Planner, Task
 
 Ints = NDArray[np.integer[Any]]
@@ -73,8 +74,8 @@ class Source(Protocol):
         """The order of the samples where nobody gives another; None is the source's own. Raises ConfigError where there
         are no plans for it."""
 
-    def begin(self, run: str, rank: int, stream: str = "train") -> Feed:
-        """A pass; equal runs share their plans, and end those before of their stream."""
+    def begin(self, run: str, rank: int, stream: str = TRAIN) -> Feed:
+        """A pass; equal runs of a stream share their plans, and a new one ends the stream's pass before."""
 
 
 def open_source(source: str | Path | Source, key: str | None, ca: str | Path | None, told: Told) -> Source:
@@ -153,7 +154,7 @@ class LocalSource:
     def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
         return _sampling(self.job, lengths, seed, shuffle)
 
-    def begin(self, run: str, rank: int, stream: str = "train") -> LocalFeed:
+    def begin(self, run: str, rank: int, stream: str = TRAIN) -> LocalFeed:
         return LocalFeed(self.job, rank)
 
 
@@ -223,7 +224,7 @@ class FolderSource:
             offline.check(self.job, found)
         return found
 
-    def begin(self, run: str, rank: int, stream: str = "train") -> FolderFeed:
+    def begin(self, run: str, rank: int, stream: str = TRAIN) -> FolderFeed:
         return FolderFeed(open_offline(self.folder), rank)
 
 
@@ -271,17 +272,17 @@ class ServiceSource:
     def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
         return _sampling(self.job, lengths, seed, shuffle)
 
-    def begin(self, run: str, rank: int, stream: str = "train") -> ServiceFeed:
-        return ServiceFeed(self, run, rank)
+    def begin(self, run: str, rank: int, stream: str = TRAIN) -> ServiceFeed:
+        return ServiceFeed(self, run, rank, stream)
 
 
 class ServiceFeed:
     """Iterations in a row come over a stream, others one by one; also for a while after a stream that gave nothing in
     time, since what stands between may hold streams back."""
 
-    def __init__(self, source: ServiceSource, run: str, rank: int) -> None:
+    def __init__(self, source: ServiceSource, run: str, rank: int, stream: str) -> None:
         self._client = Client(source.url, source.key, timeout_s=CALL_S, ca=source.ca)
-        self._run, self._rank = run, rank
+        self._run, self._stream_name, self._rank = run, stream, rank
         self._epoch, self._lock = 0, Lock()
         self._stream: Any = None
         self._next = -1  # the iteration that would be next in a row
@@ -317,7 +318,7 @@ class ServiceFeed:
     def _begun(self) -> int:
         with self._lock:
             if not self._epoch:
-                self._epoch = self._client.begin(self._run)
+                self._epoch = self._client.begin(self._run, self._stream_name)
             return self._epoch
 
     def _streamed(self, epoch: int, iteration: int, timeout_s: float) -> IterationSlice:

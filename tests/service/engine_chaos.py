@@ -17,8 +17,11 @@ from apportion.service.limits import Limits
 from apportion.service.store.memory import MemoryStore
 
 NAMES = ("a", "b", "c")
+STREAMS = ("train", "eval", "more")
 CONTENTS = 12
-LIMITS = Limits(jobs=2, pending=6, queue_total=10, keep=4, epochs=3, store_packs=8, cache_bytes=4000)
+LIMITS = Limits(
+    jobs=2, job_streams=2, pending=6, queue_total=10, keep=4, epochs=3, store_packs=8, cache_bytes=4000
+)
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Chaos:
     def _place(self) -> tuple[str, int, int]:
         """Mostly around the front of a job that there is."""
         name = self.random.choice([job.name for job in self.engine.jobs()] or ["none"])
-        epoch = self.engine.job(name).epoch
+        epoch = self.random.choice(sorted(self.engine.job(name).streams.values()) or [0])
         return name, epoch, self.random.randrange(8) + max(self.engine.epoch_state(name, epoch).front - 3, 0)
 
     async def submit(self) -> None:
@@ -69,7 +72,7 @@ class Chaos:
 
     async def begin(self) -> None:
         name = self.random.choice(NAMES)
-        await self.engine.begin_epoch(name, f"run{self.random.randrange(50)}")
+        await self.engine.begin_epoch(name, f"run{self.random.randrange(50)}", self.random.choice(STREAMS))
 
     async def create(self) -> None:
         name = self.random.choice(NAMES)

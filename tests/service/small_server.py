@@ -212,7 +212,7 @@ class SmallServer(ThreadingHTTPServer):
             case []:
                 handler.reply(200, json.dumps({"name": "run1", "job": job().to_data(), "new": 1}).encode())
             case ["epochs"]:
-                handler.reply(201, json.dumps({"epoch": 1, "run": "r"}).encode())
+                handler.reply(201, json.dumps({"epoch": 1, "stream": "train", "run": "r"}).encode())
             case ["epochs", _, "iterations", _]:
                 self._iteration(request, handler)
             case ["epochs", _, "iterations", i, "ranks", r, "plan"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import subprocess
@@ -85,7 +86,9 @@ def reset(_: Request, handler: Handler) -> bool:
 
 def test_calls_of_a_job(server: SmallServer, client: Client) -> None:
     assert client.job() == job()
-    assert client.begin("run-1") == 1
+    assert client.begin("run-1") == client.begin("run-1", "eval") == 1
+    sent = [json.loads(request.body) for request in server.requests if request.method == "POST"]
+    assert sent == [{"run": "run-1", "stream": "train"}, {"run": "run-1", "stream": "eval"}]
     assert not client.knows(1, 3)
     for _ in range(2):
         client.submit(1, 3, batches(3))

@@ -10,6 +10,7 @@ import faulty_proxy
 import pytest
 from small_server import batches, bodies, job
 
+from apportion.ir.errors import ConfigError
 from apportion.service.client import (
     Client,
     JobSummary,
@@ -51,11 +52,24 @@ def test_plans_and_streams_give_what_planning_here_gives(client: Client) -> None
 def test_what_a_server_tells(url: str, client: Client) -> None:
     assert client.job() == job()
     assert client.url == f"{url}/v1/jobs/run1"
-    assert list_jobs(url) == [JobSummary("run1", client.url, 2, 8, 2)]
+    assert list_jobs(url) == [JobSummary("run1", client.url, 2, 8, 2, {"train": 2})]
     state = client.epoch_state(2)
     assert (state.epoch, state.run, state.held) == (2, "run", 6)
+    assert state.stream == "train"
     assert client.knows(2, 5)
     assert not client.knows(2, 6)
+
+
+def test_streams_fence_only_themselves(url: str) -> None:
+    with create_job(url, "streams", job()) as made:
+        train, evaluation = made.begin("a"), made.begin("a", "eval")
+        made.submit(train, 0, batches(0))
+        assert made.begin("b", stream="eval") == evaluation + 1 == train + 2
+        assert made.plan(train, 0, 0, 120).encode() == HELD[0][0]
+        with pytest.raises(ServiceProblem, match=r"410 gone.*streams of their own"):
+            made.plan(evaluation, 0, 0, 120)
+        with pytest.raises(ConfigError, match="stream"):
+            made.begin("c", "a/b")
 
 
 def test_jobs_are_made_once_and_deleted(url: str) -> None:

@@ -95,10 +95,10 @@ def test_equal_runs_are_one_epoch(admin: Caller, member: Caller) -> None:
     make_job(admin, "epochs")
     path = f"{JOBS}/epochs/epochs"
     first = member("POST", path, {"run": "a"})
-    assert (first.status, first.json) == (201, {"epoch": 1, "run": "a"})
+    assert (first.status, first.json) == (201, {"epoch": 1, "stream": "train", "run": "a"})
     assert member("POST", path, {"run": "a"}).status == 200
     assert member("GET", f"{path}/1").json == {
-        "epoch": 1, "run": "a", "front": 0, "floor": 0, "held": 0, "queued": 0,
+        "epoch": 1, "stream": "train", "run": "a", "front": 0, "floor": 0, "held": 0, "queued": 0,
     }  # fmt: skip
     assert member("GET", f"{path}/2").status == 404
     assert member("POST", path, {"run": "b"}).json["epoch"] == 2
@@ -110,6 +110,12 @@ def test_equal_runs_are_one_epoch(admin: Caller, member: Caller) -> None:
         member("GET", f"{path}/1/iterations/0"),
     ):
         assert answer.status == 410
+    beside = member("POST", path, {"run": "a", "stream": "eval"})
+    assert (beside.status, beside.json) == (201, {"epoch": 3, "stream": "eval", "run": "a"})
+    assert member("GET", f"{path}/2").json["stream"] == "train"
+    told = member("GET", f"{JOBS}/epochs").json
+    assert (told["epoch"], told["streams"]) == (3, {"train": 2, "eval": 3})
+    assert member("POST", path, {"run": "a", "stream": ""}).json["field"] == "stream"
 
 
 def test_an_iteration_is_submitted_once(admin: Caller, member: Caller) -> None:
@@ -446,7 +452,7 @@ def test_metrics_tell_what_happened(admin: Caller, member: Caller) -> None:
     assert all(name.startswith("apportion_") for name in names)
     for line in (
         r'apportion_plan_requests_total\{status="200"\} [1-9]',
-        r'apportion_job_epoch\{job="run"\} 1\.0',
+        r'apportion_job_epoch\{job="run",stream="train"\} 1\.0',
         r'apportion_requests_total\{method="POST",route="/v1/jobs",status="201"\} [1-9]',
         r"apportion_workers_alive 1\.0",
         r"apportion_request_seconds_count [1-9]",

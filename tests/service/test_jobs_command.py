@@ -34,7 +34,14 @@ def test_jobs_are_made_listed_and_deleted(
     assert made == {"name": "run", "url": f"{server.url}/v1/jobs/run", "key": "a-key-of-sixteen-characters"}
     assert f"{server.url}/v1/jobs/other\nkey " in job("create", "other", *SMALL)
     (listed,) = [own for own in json.loads(job("list", "--json"))["jobs"] if own["name"] == "run"]
-    assert listed == {"name": "run", "url": made["url"], "ranks": 2, "lookahead": 8, "epoch": 0}
+    assert listed == {
+        "name": "run",
+        "url": made["url"],
+        "ranks": 2,
+        "lookahead": 8,
+        "epoch": 0,
+        "streams": {},
+    }
     assert made["url"] in job("list")
     job("delete", "run")
     assert json.loads(job("delete", "other", "--json")) == {"deleted": "other"}

@@ -90,7 +90,8 @@ def padded(comm, source, multiple):
         x = table[b.tokens]
         q, k = torch.stack([x, x.sin()], 1), x[:, None]
         out, lse = ap.planned_attention(q, k, k.cos(), b.handle, return_lse=True)
-        assert not out[b.handle.rows :].any() and bool((lse[b.handle.rows :] == -torch.inf).all())
+        assert not out[b.handle.rows :].any()
+        assert bool((lse[b.handle.rows :] == -torch.inf).all())
         logits = (out.mean(1) + x) @ table[:40].T
         loss = ap.normalised_loss(logits, b.labels.where(b.labels < 0, b.labels % 40), b.valid_tokens)
         loss.backward()

@@ -43,7 +43,8 @@ def test_fields_are_cut_like_tokens_and_labels_and_weights_are_those_of_the_pred
         for b in batches:
             real, ids = b["sample_ids"] >= 0, b["tokens"]
             assert len(ids) % 4 == 0
-            assert not ids[~real].any() and (b["labels"][~real] == IGNORED).all()
+            assert not ids[~real].any()
+            assert (b["labels"][~real] == IGNORED).all()
             np.testing.assert_array_equal(ids[real], 100 * b["sample_ids"][real] + b["local_to_sample"][real])
             np.testing.assert_array_equal(b["position_ids"][real], b["local_to_sample"][real])
             np.testing.assert_array_equal(b["advantages"][real], ids[real] / 7)
@@ -90,7 +91,7 @@ def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none
     dense = {"input_ids": torch.arange(3), "attention_mask": torch.ones(3)}
     (batch,) = loader_of(Samples([dense, dense], [3, 3]))
     assert batch.fields == {}
-    with pytest.raises(ExecutionError, match="sequence 1 has the fields .*rewards"):
+    with pytest.raises(ExecutionError, match=r"sequence 1 has the fields .*rewards"):
         list(loader_of(Samples([dense, {**dense, "rewards": [0.0] * 3}], [3, 3])))
 
 
@@ -256,4 +257,5 @@ def test_metrics_count_what_was_given_out():
 
 
 def test_the_names_of_the_seam_are_at_the_top():
-    assert {ap.Communicator, ap.PlannedBatch, ap.PlannedLoader} and "Communicator" in ap.__all__
+    assert ap.Communicator.__name__ == "Communicator"
+    assert "Communicator" in ap.__all__

@@ -49,10 +49,11 @@ class EpochData(msgspec.Struct):
 
 
 class EpochState(msgspec.Struct, frozen=True):
-    """The current epoch. front: 1 + the highest iteration that a rank was given; iterations below `floor` are gone; of
-    the `held` ones, `queued` are still to be planned."""
+    """An epoch that goes on. front: 1 + the highest iteration that a rank was given; iterations below `floor` are gone;
+    of the `held` ones, `queued` are still to be planned."""
 
     epoch: int
+    stream: str
     run: str
     front: int
     floor: int
@@ -61,13 +62,15 @@ class EpochState(msgspec.Struct, frozen=True):
 
 
 class JobSummary(msgspec.Struct, frozen=True):
-    """A job of a server. epoch: the current one, 0 before the first."""
+    """A job of a server. epoch: the newest, of any stream, 0 before the first; streams: of each the epoch that goes
+    on."""
 
     name: str
     url: str
     ranks: int
     lookahead: int
     epoch: int
+    streams: dict[str, int]
 
 
 class JobList(msgspec.Struct):

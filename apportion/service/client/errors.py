@@ -25,7 +25,8 @@ _REMEDIES = {
     406: "install the release of Apportion that the server runs, here or there",
     408: "raise timeout_s",
     409: "keep to what was there first (of a job also its key), or take a new name or epoch",
-    410: "begin a new epoch: a later one has begun, or the iteration is no longer kept",
+    410: "begin a new epoch: the stream has a later one, or the iteration is no longer kept; passes side by side need "
+    "streams of their own",
     413: "send fewer sequences, or raise the server's limits",
     422: "correct the field",
     429: "read plans before submitting more, or raise timeout_s",

@@ -69,10 +69,10 @@ class Client:
         except ConfigError as error:
             raise BadAnswerError(f"{self.url}: not a job: {error}") from error
 
-    def begin(self, run: str) -> int:
-        """The number, 1, 2, ..., of the epoch that `run` has begun. Equal runs have equal numbers, so every rank may
-        ask; plans of earlier epochs are gone."""
-        data = {"run": name("run", run)}
+    def begin(self, run: str, stream: str = protocol.TRAIN) -> int:
+        """The number, 1, 2, ..., of the epoch that `run` has begun. Equal runs of a stream have equal numbers, so every
+        rank may ask; plans of the stream's earlier epochs are gone, those of other streams are not."""
+        data = {"run": name("run", run), "stream": name("stream", stream)}
         return self._caller.send("POST", protocol.EPOCHS, data, answers.EpochData).epoch
 
     def epoch_state(self, epoch: int) -> EpochState:

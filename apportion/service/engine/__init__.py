@@ -2,7 +2,7 @@
 
 from apportion.service.engine.engine import Engine
 from apportion.service.engine.library import Body
-from apportion.service.engine.metrics import Counters, Histogram, JobGauges, Snapshot
+from apportion.service.engine.metrics import Counters, Histogram, Snapshot, StreamGauges
 from apportion.service.engine.state import EpochState, IterationState, JobState
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "EpochState",
     "Histogram",
     "IterationState",
-    "JobGauges",
     "JobState",
     "Snapshot",
+    "StreamGauges",
 ]

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from apportion.ir.batch import Batch
 from apportion.ir.hashing import digest
-from apportion.ir.job import Job, encode_request
+from apportion.ir.job import Job as Spec
+from apportion.ir.job import encode_request
 from apportion.ir.wire import encode_section
 from apportion.service.engine.library import Library
 from apportion.service.engine.metrics import Counters
-from apportion.service.engine.state import Epoch
+from apportion.service.engine.state import Epoch, Job
 from apportion.service.errors import LimitError, OverloadError, QuotaError
 from apportion.service.limits import Limits
 
@@ -31,7 +32,7 @@ class Asked:
     request: bytes
 
 
-async def asked(spec: Job, batches: Sequence[Batch]) -> Asked:
+async def asked(spec: Spec, batches: Sequence[Batch]) -> Asked:
     """The submission of these batches; made in a thread where it takes long enough to hold up others."""
     long = sum(len(batch.lengths) for batch in batches) > _FEW_SEQUENCES
     if long or any(batch.own_positions or batch.own_labels for batch in batches):
@@ -39,7 +40,7 @@ async def asked(spec: Job, batches: Sequence[Batch]) -> Asked:
     return _asked(spec, batches)
 
 
-def _asked(spec: Job, batches: Sequence[Batch]) -> Asked:
+def _asked(spec: Spec, batches: Sequence[Batch]) -> Asked:
     batches_digest = digest(encode_section([batch.to_data() for batch in batches]))
     return Asked(spec.request_key(batches), batches_digest, encode_request(spec, batches))
 
@@ -52,14 +53,24 @@ class Admission:
     library: Library
     counters: Counters
 
-    def check_job(self, spec: Job, lookahead: int, jobs: int) -> None:
+    def check_job(self, spec: Spec, lookahead: int, jobs: int) -> None:
         """A new job beside so many others."""
         _check("job.cluster", spec.ranks, self.limits.ranks, "ranks")
         _check("lookahead", lookahead, self.limits.lookahead, "iterations ahead")
         if jobs >= self.limits.jobs:
             raise QuotaError(f"there are {jobs} jobs, the most that this server takes: delete one")
 
-    def check_batches(self, spec: Job, batches: Sequence[Batch]) -> None:
+    def check_stream(self, job: Job, stream: str) -> None:
+        """An epoch of that stream, perhaps its first."""
+        if job.current(stream) is None and len(job.open) >= self.limits.job_streams:
+            names = ", ".join(sorted(job.state.streams))
+            raise LimitError(
+                f"job {job.name} has {len(job.open)} streams, the most that this server takes ({names}): begin a new "
+                "run of one of these, or make another job",
+                field="stream",
+            )
+
+    def check_batches(self, spec: Spec, batches: Sequence[Batch]) -> None:
         """Raises also ConfigError and CapacityError, where they are no iteration of the job."""
         _check("batches", sum(len(batch.lengths) for batch in batches), self.limits.sequences, "sequences")
         _check("batches", sum(batch.tokens for batch in batches), self.limits.tokens, "tokens")
@@ -79,15 +90,20 @@ class Admission:
 
     def _check_quota(self, epoch: Epoch, number: int) -> None:
         """What a rank waits for, or what comes before all others, is taken beyond the quota, lest all wait for ever."""
-        wanted = number in epoch.gates or number < epoch.front
-        if epoch.pending >= self.limits.pending * (2 if wanted else 1):
+        wanted, most = number in epoch.gates or number < epoch.front, self._share(epoch.job)
+        if epoch.pending >= most * (2 if wanted else 1):
             self.counters.quota += 1
             low, high = _QUOTA_RETRY_S
             raise QuotaError(
-                f"job {epoch.job.name} has {epoch.pending} iterations that no rank has been given yet, "
-                f"{self.limits.pending} are allowed: wait until ranks come to iteration {epoch.front}",
-                retry_after=min(max(epoch.job.step_s, low), high),
+                f"stream {epoch.stream} of job {epoch.job.name} has {epoch.pending} iterations that no rank has been "
+                f"given yet, {most} are allowed: wait until ranks come to iteration {epoch.front}",
+                retry_after=min(max(epoch.step_s, low), high),
             )
+
+    def _share(self, job: Job) -> int:
+        """Of the job's quota, for each of its streams: one that everybody has left takes nothing from the others'."""
+        least = min(job.state.lookahead, self.limits.pending)
+        return max(self.limits.pending // len(job.open), least)
 
 
 def _check(field: str, value: int, most: int, what: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from apportion.ir.job import Job as Spec
 from apportion.service.engine.admission import Admission, Asked, asked
 from apportion.service.engine.journal import Journal
 from apportion.service.engine.library import Body, Entry, Library
-from apportion.service.engine.metrics import JobGauges, Snapshot
+from apportion.service.engine.metrics import Snapshot, StreamGauges
 from apportion.service.engine.planning import Planning
 from apportion.service.engine.records import (
     MAX_ITERATION,
@@ -50,6 +50,7 @@ from apportion.service.errors import (
     StoreGoneError,
 )
 from apportion.service.limits import Limits
+from apportion.service.protocol import TRAIN
 from apportion.service.store import Store
 from apportion.service.workers.supervisor import Supervisor
 
@@ -126,9 +127,12 @@ class Engine:
         self._journal.close()
 
     def _wake_all(self) -> None:
-        for job in self._jobs.values():
-            if job.current is not None:
-                job.current.wake_all()
+        for epoch in self._epochs():
+            epoch.wake_all()
+
+    def _epochs(self) -> Iterator[Epoch]:
+        """All that go on."""
+        return (epoch for job in self._jobs.values() for epoch in job.open.values())
 
     # ---- jobs
 
@@ -169,11 +173,11 @@ class Engine:
                 raise self._no_job(name)
             drops = [job_key(name)]
             drops += [epoch_key(name, number) for number in job.runs.values()]
-            if job.current is not None:
-                held = self._close(job.current, NotFoundError(f"job {name} was deleted", field="job"))
-                drops += [iteration.key for iteration in held]
-                for entry in {iteration.entry for iteration in held if not iteration.entry.users}:
-                    self._planning.give_up(entry)
+            gone = NotFoundError(f"job {name} was deleted", field="job")
+            held = [iteration for epoch in job.open.values() for iteration in self._close(epoch, gone)]
+            drops += [iteration.key for iteration in held]
+            for entry in {iteration.entry for iteration in held if not iteration.entry.users}:
+                self._planning.give_up(entry)
             self._journal.later(self._remember(job.state), drops)
             await self._guarded(self._journal.flush())
 
@@ -186,33 +190,36 @@ class Engine:
 
     # ---- epochs
 
-    async def begin_epoch(self, name: str, run: str) -> tuple[int, bool]:
-        """(number of the run's epoch, whether it began now). The epoch before is over then."""
-        return await shared(self._planning.tasks.spawn(self._begin(name, checked_name("run", run))))
+    async def begin_epoch(self, name: str, run: str, stream: str = TRAIN) -> tuple[int, bool]:
+        """(number of the epoch of that run of the stream, whether it began now). The stream's epoch before is over
+        then; those of other streams go on. Raises LimitError where there are too many streams."""
+        record = EpochRecord(checked_name("run", run), stream=checked_name("stream", stream))
+        return await shared(self._planning.tasks.spawn(self._begin(name, record)))
 
-    async def _begin(self, name: str, run: str) -> tuple[int, bool]:
+    async def _begin(self, name: str, record: EpochRecord) -> tuple[int, bool]:
         async with self._control:
             job = self._job(name)
-            if run in job.runs:
-                return job.runs[run], False
+            there = job.runs.get((record.stream, record.run))
+            if there is not None:
+                return there, False
             self._check_running()
-            epoch = Epoch(job, job.state.last + 1, EpochRecord(run), self._clock())
+            self._admission.check_stream(job, record.stream)
+            epoch = Epoch(job, job.state.last + 1, record, self._clock())
             await self._commit(epoch.key, epoch.record())
             self._switch(job, epoch)
         return epoch.number, True
 
     def epoch_state(self, name: str, epoch: int) -> EpochState:
-        """How far the current epoch is."""
+        """How far an epoch is."""
         return self._job(name).epoch(epoch).state()
 
     def _switch(self, job: Job, epoch: Epoch) -> None:
-        why = f"epoch {epoch.number - 1} of job {job.name} is over, {epoch.number} has begun"
-        held = [] if job.current is None else self._close(job.current, GoneError(why))
-        drops = [iteration.key for iteration in held]
-        job.current, job.state = epoch, replace(job.state, epoch=epoch.number)
-        job.runs[epoch.run] = epoch.number
-        if len(job.runs) > self.limits.epochs:
-            drops.append(epoch_key(job.name, job.runs.pop(next(iter(job.runs)))))
+        before = job.switch(epoch)
+        drops = [epoch_key(job.name, number) for number in job.forget(self.limits.epochs)]
+        if before is not None:
+            what = f"epoch {before.number} of job {job.name}, stream {epoch.stream}"
+            held = self._close(before, GoneError(f"{what} is over, {epoch.number} has begun"))
+            drops += [iteration.key for iteration in held]
         self._journal.later({}, drops)
 
     def _close(self, epoch: Epoch, why: ServiceError) -> list[Iteration]:
@@ -317,9 +324,8 @@ class Engine:
     def peek(self, name: str, epoch: int, iteration: int, rank: int) -> Body | None:
         """The rank's body where it is at hand, else None: ask `fetch` for the reason. Raises nothing."""
         job = self._jobs.get(name)
-        if job is None or job.current is None or job.current.number != epoch:
-            return None
-        held = job.current.known(iteration)
+        found = None if job is None else job.open.get(epoch)
+        held = None if found is None else found.known(iteration)
         if held is None:
             return None
         bodies = held.entry.bodies
@@ -408,7 +414,7 @@ class Engine:
             return
         while self._planning.free and (found := choose(self._jobs.values(), self._clock())) is not None:
             self._turn += 1
-            found.epoch.job.served = self._turn
+            found.epoch.served = found.epoch.job.served = self._turn
             self._planning.start(found)
 
     def on_news(self, entry: Entry) -> None:
@@ -444,18 +450,18 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """All there is to tell, now."""
         pool = self._supervisor.pool
-        epochs = [job.current for job in self._jobs.values() if job.current is not None]
         return Snapshot(
             counters=self._counters,
             tasks=self._supervisor.counters,
             workers=pool.size,
             alive=pool.alive,
             restarts=pool.restarts,
-            jobs=tuple(map(_gauges, epochs)),
+            jobs=tuple((job.name, job.at_workers) for job in self._jobs.values()),
+            streams=tuple(map(_gauges, self._epochs())),
             unplanned=self._library.unplanned,
             unplanned_bytes=self._library.unplanned_bytes,
             at_workers=self._planning.at_workers,
-            waiting=sum(gate.readers for epoch in epochs for gate in epoch.gates.values()),
+            waiting=sum(gate.readers for epoch in self._epochs() for gate in epoch.gates.values()),
             packs=self._library.packs,
             pack_bytes=self._library.pack_bytes,
             cached=len(self._library.cache),
@@ -523,6 +529,7 @@ def _check_same_batch(held: Iteration, asked: bytes) -> None:
         )
 
 
-def _gauges(epoch: Epoch) -> JobGauges:
-    state, job = epoch.state(), epoch.job
-    return JobGauges(job.name, state.epoch, state.front, state.held, state.queued, job.at_workers, job.step_s)
+def _gauges(epoch: Epoch) -> StreamGauges:
+    state = epoch.state()
+    place = (state.job, state.stream, state.epoch)
+    return StreamGauges(*place, state.front, state.held, state.queued, epoch.step_s)

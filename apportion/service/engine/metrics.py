@@ -45,15 +45,15 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class JobGauges:
-    """One job now."""
+class StreamGauges:
+    """One stream of a job now."""
 
-    name: str
+    job: str
+    stream: str
     epoch: int
     front: int
     held: int  # iterations
     queued: int
-    at_workers: int
     step_s: float  # between iterations, as ranks take them
 
 
@@ -66,7 +66,8 @@ class Snapshot:
     workers: int  # that there should be
     alive: int
     restarts: int  # of workers
-    jobs: tuple[JobGauges, ...]
+    jobs: tuple[tuple[str, int], ...]  # (name, tasks at workers)
+    streams: tuple[StreamGauges, ...]
     unplanned: int  # distinct requests that wait or are at a worker
     unplanned_bytes: int
     at_workers: int

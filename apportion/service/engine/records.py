@@ -2,11 +2,11 @@
 
     job/NAME                              the job, its look-ahead, the digest of its key
     past/NAME                             the last epoch of a job of that name that was deleted
-    epoch/NAME/00000001                   its run, how far ranks have come, what is no longer kept
+    epoch/NAME/00000001                   its stream and run, how far ranks have come, what is no longer kept
     iteration/NAME/00000001/0000000000000012   what was asked for, and why it cannot be planned, if so
 
-A plan is there when its pack is: no record says so. Of records under the keys of a job that is gone or of an older
-epoch nothing is read; they are dropped when the server starts.
+A plan is there when its pack is: no record says so. Of records under the keys of a job that is gone or of an epoch
+that is over nothing is read; they are dropped when the server starts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 from apportion.ir.errors import DecodeError
 from apportion.ir.hashing import SIZE
 from apportion.service.errors import ConflictError, QuarantinedError, RefusedBatchError
+from apportion.service.protocol import TRAIN
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -40,11 +41,12 @@ class PastRecord(msgspec.Struct, frozen=True):
 
 class EpochRecord(msgspec.Struct, frozen=True):
     """front: 1 + the highest iteration that a rank had when this was written, 0 before the first; it may lag behind.
-    Iterations below `floor` are no longer kept."""
+    Iterations below `floor` are no longer kept. stream: older records have none."""
 
     run: str
     front: int = 0
     floor: int = 0
+    stream: str = TRAIN
 
 
 class Problem(msgspec.Struct, frozen=True):

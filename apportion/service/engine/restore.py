@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.job import Job as Spec
@@ -57,15 +57,13 @@ def _job(key: str, data: bytes, past: Mapping[str, int]) -> Job:
 
 
 def _add_epoch(found: Restored, key: str, record: EpochRecord, now_s: float) -> None:
-    """Keys are sorted: the last one is the current one."""
+    """Keys are sorted: the last one of a stream is the one that goes on."""
     name, number, _ = place(key)
     job = found.jobs.get(name)
     if job is None:
         found.stale.append(key)
         return
-    job.runs[record.run] = number
-    job.state = replace(job.state, epoch=number)
-    job.current = Epoch(job, number, record, now_s)
+    job.switch(Epoch(job, number, record, now_s))
 
 
 def _add_iteration(
@@ -73,8 +71,8 @@ def _add_iteration(
 ) -> None:
     name, number, iteration = place(key)
     job = found.jobs.get(name)
-    epoch = None if job is None else job.current
-    if epoch is None or epoch.number != number or iteration < epoch.floor:
+    epoch = None if job is None else job.open.get(number)
+    if epoch is None or iteration < epoch.floor:
         found.stale.append(key)
         return
     held = Iteration(epoch, iteration, record.asked, now_s)

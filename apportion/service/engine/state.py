@@ -1,17 +1,17 @@
-"""Jobs as the engine holds them: each has one epoch that goes on, and that has iterations.
+"""Jobs as the engine holds them: each has streams, of each goes one epoch on, and that has iterations.
 
-Job ── current ── Epoch ── iterations by number; of these, `queue`: what waits for a worker
-                        ├─ front, floor: how far ranks have come; what is no longer kept
-                        └─ gates: who waits for an iteration, be it submitted or not
+Job ── open ── Epoch, one a stream ── iterations by number; of these, `queue`: what waits for a worker
+                                   ├─ front, floor: how far ranks have come; what is no longer kept
+                                   └─ gates: who waits for an iteration, be it submitted or not
 """
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from apportion.ir.job import Job as Spec
 from apportion.service.engine.library import Entry
@@ -33,7 +33,8 @@ _SMOOTHING = 0.25
 @dataclass(frozen=True)
 class JobState:
     """A job. spec: what it plans; lookahead: iterations planned ahead of its ranks; key_digest: of its bearer key;
-    epoch: the current one, 0 before the first; past: epochs up to this one were of a deleted job."""
+    epoch: the newest, of any stream, 0 before the first; past: epochs up to this one were of a deleted job; streams: of
+    each the epoch that goes on."""
 
     name: str
     spec: Spec
@@ -41,6 +42,7 @@ class JobState:
     key_digest: bytes
     epoch: int = 0
     past: int = 0
+    streams: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
@@ -59,6 +61,7 @@ class EpochState:
 
     job: str
     epoch: int
+    stream: str
     run: str
     front: int
     floor: int
@@ -116,16 +119,20 @@ class Gate:
 
 
 class Epoch:
-    """One pass of one run. over: what readers get once it is."""
+    """One pass of one run of a stream. step_s: between its iterations, as ranks take them; served: turn in which it
+    last was; over: what readers get once it is."""
 
     def __init__(self, job: Job, number: int, record: EpochRecord, now_s: float) -> None:
-        self.job, self.number, self.run = job, number, record.run
+        self.job, self.number, self.stream, self.run = job, number, record.stream, record.run
         self.delivered, self.floor = record.front - 1, record.floor
         self.iterations: dict[int, Iteration] = {}
         self.numbers: list[int] = []  # of `iterations`, rising
         self.queue: list[int] = []  # rising; may still have some that no longer wait
         self.gates: dict[int, Gate] = {}
         self.moved_s = now_s  # when the front last moved
+        before = job.current(record.stream)
+        self.step_s: float = _FIRST_STEP_S if before is None else before.step_s
+        self.served = 0
         self.over: ServiceError | None = None
 
     @property
@@ -146,13 +153,12 @@ class Epoch:
 
     def record(self) -> bytes:
         """Encoded."""
-        return encode(EpochRecord(self.run, self.delivered + 1, self.floor))
+        return encode(EpochRecord(self.run, self.delivered + 1, self.floor, self.stream))
 
     def state(self) -> EpochState:
         queued = sum(self.iterations[number].waits for number in self.queue)
-        return EpochState(
-            self.job.name, self.number, self.run, self.front, self.floor, len(self.numbers), queued
-        )
+        place = (self.job.name, self.number, self.stream, self.run)
+        return EpochState(*place, self.front, self.floor, len(self.numbers), queued)
 
     def check(self, iteration: int) -> None:
         """Raises GoneError, or NotFoundError where the job was deleted."""
@@ -228,13 +234,13 @@ class Epoch:
         """A rank was given this iteration, the highest so far."""
         if self.delivered >= 0:
             step_s = (now_s - self.moved_s) / (number - self.delivered)
-            self.job.step_s += _SMOOTHING * (step_s - self.job.step_s)
+            self.step_s += _SMOOTHING * (step_s - self.step_s)
         self.delivered, self.moved_s = number, now_s
 
     def deadline_s(self, number: int) -> float:
-        """When a rank will ask for the iteration, by the job's pace; since when one waits, if that is earlier."""
+        """When a rank will ask for the iteration, by the ranks' pace; since when one waits, if that is earlier."""
         steps = number - (self.delivered if self.delivered >= 0 else self.front)
-        due_s = self.moved_s + max(steps, 0) * self.job.step_s
+        due_s = self.moved_s + max(steps, 0) * self.step_s
         gate = self.gates.get(number)
         return due_s if gate is None else min(due_s, gate.since_s)
 
@@ -251,13 +257,12 @@ class Epoch:
 
 
 class Job:
-    """A job, its runs and its current epoch."""
+    """A job, its runs, and the epochs of it that go on."""
 
     def __init__(self, state: JobState) -> None:
         self.state = state
-        self.runs: dict[str, int] = {}  # run: epoch
-        self.current: Epoch | None = None
-        self.step_s = _FIRST_STEP_S
+        self.runs: dict[tuple[str, str], int] = {}  # (stream, run): epoch, rising
+        self.open: dict[int, Epoch] = {}  # by number, rising; of each stream one
         self.at_workers = 0
         self.served = 0  # turn in which it was last served
 
@@ -265,13 +270,36 @@ class Job:
     def name(self) -> str:
         return self.state.name
 
+    def current(self, stream: str) -> Epoch | None:
+        """The epoch of the stream that goes on."""
+        return next((epoch for epoch in self.open.values() if epoch.stream == stream), None)
+
+    def switch(self, epoch: Epoch) -> Epoch | None:
+        """Goes on with this epoch; the one before of its stream."""
+        before = self.current(epoch.stream)
+        if before is not None:
+            del self.open[before.number]
+        self.open[epoch.number] = epoch
+        self.runs[epoch.stream, epoch.run] = epoch.number
+        streams = {held.stream: held.number for held in self.open.values()}
+        self.state = replace(self.state, epoch=epoch.number, streams=streams)
+        return before
+
+    def forget(self, most: int) -> list[int]:
+        """No longer knows the oldest runs that are over, where there are more than `most` runs; their epochs."""
+        excess = len(self.runs) - most
+        over = [place for place, number in self.runs.items() if number not in self.open]
+        return [self.runs.pop(place) for place in over[: max(excess, 0)]]
+
     def epoch(self, number: int) -> Epoch:
-        """The current epoch, which has to be that. Raises GoneError, NotFoundError."""
-        current = self.current
-        if current is not None and current.number == number:
-            return current
+        """The epoch of that number, which has to go on. Raises GoneError, NotFoundError."""
+        found = self.open.get(number)
+        if found is not None:
+            return found
         if 1 <= number <= self.state.last:
-            raise GoneError(f"epoch {number} of job {self.name} is over: {self.state.last} have begun so far")
+            raise GoneError(
+                f"epoch {number} of job {self.name} is over: its stream has a later one, up to {self.state.last}"
+            )
         raise NotFoundError(
             f"job {self.name} has no epoch {number}, it has begun {self.state.epoch}", field="epoch"
         )

@@ -80,8 +80,8 @@ class Call:
         return f"{scope['scheme']}://{host}{job_path(job)}"
 
     def reply(self, job: JobState) -> models.JobReply:
-        data = job.spec.to_data()
-        return models.JobReply(job.name, self.url(job.name), job.spec.ranks, job.lookahead, job.epoch, data)
+        own = (job.name, self.url(job.name), job.spec.ranks, job.lookahead)
+        return models.JobReply(*own, job.epoch, dict(job.streams), job.spec.to_data())
 
 
 def _digits(value: Any) -> Any:
@@ -189,18 +189,19 @@ async def delete_job(call: Owner, job: Name) -> Response:
 async def begin_epoch(call: Member, job: Name) -> Response:
     """Begin an epoch.
 
-    201 where the run is new: the epoch before is over then. 200 with the same number for every rank of the run."""
-    run = await call.body(models.NewEpoch, lambda asked: asked.run)
-    number, created = await call.engine.begin_epoch(job, run)
-    return reply(models.BegunEpoch(number, run), 201 if created else 200)
+    201 where the run is new: the epoch before of its stream is over then, those of other streams go on. 200 with the
+    same number for every rank of the run."""
+    run, stream = await call.body(models.NewEpoch, lambda asked: (asked.run, asked.stream))
+    number, created = await call.engine.begin_epoch(job, run, stream)
+    return reply(models.BegunEpoch(number, stream, run), 201 if created else 200)
 
 
 @router.get("/v1/jobs/{job}/epochs/{epoch}", **describe("job", {200: models.EpochReply}, (404, 410)))
 async def read_epoch(call: Member, job: Name, epoch: EpochNumber) -> Response:
     """Read how far an epoch is."""
     found = call.engine.epoch_state(job, epoch)
-    told = models.EpochReply(found.epoch, found.run, found.front, found.floor, found.held, found.queued)
-    return reply(told)
+    place, counts = (found.epoch, found.stream, found.run), (found.held, found.queued)
+    return reply(models.EpochReply(*place, found.front, found.floor, *counts))
 
 
 @router.put(

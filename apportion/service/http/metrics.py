@@ -122,15 +122,17 @@ def _engine_gauges(found: Snapshot) -> Iterator[Metric]:
     ):
         yield gauge(name, text, value)
     for name, text in (
-        ("epoch", "Current epoch"),
+        ("epoch", "Epoch that goes on"),
         ("front", "1 + highest iteration that a rank was given"),
         ("held", "Iterations kept"),
         ("queued", "Iterations that wait for a worker"),
-        ("at_workers", "Iterations at workers"),
         ("step_s", "Seconds between iterations, as ranks take them"),
     ):
-        rows = [((job.name,), getattr(job, name)) for job in found.jobs]
-        yield labelled(GaugeMetricFamily, f"job_{name.replace('_s', '_seconds')}", text, ("job",), rows)
+        rows = [((held.job, held.stream), getattr(held, name)) for held in found.streams]
+        full = f"job_{name.replace('_s', '_seconds')}"
+        yield labelled(GaugeMetricFamily, full, text, ("job", "stream"), rows)
+    busy = [((name,), count) for name, count in found.jobs]
+    yield labelled(GaugeMetricFamily, "job_at_workers", "Iterations at workers", ("job",), busy)
 
 
 class Families(Collector):

@@ -8,6 +8,7 @@ import msgspec
 
 from apportion.ir.iteration import MAX_MICROBATCHES
 from apportion.service.http.auth import KEY
+from apportion.service.protocol import TRAIN
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$"
 RUN = r"^[A-Za-z0-9_.-]{1,64}$"
@@ -49,13 +50,14 @@ class CreatedJob(msgspec.Struct, frozen=True):
 
 
 class JobReply(msgspec.Struct, frozen=True):
-    """A job. `epoch` is the current one, 0 before the first."""
+    """A job. `epoch` is the newest, of any stream, 0 before the first; `streams` has of each the one that goes on."""
 
     name: str
     url: str
     ranks: int
     lookahead: int
     epoch: int
+    streams: dict[str, int]
     job: Spec
 
 
@@ -66,23 +68,31 @@ class JobsReply(msgspec.Struct, frozen=True):
 
 
 class NewEpoch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An epoch to begin: equal runs are one epoch, so every rank may begin it."""
+    """An epoch to begin: equal runs of a stream are one epoch, so every rank may begin it."""
 
     run: Annotated[str, msgspec.Meta(pattern=RUN, description="names one pass of one incarnation of the run")]
+    stream: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=RUN, description="of the job's passes; an epoch ends the one before of its stream"
+        ),
+    ] = TRAIN
 
 
 class BegunEpoch(msgspec.Struct, frozen=True):
-    """The epoch of a run."""
+    """The epoch of a stream's run."""
 
     epoch: int
+    stream: str
     run: str
 
 
 class EpochReply(msgspec.Struct, frozen=True):
-    """The current epoch. front: 1 + the highest iteration that any rank was given, or the lowest submitted; iterations
-    below `floor` are no longer kept; of the `held` ones, `queued` wait for a worker."""
+    """An epoch that goes on. front: 1 + the highest iteration that any rank was given, or the lowest submitted;
+    iterations below `floor` are no longer kept; of the `held` ones, `queued` wait for a worker."""
 
     epoch: int
+    stream: str
     run: str
     front: int
     floor: int

@@ -47,7 +47,7 @@ _SAYS = {
     406: "The format versions do not meet",
     408: "The body did not come in time",
     409: "Something else is there already, or the batch cannot be planned",
-    410: "A later epoch has begun, or the iteration is no longer kept",
+    410: "A later epoch of the stream has begun, or the iteration is no longer kept",
     413: "The body has too many bytes",
     415: "The body is not JSON",
     422: "A value is wrong: `field` names it",

@@ -17,6 +17,7 @@ from apportion.service.workers.lines import Line
 LOG = logging.getLogger("apportion.workers")
 # seconds that a child may take to end, or to make a worker
 PATIENCE_S = 5.0
+_LOOK_S = 0.005
 #: one process is one core: the pool has as many as it is to use
 THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "NUMBA")
 
@@ -84,7 +85,7 @@ class Launcher:
         if self._line is not None:
             self._line.drop()
         if self._child is not None:
-            await asyncio.to_thread(_bury, self._child)
+            await _buried(self._child)
         self._child = self._line = None
 
     def _spawn(self, control: socket.socket) -> subprocess.Popen[bytes]:
@@ -106,10 +107,18 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path} | {f"{name}_NUM_THREADS": "1" for name in THREADS}
 
 
-def _bury(child: subprocess.Popen[bytes]) -> None:
+async def _buried(child: subprocess.Popen[bytes]) -> None:
+    """Returns once it has ended, killed where it takes too long. Without a thread, which none can be started at the
+    interpreter's exit."""
     try:
-        child.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
+        async with asyncio.timeout(PATIENCE_S):
+            await _ended(child)
+    except TimeoutError:
         LOG.warning("%s did not end and is killed", child.args)
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        await _ended(child)
+
+
+async def _ended(child: subprocess.Popen[bytes]) -> None:
+    while child.poll() is None:
+        await asyncio.sleep(_LOOK_S)

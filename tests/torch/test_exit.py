@@ -1,0 +1,37 @@
+"""A pass that is left open does not disturb the interpreter's exit, whoever plans."""
+
+import subprocess
+import sys
+
+import pytest
+from loading import job
+
+from apportion.service.client import create_job
+from apportion.service.http.child import serving
+
+OPEN = """
+import sys
+from loading import MODEL, Recorded
+import apportion as ap
+source, key, workers, status = sys.argv[1:]
+told = (ap.Cluster(1, 1), MODEL, 64) if source == "local" else ()
+held = iter(ap.PlannedLoader(Recorded(), *told, source=source, key=key, workers=int(workers)))
+next(held)
+if status != "0":
+    raise SystemExit(int(status))
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server")) as server, create_job(server.url, "run", job()) as client:
+        yield {"local": ("local", ""), "service": (client.url, client.key)}
+
+
+@pytest.mark.parametrize(("workers", "status"), [(0, 0), (0, 3), (1, 0)])
+@pytest.mark.parametrize("name", ["local", "service"])
+def test_an_open_pass_leaves_no_traceback_at_exit(sources, name, workers, status):
+    source, key = sources[name]
+    command = [sys.executable, "-c", OPEN, source, key, str(workers), str(status)]
+    done = subprocess.run(command, cwd=str(__file__).rpartition("/")[0], capture_output=True, timeout=300)
+    assert (done.returncode, done.stderr.decode(), done.stdout) == (status, "", b"")
