@@ -38,7 +38,7 @@ class SilentSource(ServiceSource):
     """Submits nothing, as if its rank were lost."""
 
     def begin(self, run, rank, stream="train"):
-        return SilentFeed(self, run, rank)
+        return SilentFeed(self, run, rank, stream)
 
 
 class SilentFeed(ServiceFeed):

@@ -108,10 +108,8 @@ def groups(comm, options):
     group, place = divmod(comm.rank, 4)
     mine = [dist.new_group(range(first, first + 4)) for first in (0, 4)][group]
     others = [dist.new_group([first, first + 4]) for first in range(4)][place]
-    source = HereSource(job(4, 64, microbatches=2))
-    loader = PlannedLoader(
-        Recorded(), source=source, communicator=ap.Communicator(mine), replicas=others, **options
-    )
+    options = {"source": HereSource(job(4, 64, microbatches=2)), **options}
+    loader = PlannedLoader(Recorded(), communicator=ap.Communicator(mine), replicas=others, **options)
     assert loader.state_dict()["groups"] == 2
     return [(b.iteration, b.microbatch, b.is_last, b.valid_tokens, b.samples.tolist()) for b in loader]
 

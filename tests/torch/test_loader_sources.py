@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import jobs_loader
+import jobs_seam
 import pytest
 import trustme
 from loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
@@ -32,6 +33,7 @@ from apportion.trainer.sources import FolderSource, ServiceSource
 KEY = "a key of the tests".replace(" ", "-")
 WAIT_S = 60
 JOBS = {"plain": job(2, 66, microbatches=2), "packing": job(2, 66, microbatches=2, recipe="wlb")}
+FOUR = job(4, 64, microbatches=2)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,9 @@ def urls(server):
     """Of a job on the server, by name."""
     for name, own in JOBS.items():
         create_job(server.url, name, own, key=KEY).close()
-    create_job(server.url, "single", job(), key=KEY).close()
-    return {name: f"{server.url}/v1/jobs/{name}" for name in (*JOBS, "single")}
+    for name, own in (("single", job()), ("four", FOUR)):
+        create_job(server.url, name, own, key=KEY).close()
+    return {name: f"{server.url}/v1/jobs/{name}" for name in (*JOBS, "single", "four")}
 
 
 @pytest.fixture(scope="module")
@@ -339,3 +342,26 @@ def test_a_folder_s_source_is_plain_data(folders):
     source = FolderSource.open(folders["single"])
     assert source == FolderSource.open(folders["single"])
     assert source.job.to_data() == job().to_data()
+
+
+# --- several passes on one job
+
+
+def test_evaluation_in_the_middle_of_a_pass_fences_nobody(urls):
+    single = {"source": urls["single"], "key": KEY, "timeout_s": WAIT_S}
+    training = PlannedLoader(Recorded(), shuffle=False, lookahead=2, **single)
+    evaluating = PlannedLoader(Recorded([50, 7]), stream="eval", shuffle=False, **single)
+    whole = [seen(batch) for batch in PlannedLoader(Recorded(), source=HereSource(job()), shuffle=False)]
+    found, evaluated = [], []
+    for batch in training:
+        found.append(seen(batch))
+        evaluated.append([seen(one) for one in evaluating])
+    assert found == whole
+    assert len(evaluated) == len(whole) > 2
+    assert evaluated == [evaluated[0]] * len(whole)
+
+
+def test_groups_of_ranks_on_one_job_fence_only_themselves(pool, urls):
+    options = {"source": urls["four"], "key": KEY, "shuffle": False, "timeout_s": WAIT_S}
+    found = pool.run(jobs_seam.groups, 8, options)
+    assert found == pool.run(jobs_seam.groups, 8, {"shuffle": False})
