@@ -189,12 +189,12 @@ def _receive(data: bytes, step: int) -> None:
 
 def _measure(data: bytes, step: int, record: Fuzzed) -> float:
     tracemalloc.reset_peak()
-    before, since = tracemalloc.get_traced_memory()[0], time.perf_counter()
+    before, since = tracemalloc.get_traced_memory()[0], time.process_time()
     try:
         _receive(data, step)
     except (DecodeError, ClientError, TransientError):
         record.refused += 1
-    elapsed = time.perf_counter() - since
+    elapsed = time.process_time() - since
     record.worst_bytes = max(record.worst_bytes, tracemalloc.get_traced_memory()[1] - before)
     return elapsed
 
