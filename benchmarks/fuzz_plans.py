@@ -282,7 +282,8 @@ def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
             rng, sections
         )
     sections = replace(sections, id=b"")
-    return codec.encode_wire(replace(sections, id=codec.section_id(sections) if sections.parts else b""))
+    sections = replace(sections, id=codec.section_id(sections) if sections.parts else b"")
+    return codec.encode_wire(sections, plan.header.version)
 
 
 # ---------------------------------------------------------------------------------------------- running

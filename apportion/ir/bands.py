@@ -27,6 +27,7 @@ Bools = NDArray[np.bool_]
 
 INF = 2**62
 MAX_TOKENS = 2**31 - 1
+MAX_DIAGONALS = 8  # that a plan says of a kind: more would not tell what its layers are
 
 # types of slices, as users of MagiAttention know them
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
@@ -125,6 +126,13 @@ def shift(bands: ArrayLike, q: ArrayLike, k: ArrayLike) -> Ints:
     diagonals = b[:, 4:6]
     moved[:, 4:6] = np.where(np.abs(diagonals) >= INF, diagonals, diagonals + (q - k)[..., None])
     return moved
+
+
+def diagonals(bands: ArrayLike) -> tuple[tuple[int, int], ...]:
+    """The distinct (dmin, dmax), sorted; where all keys of a band come before its queries dmin counts as 0 at least."""
+    b = columns(bands)
+    dmin = np.where(b[:, 3] <= b[:, 0], np.maximum(b[:, 4], 0), b[:, 4])
+    return tuple(sorted(set(zip(dmin.tolist(), b[:, 5].tolist(), strict=True))))
 
 
 def common(a: ArrayLike, b: ArrayLike) -> Ints:

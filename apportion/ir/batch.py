@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from apportion.ir import bands as algebra
 from apportion.ir import masks
-from apportion.ir.bands import MAX_TOKENS
+from apportion.ir.bands import MAX_DIAGONALS, MAX_TOKENS
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import integer, integers, known, load, name, sequence, suggestion
 from apportion.ir.isa import MAX_RANKS
@@ -229,6 +229,16 @@ class Batch:
     def bands(self, kind: str) -> Ints:
         """[m, 6] int64: the bands of a kind in global tokens, sorted by (q0, k0), read-only."""
         return self._cached(("bands", self._kind(kind)), lambda: self._lower(kind))
+
+    def diagonals(self, kind: str) -> tuple[tuple[int, int], ...]:
+        """The distinct (dmin, dmax) that the masks of a kind declare, sorted, whatever the lengths; none where they are
+        more than `MAX_DIAGONALS`."""
+        key = "diagonals", self._kind(kind)
+        if key not in self._cache:
+            specs = self.masks[kind].specs
+            found = sorted({diagonal for spec in specs for diagonal in spec.diagonals()})
+            self._cache[key] = tuple(found) if len(found) <= MAX_DIAGONALS else ()
+        return self._cache[key]  # type: ignore[no-any-return]
 
     def to_slices(self, kind: str) -> list[tuple[int, ...]]:
         """The mask of a kind as slices (q0, q1, k0, k1, type) in global tokens, which `from_slices` reads."""

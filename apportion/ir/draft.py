@@ -65,6 +65,7 @@ def _head_count(tensor: int, heads: int, header: Header) -> int:
 class Draft:
     """The lines of a text, sorted by what they describe; rows by rank."""
 
+    version: tuple[int, int] = VERSION
     json: dict[str, Any] = field(default_factory=dict)
     id: str | None = None
     ranks: set[int] = field(default_factory=set)
@@ -108,7 +109,8 @@ class Draft:
         given = self.json.get("header", {})
         if not isinstance(given, dict) or "version" in given:
             raise DecodeError("header: expected an object without a version (the first line gives it)")
-        unknown = set(given) - {item.name for item in fields(Header)}
+        tells = self.version >= structure.DIAGONALS_SINCE
+        unknown = set(given) - {item.name for item in fields(Header) if tells or item.name != "diagonals"}
         if unknown:
             raise DecodeError(f"header: unknown field {min(unknown)[:40]!r}")
         implied = {
@@ -126,9 +128,11 @@ class Draft:
             "dtype": model.dtype,
         }
         try:
-            header = msgspec.convert(implied | given | {"version": VERSION}, Header)
+            header = msgspec.convert(implied | given | {"version": self.version}, Header)
         except msgspec.ValidationError as error:
             raise DecodeError(f"header: {error}") from None
+        if tells and header.diagonals is None:
+            header = replace(header, diagonals=sections.diagonals_of(request.batch, header.kinds))
         structure.check_header(header)
         sections.check_facts(header, request)
         return header

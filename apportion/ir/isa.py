@@ -138,5 +138,5 @@ MOVE_COLUMNS = ("send", "peer", "row", "rows")
 PHASES = ("forward", "backward")
 
 FORMAT = "apportion.plan"
-VERSION = (1, 0)
+VERSION = (1, 1)
 MAX_RANKS = 65_535

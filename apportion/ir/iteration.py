@@ -26,7 +26,6 @@ from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integers
 from apportion.ir.hashing import digest
-from apportion.ir.isa import VERSION
 from apportion.ir.plan import Plan, Request
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class IterationPlan:
         return wire.encode_struct(
             IterationWire(
                 FORMAT,
-                VERSION,
+                max(plan.header.version for plan in self.plans),
                 [plan.encode() for plan in self.plans],
                 [packed(own) for own in self.indexes],
                 packed(self.deferred),

@@ -3,6 +3,7 @@
 Each spec is a frozen dataclass with a constructor function of its name. On the local tokens 0..length-1:
 
     bands(length)        int64 [n, 6], disjoint
+    diagonals()          the (dmin, dmax) of its bands, whatever the length
     runs(length)         (starts, positions) int64 [r]: where positions do not just count on, and to what
     unlabelled(length)   (tokens, labels) int64 [m]: the tokens whose label is not the next one (-1: no label)
     check(length, field) raises ConfigError where the spec does not fit a sequence of that length
@@ -29,12 +30,14 @@ from apportion.ir.fields import integer, integers, known, rows, suggestion
 Ints = NDArray[np.int64]
 Columns = tuple[Ints, Ints]
 Row = Iterable[Any]  # q0, q1, k0, k1, dmin, dmax: scalars or columns
+Diagonals = tuple[tuple[int, int], ...]  # distinct (dmin, dmax), in any order
 
 MAX_PARTS = 2**22  # answers, nodes, spans, documents, raw bands or slices of one sequence
 MAX_BANDS = 2**22  # bands of one sequence
 _MAX_NESTING = 8
 
 _ZERO = np.zeros(1, np.int64)
+_CAUSAL, _FULL = (0, INF), (-INF, INF)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class Mask(ABC):
     @abstractmethod
     def bands(self, length: int) -> Ints:
         """[n, 6] disjoint bands on local tokens."""
+
+    @abstractmethod
+    def diagonals(self) -> Diagonals:
+        """What it declares, also where a sequence is too short to show it. A rectangle whose keys all come before its
+        queries looks back, and counts with dmin = 0 at least."""
 
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
         """[m, 6] bands of sequences of `lengths` that begin at `starts`, in no particular order."""
@@ -119,12 +127,9 @@ class Uniform(Mask):
 class Diagonal(Uniform):
     """One band on the whole square."""
 
-    @abstractmethod
-    def diagonals(self) -> tuple[int, int]:
-        """(dmin, dmax) of every sequence."""
-
     def rows(self, lengths: Ints) -> tuple[Row, ...]:
-        return ((0, lengths, 0, lengths, *self.diagonals()),)
+        (diagonal,) = self.diagonals()
+        return ((0, lengths, 0, lengths, *diagonal),)
 
 
 class Gridded(Mask):
@@ -151,16 +156,16 @@ class Gridded(Mask):
 class Causal(Diagonal):
     """j <= i."""
 
-    def diagonals(self) -> tuple[int, int]:
-        return 0, INF
+    def diagonals(self) -> Diagonals:
+        return (_CAUSAL,)
 
 
 @dataclass(frozen=True)
 class Full(Diagonal):
     """Every pair of the sequence."""
 
-    def diagonals(self) -> tuple[int, int]:
-        return -INF, INF
+    def diagonals(self) -> Diagonals:
+        return (_FULL,)
 
 
 @dataclass(frozen=True)
@@ -177,8 +182,8 @@ class SlidingWindow(Diagonal):
         integer("sliding_window.window", self.window, 1, MAX_TOKENS)
         integer("sliding_window.right", self.right, 0, MAX_TOKENS)
 
-    def diagonals(self) -> tuple[int, int]:
-        return -self.right, self.window - 1
+    def diagonals(self) -> Diagonals:
+        return ((-self.right, self.window - 1),)
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,10 @@ class SinkWindow(Uniform):
     def rows(self, lengths: Ints) -> tuple[Row, ...]:
         sink = np.minimum(self.sink, lengths)
         return (0, lengths, 0, sink, 0, INF), (0, lengths, sink, lengths, 0, self.window - 1)
+
+    def diagonals(self) -> Diagonals:
+        recent = (0, self.window - 1)
+        return (_CAUSAL, recent) if self.sink else (recent,)
 
 
 @dataclass(frozen=True)
@@ -220,6 +229,10 @@ class CausalBlockwise(Uniform):
             (0, test, sink, test, 0, self.local * self.block),
             (test, lengths, 0, lengths, 0, INF),
         )
+
+    def diagonals(self) -> Diagonals:
+        local = (0, self.local * self.block)
+        return (_CAUSAL, local) if self.sink or self.test else (local,)
 
 
 @dataclass(frozen=True)
@@ -247,6 +260,9 @@ class SharedQuestion(Mask):
         own = (start, stop, start, stop, 0, INF)
         return _bands((0, head, 0, head, 0, INF), (start, stop, 0, prompt, -INF, INF), own)
 
+    def diagonals(self) -> Diagonals:
+        return (_CAUSAL,)
+
     def runs(self, length: int) -> Columns:
         later = self._starts()[1:-1]
         return np.append(0, later), np.append(0, np.full(len(later), self.prompt))
@@ -273,6 +289,9 @@ class PrefixLM(Uniform):
         prefix = np.minimum(self.prefix, lengths)
         return (0, prefix, 0, prefix, -INF, INF), (prefix, lengths, 0, lengths, 0, INF)
 
+    def diagonals(self) -> Diagonals:
+        return (_FULL, _CAUSAL) if self.prefix else (_CAUSAL,)
+
 
 @dataclass(frozen=True)
 class BlockCausal(Gridded):
@@ -290,6 +309,9 @@ class BlockCausal(Gridded):
         first = 0 if self.window is None else np.maximum(starts - (self.window - 1) * self.chunk, 0)
         return starts, stops, first, stops, -INF, INF
 
+    def diagonals(self) -> Diagonals:
+        return (_FULL,)
+
 
 @dataclass(frozen=True)
 class Chunked(Gridded):
@@ -302,6 +324,9 @@ class Chunked(Gridded):
 
     def row(self, starts: Ints, stops: Ints) -> Row:
         return starts, stops, starts, stops, 0, INF
+
+    def diagonals(self) -> Diagonals:
+        return (_CAUSAL,)
 
 
 @dataclass(frozen=True)
@@ -328,6 +353,10 @@ class ImageSpans(Mask):
         if isinstance(self.mask, Causal):  # an image sees all keys before it: one band instead of two
             return _bands((*text, 0, text[1], 0, INF), (*image, 0, image[1], -INF, INF))
         return _bands(*(part.T for part in self._around(self.mask.bands(length), text, image, length)))
+
+    def diagonals(self) -> Diagonals:
+        inner = self.mask.diagonals()
+        return (*inner, _FULL) if self.spans and _FULL not in inner else inner
 
     def _around(self, inner: Ints, text: Columns, image: Columns, length: int) -> Iterable[Ints]:
         """The inner bands but for the pairs inside an image, and these in full."""
@@ -390,6 +419,9 @@ class Tree(Mask):
             _check_count("tree.nodes", len(found))
         return np.array(found)
 
+    def diagonals(self) -> Diagonals:
+        return (_CAUSAL,)
+
     def _depths(self) -> Ints:
         """Position of every node's first token."""
         depth: list[int] = []
@@ -433,6 +465,9 @@ class Documents(Mask):
     def bands(self, length: int) -> Ints:
         return self.mask.lower(*self._columns())
 
+    def diagonals(self) -> Diagonals:
+        return self.mask.diagonals()
+
     def runs(self, length: int) -> Columns:
         return lower_runs(self.mask, *self._columns())
 
@@ -461,6 +496,9 @@ class Bands(Mask):
     def bands(self, length: int) -> Ints:
         return _bands(np.array(self.rows, np.int64).reshape(-1, 6).T)
 
+    def diagonals(self) -> Diagonals:
+        return algebra.diagonals(self.bands(0))
+
     def check(self, length: int, field: str) -> None:
         _check_inside(f"{field}.bands.bands", self.rows, length)
 
@@ -483,6 +521,9 @@ class Slices(Mask):
 
     def bands(self, length: int) -> Ints:
         return _bands(algebra.from_slices(self.rows).T)
+
+    def diagonals(self) -> Diagonals:
+        return algebra.diagonals(self.bands(0))
 
     def check(self, length: int, field: str) -> None:
         _check_inside(f"{field}.slices.slices", self.rows, length)

@@ -93,14 +93,16 @@ class _Reader:
             raise DecodeError(f"line 1: expected '{FORMAT} {VERSION[0]}.{VERSION[1]}', found nothing")
 
     def read_version(self, line: str) -> None:
-        found = self.match(re.compile(rf"{re.escape(FORMAT)} {_INT}\.{_INT}"), line, f"'{FORMAT} 1.0'")
+        expected = f"'{FORMAT} {VERSION[0]}.{VERSION[1]}'"
+        found = self.match(re.compile(rf"{re.escape(FORMAT)} {_INT}\.{_INT}"), line, expected)
         version = int(found[1]), int(found[2])
         if version[0] != VERSION[0]:
             raise VersionError(
                 f"plan of format version {version[0]}.{version[1]}; this release reads {VERSION[0]}.x"
             )
-        if version != VERSION:
-            raise self.fail(f"this release reads texts of version {VERSION[0]}.{VERSION[1]}")
+        if version > VERSION:
+            raise self.fail(f"this release reads texts up to version {VERSION[0]}.{VERSION[1]}")
+        self.draft.version = version
 
     def read_json(self, word: str, at: int) -> int:
         """Reads the value after `word`, which may span lines; returns the end of its last line."""

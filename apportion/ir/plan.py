@@ -179,6 +179,8 @@ class Header:
     dtype: str
     engines: Mapping[str, str] = field(default_factory=dict)
     version: tuple[int, int] = VERSION
+    #: kind -> distinct (dmin, dmax) of its masks, sorted; of too many none. None: a plan of version 1.0 does not say
+    diagonals: Mapping[str, tuple[tuple[int, int], ...]] | None = None
 
 
 @dataclass(frozen=True)

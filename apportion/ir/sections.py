@@ -32,8 +32,10 @@ _decode_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 def header_data(header: Header) -> dict[str, Any]:
-    """The header as plain data."""
+    """The header as plain data, with the keys of its version."""
     values = {item.name: getattr(header, item.name) for item in fields(Header)}
+    if header.diagonals is None or header.version < structure.DIAGONALS_SINCE:
+        del values["diagonals"]
     return values | {"engines": dict(header.engines)}
 
 
@@ -52,6 +54,11 @@ def model_facts(model: Model) -> dict[str, Any]:
     """What the header repeats of the model."""
     facts = {name: getattr(model, name) for name in MODEL_FACTS}
     return facts | {"v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim}
+
+
+def diagonals_of(batch: Batch, kinds: Sequence[str]) -> dict[str, tuple[tuple[int, int], ...]]:
+    """What the header repeats of the masks; nothing of a kind that the batch does not have."""
+    return {kind: batch.diagonals(kind) if kind in batch.masks else () for kind in kinds}
 
 
 def read_header(data: bytes, version: tuple[int, int]) -> Header:
@@ -104,6 +111,11 @@ def check_facts(header: Header, request: Request) -> None:
             raise DecodeError(
                 f"header: {name} = {getattr(header, name)!r}, the model asked for has {asked!r}"
             )
+    if header.diagonals is not None and header.diagonals != diagonals_of(request.batch, header.kinds):
+        raise DecodeError(
+            f"header: diagonals = {header.diagonals!r}, the masks asked for have "
+            f"{diagonals_of(request.batch, header.kinds)!r}"
+        )
 
 
 def read_tokens(

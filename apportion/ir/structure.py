@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.bands import INF, MAX_DIAGONALS
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import MAX_RANKS, OP_LIST, OP_NAMES, TABLES, Op, Space, Tensor
 from apportion.ir.packed import encoded
@@ -21,6 +22,8 @@ from apportion.ir.plan import Header, Ints, Table
 LIMIT = 2**48
 MAX_HEADS = 2**16
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")
+#: the version that says what diagonals the kinds have
+DIAGONALS_SINCE = (1, 1)
 
 #: (table, column) -> lowest and highest value; the others are 0 to LIMIT
 _RANGES: Mapping[tuple[str, str], tuple[int, int]] = {
@@ -63,7 +66,7 @@ _LIST_OF_OP = np.array(
 
 
 def check_header(header: Header) -> None:
-    """Names, counts and head sets. Raises DecodeError."""
+    """Names, counts, head sets and diagonals. Raises DecodeError."""
     _between("ranks", header.ranks, 1, MAX_RANKS)
     for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim"):
         _between(name, getattr(header, name), 1, MAX_HEADS)
@@ -79,6 +82,10 @@ def check_header(header: Header) -> None:
         raise DecodeError(f"header: home_layout = {header.home_layout[:40]!r} is not among its layouts")
     for number, heads in enumerate(header.head_sets, 1):
         _check_heads(number, heads, header.q_heads)
+    if (header.diagonals is None) != (header.version < DIAGONALS_SINCE):
+        raise DecodeError("header: diagonals must be there from version {}.{} on".format(*DIAGONALS_SINCE))
+    if header.diagonals is not None:
+        _check_diagonals(header.kinds, header.diagonals)
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:
@@ -94,6 +101,18 @@ def _names(field: str, names: tuple[str, ...]) -> None:
 def _check_heads(number: int, heads: tuple[int, ...], q_heads: int) -> None:
     if not heads or len(set(heads)) < len(heads) or min(heads) < 0 or max(heads) >= q_heads:
         raise DecodeError(f"header: head set {number} must hold distinct heads below {q_heads}")
+
+
+def _check_diagonals(kinds: tuple[str, ...], diagonals: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
+    if diagonals.keys() != set(kinds):
+        raise DecodeError("header: diagonals must be of each kind")
+    for kind, pairs in diagonals.items():
+        if len(pairs) > MAX_DIAGONALS or sorted(set(pairs)) != list(pairs):
+            raise DecodeError(
+                f"header: diagonals of {kind} must be distinct, sorted, and {MAX_DIAGONALS} at most"
+            )
+        if not all(-INF <= dmin <= dmax <= INF for dmin, dmax in pairs):
+            raise DecodeError(f"header: diagonals of {kind} must be [dmin, dmax] in [{-INF}, {INF}]")
 
 
 def check(

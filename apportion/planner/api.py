@@ -415,6 +415,7 @@ def _header(problem: Problem, layouts: Mapping[str, Layout], sets: HeadSets) -> 
         v_head_dim=model.value_dim,
         dtype=model.dtype,
         engines={"apportion": __version__},
+        diagonals={kind: problem.batch.diagonals(kind) for kind in problem.batch.kinds},
     )
 
 

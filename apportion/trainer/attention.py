@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, overload
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from apportion.backends.torch.arrays import accumulator_dtype
 from apportion.backends.torch.autograd import attend, attend_block
@@ -34,6 +35,7 @@ __all__ = [
     "planned_remap",
 ]
 
+_IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
 _DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
 
 # name in the attention functions people know -> what it would take
@@ -43,10 +45,28 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "dropout": _DROPOUT,
         "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
         "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
-        "attn_mask": "the mask is part of the plan: give it to the batch that you plan",
-        "is_causal": "the mask is part of the plan: give it to the batch that you plan",
+        "attn_mask": _IN_PLAN,
+        "attention_mask": _IN_PLAN,
+        "block_mask": _IN_PLAN,
+        "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
+        "score_mod": "scores are not planned to change: there are scale, softcap and sinks",
     }
 )
+
+# name in the attention functions people know -> what it is called here
+_RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
+        "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
+        "softmax_scale": "write scale=",
+        "sm_scale": "write scale=",
+        "logits_soft_cap": "write softcap=",
+        "logit_cap": "write softcap=",
+        "s_aux": "write sinks=",
+        "softmax_offset": "write sinks=",
+    }
+)
+_THERE_ARE = "kind, scale (or scaling), softcap, sinks, return_lse, window, causal and layer"
 
 
 @overload
@@ -61,6 +81,10 @@ def planned_attention(
     sinks: Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
+    window: int | None = None,
+    causal: bool | None = None,
+    scaling: float | None = None,
+    layer: str | int | None = None,
     **refused: Any,
 ) -> Tensor: ...
 
@@ -77,6 +101,10 @@ def planned_attention(
     sinks: Tensor | None = None,
     *,
     return_lse: Literal[True],
+    window: int | None = None,
+    causal: bool | None = None,
+    scaling: float | None = None,
+    layer: str | int | None = None,
     **refused: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -92,6 +120,10 @@ def planned_attention(
     sinks: Tensor | None = None,
     *,
     return_lse: bool = False,
+    window: int | None = None,
+    causal: bool | None = None,
+    scaling: float | None = None,
+    layer: str | int | None = None,
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the whole microbatch for this rank's query rows; every rank calls it in the same way, also one
@@ -99,14 +131,19 @@ def planned_attention(
 
     q [rows, Hq, D], k [rows, Hk, D], v [rows, Hk, Dv]: the rank's rows in the plan's home layout (a leading
     batch dimension of 1 is kept). kind: attention kind, may be omitted where the plan has one. scale: D^-1/2
-    by default. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each row's softmax sum.
+    by default; scaling is another name of it. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each
+    row's softmax sum.
+    window and causal say what the layer's own mask is, and are held against what the plan has for the kind: window is
+    how many tokens a row sees up to itself (images apart, which see each other whole), -1 where there is no limit;
+    causal whether no row sees a later one (True) or all masks let rows see later ones (False). None says nothing; a
+    kind of more than 8 distinct diagonals passes. layer: its name in messages, not read where torch compiles.
     Returns out [rows, Hq, Dv] in q's dtype; rows that see no key are 0. With return_lse a pair: out, and the
     log-sum-exp of each row's scores, lse [rows, Hq] in float32 (float64 for float64), with the sink in it; -inf where a
     row sees no key. Both are differentiable once in q, k, v and sinks.
 
-    Raises ConfigError for dropout, ALiBi, biases and masks as arguments, UnknownNameError for a kind that the
-    plan does not have, ExecutionError for wrong shapes or dtypes, cross-attention, and ranks that hold
-    different plans.
+    Raises ConfigError for dropout, ALiBi, biases and masks as arguments, for a window or causal that is not the
+    plan's, and without a handle; UnknownNameError for a kind that the plan does not have, ExecutionError for wrong
+    shapes or dtypes, cross-attention, and ranks that hold different plans.
 
     Eager or compiled it is one op, `torch.ops.apportion.attend`. Selective activation checkpointing can keep its
     result, so that recomputation does not communicate:
@@ -119,13 +156,13 @@ def planned_attention(
         out = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False, context_fn=contexts)
     """
     _refuse(refused)
+    _check_arguments(handle, window)
     batched = q.dim() == 4
     if batched:
         q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
-    if k.shape[0] != q.shape[0]:
-        raise ExecutionError(f"q has {q.shape[0]} rows and k {k.shape[0]}: cross-attention is not planned")
-    score = score_of(q.shape[-1], scale, softcap)
-    out, lse = attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse)
+    score = score_of(q.shape[-1], _one_scale(scale, scaling), softcap)
+    named = None if layer is None or is_compiling() else str(layer)  # a name would be a graph for each layer
+    out, lse = attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)
     out = out.unsqueeze(0) if batched else out
     if not return_lse:
         return out
@@ -181,10 +218,34 @@ def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
-        if name not in _REFUSED:
-            raise TypeError(f"planned_attention() got an unexpected keyword argument {name!r}")
-        if not (value is None or (isinstance(value, (bool, int, float)) and not value)):
+        if name in _RENAMED and value is not None:
+            raise ConfigError(name, value, "has another name here", _RENAMED[name])
+        if name not in _REFUSED and name not in _RENAMED:
+            raise TypeError(
+                f"planned_attention() got an unexpected keyword argument {name!r}; there are {_THERE_ARE}"
+            )
+        if name in _REFUSED and not (value is None or (isinstance(value, (bool, int, float)) and not value)):
             raise ConfigError(name, value, _REFUSED[name], "leave it out")
+
+
+def _check_arguments(handle: object, window: object) -> None:
+    if not isinstance(handle, PlanHandle):
+        rule = "planned attention runs under a plan"
+        raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise ConfigError(
+            "window", window, "must be an integer", "write how many tokens a row sees up to itself"
+        )
+
+
+def _one_scale(scale: float | None, scaling: float | None) -> float | None:
+    if scale is None or scaling is None:
+        return scaling if scale is None else scale
+    if scale != scaling:
+        raise ConfigError(
+            "scaling", scaling, f"is another name of scale, which is {scale}", "give one of the two"
+        )
+    return scale
 
 
 def _without_batch(name: str, tensor: Tensor) -> Tensor:

@@ -5,17 +5,55 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from apportion.ir.errors import ConfigError
+
 #: the label of tokens that predict nothing, as torch has it
 IGNORED = -100
 
 
-def normalised_loss(logits: Tensor, labels: Tensor, valid_tokens: int, averaged_over: int = 1) -> Tensor:
+def normalised_loss(
+    logits: Tensor,
+    labels: Tensor,
+    valid_tokens: float,
+    averaged_over: int = 1,
+    weights: Tensor | None = None,
+) -> Tensor:
     """This rank's share of the step's mean token loss: the shares of all ranks and microbatches sum to it.
 
     logits [rows, vocabulary], labels [rows] (IGNORED where there is nothing to predict), both already in this
-    rank's row order; valid_tokens: `PlannedBatch.valid_tokens`, of all ranks and all microbatches of the
-    optimizer step. averaged_over: the ranks over which the trainer averages gradients (DDP and FSDP do); 1
-    where it sums them. A rank without tokens gets 0 with a gradient path, and runs backward like the others.
+    rank's row order; weights [rows]: what each row's loss is multiplied by, None for 1. Each may have a leading batch
+    dimension of 1. valid_tokens: `PlannedBatch.valid_tokens`, of all ranks and all microbatches of the optimizer
+    step, or what else the sum is to be divided by, such as the sum of all weights. averaged_over: the ranks over
+    which the trainer averages gradients (DDP and FSDP do); 1 where it sums them. A rank without tokens gets 0 with a
+    gradient path, and runs backward like the others. Raises ConfigError for other shapes.
     """
-    total = cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
-    return total * (averaged_over / max(valid_tokens, 1))
+    logits, labels = _rows("logits", logits, 2), _rows("labels", labels, 1)
+    _check_count("labels", labels, logits)
+    if weights is None:
+        total = cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    else:
+        weights = _rows("weights", weights, 1)
+        _check_count("weights", weights, logits)
+        losses = cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+        total = (losses * weights.to(losses.dtype)).sum()
+    return total * (averaged_over / (valid_tokens or 1))
+
+
+def _rows(name: str, tensor: Tensor, dims: int) -> Tensor:
+    """The tensor without its batch dimension of 1, if it has one."""
+    if tensor.dim() == dims + 1 and len(tensor) == 1:
+        return tensor[0]
+    if tensor.dim() != dims:
+        shape = "[rows, vocabulary]" if dims == 2 else "[rows]"
+        rule = f"must be {shape}, or that in a batch of 1"
+        raise ConfigError(f"{name}.shape", tuple(tensor.shape), rule, "give this rank's rows end to end")
+    return tensor
+
+
+def _check_count(name: str, tensor: Tensor, logits: Tensor) -> None:
+    if len(tensor) != len(logits):
+        rule, remedy = (
+            f"logits have {len(logits)} rows",
+            "give both for the rows that this rank holds, unshifted",
+        )
+        raise ConfigError(f"{name}.shape", tuple(tensor.shape), rule, remedy)

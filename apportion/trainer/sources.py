@@ -20,14 +20,16 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.batch import Batch
+from apportion.ir.batch import DEFAULT_KIND, Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.iteration_slice import IterationSlice
 from apportion.ir.job import Job, encode_request
+from apportion.ir.masks import Mask
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy, Recipe
-from apportion.ir.sampling import Sampling
+from apportion.ir.sampling import Masks, Sampling
+from apportion.ir.sections import MODEL_FACTS
 from apportion.planner.recipes import find_recipe
 from apportion.service.client import Client, ServiceProblem, UnreachableError
 from apportion.service.offline import Offline, open_offline
@@ -118,22 +120,48 @@ class Told:
     def check(self, job: Job) -> None:
         """Raises ConfigError where the source's job differs from what was told."""
         recipe = self._recipe()
-        told = (
-            self.cluster,
-            self.model,
-            self.tokens_per_rank,
-            self.microbatches,
-            recipe and recipe.to_data(),
-        )
-        held = (job.cluster, job.model, job.tokens_per_rank, job.microbatches, job.policy.recipe.to_data())
-        names = ("cluster", "model", "tokens_per_rank", "microbatches", "recipe")
+        told = (self.cluster, self.tokens_per_rank, self.microbatches, recipe and recipe.to_data())
+        held = (job.cluster, job.tokens_per_rank, job.microbatches, job.policy.recipe.to_data())
+        names = ("cluster", "tokens_per_rank", "microbatches", "recipe")
         for name, own, other in zip(names, told, held, strict=True):
             if own is not None and own != other:
                 rule = f"the source's job has {other!r}"
                 raise ConfigError(name, own, rule, "leave it out: the job says it")
+        if self.model is not None:
+            check_model(self.model, job.model)
 
     def _recipe(self) -> Recipe | None:
         return None if self.recipe is None else find_recipe(self.recipe)
+
+
+def check_model(own: Model, planned: Model) -> None:
+    """Raises ConfigError where attention of the trainer's model is not what the job plans. Hidden and FFN sizes and
+    numbers of layers only price plans, and may differ."""
+    for name in MODEL_FACTS:
+        _same(name, getattr(own, name), getattr(planned, name))
+    if isinstance(own.layers, Mapping) and isinstance(planned.layers, Mapping):
+        _same("layers", sorted(own.layers), sorted(planned.layers))
+
+
+def _same(name: str, own: object, planned: object) -> None:
+    if own != planned:
+        rule = f"the trainer's model has {own!r}, the job's {planned!r}"
+        remedy = "change the trainer's model, or make a job of it"
+        raise ConfigError(f"model.{name}", own, rule, remedy)
+
+
+def check_kinds(job: Job, masks: Masks) -> None:
+    """Raises ConfigError where masks are not of the attention kinds that the job's model has layers of.
+
+    masks: as batches take them; where there is one a sample the first is looked at, since all must have its kinds."""
+    layers = job.model.layers
+    if not isinstance(layers, Mapping):
+        return
+    first = masks if masks is None or isinstance(masks, Mask | Mapping) else next(iter(masks), None)
+    kinds = sorted(first) if isinstance(first, Mapping) else [DEFAULT_KIND]
+    if kinds != sorted(layers):
+        rule = f"the masks are of the attention kinds {kinds}, the job's model has layers of {sorted(layers)}"
+        raise ConfigError("masks", kinds, rule, "give a mask of each kind, masks={kind: mask, …}")
 
 
 def _sampling(job: Job, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:

@@ -10,6 +10,7 @@ from apportion.ir.isa import MOVE_COLUMNS, OP_LIST, PHASES, SPAN_COLUMNS, TABLES
 from apportion.ir.model import Model
 from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request, Table
 from apportion.ir.policy import Policy, Recipe
+from apportion.ir.sections import diagonals_of
 from apportion.ir.structure import OPERAND_COLUMNS
 
 Rng = np.random.Generator
@@ -40,6 +41,7 @@ def random_plan(seed: int, ranks: int | None = None) -> Plan:
         4,
         model.dtype,
         {"b": "1", "a": "2"},
+        diagonals=diagonals_of(request.batch, kinds),
     )
     return Plan(
         header,

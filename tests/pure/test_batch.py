@@ -350,3 +350,20 @@ sequence_data = st.fixed_dictionaries(
 def test_hostile_data_raises_typed_errors_only(data) -> None:
     with contextlib.suppress(ApportionError):
         Batch.from_data(data).labels()
+
+
+def test_diagonals_are_what_the_masks_declare() -> None:
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(512)}
+    batch = Batch.from_lengths([3, 1], kinds)  # shorter than the window
+    assert (batch.diagonals("global"), batch.diagonals("local")) == (((0, INF),), ((0, 511),))
+    mixed = Batch.from_sequences([Sequence(4, masks.image_spans([(0, 2)])), Sequence(4), Sequence(4)])
+    assert mixed.diagonals("default") == ((-INF, INF), (0, INF))
+    assert mixed.take([1, 2]).diagonals("default") == ((0, INF),)
+    with pytest.raises(UnknownNameError):
+        mixed.diagonals("local")
+
+
+def test_too_many_diagonals_are_none() -> None:
+    windows = [Sequence(4, masks.sliding_window(n)) for n in range(1, 10)]
+    assert len(Batch.from_sequences(windows[:8]).diagonals("default")) == 8
+    assert Batch.from_sequences(windows).diagonals("default") == ()

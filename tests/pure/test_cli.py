@@ -399,5 +399,5 @@ def test_bench_prints_a_table(run: Cli) -> None:
 
 
 def test_version(run: Cli) -> None:
-    assert run("version", "--json").json["format"] == "apportion.plan 1.0"
+    assert run("version", "--json").json["format"] == "apportion.plan 1.1"
     assert "numpy" in run("version").out

@@ -385,20 +385,20 @@ def test_slices_of_no_rank(plan: Plan) -> None:
 # ---------------------------------------------------------------------------------------------- hostile bytes
 
 
-def rebuilt(plan: Plan, version: tuple[int, int] = (1, 0), **sections: object) -> bytes:
+def rebuilt(plan: Plan, version: tuple[int, int] = VERSION, **sections: object) -> bytes:
     """The plan with other sections and the id of these."""
     changed = replace(plan.sections, id=b"", **sections)
     return codec.encode_wire(replace(changed, id=codec.section_id(changed)), version)
 
 
-def with_part(plan: Plan, edit: object, rank: int = 1, version: tuple[int, int] = (1, 0)) -> bytes:
+def with_part(plan: Plan, edit: object, rank: int = 1, version: tuple[int, int] = VERSION) -> bytes:
     """The plan with one part changed by `edit`, which gets it as plain data, and the id of that."""
     part = msgpack.unpackb(plan.sections.parts[rank])
     result = edit(part)  # type: ignore[operator]
     parts = list(plan.sections.parts)
     parts[rank] = msgpack.packb(part if result is None else result)
     sections = {"parts": parts}
-    if version != (1, 0):
+    if version != VERSION:
         header = msgpack.unpackb(plan.sections.header) | {"version": list(version)}
         sections["header"] = msgspec.msgpack.encode(header, order="deterministic")
     return rebuilt(plan, version, **sections)
@@ -461,8 +461,8 @@ def test_a_newer_minor_version_may_know_more(plan: Plan) -> None:
         part["programs"]["default"]["sideways"] = {}
         forward(part)["novel"] = [b"\x01", b"\x00"]
 
-    again = Plan.decode(with_part(plan, extend, version=(1, 1)))
-    assert again.header.version == (1, 1)
+    again = Plan.decode(with_part(plan, extend, version=(1, 9)))
+    assert again.header.version == (1, 9)
     assert same_tables(replace(again, header=plan.header), plan)
     refused(with_part(plan, extend), "part of rank 1")
 
@@ -474,8 +474,20 @@ def test_a_newer_header_may_know_more(plan: Plan) -> None:
     assert Plan.decode(msgpack.packb(wider)).header.version == (1, 9)
     again = Slice.decode(Plan.decode(data).for_rank(1).encode())
     assert again.header == replace(plan.header, version=(1, 9))
-    header |= {"version": [1, 0]}
+    header |= {"version": VERSION}
     refused(rebuilt(plan, header=msgspec.msgpack.encode(header, order="deterministic")), "header: unknown")
+
+
+def test_a_plan_of_version_1_0_says_nothing_of_diagonals(plan: Plan) -> None:
+    held = msgpack.unpackb(plan.sections.header) | {"version": [1, 0]}
+    refused(rebuilt(plan, (1, 0), header=msgspec.msgpack.encode(held, order="deterministic")), "unknown")
+    del held["diagonals"]
+    old = Plan.decode(rebuilt(plan, (1, 0), header=msgspec.msgpack.encode(held, order="deterministic")))
+    assert old.header == replace(plan.header, version=(1, 0), diagonals=None)
+    assert old.encode() == codec.seal(replace(old, sections=None)).encode()
+    assert Slice.decode(old.for_rank(1).encode()).header.diagonals is None
+    held["version"] = VERSION
+    refused(rebuilt(plan, header=msgspec.msgpack.encode(held, order="deterministic")), "from version 1.1 on")
 
 
 def test_columns_after_the_known_ones_are_passed_over(plan: Plan) -> None:
@@ -637,9 +649,7 @@ def test_repeated_keys_and_long_forms(plan: Plan) -> None:
         parts[1] = changed
         refused(rebuilt(plan, parts=parts), "part of rank 1")
     header = plan.sections.header
-    refused(
-        rebuilt(plan, header=bytes([header[0] + 1]) + header[1:] + b"\xa5ranks\x05"), "repeated or unsorted"
-    )
+    refused(rebuilt(plan, header=b"\xde\x00\x10" + header[1:] + b"\xa5ranks\x05"), "repeated or unsorted")
     data = plan.encode()
     refused(bytes([data[0] + 1]) + data[1:] + b"\xa6report\xc4\x01\x80", "plan: repeated")
 
@@ -659,14 +669,28 @@ def test_repeated_keys_and_long_forms(plan: Plan) -> None:
         ("dtype", "object", "known are bf16"),
         ("kinds", [], "distinct names"),
         ("kinds", ["default", "default"], "distinct names"),
-        ("kinds", ["other"], "attention kinds"),
+        ("kinds", ["other"], "diagonals must be of each kind"),
         ("layouts", ["attention"], "same layouts"),
         ("home_layout", "loader", "not among"),
         ("head_sets", [[0, 0]], "distinct heads"),
         ("head_sets", [[4]], "below 4"),
         ("head_sets", [[]], "head set 1"),
         ("engines", {"x": 1}, "Expected `str`"),
-        ("version", [1, 1], "differs"),
+        ("version", [1, 2], "differs"),
+        ("version", [1, 0], "unknown, missing"),
+        ("diagonals", {"default": [[-(2**62), 2**62]]}, "the masks asked for have"),
+        ("diagonals", {"default": []}, "the masks asked for have"),
+        ("diagonals", {}, "diagonals must be of each kind"),
+        ("diagonals", {"default": [], "other": []}, "of each kind"),
+        ("diagonals", {"default": [[0, 1], [0, 1]]}, "distinct, sorted"),
+        ("diagonals", {"default": [[0, 2], [0, 1]]}, "distinct, sorted"),
+        ("diagonals", {"default": [[0, n] for n in range(9)]}, "8 at most"),
+        ("diagonals", {"default": [[1, 0]]}, r"\[dmin, dmax\]"),
+        ("diagonals", {"default": [[0, 2**63]]}, "header"),
+        ("diagonals", {"default": [[0, 2**62 + 1]]}, r"\[dmin, dmax\]"),
+        ("diagonals", {"default": [[0, 1, 2]]}, "length 2"),
+        ("diagonals", {"default": [[0, 0.5]]}, "Expected `int`"),
+        ("diagonals", None, "unknown, missing"),
     ],
 )
 def test_malformed_headers(plan: Plan, field: str, value: object, match: str) -> None:
@@ -907,7 +931,8 @@ def test_slices_are_proven(plan: Plan) -> None:
         {"digests": []},
         {"digests": wires["digests"][::-1]},
         {"header": other.sections.header},
-        {"version": [1, 1]},
+        {"version": [1, 0]},
+        {"version": [1, 2]},
         {"more": 1},
         {"moves": b"\x90"},
     ):

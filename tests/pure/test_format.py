@@ -15,11 +15,22 @@ import pytest
 from cells import BITS, CONSTANT, OFFSET, columns_of
 from random_plans import random_plan
 
-from apportion.ir import codec
+from apportion.ir import codec, masks
+from apportion.ir.bands import INF
 from apportion.ir.codec import Slice
 from apportion.ir.columns import DTYPES
 from apportion.ir.diff import diff
-from apportion.ir.isa import MOVE_COLUMNS, OP_LIST, OP_NAMES, SPAN_COLUMNS, TABLES, TENSOR_NAMES, Op, Tensor
+from apportion.ir.isa import (
+    MOVE_COLUMNS,
+    OP_LIST,
+    OP_NAMES,
+    SPAN_COLUMNS,
+    TABLES,
+    TENSOR_NAMES,
+    VERSION,
+    Op,
+    Tensor,
+)
 from apportion.ir.plan import Plan
 from apportion.ir.text import format_plan, parse
 from apportion.ir.wire import MAX_BYTES
@@ -84,9 +95,32 @@ def codes_of(part: bytes) -> set[int]:
     }
 
 
-def test_the_golden_slice_proves_itself() -> None:
-    data = (SCHEMAS / "golden/tiny.rank1.slice").read_bytes()
-    plan = Plan.decode(golden("tiny")[0])
+def test_each_version_has_golden_plans_and_is_written_down() -> None:
+    known = [(1, minor) for minor in range(VERSION[1] + 1)]
+    assert sorted({Plan.decode(golden(name)[0]).header.version for name in GOLDEN}) == known
+    assert FORMAT.startswith("# The plan format, version {}.{}\n".format(*VERSION))
+    evolution = (SCHEMAS / "EVOLUTION.md").read_text()
+    assert re.findall(r"^\| (\d\.\d+) \|", evolution, re.MULTILINE) == ["{}.{}".format(*v) for v in known]
+
+
+def test_golden_plans_say_their_diagonals_from_version_1_1_on() -> None:
+    assert Plan.decode(golden("tiny")[0]).header.diagonals is None
+    held = Plan.decode(golden("kinds")[0])
+    diagonals = {"full": ((-INF, INF),), "global": ((-INF, INF), (0, INF)), "local": ((0, 127),)}
+    assert held.header.diagonals == held.for_rank(1).header.diagonals == diagonals
+    assert max(held.layout("attention").rows_per_rank) > 128
+
+
+def test_the_prose_says_the_diagonals_of_every_mask() -> None:
+    table = FORMAT.split("| mask | diagonals |")[1].split("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(masks.SPECS)
+
+
+@pytest.mark.parametrize("name", ["tiny", "kinds"])
+def test_the_golden_slice_proves_itself(name: str) -> None:
+    data = (SCHEMAS / f"golden/{name}.rank1.slice").read_bytes()
+    plan = Plan.decode(golden(name)[0])
     assert Slice.decode(data) == plan.for_rank(1)
     assert plan.for_rank(1).encode() == data
 
@@ -182,6 +216,9 @@ def test_any_plan_fits_the_schema(schema: jsonschema.Draft202012Validator) -> No
         (("header", "ranks"), 0),
         (("header", "dtype"), "int8"),
         (("header", "extra"), 1),
+        (("header", "diagonals"), {"default": [[0]]}),
+        (("header", "diagonals"), {"default": [[0, 2**62 + 1]]}),
+        (("header", "diagonals"), {"default": [[0, n] for n in range(9)]}),
         (("parts",), []),
         (("parts", 0, "rank"), -1),
         (("parts", 0, "programs"), {}),

@@ -398,3 +398,48 @@ def test_hostile_data_raises_typed_errors_only(name: str, data) -> None:
     )
     with contextlib.suppress(ApportionError):
         masks.from_data({name: params})
+
+
+@given(st.sampled_from(sorted(masks.SPECS)), st.data())
+@property_test
+def test_diagonals_are_those_of_the_bands(name: str, data) -> None:
+    """Of all but rectangles whose keys come before their queries, which may look back without end."""
+    spec, n, _ = data.draw(FAMILIES[name])
+    declared = spec.diagonals()
+    assert len(set(declared)) == len(declared) > 0 or name in ("bands", "slices")
+    for q0, _, _, k1, dmin, dmax in spec.bands(n).tolist():
+        assert (dmin, dmax) in declared or (k1 <= q0 and (dmax in {far for _, far in declared}))
+
+
+FULL, CAUSAL = (-INF, INF), (0, INF)
+
+
+@pytest.mark.parametrize(
+    ("spec", "diagonals"),
+    [
+        (masks.causal(), [CAUSAL]),
+        (masks.full(), [FULL]),
+        (masks.sliding_window(512), [(0, 511)]),
+        (masks.sliding_window(4, 2), [(-2, 3)]),
+        (masks.sink_window(4, 8), [(0, 7), CAUSAL]),
+        (masks.sink_window(0, 8), [(0, 7)]),
+        (masks.causal_blockwise(8, 2), [(0, 16), CAUSAL]),
+        (masks.causal_blockwise(8, 2, 0, 0), [(0, 16)]),
+        (masks.shared_question(3, [2, 2]), [CAUSAL]),
+        (masks.prefix_lm(3), [FULL, CAUSAL]),
+        (masks.prefix_lm(0), [CAUSAL]),
+        (masks.block_causal(4, 2), [FULL]),
+        (masks.chunked(4), [CAUSAL]),
+        (masks.image_spans([(2, 4)]), [FULL, CAUSAL]),
+        (masks.image_spans([(2, 4)], masks.sliding_window(9)), [FULL, (0, 8)]),
+        (masks.image_spans([]), [CAUSAL]),
+        (masks.image_spans([(2, 4)], masks.full()), [FULL]),
+        (masks.tree([(-1, 3), (0, 2), (0, 2)]), [CAUSAL]),
+        (masks.documents([3, 4], masks.sliding_window(9)), [(0, 8)]),
+        (masks.bands([[0, 4, 0, 4, 0, INF], [4, 8, 0, 4, -INF, INF], [4, 8, 4, 8, 0, INF]]), [CAUSAL]),
+        (masks.bands([[0, 4, 0, 4, 9, 10], [4, 8, 4, 8, -1, 2]]), [(-1, 2)]),
+        (masks.slices([[0, 4, 0, 4, "CAUSAL"], [4, 8, 0, 4, "FULL"]]), [CAUSAL]),
+    ],
+)
+def test_diagonals(spec: Mask, diagonals: list[tuple[int, int]]) -> None:
+    assert sorted(spec.diagonals()) == diagonals

@@ -27,7 +27,7 @@ REQUEST = """request {
 }"""
 
 BY_HAND = f"""# a comment
-apportion.plan 1.0
+apportion.plan 1.1
 header {{"head_sets": [[0], [1]]}}   # the rest follows
 {REQUEST}
 
@@ -47,6 +47,17 @@ program default forward
   launch 0 channel 1 all_to_all: receive KV.work[0:8) from 0, send Q.home[0:3).h1 to 0
   wait 0
 """
+
+
+def test_a_text_of_version_1_0_says_nothing_of_diagonals() -> None:
+    now, before = parse(BY_HAND), parse(BY_HAND.replace("plan 1.1", "plan 1.0"))
+    assert (now.header.version, now.header.diagonals) == ((1, 1), {"default": ((0, 2**62),)})
+    assert (before.header.version, before.header.diagonals) == ((1, 0), None)
+    assert parse(before.text()) == Plan.decode(before.encode()) == before != now
+    assert before.encode().count(b"diagonals") == 0
+    given = BY_HAND.replace("plan 1.1", "plan 1.0").replace('"head_sets"', '"diagonals": {}, "head_sets"')
+    with pytest.raises(DecodeError, match="unknown field 'diagonals'"):
+        parse(given)
 
 
 @settings(max_examples=60)
@@ -172,8 +183,11 @@ def test_names_may_hold_anything() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        ("apportion.plan 1.0", "apportion.plan one", "line 2: expected 'apportion.plan 1.0'"),
-        ("apportion.plan 1.0", "apportion.plan 1.7", "line 2: this release reads"),
+        ("apportion.plan 1.1", "apportion.plan one", "line 2: expected 'apportion.plan 1.1'"),
+        ("apportion.plan 1.1", "apportion.plan 1.7", "line 2: this release reads texts up to version 1.1"),
+        ('"head_sets": [[0], [1]]', '"diagonals": {"default": [[0, 5]]}', "the masks asked for have"),
+        ('"head_sets": [[0], [1]]', '"diagonals": {"other": []}', "diagonals must be of each kind"),
+        ('"head_sets": [[0], [1]]', '"diagonals": 3', "header: Expected"),
         ("wait 0   # now", "wiat 0", "line 14: unknown word 'wiat'"),
         ("wait 0   # now", "wait soon", "line 14: expected 'wait round'"),
         ("wait 0   # now", "wait 9999999999999999999", "line 14"),

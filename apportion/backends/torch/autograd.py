@@ -74,8 +74,21 @@ def check_qkv(handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor) -> None:
         "v": (v, (handle.padded_rows, header.kv_heads, header.v_head_dim)),
     }
     for name, (tensor, shape) in wants.items():
+        _check_rows_first(name, tensor, shape)
+        if name != "q" and tensor.shape[0] != q.shape[0]:
+            raise ExecutionError(
+                f"q has {q.shape[0]} rows and {name} {tensor.shape[0]}: cross-attention is not planned"
+            )
         check_shape(name, tensor, shape)
         _check_dtype(name, tensor, handle)
+
+
+def _check_rows_first(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    rows, heads, width = shape
+    if tensor.shape == (heads, rows, width) and rows != heads:
+        raise ExecutionError(
+            f"{name} has its heads first, {tuple(tensor.shape)}: give [rows, heads, D], {name}.transpose(-3, -2)"
+        )
 
 
 def _checked_sinks(handle: PlanHandle, sinks: Tensor | None, device: torch.device) -> Tensor | None:
@@ -170,9 +183,12 @@ class PlannedBlock(torch.autograd.Function):
 
 # return_lse: whether LSE may get a gradient, the same on all ranks: backward computes tasks of others' rows too
 _RULE = "Tensor number, str kind, float scale, float? softcap, bool return_lse"
+# held against the plan inside the op: outside, torch.compile would compile anew for plans of other masks
+_DECLARED = "int? window=None, bool? causal=None, str? layer=None"
+_RULES = 5
 _LIBRARY: Any = torch.library.Library("apportion", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    f"attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_RULE}) -> (Tensor out, Tensor lse)",
+    f"attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_RULE}, {_DECLARED}) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
@@ -195,9 +211,13 @@ def _attend(
     scale: float,
     softcap: float | None,
     return_lse: bool,
+    window: int | None = None,
+    causal: bool | None = None,
+    layer: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64, under the plan of that number."""
     handle = PlanHandle.of_number(number)
+    handle.check(kind, window, causal, layer)
     check_qkv(handle, q, k, v)
     home: Home = {Name.Q: (q,), Name.KV: (k, v)}
     return run(handle, kind, "forward", home, Layer(Score(scale, softcap), sinks)).output(q.dtype)
@@ -247,7 +267,8 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = attend_op(*inputs)
-        q, k, v, sinks, number, *ctx.rule = inputs
+        q, k, v, sinks, number, *rule = inputs
+        ctx.rule, ctx.others = rule[: _RULES - 1], len(rule) + 1
         ctx.save_for_backward(q, k, v, sinks, out, lse, number)
         if not ctx.rule[-1]:
             ctx.mark_non_differentiable(lse)
@@ -260,7 +281,7 @@ class _Attend(torch.autograd.Function):
         q, k, v, sinks, out, lse, number = ctx.saved_tensors
         inputs = (or_zeros(do, out), dlse, q, k, v, sinks, out, lse, number)
         dq, dk, dv, dsinks = attend_grad_op(*inputs, *ctx.rule)
-        return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
+        return dq, dk, dv, None if sinks is None else dsinks, *(None,) * ctx.others
 
 
 _LIBRARY.impl("attend", _Attend.apply, "Autograd")
@@ -275,12 +296,15 @@ def attend(
     sinks: Tensor | None,
     score: Score,
     return_lse: bool = False,
+    window: int | None = None,
+    causal: bool | None = None,
+    layer: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Planned attention and its LSE [rows, Hq] in float64, differentiable in q, k, v and sinks; eager or compiled.
 
-    LSE is differentiable with return_lse, the same on all ranks."""
+    LSE is differentiable with return_lse, the same on all ranks. window, causal, layer: as `ir.declared`."""
     rule = handle.number, kind, score.scale, score.softcap, return_lse
-    out, lse = attend_op(q, k, v, sinks, *rule)
+    out, lse = attend_op(q, k, v, sinks, *rule, window, causal, layer)
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.metadata["handle"] = handle  # alive until backward has run
     return out, lse

@@ -18,6 +18,7 @@ from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
 from apportion.ir.codec import Slice
+from apportion.ir.declared import Declared
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import choice, integer
 from apportion.ir.isa import PHASES
@@ -59,6 +60,7 @@ class PlanHandle:
         self._loaded: dict[tuple[str, str, torch.device, int], Loaded] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
+        self._held: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")
         _HANDLES[int(self.number)] = self
 
@@ -125,6 +127,13 @@ class PlanHandle:
         if name not in self.kinds:
             raise UnknownNameError("kind", name, f"the plan has {', '.join(self.kinds)}", "name one of these")
         return name
+
+    def check(self, kind: str, window: int | None, causal: bool | None, layer: str | None = None) -> None:
+        """Holds what a layer says of its mask against the plan's, as `ir.declared`, once. Raises ConfigError."""
+        said = kind, window, causal
+        if said not in self._held:
+            Declared(window, causal).check(self.slice.header.diagonals, kind, layer)
+            self._held.add(said)
 
     def program(self, kind: str, phase: str) -> Program:
         """This rank's program, compiled on first use."""

@@ -12,6 +12,7 @@ import numpy as np
 from apportion.ir import structure
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Tensor
+from apportion.ir.sections import diagonals_of
 from apportion.ir.structure import OPERAND_COLUMNS
 from apportion.ir.verify.report import Violation, at_instruction, describe_operand, span
 from apportion.ir.verify.scan import (
@@ -78,6 +79,8 @@ def _header(subject: Subject) -> Iterator[Violation]:
             for name in ("q_heads", "kv_heads", "head_dim", "dtype")
         ),
     ]
+    if header.diagonals is not None:
+        facts.append(("diagonals", dict(header.diagonals), diagonals_of(request.batch, header.kinds)))
     wanted = {(kind, phase) for kind in header.kinds for phase in ("forward", "backward")}
     facts.append(("programs", sorted(subject.plan.programs), sorted(wanted)))
     for name, ours, asked in facts:

@@ -1,0 +1,130 @@
+"""What planned attention says of arguments: names that people know, masks of layers, heads first."""
+
+import pytest
+import torch
+from cases import model, recipe
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from apportion.ir import masks
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.planner import api
+from apportion.trainer.attention import PlanHandle, planned_attention
+
+
+def piece_of(batch):
+    return api.plan(batch, Cluster(1, 1), model(2), recipe(), verify=False).for_rank(0)
+
+
+def inputs_of(handle):
+    header = handle.slice.header
+    heads = header.q_heads, header.kv_heads, header.kv_heads
+    return [torch.zeros(handle.rows, count, header.head_dim, dtype=handle.dtype) for count in heads]
+
+
+def test_names_that_people_know_are_answered_with_the_name_here():
+    handle = PlanHandle(piece_of(Batch.from_lengths([6])))
+    q, k, v = inputs_of(handle)
+    for name, value, remedy in (
+        ("window_size", (7, 0), r"window=left \+ 1"),
+        ("window_size", (-1, -1), r"window=-1 for \(-1, -1\)"),
+        ("sliding_window", 8, "window="),
+        ("softmax_scale", 0.5, "scale="),
+        ("logits_soft_cap", 30.0, "softcap="),
+        ("s_aux", torch.zeros(2), "sinks="),
+        ("attention_mask", torch.ones(6, 6), "part of the plan"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} = (?s:.*){remedy}"):
+            planned_attention(q, k, v, handle, **{name: value})
+        planned_attention(q, k, v, handle, **{name: None})
+    with pytest.raises(TypeError, match=r"'dropout_prob'; there are kind, scale .* window, causal"):
+        planned_attention(q, k, v, handle, dropout_prob=0.1)
+
+
+def test_scaling_is_scale():
+    handle = PlanHandle(piece_of(Batch.from_lengths([6])))
+    q, k, v = (torch.randn_like(x) for x in inputs_of(handle))
+    want = planned_attention(q, k, v, handle, scale=0.25)
+    assert torch.equal(planned_attention(q, k, v, handle, scaling=0.25), want)
+    assert torch.equal(planned_attention(q, k, v, handle, scale=0.25, scaling=0.25), want)
+    with pytest.raises(ConfigError, match=r"scaling = 0\.5: is another name of scale, which is 0\.25"):
+        planned_attention(q, k, v, handle, scale=0.25, scaling=0.5)
+
+
+def test_without_a_handle_attention_says_where_it_is():
+    q, k, v = inputs_of(PlanHandle(piece_of(Batch.from_lengths([6]))))
+    for wrong in (None, "batch"):
+        with pytest.raises(
+            ConfigError, match=r"handle = .*: planned attention runs under a plan; pass batch\.handle"
+        ):
+            planned_attention(q, k, v, wrong)
+
+
+def test_heads_first_is_told_from_cross_attention():
+    handle = PlanHandle(piece_of(Batch.from_lengths([6])))
+    given = inputs_of(handle)
+    for rows in (given, [x[None] for x in given]):
+        q, k, v = (x.transpose(-3, -2) for x in rows)
+        with pytest.raises(
+            ExecutionError, match=r"q has its heads first.*\[rows, heads, D\], q\.transpose\(-3, -2\)"
+        ):
+            planned_attention(q, k, v, handle)
+        with pytest.raises(ExecutionError, match="k has its heads first"):
+            planned_attention(rows[0], k, rows[2], handle)
+        planned_attention(*(x.transpose(-3, -2) for x in (q, k, v)), handle)
+
+
+def test_a_window_on_a_causal_plan_is_an_error_that_names_layer_kind_and_remedy():
+    handle = PlanHandle(piece_of(Batch.from_lengths([6])))
+    qkv = inputs_of(handle)
+    for _ in range(2):
+        planned_attention(*qkv, handle, window=-1, causal=True, layer=0)
+        with pytest.raises(
+            ConfigError, match=r"window = 512: .*kind 'default' in layer 3: causal; .*sliding_window\(512\)"
+        ):
+            planned_attention(*qkv, handle, window=512, layer=3)
+    with pytest.raises(ConfigError, match=r"causal = False: .* 'default': causal"):
+        planned_attention(*qkv, handle, causal=False)
+    for wrong in (0, -2, True, 2.5):
+        with pytest.raises(ConfigError, match="window = "):
+            planned_attention(*qkv, handle, window=wrong)
+
+
+def test_what_a_layer_says_is_told_by_kind():
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(512)}
+    handle = PlanHandle(piece_of(Batch.from_lengths([6], kinds)))  # shorter than the window
+    qkv = [x.requires_grad_() for x in inputs_of(handle)]
+    planned_attention(*qkv, handle, "local", window=512, causal=True, layer="layers.1").sum().backward()
+    with pytest.raises(ConfigError, match="call it with kind='local', which is sliding window of 512"):
+        planned_attention(*qkv, handle, "global", window=512)
+    with pytest.raises(ConfigError, match="call it with kind='global', which is causal"):
+        planned_attention(*qkv, handle, "local", window=-1)
+
+
+def test_compiled_layers_hold_what_they_say_against_every_plan():
+    """One graph for plans of any mask, and the error of eager mode."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def layer(q, k, v, handle, number):
+        return planned_attention(q * 2, k, v, handle, window=8, causal=True, layer=number).sin()
+
+    fast = torch.compile(layer, backend=counter, fullgraph=True)
+    window = masks.sliding_window(8)
+    plans = [
+        window,
+        masks.documents([2, 4], window),
+        masks.image_spans([], window),
+        masks.sliding_window(8, 1),
+    ]
+    for number, mask in enumerate([*plans, masks.causal()]):
+        handle = PlanHandle(piece_of(Batch.from_lengths([6], mask)))
+        qkv = [x.requires_grad_() for x in inputs_of(handle)]
+        if number < 3:
+            fast(*qkv, handle, "1").sum().backward()
+            assert all(x.grad is not None for x in qkv)
+        else:
+            with pytest.raises(ConfigError, match="is not what the plan has for attention kind 'default'"):
+                fast(*qkv, handle, "1")
+    assert counter.frame_count <= 2

@@ -1,0 +1,66 @@
+"""The loss seam: shapes with a batch of one, weights, and what is refused."""
+
+import pytest
+import torch
+
+from apportion.ir.errors import ConfigError
+from apportion.trainer.loss import IGNORED, normalised_loss
+
+LABELS = torch.tensor([1, IGNORED, 3, 0, 6])
+
+
+def logits_of():
+    return torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_batch_of_one_is_the_rows():
+    logits, weights = logits_of(), torch.rand(5)
+    for given in (None, weights):
+        want = normalised_loss(logits, LABELS, 4, weights=given)
+        for batched in (given, None if given is None else given[None]):
+            assert torch.equal(normalised_loss(logits[None], LABELS, 4, weights=batched), want)
+            assert torch.equal(normalised_loss(logits[None], LABELS[None], 4, weights=batched), want)
+    assert torch.equal(
+        normalised_loss(logits[:1][None], LABELS[:1], 1), normalised_loss(logits[:1], LABELS[:1], 1)
+    )
+
+
+def test_weights_multiply_the_losses_of_their_rows():
+    logits = logits_of().requires_grad_()
+    weights = torch.tensor([0.5, 9.0, 2.0, 0.0, -1.0], dtype=torch.float64)
+    share = normalised_loss(logits, LABELS, 1.5, averaged_over=2, weights=weights)
+    logs = logits.log_softmax(-1)
+    rows = [(0, 0.5, 1), (2, 2.0, 3), (4, -1.0, 6)]
+    want = sum(-weight * logs[row, label] for row, weight, label in rows) * 2 / 1.5
+    torch.testing.assert_close(share, want)
+    (grad,) = torch.autograd.grad(share, logits)
+    assert not grad[1].any()
+    torch.testing.assert_close(grad, torch.autograd.grad(want, logits)[0])
+    ones = normalised_loss(logits, LABELS, 4, weights=torch.ones(5))
+    torch.testing.assert_close(ones, normalised_loss(logits, LABELS, 4))
+
+
+def test_a_rank_without_rows_has_a_gradient_path():
+    logits = torch.zeros(0, 7, requires_grad=True)
+    for weights in (None, torch.zeros(0)):
+        share = normalised_loss(logits, LABELS[:0], 4, weights=weights)
+        share.backward()
+        assert share.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "weights", "message"),
+    [
+        ((7,), (7,), None, r"logits\.shape = \(7,\): must be \[rows, vocabulary\], or that in a batch of 1"),
+        ((2, 5, 7), (2, 5), None, r"logits\.shape = \(2, 5, 7\)"),
+        ((5, 7), (5, 1), None, r"labels\.shape = \(5, 1\): must be \[rows\]"),
+        ((5, 7), (4,), None, r"labels\.shape = \(4,\): logits have 5 rows"),
+        ((1, 5, 7), (1, 5), (4,), r"weights\.shape = \(4,\): logits have 5 rows"),
+        ((5, 7), (5,), (2, 5), r"weights\.shape = \(2, 5\): must be \[rows\]"),
+        ((5, 7), (5,), (), r"weights\.shape = \(\): must be \[rows\]"),
+    ],
+)
+def test_other_shapes_are_refused(logits, labels, weights, message):
+    given = None if weights is None else torch.ones(weights)
+    with pytest.raises(ConfigError, match=message):
+        normalised_loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64), 5, weights=given)
