@@ -43,7 +43,7 @@ from apportion.trainer.meters import Facts, Meters, as_bits, as_float
 from apportion.trainer.processes import PREFETCHED, Collecting, Share
 from apportion.trainer.resume import Place, fingerprint, place_of, state_of
 from apportion.trainer.rows import SHIFTED, Dataset, Form, Ints, Rows, rows_of
-from apportion.trainer.sources import Source, Told, open_source
+from apportion.trainer.sources import Source, Told, check_kinds, open_source
 from apportion.trainer.wanted import Asked, Deal, Draw, Iterations, Wanted
 
 MAX_RUN = 48  # characters: the service takes 64, and passes are numbered behind them
@@ -134,6 +134,7 @@ class PlannedLoader:
         told = Told(cluster, model, tokens_per_rank, microbatches, recipe, seed)
         self._source = open_source(source, key, ca, told)
         masks = getattr(dataset, "masks", None) if masks is None else masks
+        check_kinds(self._source.job, masks)
         self._asked = Asked(self._source.job, _lengths(dataset, lengths), masks)
         self._sampling = None
         if sampler is None:

@@ -259,3 +259,9 @@ def test_metrics_count_what_was_given_out():
 def test_the_names_of_the_seam_are_at_the_top():
     assert ap.Communicator.__name__ == "Communicator"
     assert "Communicator" in ap.__all__
+
+
+def test_masks_of_other_kinds_than_the_job_s_model_are_refused_when_the_loader_is_made():
+    two = ap.Model(2, 1, 8, dtype="fp32", layers={"full": 1, "sliding": 1})
+    with pytest.raises(ConfigError, match=r"masks.*default.*full.*sliding"):
+        PlannedLoader(Recorded(), ap.Cluster(1, 1), two, 64, source="local")
