@@ -69,7 +69,8 @@ async def pooled(
 
 
 def killed_workers(seed: int, seconds: float = 60.0, every_s: float = 2.0) -> dict[str, float]:
-    """A worker is killed again and again: all results equal those of nobody disturbed, the pool is back in a second, as a rule."""
+    """A worker is killed again and again: all results equal those of nobody disturbed, as a rule the pool is back in a
+    second."""
     return asyncio.run(pooled(ProcessPool(2), lambda pool: _killed_workers(pool, seed, seconds, every_s)))
 
 
