@@ -132,7 +132,8 @@ def diagonals(bands: ArrayLike) -> tuple[tuple[int, int], ...]:
     """The distinct (dmin, dmax), sorted; where all keys of a band come before its queries dmin counts as 0 at least."""
     b = columns(bands)
     dmin = np.where(b[:, 3] <= b[:, 0], np.maximum(b[:, 4], 0), b[:, 4])
-    return tuple(sorted(set(zip(dmin.tolist(), b[:, 5].tolist(), strict=True))))
+    found = np.unique(np.stack([dmin, b[:, 5]], axis=1), axis=0)
+    return tuple((low, high) for low, high in found.tolist())
 
 
 def common(a: ArrayLike, b: ArrayLike) -> Ints:
