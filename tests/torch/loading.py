@@ -49,7 +49,7 @@ class HereSource(LocalSource):
     broken: frozenset[int] = frozenset()
     submitted: list[int] = field(default_factory=list)
 
-    def begin(self, run, rank):
+    def begin(self, run, rank, stream="train"):
         return HereFeed(self, rank, threading.Event())
 
 
@@ -58,6 +58,7 @@ class HereFeed:
     source: HereSource
     rank: int
     stopped: threading.Event
+    compiled_s = 0.0
 
     def knows(self, iteration):
         return iteration in self.source.submitted
