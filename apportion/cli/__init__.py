@@ -54,6 +54,7 @@ for name, command in (
     ("solvers", catalogue.solvers),
     ("demo", house.demo),
     ("selftest", house.selftest),
+    ("warmup", house.warmup),
     ("version", house.version),
 ):
     app.command(name)(command)

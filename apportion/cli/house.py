@@ -1,15 +1,18 @@
-"""Commands that try the installation: demo, selftest, version."""
+"""Commands about the installation: demo, selftest, warmup, version."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from apportion.cli import inputs, options
-from apportion.cli.output import emit
+from apportion.cli.output import count, emit, progress
+
+if TYPE_CHECKING:
+    from apportion.planner.warm import Warmed
 
 
 def demo(
@@ -54,6 +57,39 @@ def selftest(as_json: options.AsJson = False) -> None:
     from apportion.trainer import selftest as trainer
 
     raise typer.Exit(trainer.run(as_json))
+
+
+def warmup(
+    recipes: Annotated[
+        str, typer.Option("--recipes", help="Names or files, separated by commas, or all.", metavar="NAMES")
+    ] = "all",
+    as_json: options.AsJson = False,
+) -> None:
+    """Compile the planner's hot loops, once for each machine and release.
+
+    They are compiled when they are first needed, too: the first plans then take minutes. Run it when an image is built,
+    or on each machine (as the user and with the NUMBA_CACHE_DIR of the training) before a run or a server starts.
+
+    [bold]Examples[/bold]
+
+      apportion warmup
+
+      apportion warmup --recipes fcp
+    """
+    from apportion.planner import warm
+
+    cases = warm.cases_of(inputs.recipes_of(recipes))
+    with progress("compiling", len(cases)) as report:
+        found = warm.warm(cases, report)
+    emit(found._asdict(), as_json, lambda: _warmed(found))
+
+
+def _warmed(found: Warmed) -> str:
+    if not found.jit:
+        return "nothing to compile: numba is not installed, or NUMBA_DISABLE_JIT is set"
+    if not found.loops:
+        return "all loops were compiled already"
+    return f"compiled {count(found.loops, 'loop')} in {found.seconds:.0f} s"
 
 
 def version(as_json: options.AsJson = False) -> None:

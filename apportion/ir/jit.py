@@ -6,10 +6,16 @@ cached on disk; without, it runs as written. Results are equal by construction: 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+LOG = logging.getLogger(__name__)
+_LONG_S = 2.0  # of compiling, before it is said: a recipe's last loop or two are no news
 
 
 def _numba() -> Any:
@@ -22,6 +28,8 @@ def _numba() -> Any:
 
 _NUMBA = _numba()
 HAS_NUMBA = _NUMBA is not None
+#: whether loops are compiled here: numba is installed, and NUMBA_DISABLE_JIT does not switch it off
+COMPILES = HAS_NUMBA and not _NUMBA.config.DISABLE_JIT
 
 
 def jit(function: F) -> F:
@@ -38,3 +46,68 @@ def lean(function: F) -> F:
 def inlined(function: F) -> F:
     """As `lean`, for a function with one caller, which takes many columns: passing them costs more than its work."""
     return cast(F, _NUMBA.njit(cache=True, _nrt=False, forceinline=True)(function)) if HAS_NUMBA else function
+
+
+# ---------------------------------------------------------------------------------------------- cold caches
+
+
+@dataclass
+class Compiling:
+    """What this process has compiled because the cache on disk had it not. loops: functions, each for the types of its
+    arguments; told: whether it was said."""
+
+    loops: int = 0
+    told: bool = False
+    _done_s: float = 0.0
+    _begun_s: float = 0.0
+    _depth: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Those of a loop that is being compiled included."""
+        return self._done_s + (time.monotonic() - self._begun_s if self._depth else 0.0)
+
+    def begin(self) -> None:
+        """A loop: perhaps one that another one calls, which is being compiled."""
+        if not self._depth:
+            self._begun_s = time.monotonic()
+        self._depth += 1
+        self.loops += 1
+        if not self.told and self.seconds > _LONG_S:
+            self.told = True
+            LOG.warning(
+                "compiling the planner's loops, once for each machine and release: it can take minutes; "
+                "`apportion warmup` does it beforehand"
+            )
+
+    def end(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._done_s += time.monotonic() - self._begun_s
+
+
+compiling = Compiling()
+
+
+def _watch() -> None:
+    """Has numba tell `compiling`. Its event comes with what is compiled, and not with what the cache has."""
+    from numba.core.event import Listener, register
+
+    class Compiles(Listener):
+        def on_start(self, event: Any) -> None:
+            if _is_ours(event):
+                compiling.begin()
+
+        def on_end(self, event: Any) -> None:
+            if _is_ours(event):
+                compiling.end()
+
+    register("numba:compile", Compiles())  # type: ignore[no-untyped-call]
+
+
+def _is_ours(event: Any) -> bool:
+    return str(event.data["dispatcher"].py_func.__module__).startswith("apportion.")
+
+
+if COMPILES:
+    _watch()

@@ -106,6 +106,21 @@ class Progress:
             self.changed.notify_all()
 
 
+class Stopwatch:
+    """Seconds since it was made, without those that loops were compiled in. compiled_s: of a feed, up to now."""
+
+    def __init__(self, compiled_s: Callable[[], float]) -> None:
+        self._compiled_s, self._before_s, self._begun_s = compiled_s, compiled_s(), time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun_s - self.compiled_s
+
+    @property
+    def compiled_s(self) -> float:
+        return max(0.0, self._compiled_s() - self._before_s)
+
+
 class Threads:
     """The threads of a pass, and the feed that they use; closed when the `with` is left, whatever they wait for, or
     when the interpreter exits: an iterator that somebody still holds does not keep the process."""
@@ -216,17 +231,24 @@ class Fetching:
     def take(self, number: int) -> Fetched:
         """What the trainer asks for next. Raises TimeoutError after its time-out, and what went wrong in a
         thread."""
-        progress = self._progress
+        progress, waited = self._progress, Stopwatch(lambda: self.compiled_s)
         with progress.changed:
-            progress.changed.wait_for(
-                lambda: number in self._fetched or progress.failed(number), self._waits.timeout_s
-            )
+            while not self._is_there(number) and (left_s := self._waits.timeout_s - waited.seconds) > 0:
+                progress.changed.wait_for(lambda: self._is_there(number), min(left_s, POLL_S))
             error, found = progress.failed(number), self._fetched.pop(number, None)
         if error is not None:
             raise error
         if found is None:
             raise TimeoutError(progress.late.why)
         return found
+
+    @property
+    def compiled_s(self) -> float:
+        """Seconds that went into compiling, see `Feed`."""
+        return self._feed.compiled_s
+
+    def _is_there(self, number: int) -> bool:
+        return number in self._fetched or self._progress.failed(number) is not None
 
     def fetch(self, wanted: Wanted) -> None:
         """For a thread, iteration by iteration."""

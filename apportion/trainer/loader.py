@@ -9,7 +9,6 @@ Whoever plans, the loader does the same: a service, a folder of plans made befor
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
@@ -37,7 +36,7 @@ from apportion.ir.sampling import Masks
 from apportion.planner.recipes import is_deterministic
 from apportion.service.client import PlanTimeoutError
 from apportion.trainer.agreement import Agreement
-from apportion.trainer.ahead import DEPTH, Fetched, Fetching, Progress, Threads, Waits, submit
+from apportion.trainer.ahead import DEPTH, Fetched, Fetching, Progress, Stopwatch, Threads, Waits, submit
 from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.meters import Facts, Meters, as_bits, as_float
 from apportion.trainer.processes import PREFETCHED, Collecting, Share
@@ -172,7 +171,8 @@ class PlannedLoader:
         return self._meters.waited_s
 
     def metrics(self) -> dict[str, Any]:
-        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited, fallbacks,
+        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited, and
+        those in which loops were compiled, which are not among them, fallbacks,
         bytes that all ranks send in a layer of each kind, forward and backward, and of the last iteration the imbalance
         of compute and tokens (busiest rank over the mean, less 1)."""
         return {**self._meters.told(), "fallbacks": self.fallbacks}
@@ -274,7 +274,7 @@ class PlannedLoader:
         return f"{self._run}-{self._passes}"
 
     def _taken(self, supply: Fetching | Collecting, wanted: Wanted) -> Fetched:
-        begin = time.monotonic()
+        waited = Stopwatch(lambda: supply.compiled_s)
         take = partial(supply.take, wanted.number)
         try:
             if not self._agrees:
@@ -284,7 +284,8 @@ class PlannedLoader:
             told = (self._passes, wanted.number, self._rank, self._waits.timeout_s, str(error))
             raise PlanTimeoutError(*told) from error
         finally:
-            self._meters.waited_s += time.monotonic() - begin
+            self._meters.waited_s += waited.seconds
+            self._meters.compiled_s += waited.compiled_s
 
     def _planned_here(self, wanted: Wanted) -> Fetched:
         from apportion.planner.jobs import plan_job

@@ -53,6 +53,7 @@ class Meters:
     """Counts of this process since it began. An imbalance is the busiest rank's share over the mean, less 1."""
 
     waited_s: float = 0.0
+    compiled_s: float = 0.0
     iterations: int = 0
     tokens: int = 0
     sent_bytes: int = 0
@@ -82,6 +83,7 @@ class Meters:
             "tokens": self.tokens,
             "tokens_per_s": self.tokens / spent_s if spent_s else 0.0,
             "waited_s": self.waited_s,
+            "compiled_s": self.compiled_s,
             "sent_bytes_per_layer": self.sent_bytes // max(self.iterations, 1),
             "imbalance": dict(self.imbalance),
         }

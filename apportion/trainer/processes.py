@@ -5,7 +5,6 @@ process k of n    iterations k, k + n, k + 2n, …: plan, rows ──► in orde
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion.ir.errors import ExecutionError
 from apportion.ir.iteration_slice import IterationSlice
-from apportion.trainer.ahead import Fetched, Late, Progress, Waits
+from apportion.trainer.ahead import Fetched, Late, Progress, Stopwatch, Waits
 from apportion.trainer.rows import Dataset, Form, Rows, rows_of
 from apportion.trainer.sources import Source
 from apportion.trainer.wanted import Asked, Draw, Iterations, Wanted
@@ -59,13 +58,15 @@ class Share(IterableDataset[Parcel]):
             number = self.start + first
             while (wanted := iterations.at(number)) is not None:
                 iterations.forget(number)
-                deadline = time.monotonic() + self.waits.timeout_s
-                late = Late()
-                found = self.waits.fetch(feed, wanted, partial(_before, deadline), late)
+                waited, late = Stopwatch(lambda: feed.compiled_s), Late()
+                found = self.waits.fetch(feed, wanted, partial(self._goes_on, waited), late)
                 yield self._parcel(wanted, found, late.why)
                 number += step
         finally:
             feed.close()
+
+    def _goes_on(self, waited: Stopwatch) -> bool:
+        return waited.seconds < self.waits.timeout_s
 
     def _parcel(self, wanted: Wanted, found: IterationSlice | None, why: str) -> Parcel:
         if found is None:
@@ -75,7 +76,9 @@ class Share(IterableDataset[Parcel]):
 
 
 class Collecting:
-    """What the processes read, in order."""
+    """What the processes read, in order. compiled_s: what they compile, they know."""
+
+    compiled_s = 0.0
 
     def __init__(self, share: Share, processes: int, progress: Progress) -> None:
         self._progress = progress
@@ -113,7 +116,3 @@ class Collecting:
 
 def _as_it_is(parcel: Any) -> Any:
     return parcel
-
-
-def _before(deadline: float) -> bool:
-    return time.monotonic() < deadline

@@ -9,6 +9,8 @@ A Source is plain data, and may be copied to other processes; a Feed holds conne
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from apportion.ir.batch import DEFAULT_KIND, Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.iteration_slice import IterationSlice
+from apportion.ir.jit import compiling
 from apportion.ir.job import Job, encode_request
 from apportion.ir.masks import Mask
 from apportion.ir.model import Model
@@ -38,12 +41,22 @@ from apportion.service.workers import DeadlineError, Done, Planner, Task
 
 Ints = NDArray[np.integer[Any]]
 
+LOG = logging.getLogger(__name__)
+FIRST_S = 10.0  # for a first plan, after which it is said what may take so long
+COMPILING_S = 1200.0  # of a first plan at most; 250 s were seen on two busy cores
+DEADLINE_S = 3600.0  # the trainer's time-out, which does not count compiling, ends a wait sooner
 CALL_S = 10.0  # for an answer to anything but a plan; whoever asked looks then whether it is still of use
 ONE_BY_ONE, MOST_ONE_BY_ONE = 8, 512  # iterations, after a stream from which none came in time
 
 
 class Feed(Protocol):
     """One rank's plans of one pass. One thread submits and another asks; any may stop them."""
+
+    @property
+    def compiled_s(self) -> float:
+        """Seconds up to now that went into compiling loops, here and where this feed alone has its plans made: a wait
+        that nobody's look-ahead can shorten. Differences of two readings are meant, of which those below 0 are none:
+        until the first plan says what was compiled in a process beside this one, all of its time counts."""
 
     def knows(self, iteration: int) -> bool:
         """Whether the iteration was submitted, by any rank of a shared source. Raises TimeoutError where nobody
@@ -190,6 +203,16 @@ class LocalFeed:
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._rank, self._lock = job, rank, Lock()
         self._planner, self._planned = Planner(workers=1), dict[int, Future[Done]]()
+        self._begun_s = time.monotonic()
+        self._there_s: float | None = None  # compiled there; None until the first plan says it
+        self._told = False
+
+    @property
+    def compiled_s(self) -> float:
+        there_s = self._there_s
+        if there_s is None:
+            there_s = min(time.monotonic() - self._begun_s, COMPILING_S)
+        return compiling.seconds + there_s
 
     def knows(self, iteration: int) -> bool:
         with self._lock:
@@ -201,9 +224,11 @@ class LocalFeed:
     def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
         future = self._future(iteration, batches)
         if not wait([future], timeout_s).done:
+            self._tell()
             raise TimeoutError("it is still being planned")
         try:
             done = future.result()
+            self._there_s = done.compiled_s
         except DeadlineError as error:  # a TimeoutError, but waiting longer does not help
             raise ExecutionError(f"iteration {iteration}: {error}") from error
         with self._lock:
@@ -217,11 +242,22 @@ class LocalFeed:
     def close(self) -> None:
         self._planner.close()
 
+    def _tell(self) -> None:
+        """Once, where the first plan takes long."""
+        elapsed_s = time.monotonic() - self._begun_s
+        if self._there_s is None and elapsed_s > FIRST_S and not self._told:
+            self._told = True
+            LOG.warning(
+                "the first plan is not there after %.0f s: where the planner's loops are not compiled yet, once for "
+                "each machine and release, it takes minutes; `apportion warmup` does it beforehand",
+                elapsed_s,
+            )
+
     def _future(self, iteration: int, batches: Sequence[Batch]) -> Future[Done]:
         with self._lock:
             if iteration not in self._planned:
                 task = Task("plan", encode_request(self._job, batches), verify=True)
-                self._planned[iteration] = self._planner.submit(task)
+                self._planned[iteration] = self._planner.submit(task, DEADLINE_S)
             return self._planned[iteration]
 
 
@@ -260,6 +296,10 @@ class FolderSource:
 class FolderFeed:
     offline: Offline
     rank: int
+
+    @property
+    def compiled_s(self) -> float:
+        return compiling.seconds
 
     def knows(self, iteration: int) -> bool:
         return True
@@ -315,6 +355,10 @@ class ServiceFeed:
         self._stream: Any = None
         self._next = -1  # the iteration that would be next in a row
         self._single, self._singles = 0, ONE_BY_ONE  # still to come one by one; after the next such stream
+
+    @property
+    def compiled_s(self) -> float:
+        return compiling.seconds
 
     def knows(self, iteration: int) -> bool:
         with _patience():

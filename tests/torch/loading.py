@@ -58,6 +58,7 @@ class HereFeed:
     source: HereSource
     rank: int
     stopped: threading.Event
+    compiled_s = 0.0
 
     def knows(self, iteration):
         return iteration in self.source.submitted

@@ -34,4 +34,5 @@ def test_an_open_pass_leaves_no_traceback_at_exit(sources, name, workers, status
     source, key = sources[name]
     command = [sys.executable, "-c", OPEN, source, key, str(workers), str(status)]
     done = subprocess.run(command, cwd=str(__file__).rpartition("/")[0], capture_output=True, timeout=300)
-    assert (done.returncode, done.stderr.decode(), done.stdout) == (status, "", b"")
+    said = [line for line in done.stderr.decode().splitlines() if "apportion warmup" not in line]
+    assert (done.returncode, said, done.stdout) == (status, [], b"")

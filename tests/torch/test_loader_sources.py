@@ -18,8 +18,10 @@ import pytest
 import trustme
 from loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
 
+from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
+from apportion.ir.jit import compiling
 from apportion.ir.sampling import Sampling
 from apportion.service.client import PlanTimeoutError, ServiceProblem, UnreachableError, create_job
 from apportion.service.http.child import serving
@@ -27,6 +29,7 @@ from apportion.service.offline import FACTS, read_facts
 from apportion.service.precompute import Work, precompute
 from apportion.service.store import open_store
 from apportion.service.workers import Planner
+from apportion.trainer import sources
 from apportion.trainer.loader import PlannedLoader
 from apportion.trainer.sources import FolderSource, ServiceSource
 
@@ -365,3 +368,50 @@ def test_groups_of_ranks_on_one_job_fence_only_themselves(pool, urls):
     options = {"source": urls["four"], "key": KEY, "shuffle": False, "timeout_s": WAIT_S}
     found = pool.run(jobs_seam.groups, 8, options)
     assert found == pool.run(jobs_seam.groups, 8, {"shuffle": False})
+
+
+# --- compiling
+
+
+def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(caplog, monkeypatch):
+    monkeypatch.setattr(sources, "FIRST_S", 0.0)
+    batches = [Batch.from_lengths([40, 20])]
+    with closing(sources.LocalSource(job()).begin("run", 0)) as feed:
+        before = feed.compiled_s
+        with pytest.raises(TimeoutError):
+            feed.plan(0, batches, 1e-3)
+        time.sleep(0.05)
+        assert feed.compiled_s - before >= 0.05  # nobody knows yet: it all counts
+        feed.plan(0, batches, WAIT_S)
+        there_s = feed.compiled_s - compiling.seconds
+        time.sleep(0.05)
+        assert feed.compiled_s - compiling.seconds == there_s >= 0
+    (record,) = [record for record in caplog.records if record.name == sources.LOG.name]
+    assert "apportion warmup" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["service", "folder"])
+def test_feeds_of_others_count_what_is_compiled_here(urls, folders, name, monkeypatch):
+    source = (
+        ServiceSource.open(urls["single"], KEY) if name == "service" else FolderSource.open(folders["single"])
+    )
+    with closing(source.begin("run", 0, "eval")) as feed:
+        before = feed.compiled_s
+        monkeypatch.setattr(compiling, "_done_s", compiling._done_s + 7.0)
+        assert feed.compiled_s - before == pytest.approx(7.0)
+
+
+def test_streams_of_a_job_go_on_side_by_side(urls):
+    source = ServiceSource.open(urls["single"], KEY)
+    batches = [Batch.from_lengths([40, 20])]
+    with closing(source.begin("a", 0)) as train, closing(source.begin("a", 0, "eval")) as evaluation:
+        for iteration in range(2):
+            for feed in (train, evaluation):
+                feed.submit(iteration, batches)
+                feed.plan(iteration, batches, WAIT_S)
+        with closing(source.begin("b", 0, "eval")) as later:
+            later.submit(0, batches)
+            with pytest.raises(ServiceProblem, match="410"):
+                evaluation.submit(2, batches)
+            train.submit(2, batches)
+            train.plan(2, batches, WAIT_S)

@@ -30,12 +30,14 @@ class Task(msgspec.Struct, frozen=True):
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """bodies: of each rank, its encoded `IterationSlice`; assignment: the compact form, None where the recipe has none
-    and from a "lower" task; id: of the iteration plan, 32 bytes; ms: that the worker took."""
+    and from a "lower" task; id: of the iteration plan, 32 bytes; ms: that the worker took; compiled_s: seconds that its
+    process has spent compiling loops so far."""
 
     bodies: tuple[bytes, ...]
     assignment: bytes | None
     id: bytes
     ms: float
+    compiled_s: float = 0.0
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -12,6 +12,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError
 from apportion.ir.iteration_slice import encode_slices
+from apportion.ir.jit import compiling
 from apportion.ir.job import Job, decode_request, encode_request
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
@@ -27,7 +28,7 @@ def run(task: Task) -> Done:
     planned = _planned(task)
     bodies = encode_slices(planned.plan)
     ms = (time.perf_counter() - began) * 1e3
-    return Done(bodies, planned.assignment, planned.plan.id, ms)
+    return Done(bodies, planned.assignment, planned.plan.id, ms, compiling.seconds)
 
 
 def _planned(task: Task) -> Planned:
