@@ -142,7 +142,7 @@ class PlannedLoader:
         self._rank, self._agreement = self._communicator.rank, Agreement(self._communicator)
         self._replicas = _replicas(replicas)
         self._deal = Deal() if self._replicas is None else Deal(self._replicas.rank, self._replicas.ranks)
-        self._stream = name("stream", stream) if self._replicas is None else f"{stream}-{self._deal.group}"
+        self._stream = name("stream", stream if self._replicas is None else f"{stream}-{self._deal.group}")
         self._drop_last = drop_last
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
         self._form = Form(frozenset(shifted), multiple)
@@ -171,10 +171,10 @@ class PlannedLoader:
         return self._meters.waited_s
 
     def metrics(self) -> dict[str, Any]:
-        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited, and
-        those in which loops were compiled, which are not among them, fallbacks,
-        bytes that all ranks send in a layer of each kind, forward and backward, and of the last iteration the imbalance
-        of compute and tokens (busiest rank over the mean, less 1)."""
+        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited for plans
+        and those, not among them, in which loops were compiled, fallbacks, bytes that all ranks send in a layer of
+        each kind, forward and backward, and of the last iteration the imbalance of compute and tokens (busiest rank
+        over the mean, less 1)."""
         return {**self._meters.told(), "fallbacks": self.fallbacks}
 
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
