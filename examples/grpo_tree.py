@@ -27,7 +27,7 @@ BRANCHES = (
 GROUP, ANSWER = 8, 32
 TOLERANCE = 1e-6  # of the largest gradient
 POLICY = DecoderConfig(VOCABULARY, hidden=32, ffn=64, head_dim=8, kinds=("default",) * 2)
-PLANNED = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", layers=2)
+PLANNED = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", layers=2)  # rounding hides no mistake
 
 
 # ---- what folding saves: of published rollouts there are the lengths, so prompts are what is shared
@@ -53,7 +53,7 @@ def group_of(prompt, answers):
 
 def new_policy():
     torch.manual_seed(0)
-    return Decoder(POLICY)
+    return Decoder(POLICY).double()
 
 
 @torch.no_grad()
@@ -99,9 +99,10 @@ def grpo(log_probs, old, advantages, weights):
 
 
 def logits_of(policy, batch):
-    return policy(
-        batch.tokens, batch.position_ids, lambda q, k, v, _: ap.planned_attention(q, k, v, batch.handle)
-    )
+    def attention(q, k, v, kind):
+        return ap.planned_attention(q, k, v, batch.handle, kind)
+
+    return policy(batch.tokens, batch.position_ids, attention)
 
 
 class Folded:
@@ -189,7 +190,7 @@ def report(forest, folded, independent):
     for step, ((loss, gradient), (other, expected)) in enumerate(zip(folded, independent, strict=True)):
         apart = ((gradient - expected).abs().max() / expected.abs().max()).item()
         print(
-            f"step {step}: loss {loss:.6f} folded, {other:.6f} not; gradients differ by {apart:.1e} of the largest"
+            f"step {step}: loss {loss:.6f} folded, {other:.6f} not; gradients {apart:.0e} of the largest apart"
         )
         if apart > TOLERANCE or abs(loss - other) > TOLERANCE:
             raise SystemExit("folded and independent samples must agree")

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +26,12 @@ from numpy.typing import ArrayLike, NDArray
 from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import MAX_COUNT, integer, integers
-from apportion.ir.masks import Tree
+from apportion.ir.masks import Tree, expand_runs
 
 Ints = NDArray[np.int64]
 
 ROOT = -1
+_ID, _ID_BYTES = ">u4", 4  # big end first: bytes compare as numbers do
 
 
 class Saving(NamedTuple):
@@ -46,15 +47,12 @@ class Saving(NamedTuple):
 class Forest:
     """Folded samples, and a dataset for a loader: item i is the tokens of tree i, beside `lengths` and `masks`.
 
-    A flat row is a token of the trees, which lie end to end. tokens, position_ids, weights: int64 [flat rows]: ids,
-    places in the samples, and how many samples hold the row. rows: int64 [tokens of all samples], sample after sample:
-    the flat row of each; sample s has those from starts[s] to starts[s + 1]. trees: int64 [trees + 1], where each tree
-    begins; tree_of: int64 [samples]. masks: of each tree.
+    A flat row is a token of the trees, which lie end to end. tokens: int64 [flat rows], ids. rows: int64 [tokens of all
+    samples]: the flat row of each, sample after sample, those of sample s from starts[s] to starts[s + 1]. trees: int64
+    [trees + 1], where each tree begins; tree_of: int64 [samples]. masks: of each tree.
     """
 
     tokens: Ints
-    position_ids: Ints
-    weights: Ints
     rows: Ints
     starts: Ints
     trees: Ints
@@ -79,6 +77,17 @@ class Forest:
         return np.diff(self.trees)
 
     @cached_property
+    def position_ids(self) -> Ints:
+        """Of each flat row its place in the samples, int64 [flat rows]."""
+        pairs = zip(self.masks, self.lengths.tolist(), strict=True)
+        return np.concatenate([expand_runs(*mask.runs(length), length) for mask, length in pairs])
+
+    @cached_property
+    def weights(self) -> Ints:
+        """How many samples hold each flat row, int64 [flat rows]."""
+        return np.bincount(self.rows, minlength=len(self.tokens))
+
+    @cached_property
     def saving(self) -> Saving:
         """In tokens and in pairs: a token sees itself and all that its path holds before it."""
         alone = np.diff(self.starts)
@@ -90,17 +99,17 @@ def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_leng
     """The trees of `samples`: what several begin with is held once.
 
     samples: of each the token ids, in [0, 2**31); at least one, none empty. groups: integers [samples]: samples of
-    different groups share nothing, although they begin alike (with one system prompt, say), so each group is a tree
-    that a loader may put into a microbatch of its own. min_length: a run of fewer shared tokens is repeated in each
-    branch instead, since short nodes make small tiles of attention.
+    different groups share nothing, although they begin alike (with one system prompt, say), so that a loader may put
+    them into different microbatches. min_length: a run of fewer shared tokens is repeated in each branch instead, since
+    short nodes make small tiles of attention.
 
     Trees, and branches of a node, are in the order of their first samples; nodes are stored depth first, so a node's
     first branch follows it. Equal samples end in one node. Raises ConfigError.
     """
-    held = _checked(samples)
-    least, lengths = integer("min_length", min_length), [len(ids) for ids in held]
-    order, shared = _neighbours(held, _groups(groups, len(held)))
-    return _forest(_merged(_trie(order, shared, lengths), lengths, least), held)
+    least, keys = integer("min_length", min_length), _keys(samples)
+    order, shared = _neighbours(keys, _groups(groups, len(keys)))
+    lengths = [len(key) // _ID_BYTES for key in keys]
+    return _forest(_merged(_trie(order, shared, lengths), lengths, least), keys, lengths)
 
 
 class _Nodes(NamedTuple):
@@ -128,19 +137,20 @@ class _Nodes(NamedTuple):
         return found[::-1]
 
 
-def _checked(samples: Sequence[ArrayLike]) -> list[Ints]:
+def _keys(samples: Sequence[ArrayLike]) -> list[bytes]:
+    """The ids of each, as bytes that compare as the ids do."""
     if not len(samples):
         raise ConfigError("samples", [], "there is nothing to fold", "give at least one sample")
-    held = [_ids(f"samples[{i}]", ids) for i, ids in enumerate(samples)]
-    integer("tokens of all samples", sum(map(len, held)), 1, MAX_TOKENS)
-    return held
+    keys = [_key(f"samples[{i}]", ids) for i, ids in enumerate(samples)]
+    integer("tokens of all samples", sum(map(len, keys)) // _ID_BYTES, 1, MAX_TOKENS)
+    return keys
 
 
-def _ids(field: str, ids: Any) -> Ints:
+def _key(field: str, ids: Any) -> bytes:
     found = integers(field, ids if isinstance(ids, list | tuple) else np.asarray(ids), 0, MAX_COUNT)
     if not len(found):
         raise ConfigError(field, [], "a sample must hold a token", "leave it out")
-    return found
+    return found.astype(_ID).tobytes()
 
 
 def _groups(groups: ArrayLike | None, samples: int) -> list[int]:
@@ -153,21 +163,20 @@ def _groups(groups: ArrayLike | None, samples: int) -> list[int]:
     return list(found.tolist())
 
 
-def _neighbours(samples: list[Ints], groups: list[int]) -> tuple[list[int], list[int]]:
+def _neighbours(keys: list[bytes], groups: list[int]) -> tuple[list[int], list[int]]:
     """(samples in lexicographic order, group by group; how many tokens each shares with the one before it)."""
-    keys = [ids.astype(">u4").tobytes() for ids in samples]  # bytes compare as the ids do
-    order = sorted(range(len(samples)), key=lambda i: (groups[i], keys[i]))
+    order = sorted(range(len(keys)), key=lambda i: (groups[i], keys[i]))
     shared = [0]
     for before, after in pairwise(order):
         same_group = groups[before] == groups[after]
-        shared.append(_shared(samples[before], samples[after]) if same_group else 0)
+        shared.append(_shared(keys[before], keys[after]) if same_group else 0)
     return order, shared
 
 
-def _shared(a: Ints, b: Ints) -> int:
+def _shared(a: bytes, b: bytes) -> int:
     """Tokens that both begin with."""
-    short = min(len(a), len(b))
-    differs = a[:short] != b[:short]
+    short = min(len(a), len(b)) // _ID_BYTES
+    differs = np.frombuffer(a, np.uint32, short) != np.frombuffer(b, np.uint32, short)
     first = int(differs.argmax())
     return first if differs[first] else short
 
@@ -214,31 +223,23 @@ def _holders(nodes: _Nodes, downwards: list[int]) -> Counter[int]:
     return held
 
 
-def _forest(nodes: _Nodes, samples: list[Ints]) -> Forest:
+def _forest(nodes: _Nodes, keys: list[bytes], lengths: list[int]) -> Forest:
     """The nodes depth first, each with the tokens that any of its samples has there."""
     paths = [nodes.path(end) for end in nodes.end]
     order = _depth_first(paths)
     spans = [slice(nodes.start(node), nodes.depth[node]) for node in order]
     sizes = np.array([span.stop - span.start for span in spans], np.int64)
-    stops = np.cumsum(sizes)
-    flat = np.arange(stops[-1])
-    rows_of = dict(zip(order, np.split(flat, stops[:-1]), strict=True))
-    holder = {node: ids for path, ids in zip(paths, samples, strict=True) for node in path}
-    held = Counter(chain.from_iterable(paths))
+    edges = np.append(0, np.cumsum(sizes)).tolist()
+    row_of = dict(zip(order, pairwise(edges), strict=True))
+    rows = np.concatenate([np.arange(*row_of[node]) for path in paths for node in path])
+    holder = {node: np.frombuffer(key, _ID) for path, key in zip(paths, keys, strict=True) for node in path}
     parents = _parents(nodes, order)
-    trees = np.append((stops - sizes)[parents == ROOT], stops[-1])
-    starts = np.append(0, np.cumsum([len(ids) for ids in samples]))
-    rows = np.concatenate([rows_of[node] for path in paths for node in path])
-    return Forest(
-        tokens=np.concatenate([holder[node][span] for node, span in zip(order, spans, strict=True)]),
-        position_ids=np.concatenate([flat[span] for span in spans]),
-        weights=np.repeat([held[node] for node in order], sizes),
-        rows=rows,
-        starts=starts,
-        trees=trees,
-        tree_of=np.searchsorted(trees, rows[starts[:-1]], side="right") - 1,
-        masks=_masks(parents, sizes),
-    )
+    trees = np.append(np.array(edges[:-1])[parents == ROOT], edges[-1])
+    starts = np.append(0, np.cumsum(lengths))
+    held = (holder[node][span] for node, span in zip(order, spans, strict=True))
+    tokens = np.concatenate(list(held), dtype=np.int64)
+    tree_of = np.searchsorted(trees, rows[starts[:-1]], side="right") - 1
+    return Forest(tokens, rows, starts, trees, tree_of, _masks(parents, sizes))
 
 
 def _parents(nodes: _Nodes, order: list[int]) -> Ints:

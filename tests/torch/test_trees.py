@@ -1,11 +1,18 @@
 """Losses and gradients of folded samples are those of independent ones, whoever holds which rows."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jobs_trees
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jobs_trees import Rollouts
 
 import apportion as ap
@@ -13,6 +20,7 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer import trees
 from apportion.trainer.attention import Communicator
 
+ROOT = Path(__file__).resolve().parents[2]
 GRADIENTS = {"fp32": 1e-6, "fp64": 1e-14}  # of the largest
 OPTIONS = ({}, {"groups": [0] * 5 + [1] * 2}, {"min_length": 6}, {"min_length": 1000})
 
@@ -62,9 +70,8 @@ def test_what_needs_whole_samples_is_gathered(pool, ranks):
 def batch_of(samples, tokens):
     """A batch as far as its rows go."""
     alone = SimpleNamespace(communicator=Communicator())
-    return SimpleNamespace(
-        sample_ids=torch.tensor(samples), local_to_sample=torch.tensor(tokens), handle=alone
-    )
+    sample_ids, local_to_sample = torch.tensor([samples, tokens], dtype=torch.int64).view(2, -1)
+    return SimpleNamespace(sample_ids=sample_ids, local_to_sample=local_to_sample, handle=alone)
 
 
 PICTURE = ([5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4])
@@ -114,7 +121,48 @@ def test_rows_may_be_anywhere_and_padding_predicts_nothing():
     found = trees.unfold(forest, batch_of([1, 0, 0, -1], [1, 5, 2, -1]))
     assert found.row.tolist() == [2, 2, 0]
     assert found.target.tolist() == [8, 3, 3]
-    assert found.sample.tolist() == [0, 1, 3]
+    assert (found.sample.tolist(), found.token.tolist()) == ([0, 1, 3], [3, 3, 2])
+    values = [torch.arange(n) for n in (5, 4, 3, 3)]
+    for held in (found, trees.unfold(forest, batch_of([1, 1], [1, 0]))):
+        assert held.take(values).tolist() == held.token.tolist()
+    assert trees.unfold(forest, batch_of([-1], [-1])).take(values).tolist() == []
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=7), st.randoms())
+def test_every_token_of_every_sample_is_predicted_once(samples, random):
+    forest = trees.fold(samples)
+    owner, seen = [random.randrange(3) for _ in forest.tokens], []
+    for rank in range(3):
+        flat = [row for row, of in enumerate(owner) if of == rank]
+        random.shuffle(flat)
+        tree = [int(np.searchsorted(forest.trees, row, side="right")) - 1 for row in flat]
+        place = [row - int(forest.trees[of]) for row, of in zip(flat, tree, strict=True)]
+        found = trees.unfold(forest, batch_of(tree, place))
+        for row, *prediction in zip(found.row, found.target, found.sample, found.token, strict=True):
+            sample, token = int(prediction[1]), int(prediction[2])
+            assert flat[row] == forest.rows[forest.starts[sample] + token - 1]
+            seen.append((sample, token, int(prediction[0])))
+    assert sorted(seen) == [(i, t, ids[t]) for i, ids in enumerate(samples) for t in range(1, len(ids))]
+
+
+def test_the_example_counts_and_agrees():
+    """Its table is what counting lengths says; it ends with an error where gradients do not agree."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/grpo_tree.py"], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for path in sorted((ROOT / "examples/rollouts").glob("*.json")):
+        groups = json.loads(path.read_text())["groups"]
+        alone = sum(prompt + answer for prompt, answers in groups for answer in answers)
+        folded = sum(prompt + sum(answers) for prompt, answers in groups)
+        (row,) = (line.split() for line in lines if line.startswith(path.stem))
+        assert row[1:3] == [f"{alone:,}", f"{folded:,}"]
+    apart = [float(line.split()[-5]) for line in lines if line.startswith("step")]
+    assert len(apart) == 3
+    assert max(apart) < 1e-6
 
 
 # ---- mistakes
