@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from apportion.planner.simulate.pair import simulate_pair
     from apportion.planner.ticks import plan_tick, tick_batch, tick_table
     from apportion.service.client import Client, create_job
+    from apportion.trainer import trees
     from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
     from apportion.trainer.batch import PlannedBatch
     from apportion.trainer.loader import PlannedLoader
@@ -79,6 +80,7 @@ _HOMES = {
     "apportion.planner.simulate.pair": ("simulate_pair",),
     "apportion.planner.ticks": ("plan_tick", "tick_batch", "tick_table"),
     "apportion.service.client": ("Client", "create_job"),
+    "apportion.trainer": ("trees",),
     "apportion.trainer.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
     "apportion.trainer.batch": ("PlannedBatch",),
     "apportion.trainer.loader": ("PlannedLoader",),
@@ -86,6 +88,7 @@ _HOMES = {
     "apportion.trainer.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
     "apportion.trainer.projection": ("HeadProjection",),
 }
+_MODULES = ("masks", "trees")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_HOME_OF]
@@ -95,14 +98,15 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'apportion' has no attribute {name!r}")
     try:
-        module = import_module(_HOME_OF[name])
+        home = _HOME_OF[name]
+        module = import_module(f"{home}.{name}" if name in _MODULES else home)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         from apportion.ir.errors import MissingDependencyError
 
         raise MissingDependencyError("torch", "torch", f"apportion.{name}") from error
-    value = import_module("apportion.ir.masks") if name == "masks" else getattr(module, name)
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -74,8 +74,9 @@ def test_missing_torch_is_named_with_its_extra() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "import apportion as ap\n"
-        "try:\n    ap.planned_attention\n"
-        "except ap.MissingDependencyError as error:\n    print(error)\n"
+        "for name in ('planned_attention', 'trees'):\n"
+        "    try:\n        getattr(ap, name)\n"
+        "    except ap.MissingDependencyError as error:\n        print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "pip install 'apportion[torch]'" in done.stdout
+    assert done.stdout.count("pip install 'apportion[torch]'") == 2

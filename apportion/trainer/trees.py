@@ -1,0 +1,198 @@
+"""Training on samples that begin alike (rollouts of one prompt, branches of a search): each shared token is computed
+once, and losses and gradients are those of independent samples.
+
+    forest = ap.trees.fold(rollouts, groups=prompts)
+    for batch in ap.PlannedLoader(forest, …):
+        found = ap.trees.unfold(forest, batch, loss_mask)
+        ratio = (found.log_probs(model(batch.tokens, …)) - found.take(old_log_probs)).exp()
+        loss = -(ratio * found.take(advantages) * found.take(token_weights)).sum()
+
+A *prediction* is (sample, token): token t of sample s, which the row of token t - 1 predicts. Where samples share both
+tokens, one row predicts one id for all of them; where they part, one row predicts another id for each:
+
+    rows     5 ─ 6 ─┬─ 7 ─┬─ 8 ─ 9          predictions of row 6      (s0, 7) (s1, 7) (s2, 4)
+                    │     └─ 3              predictions of row 7      (s0, 8) (s1, 3)
+                    └─ 4
+
+Each belongs to one rank, the one that holds the row, so a loss is a local sum, and the ranks' sums add up to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from apportion.backends.torch.exchange import Exchange
+from apportion.backends.torch.transport import Transport
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.forest import Forest, Saving, fold
+from apportion.trainer.batch import PlannedBatch
+
+__all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
+
+Ints = NDArray[np.int64]
+Columns = tuple[Ints, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """What this rank's rows predict, all int64 [n], sorted by sample and token.
+
+    samples: those of the trees that the rank has a part of. transport: the ranks that have the rest of the microbatch.
+    row: of this rank, which predicts; target: the id that it predicts; sample, token: whose, and its place there, from
+    1 on; place: the same, `samples` end to end. What is known of each row (values, entropies) is known of each
+    prediction as `x[found.row]`. predicting: the rows, int64, that predict anything; at: which of them does.
+    """
+
+    forest: Forest
+    samples: tuple[int, ...]
+    transport: Transport | None
+    row: Tensor
+    target: Tensor
+    sample: Tensor
+    token: Tensor
+    place: Tensor
+    predicting: Tensor
+    at: Tensor
+
+    @staticmethod
+    def of(
+        forest: Forest, samples: tuple[int, ...], transport: Transport | None, columns: Columns
+    ) -> Predictions:
+        """columns: row, target, sample, token, place."""
+        used = np.bincount(columns[0], minlength=1) > 0
+        found = (*columns, np.flatnonzero(used), (np.cumsum(used) - 1)[columns[0]])
+        return Predictions(forest, samples, transport, *map(torch.from_numpy, found))
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def to(self, device: torch.device | str) -> Predictions:
+        """The same there."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in tensors.items()}
+        return replace(self, **moved)
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """[n] log-probabilities of the targets, differentiable, in float32 (float64 for float64).
+
+        logits: [rows, vocabulary], or [1, rows, vocabulary], of this rank's rows."""
+        logits = logits[0] if logits.dim() == 3 and len(logits) == 1 else logits
+        scores = logits[self.predicting].to(torch.promote_types(logits.dtype, torch.float32))
+        return scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
+
+    def take(self, values: Tensor | Sequence[Tensor]) -> Tensor:
+        """[n] what each prediction has of `values`: [samples], such as advantages, or one for every token: [samples,
+        longest], padded behind, or a list of [length] each. A token's value is at its own place, so that of a sample's
+        first is never taken. Raises ConfigError for other shapes."""
+        if len(values) != self.forest.samples:
+            rule = f"there must be something for each of the {self.forest.samples} samples"
+            raise ConfigError(
+                "values", f"{len(values)} items", rule, "give them in the order that was folded"
+            )
+        if isinstance(values, Tensor):
+            index = (self.sample,) if values.dim() == 1 else (self.sample, self.token)
+            return values.to(self.row.device)[index]
+        held = [_whole(values[i], self.forest, i) for i in self.samples]
+        return torch.cat(held).to(self.row.device)[self.place] if held else self.row.new_zeros(0)
+
+    def gather(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Of each sample [length]: the values [n] of all ranks, 0 where none predicts, and in samples of other
+        microbatches. For what needs whole samples, such as ratios of sequences: every rank computes the same loss and
+        divides it by their number. A collective, differentiable: the gradient is the sum of what all losses want."""
+        starts, lengths = torch.from_numpy(self.forest.starts), np.diff(self.forest.starts).tolist()
+        place = starts.to(self.sample.device)[self.sample] + self.token
+        if self.transport is not None:
+            everywhere = _to_all(self.transport, len(self))
+            place, values = everywhere(place), everywhere(values)
+        return torch.split(values.new_zeros(sum(lengths)).index_copy(0, place, values), lengths)
+
+
+def unfold(
+    forest: Forest, batch: PlannedBatch | None = None, loss_mask: Tensor | Sequence[Tensor] | None = None
+) -> Predictions:
+    """What this rank's rows of a microbatch predict: the way to each sample's log-probabilities, and back.
+
+    batch: of a loader whose dataset is `forest`; without, all rows of the forest are here, in their order. loss_mask:
+    which tokens count, as `Predictions.take` takes it; without, all but the first of each sample do. The result is on
+    the batch's device; a batch that is on a GPU is waited for, so unfold before. Raises ExecutionError for a batch of
+    another dataset, ConfigError for a loss mask of another shape."""
+    here = _Here.of(forest, _flat_rows(forest, batch))
+    samples = tuple(np.flatnonzero(np.isin(forest.tree_of, here.trees)).tolist())
+    transport = None if batch is None else batch.handle.communicator
+    columns = _columns(forest, samples, here)
+    found = Predictions.of(forest, samples, transport, columns)
+    if loss_mask is not None:
+        counts = found.take(loss_mask).bool().numpy()
+        found = Predictions.of(forest, samples, transport, tuple(column[counts] for column in columns))
+    return found if batch is None else found.to(batch.sample_ids.device)
+
+
+def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
+    """[rows] the forest's flat row of each row that is here; -1 where it has none."""
+    if batch is None:
+        return np.arange(len(forest.tokens))
+    tree, place = (x.cpu().numpy() for x in (batch.sample_ids, batch.local_to_sample))
+    known = (tree < len(forest)) & (place < forest.lengths[np.minimum(tree, len(forest) - 1)])
+    if not known.all():
+        first = int(np.flatnonzero(~known)[0])
+        raise ExecutionError(
+            f"row {first} is token {place[first]} of item {tree[first]}, and the forest of {len(forest)} trees has no "
+            "such token: give the loader the forest as its dataset"
+        )
+    return np.where(tree >= 0, forest.trees[tree] + place, -1)
+
+
+class _Here(NamedTuple):
+    """The trees that this rank has rows of. row: for each of their tokens, end to end, the row, or -1; shift: of every
+    tree, from a flat row of the forest to its place there."""
+
+    trees: Ints
+    row: Ints
+    shift: Ints
+
+    @staticmethod
+    def of(forest: Forest, flat: Ints) -> _Here:
+        held = np.flatnonzero(flat >= 0)
+        tree_of = np.searchsorted(forest.trees, flat[held], side="right") - 1
+        trees, shift = np.unique(tree_of), np.zeros(len(forest), np.int64)
+        stops = np.cumsum(forest.lengths[trees])
+        shift[trees] = stops - forest.trees[trees + 1]
+        row = np.full(stops[-1] if len(stops) else 0, -1)
+        row[flat[held] + shift[tree_of]] = held
+        return _Here(trees, row, shift)
+
+
+def _columns(forest: Forest, samples: tuple[int, ...], here: _Here) -> Columns:
+    """(row, target, sample, token, place) of what the rows that are here predict."""
+    columns, before = [(np.zeros(0, np.int64),) * 5], 0
+    for sample in samples:
+        rows = forest.rows[forest.starts[sample] : forest.starts[sample + 1]]
+        row = here.row[rows[:-1] + here.shift[forest.tree_of[sample]]]
+        token = np.flatnonzero(row >= 0) + 1
+        target, whose = forest.tokens[rows[token]], np.full(len(token), sample)
+        columns.append((row[token - 1], target, whose, token, before + token))
+        before += len(rows)
+    return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
+
+
+def _whole(values: Tensor, forest: Forest, sample: int) -> Tensor:
+    """`values`, if there is one for each token of the sample."""
+    length = int(forest.starts[sample + 1] - forest.starts[sample])
+    if len(values) != length:
+        rule = f"there must be one for each of the sample's {length} tokens"
+        raise ConfigError(f"values[{sample}]", f"{len(values)} values", rule, "fill up what predicts nothing")
+    return torch.as_tensor(values)
+
+
+def _to_all(transport: Transport, count: int) -> Exchange:
+    """Each rank's entries to every rank, those of rank 0 first. count: of this one's. A collective among hosts."""
+    counts = [row[0] for row in transport.all_gather([count])]
+    take, into = torch.arange(count).repeat(transport.ranks), torch.arange(sum(counts))
+    return Exchange(transport, take, [count] * transport.ranks, into, counts, len(into))

@@ -1,0 +1,202 @@
+"""GRPO on rollouts that begin alike, folded into trees and not: equal losses and gradients, of fewer tokens and pairs.
+
+Prints what folding saves on published rollouts, then trains a tiny policy twice on four processes of this machine.
+Run: python examples/grpo_tree.py
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import apportion as ap
+from apportion.trainer.decoder import Decoder, DecoderConfig
+
+RANKS, STEPS, RATE, CLIP, KL = 4, 3, 0.5, 0.2, 0.04
+PROMPTS, PROMPT, VOCABULARY, STOP = 4, 20, 16, 0
+BRANCHES = (
+    (2, 8),
+    (4, 24),
+)  # as a tree search: of each prompt 2 beginnings of 8 tokens, of each of these 4 ends
+GROUP, ANSWER = 8, 32
+TOLERANCE = 1e-6  # of the largest gradient
+POLICY = DecoderConfig(VOCABULARY, hidden=32, ffn=64, head_dim=8, kinds=("default",) * 2)
+PLANNED = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", layers=2)  # rounding hides no mistake
+
+
+# ---- what folding saves: of published rollouts there are the lengths, so prompts are what is shared
+
+
+def print_savings():
+    print(f"{'folding':17}{'tokens':>24}{'saved':>7}{'pairs':>30}{'saved':>7}")
+    for path in sorted((Path(__file__).parent / "rollouts").glob("*.json")):
+        groups = json.loads(path.read_text())["groups"]
+        savings = [ap.trees.fold(group_of(*group)).saving for group in groups]
+        tokens, folded, pairs, folded_pairs = np.sum(savings, axis=0).tolist()
+        print(f"{path.stem:17}{tokens:12,}{folded:12,}{1 - folded / tokens:7.1%}", end="")
+        print(f"{pairs:15,}{folded_pairs:15,}{1 - folded_pairs / pairs:7.1%}")
+
+
+def group_of(prompt, answers):
+    """Samples of these lengths that part where the prompt ends."""
+    return [np.repeat([0, i], [prompt, answer]) for i, answer in enumerate(answers, 1)]
+
+
+# ---- rollouts: what the policy samples, how likely that was, and what it is worth
+
+
+def new_policy():
+    torch.manual_seed(0)
+    return Decoder(POLICY).double()
+
+
+@torch.no_grad()
+def rollouts(policy):
+    """(samples, log-probabilities of their tokens, advantages); an answer ends with STOP."""
+    tokens = torch.randint(1, VOCABULARY, (PROMPTS, PROMPT))
+    for copies, steps in BRANCHES:
+        tokens = tokens.repeat_interleave(copies, 0)
+        for _ in range(steps):
+            drawn = log_probs_of(policy, tokens)[:, -1].exp().multinomial(1)
+            tokens = torch.cat([tokens, drawn], 1)
+    likely = log_probs_of(policy, tokens[:, :-1]).gather(2, tokens[:, 1:, None])[..., 0]
+    before = (tokens[:, PROMPT:-1] == STOP).cumsum(1) == 0
+    lengths = (PROMPT + 1 + before.sum(1)).tolist()
+    samples = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    old = [torch.cat([row.new_zeros(1), row])[: len(ids)] for row, ids in zip(likely, samples, strict=True)]
+    rewards = torch.stack([(ids[PROMPT:] % 2).float().mean() for ids in samples]).view(PROMPTS, GROUP)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    return samples, old, advantages.flatten()
+
+
+def log_probs_of(policy, tokens):
+    """tokens [samples, length] -> [samples, length, vocabulary]."""
+
+    def attention(q, k, v, kind):
+        q, k, v = (x.view(*tokens.shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    positions = torch.arange(tokens.shape[1]).repeat(len(tokens))
+    return policy(tokens.flatten(), positions, attention).log_softmax(-1).view(*tokens.shape, -1)
+
+
+# ---- the loss, on whatever tokens a rank has
+
+
+def grpo(log_probs, old, advantages, weights):
+    """This rank's share of the clipped objective, with a penalty for leaving the old policy."""
+    ratio = (log_probs - old).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    away = old - log_probs
+    return ((KL * (away.exp() - away - 1) - gain) * weights).sum()
+
+
+def logits_of(policy, batch):
+    def attention(q, k, v, kind):
+        return ap.planned_attention(q, k, v, batch.handle, kind)
+
+    return policy(batch.tokens, batch.position_ids, attention)
+
+
+class Folded:
+    """A microbatch of trees; what samples have is taken to where their tokens are."""
+
+    def __init__(self, samples, old, advantages, weights):
+        groups = np.repeat(np.arange(PROMPTS), GROUP)
+        self.dataset = ap.trees.fold(samples, groups)
+        self.known = (old, advantages, weights)
+        self.answers = [torch.arange(len(ids)) >= PROMPT for ids in samples]
+
+    def loss(self, policy, batch):
+        found = ap.trees.unfold(self.dataset, batch, self.answers)
+        log_probs = found.log_probs(logits_of(policy, batch))
+        return grpo(log_probs, *(found.take(values) for values in self.known))
+
+
+class Independent:
+    """A microbatch of samples; what tokens have are fields of the dataset."""
+
+    FIELDS = ("old", "advantages", "weights")
+
+    def __init__(self, samples, old, advantages, weights):
+        self.dataset, self.lengths = self, [len(ids) for ids in samples]
+        self.columns = list(zip(samples, old, advantages, weights, strict=True))
+
+    def __len__(self):
+        return len(self.columns)
+
+    def __getitem__(self, index):
+        ids, old, advantage, weight = self.columns[index]
+        labels = torch.where(torch.arange(len(ids)) >= PROMPT, ids, -100)
+        of_sample = {"advantages": advantage, "weights": weight}
+        fields = {name: value.expand(len(ids)) for name, value in of_sample.items()}
+        return {"input_ids": ids, "labels": labels, "old": old, **fields}
+
+    def loss(self, policy, batch):
+        log_probs = -cross_entropy(logits_of(policy, batch), batch.labels, reduction="none")
+        counts = batch.labels != -100
+        return grpo(*(x[counts] for x in (log_probs, *(batch.fields[name] for name in self.FIELDS))))
+
+
+# ---- training
+
+
+def train(task):
+    """(loss, gradient) of each step; all samples are in each."""
+    policy, told = new_policy(), []
+    lengths = [int(length) for length in task.dataset.lengths]
+    per_rank = -(-sum(lengths) // RANKS)
+    steps = [list(range(len(lengths)))] * STEPS
+    shifted = ("labels", *Independent.FIELDS)
+    cluster = ap.Cluster(nodes=1, ranks_per_node=RANKS)
+    for batch in ap.PlannedLoader(task.dataset, cluster, PLANNED, per_rank, sampler=steps, shifted=shifted):
+        policy.zero_grad()
+        loss = task.loss(policy, batch)
+        loss.backward()
+        gradient = parameters_to_vector([p.grad for p in policy.parameters()])
+        for share in (loss.detach(), gradient):
+            dist.all_reduce(share)
+        with torch.no_grad():
+            stepped = parameters_to_vector(policy.parameters()) - RATE * gradient
+            vector_to_parameters(stepped, policy.parameters())
+        told.append((loss.item(), gradient))
+    return told
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=RANKS)
+    samples, old, advantages = rollouts(new_policy())  # the same in every process
+    weights = torch.tensor([1 / (len(samples) * (len(ids) - PROMPT)) for ids in samples])
+    tasks = [task(samples, old, advantages, weights) for task in (Folded, Independent)]
+    folded, independent = (train(task) for task in tasks)
+    if rank == 0:
+        report(tasks[0].dataset, folded, independent)
+    dist.destroy_process_group()
+
+
+def report(forest, folded, independent):
+    tokens, folded_tokens, pairs, folded_pairs = forest.saving
+    print(
+        f"{forest.samples} rollouts: {tokens} tokens fold to {folded_tokens}, {pairs} pairs to {folded_pairs}"
+    )
+    for step, ((loss, gradient), (other, expected)) in enumerate(zip(folded, independent, strict=True)):
+        apart = ((gradient - expected).abs().max() / expected.abs().max()).item()
+        print(
+            f"step {step}: loss {loss:.6f} folded, {other:.6f} not; gradients {apart:.0e} of the largest apart"
+        )
+        if apart > TOLERANCE or abs(loss - other) > TOLERANCE:
+            raise SystemExit("folded and independent samples must agree")
+
+
+if __name__ == "__main__":
+    print_savings()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, (folder,), nprocs=RANKS)

@@ -1,0 +1,222 @@
+"""Folding samples: rows, positions and masks are those of the samples, nothing shared is held twice."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apportion.ir import bands, masks
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.errors import ConfigError
+from apportion.ir.forest import Forest, Saving, fold
+
+ROLLOUTS = Path(__file__).resolve().parents[2] / "examples/rollouts"
+property_test = settings(max_examples=150, derandomize=True, deadline=None, database=None)
+samples = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+def rows_of(forest: Forest, sample: int) -> list[int]:
+    return forest.rows[forest.starts[sample] : forest.starts[sample + 1]].tolist()
+
+
+def seen_by(forest: Forest) -> list[list[int]]:
+    """The flat rows that each flat row sees, from the masks of the trees."""
+    found = []
+    for tree, (mask, length) in enumerate(zip(forest.masks, forest.lengths.tolist(), strict=True)):
+        allowed = bands.dense(mask.bands(length), length, length)
+        found += [(np.flatnonzero(row) + forest.trees[tree]).tolist() for row in allowed]
+    return found
+
+
+def check(forest: Forest, held: list[list[int]]) -> None:
+    """Every sample is there, sees itself causally and nothing else, at its own positions."""
+    seen, weights = seen_by(forest), Counter[int]()
+    for sample, ids in enumerate(held):
+        rows = rows_of(forest, sample)
+        assert forest.tokens[rows].tolist() == ids
+        assert forest.position_ids[rows].tolist() == list(range(len(ids)))
+        assert [seen[row] for row in rows] == [sorted(rows[: i + 1]) for i in range(len(rows))]
+        begin, end = forest.trees[forest.tree_of[sample]], forest.trees[forest.tree_of[sample] + 1]
+        assert all(begin <= row < end for row in rows)
+        weights.update(rows)
+    assert forest.weights.tolist() == [weights[row] for row in range(len(forest.tokens))]
+    assert forest.weights.min() >= 1
+
+
+# ---- what holds for all samples
+
+
+@property_test
+@given(samples)
+def test_a_row_is_a_distinct_prefix(held: list[list[int]]) -> None:
+    forest = fold(held)
+    check(forest, held)
+    prefixes = Counter(tuple(ids[: i + 1]) for ids in held for i in range(len(ids)))
+    assert len(forest.tokens) == len(prefixes)
+    assert sorted(forest.weights.tolist()) == sorted(prefixes.values())
+    assert len(forest) == len({ids[0] for ids in held})
+
+
+@property_test
+@given(samples)
+def test_nodes_are_cut_only_where_samples_part_or_end(held: list[list[int]]) -> None:
+    forest = fold(held)
+    ends = {rows_of(forest, sample)[-1] for sample in range(len(held))}
+    for tree, mask in enumerate(forest.masks):
+        stops = forest.trees[tree] + np.cumsum([length for _, length in mask.nodes])
+        children = Counter(parent for parent, _ in mask.nodes)
+        assert all(children[i] > 1 or int(stop) - 1 in ends for i, stop in enumerate(stops))
+
+
+@property_test
+@given(samples, st.integers(1, 5))
+def test_what_is_shared_has_the_least_length(held: list[list[int]], least: int) -> None:
+    forest = fold(held, min_length=least)
+    check(forest, held)
+    for tree, mask in enumerate(forest.masks):
+        starts = forest.trees[tree] + np.cumsum([0, *(length for _, length in mask.nodes)])
+        for start, (_, length) in zip(starts[:-1], mask.nodes, strict=True):
+            assert forest.weights[start] == 1 or length >= least
+    assert fold(held).saving.folded_tokens <= len(forest.tokens) <= sum(map(len, held))
+
+
+@property_test
+@given(samples, st.lists(st.integers(-1, 1), min_size=9, max_size=9))
+def test_groups_are_trees_of_their_own(held: list[list[int]], groups: list[int]) -> None:
+    forest = fold(held, groups[: len(held)])
+    check(forest, held)
+    for a, b in permutations(range(len(held)), 2):
+        if groups[a] != groups[b]:
+            assert not set(rows_of(forest, a)) & set(rows_of(forest, b))
+    alone = [
+        fold([ids for ids, of in zip(held, groups, strict=False) if of == g])
+        for g in set(groups[: len(held)])
+    ]
+    assert len(forest.tokens) == sum(len(one.tokens) for one in alone)
+
+
+@property_test
+@given(samples)
+def test_the_order_is_that_of_the_samples(held: list[list[int]]) -> None:
+    forest = fold(held)
+    first_seen = list(dict.fromkeys(forest.tree_of.tolist()))
+    assert first_seen == sorted(first_seen)
+    for tree, mask in enumerate(forest.masks):
+        starts = forest.trees[tree] + np.cumsum([0, *(length for _, length in mask.nodes)])
+        holder = [next(s for s in range(len(held)) if start in rows_of(forest, s)) for start in starts[:-1]]
+        for node, (parent, _) in enumerate(mask.nodes[1:], 1):
+            siblings = [holder[i] for i, (above, _) in enumerate(mask.nodes) if above == parent]
+            assert siblings == sorted(siblings)
+            assert parent == node - 1 or any(above == parent for above, _ in mask.nodes[parent + 1 : node])
+
+
+# ---- worked examples
+
+
+def test_the_picture_of_the_module() -> None:
+    forest = fold([[5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4]])
+    assert forest.tokens.tolist() == [5, 6, 7, 8, 9, 3, 4]
+    assert forest.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 2]
+    assert forest.weights.tolist() == [3, 3, 2, 1, 1, 1, 1]
+    assert forest.rows.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 0, 1, 6]
+    assert forest.masks == (masks.tree([(-1, 2), (0, 1), (1, 2), (1, 1), (0, 1)]),)
+    assert forest.saving == Saving(tokens=12, folded_tokens=7, pairs=15 + 10 + 6, folded_pairs=22)
+
+
+@pytest.mark.parametrize(
+    ("held", "nodes"),
+    [
+        ([[4, 4, 1]], [(-1, 3)]),
+        ([[4, 1], [4, 1], [4, 1]], [(-1, 2)]),
+        ([[4, 1], [4]], [(-1, 1), (0, 1)]),
+        ([[4], [4, 1], [4, 1, 2]], [(-1, 1), (0, 1), (1, 1)]),
+    ],
+)
+def test_samples_that_are_equal_or_begin_each_other(
+    held: list[list[int]], nodes: list[tuple[int, int]]
+) -> None:
+    forest = fold(held)
+    check(forest, held)
+    assert forest.masks == (masks.tree(nodes),)
+
+
+def test_short_ends_are_repeated_as_short_beginnings_are() -> None:
+    assert fold([[1, 2], [1, 2]], min_length=3).lengths.tolist() == [2, 2]
+    assert fold([[1, 2, 3, 4], [1, 2, 3, 5], [1, 6]], min_length=2).lengths.tolist() == [5, 2]
+    assert fold([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]], min_length=3).lengths.tolist() == [6, 3]
+
+
+def test_ids_are_compared_as_numbers_and_arrays_are_samples() -> None:
+    held = [np.array([300, 2**31 - 1]), np.array([300, 255], np.uint16), (300, 256)]
+    forest = fold(held)
+    assert forest.tokens.tolist() == [300, 2**31 - 1, 255, 256]
+
+
+def test_a_forest_is_a_dataset() -> None:
+    forest = fold([[1, 2, 3], [4, 5], [1, 2, 6]])
+    assert (len(forest), forest.samples, forest.lengths.tolist()) == (2, 3, [4, 2])
+    assert [tree.tolist() for tree in forest] == [[1, 2, 3, 6], [4, 5]]
+    pieces = (Sequence(len(forest[i]), forest.masks[i]) for i in range(len(forest)))
+    batch = Batch.from_sequences(pieces)
+    assert batch.positions().tolist() == forest.position_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (([],), "samples"),
+        (([[1], []],), "samples[1]"),
+        (([[1], [2, -1]],), "samples[1][1]"),
+        (([[1.5]],), "samples[0][0]"),
+        (([np.ones((2, 2), int)],), "samples[0]"),
+        (([[2**31]],), "samples[0][0]"),
+        (([[1]], [0, 0]), "groups"),
+        (([[1]], None, 0), "min_length"),
+    ],
+)
+def test_what_cannot_be_folded_is_named(arguments: tuple[object, ...], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fold(*arguments)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+# ---- what real rollouts save, counted by hand
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"), [("rollout_math_g8", 50), ("rollout_gsm8k_g4", 659), ("grpo_r1_g8", 60)]
+)
+def test_rollouts_save_what_counting_says(name: str, groups: int) -> None:
+    """Only lengths are published: prompts are shared, and responses differ from their first token on."""
+    counted = json.loads((ROLLOUTS / f"{name}.json").read_text())["groups"][:groups]
+    held, prompts, apart = [], [], [0, 0]
+    together = [0, 0]
+    for number, (prompt, responses) in enumerate(counted):
+        together = [together[0] + prompt, together[1] + prompt * (prompt + 1) // 2]
+        for i, response in enumerate(responses):
+            held.append(np.append(np.full(prompt, 1000 + number), np.full(response, i)))
+            prompts.append(number)
+            apart = [
+                apart[0] + prompt + response,
+                apart[1] + (prompt + response) * (prompt + response + 1) // 2,
+            ]
+            together = [
+                together[0] + response,
+                together[1] + prompt * response + response * (response + 1) // 2,
+            ]
+    forest = fold(held, prompts)
+    assert forest.saving == Saving(apart[0], together[0], apart[1], together[1])
+    assert len(forest) == groups
+    assert forest.masks[0] == masks.tree(
+        [(-1, counted[0][0]), *((0, response) for response in counted[0][1])]
+    )
+    if groups < 100:
+        pieces = [Sequence(int(n), mask) for n, mask in zip(forest.lengths, forest.masks, strict=True)]
+        assert Batch.from_sequences(pieces).area("default") == together[1]

@@ -1,0 +1,155 @@
+"""GRPO of a small policy: on independent samples, one after another, and on the forest that they fold into."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from loading import HereSource
+
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.cluster import Cluster
+from apportion.ir.job import Job
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy
+from apportion.planner.recipes import find_recipe
+from apportion.trainer import trees
+from apportion.trainer.attention import planned_attention
+from apportion.trainer.decoder import Decoder, DecoderConfig
+from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.plain import plain_attention
+
+VOCABULARY = 11
+CONFIG = DecoderConfig(
+    VOCABULARY, hidden=16, ffn=24, q_heads=2, kv_heads=1, head_dim=8, kinds=("default",) * 2
+)
+CLIP, KL = 0.2, 0.04
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class Rollouts:
+    """Two prompts; their samples part after it, later, or never, and one ends where another goes on."""
+
+    def __init__(self):
+        rng = np.random.default_rng(3)
+        ids = [rng.integers(0, VOCABULARY, size) for size in (9, 13, 7, 5, 21, 4)]
+        first, second, a, b, c, d = ids
+        held = [
+            (first, a, c),
+            (first, a, b),
+            (first, a),
+            (first, d, c),
+            (first, d, c),
+            (second, b),
+            (second, a, d),
+        ]
+        self.samples = [np.concatenate(parts) for parts in held]
+        self.groups = [0] * 5 + [1] * 2
+        prompts = [len(parts[0]) for parts in held]
+        self.counts = [torch.arange(len(ids)) >= n for ids, n in zip(self.samples, prompts, strict=True)]
+        rewards = torch.from_numpy(rng.standard_normal(len(held)))
+        self.advantages = torch.cat([(part - part.mean()) / part.std() for part in rewards.split([5, 2])])
+        self.old, self.reference = self._log_probs(rng), self._log_probs(rng)
+        self.weights = torch.tensor([1 / (len(held) * int(counts.sum())) for counts in self.counts])
+
+    def _log_probs(self, rng):
+        return [torch.from_numpy(rng.normal(-np.log(VOCABULARY), 0.3, len(ids))) for ids in self.samples]
+
+
+def grpo(log_probs, old, reference, advantages, weights):
+    """The clipped objective with its KL term (Shao et al., 2024), each an entry a prediction or a number."""
+    ratio, away = (log_probs - old).exp(), reference - log_probs
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return ((KL * (away.exp() - away - 1) - gain) * weights).sum()
+
+
+def policy(dtype):
+    torch.manual_seed(0)
+    return Decoder(CONFIG).to(dtype)
+
+
+def attention_of(batch):
+    return lambda q, k, v, kind: plain_attention(q, k, v, batch, kind)
+
+
+def independent(dtype):
+    """(loss, gradients) of the samples, one by one."""
+    held, model = Rollouts(), policy(DTYPES[dtype])
+    losses = []
+    for i, ids in enumerate(held.samples):
+        tokens, positions = torch.from_numpy(ids), torch.arange(len(ids))
+        logits = model(tokens, positions, attention_of(Batch.from_lengths([len(ids)])))
+        log_probs = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        counts = held.counts[i][1:]
+        columns = (log_probs, held.old[i][1:], held.reference[i][1:])
+        losses.append(grpo(*(x[counts] for x in columns), held.advantages[i], held.weights[i]))
+    return result(sum(losses), model)
+
+
+def folded_loss(model, held, forest, logits, batch=None):
+    found = trees.unfold(forest, batch, held.counts)
+    known = (held.old, held.reference, held.advantages, held.weights)
+    return grpo(found.log_probs(logits), *(found.take(values) for values in known))
+
+
+def folded(dtype, **options):
+    """(loss, gradients) of the forest in one process."""
+    held, model = Rollouts(), policy(DTYPES[dtype])
+    forest = trees.fold(held.samples, **options)
+    pieces = (Sequence(int(n), mask) for n, mask in zip(forest.lengths, forest.masks, strict=True))
+    batch = Batch.from_sequences(pieces)
+    tokens, positions = torch.from_numpy(forest.tokens), torch.from_numpy(forest.position_ids)
+    return result(folded_loss(model, held, forest, model(tokens, positions, attention_of(batch))), model)
+
+
+def on_ranks(comm, dtype, options, tokens=128, rows_multiple=1):
+    """(loss, gradients) of this rank's share of the forest, as a loader hands it out."""
+    held, model = Rollouts(), policy(DTYPES[dtype])
+    forest = trees.fold(held.samples, **options)
+    losses = []
+    for batch in loader_of(comm, forest, dtype, tokens, rows_multiple):
+        logits = model(batch.tokens, batch.position_ids, planned(batch))
+        losses.append(folded_loss(model, held, forest, logits, batch))
+    return (*result(sum(losses), model), len(losses))
+
+
+def sequence_ratios(comm, dtype):
+    """(loss, gradients) of an objective on ratios of whole samples, of which every rank computes an even share."""
+    held, model = Rollouts(), policy(DTYPES[dtype])
+    forest = trees.fold(held.samples, held.groups)
+    (batch,) = loader_of(comm, forest, dtype)
+    found = trees.unfold(forest, batch, held.counts)
+    log_probs = found.log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
+    wholes = found.gather(log_probs)
+    loss = sequence_loss(held, [whole[counts] for whole, counts in zip(wholes, held.counts, strict=True)])
+    return result(loss / comm.ranks, model)
+
+
+def sequence_loss(held, log_probs):
+    old = torch.stack([x[counts].mean() for x, counts in zip(held.old, held.counts, strict=True)])
+    ratios = (torch.stack([x.mean() for x in log_probs]) - old).exp()
+    return -(ratios * held.advantages).sum()
+
+
+def independent_sequences(dtype):
+    held, model = Rollouts(), policy(DTYPES[dtype])
+    found = []
+    for ids, counts in zip(held.samples, held.counts, strict=True):
+        tokens = torch.from_numpy(ids)
+        logits = model(tokens, torch.arange(len(ids)), attention_of(Batch.from_lengths([len(ids)])))
+        found.append(logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0][counts[1:]])
+    return result(sequence_loss(held, found), model)
+
+
+def loader_of(comm, dataset, dtype, tokens=128, rows_multiple=1):
+    model = Model(2, 1, 8, dtype=dtype)
+    job = Job(Cluster(1, comm.ranks), model, Policy(find_recipe("fcp")), tokens // comm.ranks, 2)
+    return PlannedLoader(dataset, source=HereSource(job), communicator=comm, rows_multiple=rows_multiple)
+
+
+def planned(batch):
+    return lambda q, k, v, kind: planned_attention(q, k, v, batch.handle, kind)
+
+
+def result(loss, model):
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten().double() for p in model.parameters()]).numpy()

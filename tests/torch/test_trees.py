@@ -1,0 +1,190 @@
+"""Losses and gradients of folded samples are those of independent ones, whoever holds which rows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jobs_trees
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs_trees import Rollouts
+
+import apportion as ap
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.trainer import trees
+from apportion.trainer.attention import Communicator
+
+ROOT = Path(__file__).resolve().parents[2]
+GRADIENTS = {"fp32": 1e-6, "fp64": 1e-14}  # of the largest
+OPTIONS = ({}, {"groups": [0] * 5 + [1] * 2}, {"min_length": 6}, {"min_length": 1000})
+
+
+def agree(found, expected, dtype):
+    loss, gradients = found
+    assert loss == pytest.approx(expected[0], rel=10 * GRADIENTS[dtype])
+    largest = np.abs(expected[1]).max()
+    assert largest > 1e-3
+    assert np.abs(gradients - expected[1]).max() <= GRADIENTS[dtype] * largest
+
+
+# ---- against independent samples
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_folded_grpo_is_independent_grpo(dtype, options):
+    agree(jobs_trees.folded(dtype, **options), jobs_trees.independent(dtype), dtype)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "fp64"), (2, "fp32"), (4, "fp32"), (4, "fp64")])
+def test_ranks_shares_add_up(pool, ranks, dtype):
+    found = pool.run(jobs_trees.on_ranks, ranks, dtype, OPTIONS[1])
+    assert {microbatches for *_, microbatches in found} == {1}
+    together = sum(loss for loss, *_ in found), sum(gradients for _, gradients, _ in found)
+    agree(together, jobs_trees.independent(dtype), dtype)
+
+
+def test_trees_in_several_microbatches_and_padded_rows(pool):
+    found = pool.run(jobs_trees.on_ranks, 3, "fp64", OPTIONS[1], 75, 8)
+    assert {microbatches for *_, microbatches in found} == {2}
+    together = sum(loss for loss, *_ in found), sum(gradients for _, gradients, _ in found)
+    agree(together, jobs_trees.independent("fp64"), "fp64")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_needs_whole_samples_is_gathered(pool, ranks):
+    found = pool.run(jobs_trees.sequence_ratios, ranks, "fp64")
+    together = sum(loss for loss, _ in found), sum(gradients for _, gradients in found)
+    agree(together, jobs_trees.independent_sequences("fp64"), "fp64")
+
+
+# ---- worked examples
+
+
+def batch_of(samples, tokens):
+    """A batch as far as its rows go."""
+    alone = SimpleNamespace(communicator=Communicator())
+    sample_ids, local_to_sample = torch.tensor([samples, tokens], dtype=torch.int64).view(2, -1)
+    return SimpleNamespace(sample_ids=sample_ids, local_to_sample=local_to_sample, handle=alone)
+
+
+PICTURE = ([5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4])
+
+
+def test_a_row_where_samples_part_predicts_each_of_their_tokens():
+    found = ap.trees.unfold(ap.trees.fold(PICTURE))
+    assert found.row.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1]
+    assert found.target.tolist() == [6, 7, 8, 9, 6, 7, 3, 6, 4]
+    assert found.sample.tolist() == [0] * 4 + [1] * 3 + [2] * 2
+    assert found.token.tolist() == [1, 2, 3, 4, 1, 2, 3, 1, 2]
+    logits = torch.randn(7, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = logits.log_softmax(-1)[found.row, found.target]
+    torch.testing.assert_close(found.log_probs(logits), expected)
+    torch.testing.assert_close(found.log_probs(logits[None]), expected)
+    assert found.log_probs(logits.bfloat16()).dtype == torch.float32
+
+
+def test_values_are_taken_by_sample_and_by_token_and_go_back():
+    found = trees.unfold(trees.fold(PICTURE))
+    assert found.take(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1] * 4 + [2] * 3 + [3] * 2
+    padded = torch.tensor([[0, 1, 2, 3, 4], [10, 11, 12, 13, 0], [20, 21, 22, 0, 0]])
+    ragged = [row[: len(ids)] for row, ids in zip(padded, PICTURE, strict=True)]
+    assert found.take(padded).tolist() == found.take(ragged).tolist() == [1, 2, 3, 4, 11, 12, 13, 21, 22]
+    back = found.gather(found.take(padded))
+    assert [x.tolist() for x in back] == [[0, *x.tolist()[1:]] for x in ragged]
+
+
+def test_a_loss_mask_leaves_predictions_out():
+    forest = trees.fold(PICTURE)
+    found = trees.unfold(forest, loss_mask=[torch.arange(len(ids)) >= 3 for ids in PICTURE])
+    assert (found.token.tolist(), found.row.tolist(), found.predicting.tolist()) == (
+        [3, 4, 3],
+        [2, 3, 2],
+        [2, 3],
+    )
+    nothing = trees.unfold(forest, loss_mask=torch.zeros(3))
+    assert len(nothing) == 0
+    logits = torch.randn(7, 10, requires_grad=True)
+    nothing.log_probs(logits).sum().backward()
+    assert logits.grad.abs().sum() == 0
+
+
+def test_rows_may_be_anywhere_and_padding_predicts_nothing():
+    forest = trees.fold([*PICTURE, [1, 2, 3]])
+
+    found = trees.unfold(forest, batch_of([1, 0, 0, -1], [1, 5, 2, -1]))
+    assert found.row.tolist() == [2, 2, 0]
+    assert found.target.tolist() == [8, 3, 3]
+    assert (found.sample.tolist(), found.token.tolist()) == ([0, 1, 3], [3, 3, 2])
+    values = [torch.arange(n) for n in (5, 4, 3, 3)]
+    for held in (found, trees.unfold(forest, batch_of([1, 1], [1, 0]))):
+        assert held.take(values).tolist() == held.token.tolist()
+    assert trees.unfold(forest, batch_of([-1], [-1])).take(values).tolist() == []
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=7), st.randoms())
+def test_every_token_of_every_sample_is_predicted_once(samples, random):
+    forest = trees.fold(samples)
+    owner, seen = [random.randrange(3) for _ in forest.tokens], []
+    for rank in range(3):
+        flat = [row for row, of in enumerate(owner) if of == rank]
+        random.shuffle(flat)
+        tree = [int(np.searchsorted(forest.trees, row, side="right")) - 1 for row in flat]
+        place = [row - int(forest.trees[of]) for row, of in zip(flat, tree, strict=True)]
+        found = trees.unfold(forest, batch_of(tree, place))
+        for row, *prediction in zip(found.row, found.target, found.sample, found.token, strict=True):
+            sample, token = int(prediction[1]), int(prediction[2])
+            assert flat[row] == forest.rows[forest.starts[sample] + token - 1]
+            seen.append((sample, token, int(prediction[0])))
+    assert sorted(seen) == [(i, t, ids[t]) for i, ids in enumerate(samples) for t in range(1, len(ids))]
+
+
+def test_the_example_counts_and_agrees():
+    """Its table is what counting lengths says; it ends with an error where gradients do not agree."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/grpo_tree.py"], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for path in sorted((ROOT / "examples/rollouts").glob("*.json")):
+        groups = json.loads(path.read_text())["groups"]
+        alone = sum(prompt + answer for prompt, answers in groups for answer in answers)
+        folded = sum(prompt + sum(answers) for prompt, answers in groups)
+        (row,) = (line.split() for line in lines if line.startswith(path.stem))
+        assert row[1:3] == [f"{alone:,}", f"{folded:,}"]
+    apart = [float(line.split()[-5]) for line in lines if line.startswith("step")]
+    assert len(apart) == 3
+    assert max(apart) < 1e-6
+
+
+# ---- mistakes
+
+
+def test_what_does_not_fit_is_named():
+    found = trees.unfold(trees.fold(PICTURE))
+    for values in (torch.zeros(2), [torch.zeros(5)] * 2):
+        with pytest.raises(ConfigError, match="each of the 3 samples"):
+            found.take(values)
+    with pytest.raises(ConfigError, match=r"values\[1\].*4 tokens"):
+        found.take([torch.zeros(5), torch.zeros(3), torch.zeros(3)])
+
+
+@pytest.mark.parametrize(("sample", "token"), [(1, 0), (0, 7)])
+def test_a_batch_of_another_dataset_is_refused(sample, token):
+    with pytest.raises(ExecutionError, match=f"row 1 is token {token} of item {sample}"):
+        trees.unfold(trees.fold(PICTURE), batch_of([0, sample], [0, token]))
+
+
+def test_rollouts_of_the_tests_fold():
+    held = Rollouts()
+    forest = trees.fold(held.samples, held.groups)
+    assert len(forest) == 2
+    assert forest.saving.folded_tokens < 0.6 * forest.saving.tokens
