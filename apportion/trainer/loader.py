@@ -79,8 +79,8 @@ class PlannedLoader:
 
     stream: of the job at a service; each has its own passes: training is one, evaluation beside it another. replicas:
     where several groups of ranks train on one job (data parallel over context parallel), a process group of the ranks
-    that have this rank's place in each of them; `communicator` names the ranks of this group. Microbatches of the
-    default order are dealt out to the groups, each of which has a stream of its own; `valid_tokens` counts all of them.
+    that have this rank's place in each of them; `communicator` names the ranks of this group. Iterations of the
+    default order are dealt out to the groups in turn, each has a stream of its own, and `valid_tokens` counts all.
 
     rows_multiple: every rank's rows are padded to a multiple of it, and are at least one; padding has no labels and
     changes neither loss nor gradients. drop_last: leaves out an iteration of fewer microbatches than the others.

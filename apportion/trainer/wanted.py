@@ -81,18 +81,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Deal:
-    """Which part of the order is this group's: every `groups`-th microbatch, from number `group` on."""
+    """Which part of the order is this group's: every `groups`-th iteration, from number `group` on."""
 
     group: int = 0
     groups: int = 1
 
-    def of(self, epoch: Sequence[Sequence[Ints]], microbatches: int) -> list[list[Ints]]:
-        """The group's iterations. All groups get equally many microbatches; what is over at the end is left out."""
-        if self.groups == 1:
-            return [list(iteration) for iteration in epoch]
-        flat = [microbatch for iteration in epoch for microbatch in iteration]
-        own = flat[self.group : len(flat) - len(flat) % self.groups : self.groups]
-        return [own[i : i + microbatches] for i in range(0, len(own), microbatches)]
+    def of(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
+        """The group's iterations. In each turn all groups get equally many microbatches; a last turn in which they
+        would not is left out."""
+        turns = zip(*(epoch[group :: self.groups] for group in range(self.groups)), strict=False)
+        return [turn[self.group] for turn in turns if len({len(iteration) for iteration in turn}) == 1]
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Draw:
     def __iter__(self) -> Iterator[Any]:
         if self.sampling is not None:
             most = self.sampling.microbatches
-            own = self.deal.of(self.sampling.epoch(self.epoch), most)
+            own = self.deal.of(self.sampling.epoch(self.epoch))
             return iter([one for one in own if len(one) == most] if self.drop_last else own)
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:

@@ -13,6 +13,7 @@ from apportion.ir import masks
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.loader import PlannedLoader
 from apportion.trainer.loss import IGNORED
+from apportion.trainer.wanted import Deal
 
 
 def loader_of(dataset=None, source=None, **options):
@@ -162,8 +163,8 @@ def test_groups_share_an_order_and_count_all_labels(pool):
     results = pool.run(jobs_seam.groups, 8, {"shuffle": False})
     assert results[:4] == results[:1] * 4
     assert results[4:] == results[4:5] * 4
-    dealt = [sample for pair in zip(results[0], results[4], strict=True) for b in pair for sample in b[4]]
-    assert dealt == sorted(dealt)  # one order, in turn
+    dealt = [sample for b in results[0] + results[4] for sample in b[4]]
+    assert dealt == list(range(len(LENGTHS)))  # one order, in turn
     for mine, other in zip(results[0], results[4], strict=True):
         assert mine[:4] == other[:4]
     by_iteration = {}
@@ -171,6 +172,22 @@ def test_groups_share_an_order_and_count_all_labels(pool):
         count = sum(LENGTHS[sample] - 1 for sample in samples)
         by_iteration[number] = (valid, by_iteration.get(number, (0, 0))[1] + count)
     assert all(valid == count for valid, count in by_iteration.values())
+
+
+@pytest.mark.parametrize(
+    ("iterations", "groups", "own"),
+    [
+        ([2, 2, 2, 2], 2, [[0, 2], [1, 3]]),
+        ([2, 2, 2, 1], 2, [[0], [1]]),
+        ([2, 2, 1], 2, [[0], [1]]),
+        ([1, 1, 1], 1, [[0, 1, 2]]),
+        ([1], 2, [[], []]),
+    ],
+)
+def test_groups_get_iterations_in_turn_and_equally_many_microbatches(iterations, groups, own):
+    epoch = [[np.array([number])] * count for number, count in enumerate(iterations)]
+    for group in range(groups):
+        assert [int(dealt[0][0]) for dealt in Deal(group, groups).of(epoch)] == own[group]
 
 
 def test_groups_with_orders_of_their_own_take_equal_steps(pool):
