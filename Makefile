@@ -2,6 +2,7 @@
 #
 #   make demo     plan real document lengths, train on 4 CPU processes, compare with one process
 #   make test     lint, types, import contract, all tests with branch coverage
+#   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
 #   make lint     the first three of these
 #   make bench    the planning benchmark, one core
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
@@ -21,12 +22,13 @@ TORCH  ?= torch==2.13.0
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+TRAINERS := $(VENV)-trainers
 
 # Numbers and times must not depend on how many threads a library likes to start.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint bench targets auto pictures compare execution soak fuzz kernels conformance clean
+.PHONY: help demo test test-trainers lint bench targets auto pictures compare execution soak fuzz kernels conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +55,18 @@ lint: $(READY)
 test: lint
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 	$(BIN)/pytest tests/service tests/torch tests/pure -n 2 --dist loadfile --cov --cov-report=term:skip-covered
+
+# The trainers' packages stay out of the environment of all else. No package may bring another torch.
+$(TRAINERS)/.ready: pyproject.toml tests/trainers/requirements.txt
+	@echo "Setting up $(TRAINERS) (a few minutes the first time) ..."
+	@$(PYTHON) -m venv $(TRAINERS)
+	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)"
+	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)" --editable ".[numba,torch]" hypothesis pytest \
+	  --requirement tests/trainers/requirements.txt
+	@touch $@
+
+test-trainers: $(TRAINERS)/.ready
+	$(TRAINERS)/bin/pytest tests/trainers
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/planning.py
@@ -85,6 +99,6 @@ conformance: $(READY)
 	$(BIN)/pytest tests/torch/stage --full -n 2
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
+	rm -rf $(VENV) $(TRAINERS) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
 	  .coverage .coverage.* .demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

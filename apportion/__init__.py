@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from apportion.trainer import trees
     from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
     from apportion.trainer.batch import PlannedBatch
+    from apportion.trainer.gradients import sum_gradients
     from apportion.trainer.loader import PlannedLoader
     from apportion.trainer.loss import normalised_loss
     from apportion.trainer.pingpong import PingPongLayer, ping_pong, ping_pong_attention
@@ -83,6 +84,7 @@ _HOMES = {
     "apportion.trainer": ("trees",),
     "apportion.trainer.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
     "apportion.trainer.batch": ("PlannedBatch",),
+    "apportion.trainer.gradients": ("sum_gradients",),
     "apportion.trainer.loader": ("PlannedLoader",),
     "apportion.trainer.loss": ("normalised_loss",),
     "apportion.trainer.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),

@@ -1,0 +1,71 @@
+"""Gradients that are summed: every rank's loss is its share of one mean (`normalised_loss`), and the shares add up.
+
+DDP and FSDP average instead, which makes every gradient too small by the number of ranks.
+"""
+
+# no annotations from __future__: DDP looks at those of its hooks
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from apportion.ir.errors import ConfigError
+
+
+def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
+    """Makes the gradients of `model` sums over the ranks; returns it.
+
+    DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward, and gradients are summed
+    where they were averaged; `group` is what the module was wrapped with. Any other module: call it on every rank after
+    the last backward of each optimizer step; it adds up `.grad` over the ranks of `group` (None: all), with zeros for a
+    rank that has none. Raises ConfigError for FSDP1, which can only average.
+    """
+    inner = getattr(model, "_orig_mod", model)  # torch.compile
+    sharded = [module for module in inner.modules() if isinstance(module, FSDPModule)]
+    if any(isinstance(module, FullyShardedDataParallel) for module in inner.modules()):
+        remedy = "use fully_shard, or normalised_loss(…, averaged_over=ranks)"
+        raise ConfigError("model", "FullyShardedDataParallel", "averages gradients", remedy)
+    if isinstance(inner, DistributedDataParallel):
+        inner.register_comm_hook(inner.process_group, _summed)
+    elif sharded:
+        _sum_shards(sharded)
+    elif dist.is_initialized():
+        _add_up(inner, group)
+    return model
+
+
+def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def _sum_shards(modules: list[FSDPModule]) -> None:
+    """gloo has no sum that multiplies first: the factor is applied apart."""
+    for module in modules:
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+
+
+def _add_up(model: nn.Module, group: Any) -> None:
+    """A parameter without a gradient on all ranks keeps none."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not params:
+        return
+    held = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
+    works = [dist.all_reduce(grad, group=group, async_op=True) for grad in _grads(params, held.tolist())]
+    for work in works:
+        work.wait()
+
+
+def _grads(params: list[nn.Parameter], held: list[int]) -> Iterator[Tensor]:
+    for param, has in zip(params, held, strict=True):
+        if has:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            yield param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad

@@ -1,0 +1,89 @@
+"""Lightning on planned batches.
+
+    class Net(Planned, LightningModule):
+        def training_step(self, batch, index):          batch: PlannedBatch on the module's device
+            logits = self.net(batch.tokens, batch.position_ids, batch.handle)
+            return self.shared_loss(batch, normalised_loss(logits, batch.labels, batch.valid_tokens))
+
+    trainer.fit(Net(), PlannedBatches(loader), PlannedBatches(evaluated, training=False))
+
+Written for lightning 2.6; N ranks are N data-parallel ranks to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.trainer.batch import PlannedBatch
+from apportion.trainer.epochs import Epochs
+from apportion.trainer.loader import PlannedLoader
+
+try:
+    import lightning  # noqa: F401
+except ModuleNotFoundError as error:
+    raise MissingDependencyError("lightning", "lightning", "apportion.trainer.lightning") from error
+
+
+class PlannedBatches:
+    """A loader as Lightning's data. Its state is in Lightning's checkpoints, and a resumed run gets the batches that
+    would have come. training: False for validation and tests, of which every epoch is the whole pass. Raises
+    ConfigError where epochs are not whole steps."""
+
+    def __init__(self, loader: PlannedLoader, training: bool = True) -> None:
+        self.epochs = Epochs(loader, loader.job.microbatches if training else None)
+
+    def __len__(self) -> int:
+        return len(self.epochs)
+
+    def __iter__(self) -> Iterator[Arriving]:
+        return map(Arriving, self.epochs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.epochs.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epochs.load_state_dict(state)
+
+
+class Arriving:
+    """A batch on its way to the device: what Lightning moves is the PlannedBatch from then on."""
+
+    def __init__(self, batch: PlannedBatch) -> None:
+        self._batch = batch
+
+    def to(self, device: torch.device, **options: Any) -> PlannedBatch:
+        return self._batch.to(device, **options)
+
+
+class Planned:
+    """Mixed into a LightningModule, before it."""
+
+    trainer: Any
+    _shares: dict[str, Tensor]
+
+    def shared_loss(self, batch: PlannedBatch, share: Tensor, name: str | None = None) -> Tensor:
+        """What a step returns of `share`, this rank's part of the mean loss (`normalised_loss`): times what Lightning
+        divides by, microbatches and the ranks over which gradients are averaged. Logs the mean over all tokens of the
+        iteration as `name` ("train_loss", "val_loss" in validation); over an epoch Lightning makes the mean over
+        tokens. Every rank calls it. Raises ConfigError where a step is not an iteration."""
+        trainer, stage = self.trainer, "train" if self.trainer.training else "val"
+        steps = batch.microbatch + 1 == trainer.accumulate_grad_batches
+        if trainer.training and steps != batch.is_last:
+            rule, given = "a step must be an iteration", trainer.accumulate_grad_batches
+            remedy = "give it as many as the loader's microbatches"
+            raise ConfigError("accumulate_grad_batches", given, rule, remedy)
+        self._log(batch, share.detach(), name or f"{stage}_loss")
+        averaged = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
+        return share * averaged * trainer.accumulate_grad_batches
+
+    def _log(self, batch: PlannedBatch, share: Tensor, name: str) -> None:
+        held = self.__dict__.setdefault("_shares", {})
+        held[name] = share if batch.microbatch == 0 else held[name] + share
+        if batch.is_last:
+            mean = self.trainer.strategy.reduce(held[name].clone(), reduce_op="sum")
+            self.log(name, mean, batch_size=batch.valid_tokens)

@@ -1,0 +1,202 @@
+"""What ranks of the pool do with models of transformers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+import transformers
+from loading import HereSource
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import apportion as ap
+from apportion.ir.hf_config import model_of
+from apportion.ir.job import Job
+from apportion.ir.policy import Policy
+from apportion.planner.recipes import find_recipe
+from apportion.trainer import hf
+
+LENGTHS = [40, 1, 97, 23, 64, 9, 130, 33]
+VOCABULARY = 128
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+LOCAL = ["sliding_attention", "full_attention"]
+#: name -> (class, its own attention, config)
+MODELS = {
+    "llama": ("Llama", "sdpa", {}),
+    "mistral": ("Mistral", "sdpa", {"sliding_window": 24}),
+    "gemma2": ("Gemma2", "eager", {"sliding_window": 24, "layer_types": LOCAL, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3", "sdpa", {"sliding_window": 24, "layer_types": LOCAL, "query_pre_attn_scalar": 8}),
+    "gpt_oss": (
+        "GptOss",
+        "eager",
+        {
+            "sliding_window": 24,
+            "layer_types": LOCAL,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.05,
+        },
+    ),
+}
+CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
+
+
+def made(name, **changes):
+    """A small model of that kind, the same on all ranks."""
+    kind, own, options = MODELS[name]
+    config, model = CLASSES.get(kind, (f"{kind}Config", f"{kind}ForCausalLM"))
+    torch.manual_seed(0)
+    config = getattr(transformers, config)(**{**SIZES, **options, **changes})
+    config._attn_implementation = own
+    found = getattr(transformers, model)(config).train()
+    with torch.no_grad():
+        for key, value in found.named_parameters():  # some are left as memory was
+            value.normal_(std=1.0 if key.endswith("sinks") else 0.05)
+    return found
+
+
+class Documents:
+    """Random tokens."""
+
+    def __init__(self, lengths=LENGTHS):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return np.random.default_rng(index).integers(0, VOCABULARY, self.lengths[index])
+
+
+def loader(model, ranks, comm=None, lengths=LENGTHS, tokens=None, microbatches=1, dtype="fp32", **options):
+    """An `hf.loader` whose plans are made in this process."""
+    tokens = -(-sum(lengths) // ranks) if tokens is None else tokens
+    shape = replace(model_of(model.config.to_dict()), dtype=dtype)
+    job = Job(ap.Cluster(1, ranks), shape, Policy(find_recipe("fcp")), tokens, microbatches)
+    options = {"shuffle": False, "communicator": comm, **options}
+    return hf.loader(Documents(lengths), model, dtype=dtype, source=HereSource(job), **options)
+
+
+def packed(documents, samples, valid, **kwargs):
+    """The documents end to end as transformers takes them: its masks follow position ids that restart."""
+    rows = [torch.from_numpy(documents[int(i)]) for i in samples]
+    nothing = torch.tensor([-100])
+    labels = torch.cat([torch.cat([ids[1:], nothing]) for ids in rows])[None]
+    return {
+        "input_ids": torch.cat(rows)[None],
+        "position_ids": torch.cat([torch.arange(len(ids)) for ids in rows])[None],
+        "labels": labels,
+        "shift_labels": labels,
+        "num_items_in_batch": valid,
+        "use_cache": False,
+        **kwargs,
+    }
+
+
+def alone(name, **changes):
+    """The model for packed documents in one process. gpt-oss makes its masks without position ids and would look into
+    other documents: it gets them from here."""
+    model = made(name, **changes)
+    if name == "gpt_oss":
+        model.model.register_forward_pre_hook(_masked, with_kwargs=True)
+    return model
+
+
+def _masked(module, args, kwargs):
+    positions = kwargs["position_ids"][0]
+    document, back = (positions == 0).cumsum(0), torch.arange(len(positions))
+    back = back[:, None] - back
+    seen = (document[:, None] == document) & (back >= 0)
+    near = seen & (back < module.config.sliding_window)
+    masks = {"full_attention": seen, "sliding_attention": near}
+    added = {
+        kind: torch.zeros(mask.shape).masked_fill(~mask, -1e30)[None, None] for kind, mask in masks.items()
+    }
+    return args, {**kwargs, "attention_mask": added}
+
+
+def gradients(model):
+    found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def furthest(own, other):
+    """The largest difference over the largest gradient."""
+    assert own.keys() == other.keys()
+    largest = max(value.abs().max() for value in other.values())
+    return float(max((own[name] - other[name]).abs().max() for name in own) / largest)
+
+
+def total(loss, comm):
+    return sum(row[0] for row in numbers(comm, loss))
+
+
+def numbers(comm, *values):
+    """Floats of every rank."""
+    rows = comm.all_gather(
+        [np.float64(float(torch.as_tensor(value).detach())).view(np.int64) for value in values]
+    )
+    return [[float(np.int64(bits).view(np.float64)) for bits in row] for row in rows]
+
+
+def agreement(comm, name, wrap="plain", checkpointed=False, autocast=False, options=(), changes=None):
+    """Of all microbatches of an epoch: how far losses are from those of the model's own attention in one process, and
+    gradients from its, over the largest."""
+    model, plain = (make(name, **(changes or {})) for make in (made, alone))
+    hf.enable(model)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    wrapped = WRAPS[wrap](model, comm)
+    batches = loader(model, comm.ranks, comm, **dict(options))
+    losses, wanted = [], []
+    for batch in batches:
+        with synced(wrapped, batch.is_last), torch.autocast("cpu", torch.bfloat16, autocast):
+            loss = wrapped(**hf.inputs(batch)).loss
+            loss.backward()
+        losses.append(total(loss, comm))
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            own = plain(**packed(batches.dataset, batch.samples, batch.valid_tokens)).loss
+        own.backward()
+        wanted.append(float(own))
+    if wrap == "plain":
+        ap.sum_gradients(model, comm._base)
+    off = max(abs(loss - own) for loss, own in zip(losses, wanted, strict=True))
+    return off, furthest(gradients(model), gradients(plain)), losses
+
+
+def in_ddp(model, comm):
+    return ap.sum_gradients(DistributedDataParallel(model, process_group=comm._base))
+
+
+def in_fsdp(model, comm):
+    mesh = DeviceMesh.from_group(comm._base, "cpu")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return ap.sum_gradients(fully_shard(model, mesh=mesh))
+
+
+WRAPS = {"plain": lambda model, comm: model, "ddp": in_ddp, "fsdp": in_fsdp}
+
+
+def synced(model, is_last):
+    """Gradients are reduced with the last microbatch of an iteration."""
+    if isinstance(model, DistributedDataParallel) and not is_last:
+        return model.no_sync()
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    return nullcontext()

@@ -1,0 +1,140 @@
+"""What ranks of the pool do with Trainer."""
+
+from __future__ import annotations
+
+import os
+
+import jobs_hf as hf_jobs
+import torch
+from jobs_hf import LENGTHS, made, packed
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from apportion.ir.errors import ConfigError
+from apportion.trainer import hf
+from apportion.trainer.hf_trainer import PlannedTrainer
+
+TRAINED = LENGTHS * 3
+EVALUATED = [33, 70, 5, 48, 90]
+
+
+def arguments(folder, accumulated=2, **options):
+    return TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        learning_rate=0.5,
+        optim="sgd",  # Adam makes steps of what is rounding in a gradient
+        num_train_epochs=2,
+        save_strategy=options.pop("save_strategy", "no"),
+        gradient_accumulation_steps=accumulated,
+        **options,
+    )
+
+
+class Dies(TrainerCallback):
+    """Ends its process after that step, as if somebody had killed it."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os._exit(1)
+
+
+def train(comm, folder, options=(), evaluated=False, resumed=None, dies=None, shuffle=False, **changes):
+    """Losses of each step, evaluation losses, gradient norms, samples of each microbatch."""
+    join(comm)
+    model, options = hf.enable(made("llama", **changes)), dict(options)
+    common = {"shuffle": shuffle, "tokens": 60}
+    train_loader = Noted(hf_jobs.loader(model, comm.ranks, lengths=TRAINED, microbatches=2, **common))
+    tested = {"stream": "eval", "lengths": EVALUATED, **common}
+    trainer = PlannedTrainer(
+        model=model,
+        args=arguments(folder, **options),
+        train_dataset=train_loader.loader,
+        eval_dataset=hf_jobs.loader(model, comm.ranks, **tested) if evaluated else None,
+        callbacks=[] if dies is None else [Dies(dies)],
+    )
+    trainer.train(resume_from_checkpoint=resumed)
+    return told(trainer), train_loader.samples
+
+
+class Noted:
+    """Which samples a loader's microbatches had."""
+
+    def __init__(self, loader):
+        self.loader, self.samples = loader, []
+        batches = loader._batches
+
+        def noting(*args):
+            for batch in batches(*args):
+                self.samples.append(batch.samples.tolist())
+                yield batch
+
+        loader._batches = noting
+
+
+def told(trainer):
+    history = trainer.state.log_history
+    names = ("loss", "eval_loss", "grad_norm", "epoch")
+    return {name: [row[name] for row in history if name in row] for name in names}
+
+
+class Plain(Trainer):
+    """Trainer on batches in their order."""
+
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, batch_size=None, shuffle=False)
+
+
+def train_alone(comm, folder, samples, options=()):
+    """As `train`, on these samples."""
+    documents = hf_jobs.Documents(TRAINED)
+    batches = [packed(documents, group, None) for group in samples]
+    trainer = Plain(model=made("llama"), args=arguments(folder, **dict(options)), train_dataset=batches)
+    trainer.train()
+    return told(trainer)
+
+
+def evaluate(comm, folder):
+    """Loss of a loader in Trainer, without training."""
+    join(comm)
+    model = hf.enable(made("llama"))
+    tested = hf_jobs.loader(model, comm.ranks, lengths=EVALUATED, tokens=40, stream="eval")
+    trainer = PlannedTrainer(model=model, args=arguments(folder), eval_dataset=tested)
+    return [trainer.evaluate()["eval_loss"] for _ in range(2)], len(tested)
+
+
+def mean_alone(comm):
+    """Mean over the tokens of the samples that are evaluated, one sample at a time."""
+    model, documents = made("llama").eval(), hf_jobs.Documents(EVALUATED)
+    valid = sum(length - 1 for length in EVALUATED)
+    with torch.no_grad():
+        parts = [model(**packed(documents, [i], valid)).loss for i in range(len(EVALUATED))]
+    return float(sum(part.double() for part in parts))
+
+
+def refusing(comm, folder, options):
+    """Why a Trainer does not train or evaluate on a loader."""
+    model = hf.enable(made("llama"))
+    data = hf_jobs.loader(model, comm.ranks, comm)
+    metrics = options.pop("compute_metrics", None) and (lambda prediction: {})
+    trainer = PlannedTrainer(model=model, args=arguments(folder, **options), compute_metrics=metrics)
+    try:
+        trainer._get_dataloader(data, is_training=metrics is None)
+    except ConfigError as error:
+        return str(error)
+
+
+def join(comm):
+    """accelerate looks at the environment for what torch.distributed is."""
+    os.environ.update(
+        RANK=str(comm.rank),
+        LOCAL_RANK=str(comm.rank),
+        WORLD_SIZE=str(comm.ranks),
+        LOCAL_WORLD_SIZE=str(comm.ranks),
+    )

@@ -1,0 +1,128 @@
+"""What ranks of the pool do with Lightning."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+import jobs_hf as hf_jobs
+import torch
+from jobs_hf import LENGTHS, made, packed
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from apportion.ir.errors import ConfigError
+from apportion.trainer import hf
+from apportion.trainer.batch import PlannedBatch
+from apportion.trainer.lightning import Planned, PlannedBatches
+
+TRAINED = LENGTHS * 3
+EVALUATED = [33, 70, 5, 48, 90]
+
+logging.getLogger("lightning").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning")
+
+
+class Net(Planned, LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = hf.enable(made("llama"))
+
+    def training_step(self, batch, index):
+        return self.shared_loss(batch, self.net(**hf.inputs(batch)).loss)
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Plain(LightningModule):
+    """The same, alone, with the model's own attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = made("llama")
+
+    def training_step(self, batch, index):
+        loss = self.net(**batch).loss
+        self.log("train_loss", loss)
+        return loss * self.trainer.accumulate_grad_batches
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.net(**batch).loss, batch_size=batch["num_items_in_batch"])
+
+    configure_optimizers = Net.configure_optimizers
+
+
+class Noting(Callback):
+    """Losses, of steps and validations, and gradient norms; ends its process after step `dies`."""
+
+    def __init__(self, dies=None):
+        self.dies, self.losses, self.validated, self.norms = dies, [], [], []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if not isinstance(batch, PlannedBatch) or batch.is_last:
+            self.losses.append(float(trainer.callback_metrics["train_loss"]))
+        if trainer.global_step == self.dies:
+            os._exit(1)
+
+    def on_validation_epoch_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.validated.append(float(trainer.callback_metrics["val_loss"]))
+
+
+def trainer_of(folder, noting, accumulated=2, devices=1):
+    saving = ModelCheckpoint(
+        folder, "step-{step}", every_n_train_steps=2, save_top_k=-1, auto_insert_metric_name=False
+    )
+    return Trainer(
+        accelerator="cpu",
+        strategy="ddp" if devices > 1 else "auto",
+        devices=devices,
+        max_epochs=2,
+        accumulate_grad_batches=accumulated,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[noting, saving],
+    )
+
+
+def fit(comm, folder, shuffle=False, resumed=None, dies=None, accumulated=2):
+    """(losses, validation losses, gradient norms), samples of the microbatches, or why it does not train."""
+    os.environ.update(LOCAL_RANK=str(comm.rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    net, noting = Net(), Noting(dies)
+    common = {"shuffle": shuffle, "tokens": 60}
+    loader = hf_jobs.loader(net.net, comm.ranks, lengths=TRAINED, microbatches=2, **common)
+    tested = hf_jobs.loader(net.net, comm.ranks, lengths=EVALUATED, stream="eval", **common)
+    trainer = trainer_of(folder, noting, accumulated, comm.ranks)
+    try:
+        batches = PlannedBatches(loader), PlannedBatches(tested, training=False)
+        trainer.fit(net, *batches, ckpt_path=resumed)
+    except ConfigError as error:
+        return str(error)
+    return (noting.losses, noting.validated, noting.norms), [
+        group for pair in loader._draw() for group in pair
+    ]
+
+
+def fit_alone(comm, folder, samples):
+    """As `fit`, on these samples; validation a sample at a time."""
+    documents, noting = hf_jobs.Documents(TRAINED), Noting()
+    batches = [packed(documents, group, None) for group in samples]
+    for pair in zip(batches[::2], batches[1::2], strict=True):
+        valid = sum(int((one["labels"] >= 0).sum()) for one in pair)
+        for one in pair:
+            one["num_items_in_batch"] = valid
+    tested = hf_jobs.Documents(EVALUATED)
+    validated = [packed(tested, [i], length - 1) for i, length in enumerate(EVALUATED)]
+    data = (DataLoader(rows, batch_size=None, shuffle=False) for rows in (batches, validated))
+    trainer_of(folder, noting).fit(Plain(), *data)
+    losses = [sum(pair) for pair in zip(noting.losses[::2], noting.losses[1::2], strict=True)]
+    return losses, noting.validated, noting.norms

@@ -1,0 +1,50 @@
+"""Hugging Face's Trainer on loaders: losses of every step, evaluation, and what comes after a kill."""
+
+import json
+import re
+
+import jobs_hf_trainer as jobs
+import numpy as np
+import pytest
+from rank_pool import RankError
+
+LOSS = 5e-7
+
+
+def test_losses_are_those_of_trainer_in_one_process(pool, alone, tmp_path):
+    (logged, samples), *others = pool.run(jobs.train, 4, tmp_path / "planned")
+    (wanted,) = alone.run(jobs.train_alone, 1, tmp_path / "alone", samples[: len(samples) // 2])
+    np.testing.assert_allclose(logged["loss"], wanted["loss"], rtol=0, atol=LOSS)
+    np.testing.assert_allclose(logged["grad_norm"], wanted["grad_norm"], rtol=1e-5)
+    assert logged["epoch"] == wanted["epoch"]
+    assert all(other[0]["loss"] == logged["loss"] for other in others)
+
+
+def test_evaluation_is_the_mean_over_tokens(pool, alone, tmp_path):
+    ((first, again), count), *_ = pool.run(jobs.evaluate, 4, tmp_path)
+    (wanted,) = alone.run(jobs.mean_alone, 1)
+    assert count > 1  # batches of different numbers of tokens
+    assert first == again
+    assert abs(first - wanted) <= LOSS
+
+
+def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    (whole, _), *_ = pool.run(jobs.train, 4, tmp_path / "whole", saving, True, None, None, True)
+    with pytest.raises(RankError, match="died"):
+        pool.run(jobs.train, 4, tmp_path / "killed", saving, True, None, 5, True)
+    folder = tmp_path / "killed" / "checkpoint-4"
+    assert json.loads((folder / "planned.json").read_text())["iteration"] == 1  # of epoch 1
+    (rest, _), *_ = pool.run(jobs.train, 4, tmp_path / "killed", saving, True, folder, None, True)
+    for name in ("loss", "eval_loss", "epoch"):
+        assert rest[name] == whole[name]  # what was logged before is in the checkpoint
+
+
+def test_what_would_change_the_loss_is_refused(pool, tmp_path):
+    for options, words in (
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor.*shift"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+        ({"compute_metrics": True}, "plan's order"),
+    ):
+        (why,) = pool.run(jobs.refusing, 1, tmp_path, options)
+        assert re.search(words, why)

@@ -1,0 +1,32 @@
+"""Lightning on loaders: losses of every step, validation, and what comes after a kill."""
+
+import jobs_lightning as jobs
+import numpy as np
+import pytest
+from rank_pool import RankError
+
+LOSS = 5e-7
+
+
+def test_losses_are_those_of_lightning_in_one_process(pool, alone, tmp_path):
+    (seen, samples), *others = pool.run(jobs.fit, 4, tmp_path / "planned")
+    (wanted,) = alone.run(jobs.fit_alone, 1, tmp_path / "alone", samples)
+    for own, other in zip(seen[:2], wanted[:2], strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=LOSS)
+    np.testing.assert_allclose(seen[2], wanted[2], rtol=1e-5)
+    assert all(other[0] == seen for other in others)
+
+
+def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool, tmp_path):
+    (whole, _), *_ = pool.run(jobs.fit, 4, tmp_path / "whole", True)
+    with pytest.raises(RankError, match="died"):
+        pool.run(jobs.fit, 4, tmp_path / "killed", True, None, 5)
+    (rest, _), *_ = pool.run(jobs.fit, 4, tmp_path / "killed", True, tmp_path / "killed" / "step-4.ckpt")
+    assert len(rest[0]) == 2 < len(whole[0])
+    for own, other in zip(rest, whole, strict=True):
+        assert own == other[-len(own) :]
+
+
+def test_steps_that_are_no_iterations_are_refused(pool, tmp_path):
+    (why,) = pool.run(jobs.fit, 1, tmp_path, False, None, None, 1)
+    assert "accumulate_grad_batches" in why
