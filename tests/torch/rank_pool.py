@@ -1,4 +1,4 @@
-"""Eight worker processes for multi-rank tests, started once per session.
+"""Worker processes for multi-rank tests, eight of them, started once per session.
 
 A forkserver with torch preloaded starts them in about a second; a job then costs milliseconds. Jobs are module
 functions `job(comm, *args)` named by module and function; arguments and results are plain data and numpy arrays.
@@ -26,12 +26,13 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """timeout_s: of a job; env: environment variables of the workers, set before they import what they need."""
+    """timeout_s: of a job; size: workers; preload: modules that are imported once for all of them; env: environment
+    variables of the workers, set before they import what they need."""
 
-    def __init__(self, timeout_s=TIMEOUT_S, **env):
-        self._timeout_s, self._env = timeout_s, env
+    def __init__(self, timeout_s=TIMEOUT_S, size=RANKS, preload=(), **env):
+        self._timeout_s, self._size, self._env = timeout_s, size, env
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy", *preload])
         self._workers = []
 
     def run(self, job, ranks, *args, each=None):
@@ -72,11 +73,10 @@ class Pool:
 
     def _start(self):
         self._folder = tempfile.TemporaryDirectory()
-        for rank in range(RANKS):
+        for rank in range(self._size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(
-                target=_work, args=(theirs, rank, self._folder.name, self._timeout_s, self._env), daemon=True
-            )
+            args = (theirs, rank, self._size, self._folder.name, self._timeout_s, self._env)
+            process = self._context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -91,16 +91,16 @@ class Pool:
         self._workers = []
 
 
-def _work(pipe, rank, folder, timeout_s, env):
+def _work(pipe, rank, size, folder, timeout_s, env):
     os.environ.update(env)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s / 2)
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
-    groups = [dist.new_group(list(range(size))) for size in range(1, RANKS + 1)]
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    groups = [dist.new_group(list(range(ranks))) for ranks in range(1, size + 1)]
     while True:
         try:
             (module, function), ranks, args = pipe.recv()
