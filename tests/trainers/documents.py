@@ -8,7 +8,7 @@ import torch
 from apportion.ir.sampling import Sampling
 
 LENGTHS = (40, 9, 33, 1, 25, 60, 12, 21, 8, 50, 5, 17, 30, 2, 44, 19)
-VOCABULARY = 128
+VOCABULARY = 16
 
 
 class Documents:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import zlib
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
-import titan_cpu  # noqa: E402
+import titan_alone  # noqa: E402
 from documents import VOCABULARY, documents, packed  # noqa: E402
 from loading import HereSource  # noqa: E402
+from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
@@ -29,6 +33,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 
 from apportion.backends.torch.transport import Communicator  # noqa: E402
 from apportion.ir.cluster import Cluster  # noqa: E402
+from apportion.ir.errors import ApportionError  # noqa: E402
 from apportion.ir.job import Job  # noqa: E402
 from apportion.ir.policy import Policy  # noqa: E402
 from apportion.planner.recipes import find_recipe  # noqa: E402
@@ -145,10 +150,11 @@ class Case:
     checkpoint: str = "none"
     chunked: bool = True
     tp: int = 1
+    spmd: str = "partial_dtensor"  # spmd_types needs a torch behind 2.13
     validate: bool = False
     folder: str = ""
-    last_step: int | None = None  # stop here, as if killed behind its checkpoint
-    options: dict = field(default_factory=dict)
+    killed_at: int = -1  # behind this step and its checkpoint
+    changes: dict = field(default_factory=dict)  # of fields of the config, by section
 
 
 def own_config(case, ranks):
@@ -169,7 +175,7 @@ def own_config(case, ranks):
             mixed_precision_param=case.dtype,
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(tensor_parallel_degree=case.tp),
+        parallelism=ParallelismConfig(tensor_parallel_degree=case.tp, spmd_backend=case.spmd),
         dataloader=PackedDataLoader.Config(microbatches=case.microbatches),
         metrics=MetricsProcessor.Config(log_freq=1),
         activation_checkpoint=CHECKPOINTS[case.checkpoint],
@@ -191,15 +197,30 @@ def planned_config(case, ranks):
     return planned(config, held_out, dataset="documents.documents", source=HereSource(job), seed=SEED)
 
 
+@torch.no_grad()
+def same_weights(parts):
+    """On any mesh: Titan's random numbers on CPUs depend on it."""
+    for name, parameter in (pair for part in parts for pair in part.named_parameters()):
+        if "norm" in name:
+            continue
+        seed = zlib.crc32(name.replace("_checkpoint_wrapped_module.", "").encode())
+        full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) / 6
+        if isinstance(parameter, DTensor):
+            full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+        parameter.copy_(full)
+
+
 def train(comm, own, case):
     """Losses and gradient norms of each step, losses of validations, and rounds of this rank's communication."""
-    titan_cpu.own_attention()
+    titan_alone.own_attention()
     os.environ["LOCAL_RANK"] = "0"
     torch.autograd.set_multithreading_enabled(False)  # as Titan does where it initialises torch.distributed
     config = (own_config if own else planned_config)(case, comm.ranks)
     trainer, told, rounds = config.build(), [], []
     trainer.metrics_processor.log = lambda step, loss, top, norm, extra_metrics: told.append((loss, norm))
     trainer.metrics_processor.log_validation = lambda loss, step: told.append(("validation", loss))
+    trainer.should_continue_training = partial(_goes_on, trainer, case)
+    same_weights(trainer.model_parts)
     counted = Communicator.batch
     Communicator.batch = lambda *given: (rounds.append(1), counted(*given))[1]
     try:
@@ -208,3 +229,23 @@ def train(comm, own, case):
         Communicator.batch = counted
         trainer.close()
     return told, len(rounds)
+
+
+def _goes_on(trainer, case):
+    if trainer.step == case.killed_at:
+        torch.distributed.barrier()  # all have saved
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trainer.step < case.steps
+
+
+def refused(comm, case):
+    """What Apportion says of a config."""
+    os.environ["LOCAL_RANK"] = "0"
+    config = planned_config(case, comm.ranks)
+    for section, changes in case.changes.items():
+        setattr(config, section, replace(getattr(config, section), **changes))
+    try:
+        config.build().close()
+    except ApportionError as error:
+        return str(error)
+    return ""

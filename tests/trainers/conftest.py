@@ -1,0 +1,25 @@
+"""The session's ranks, for tests with trainers of other packages: `make test-trainers`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+
+from rank_pool import Pool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def pool():
+    ranks = Pool(timeout_s=240, size=4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """A process without torch.distributed's environment: the trainers' own runs."""
+    process = Pool(timeout_s=240, size=1)
+    yield process
+    process.close()
