@@ -7,6 +7,7 @@ _cuda.current_device = lambda: "cpu"
 _cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
 _cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 _cuda.random.get_rng_state, _cuda.random.set_rng_state = _cuda.get_rng_state, _cuda.set_rng_state
+_cuda.synchronize = lambda *_: None
 _cuda.manual_seed = torch.manual_seed
 _cuda.is_current_stream_capturing = lambda: False
 _cuda._lazy_call = lambda call, **_: None  # how its tracker sets states

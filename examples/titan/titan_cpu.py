@@ -1,4 +1,4 @@
-"""torchtitan 0.3.0 thinks of cuda where there is no accelerator. What it asks of a device, for CPUs; import it first."""
+"""torchtitan 0.3.0 thinks of cuda where no accelerator is. What it asks of a device, on CPUs; import it first."""
 
 import types
 

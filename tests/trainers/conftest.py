@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 
-from rank_pool import Pool  # noqa: E402
+from rank_pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -13,32 +13,32 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
-import titan_alone  # noqa: E402
-from documents import VOCABULARY, documents, packed  # noqa: E402
-from loading import HereSource  # noqa: E402
-from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
-from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.components.validate import Validator  # noqa: E402
-from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.config.configs import DebugConfig  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
-from torchtitan.models import gpt_oss, llama3  # noqa: E402
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+import titan_alone
+from documents import VOCABULARY, documents, packed
+from loading import HereSource
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models import gpt_oss, llama3
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.trainer import Trainer
 
-from apportion.backends.torch.transport import Communicator  # noqa: E402
-from apportion.ir.cluster import Cluster  # noqa: E402
-from apportion.ir.errors import ApportionError  # noqa: E402
-from apportion.ir.job import Job  # noqa: E402
-from apportion.ir.policy import Policy  # noqa: E402
-from apportion.planner.recipes import find_recipe  # noqa: E402
-from apportion.trainer.titan_attention import model_of  # noqa: E402
-from apportion.trainer.torchtitan import planned  # noqa: E402
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ApportionError
+from apportion.ir.job import Job
+from apportion.ir.policy import Policy
+from apportion.planner.recipes import find_recipe
+from apportion.trainer.titan_attention import model_of
+from apportion.trainer.torchtitan import planned
 
 TOKENS, SEED, LAYERS, DIM, WINDOW = 128, 3, 2, 32, 7
 ROPE = {"dim": 8, "max_seq_len": 1024, "theta": 10000.0}

@@ -106,7 +106,10 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(two, tmp_path):
     ("changes", "says"),
     [
         ({"parallelism": {"context_parallel_degree": 2}}, "context_parallel_degree = 2"),
-        ({"training": {"global_batch_size": 4}}, "microbatches of global_batch_size = 2: a step is an iteration"),
+        (
+            {"training": {"global_batch_size": 4}},
+            "microbatches of global_batch_size = 2: a step is an iteration",
+        ),
         ({"training": {"local_batch_size": 2, "global_batch_size": 4}}, "local_batch_size = 2"),
         ({"training": {"seq_len": 32}}, "sequence length = 32"),
         ({"training": {"mixed_precision_param": "bfloat16"}}, "bf16"),
