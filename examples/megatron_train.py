@@ -19,7 +19,9 @@ class Files:
     """Map-style: a file is a document; lengths are known before one is read."""
 
     def __init__(self, folder: Path) -> None:
-        self.documents = [np.frombuffer(path.read_bytes()[:4000], np.uint8) for path in sorted(folder.rglob("*.py"))]
+        self.documents = [
+            np.frombuffer(path.read_bytes()[:4000], np.uint8) for path in sorted(folder.rglob("*.py"))
+        ]
         self.lengths = [len(document) for document in self.documents]
 
     def __len__(self) -> int:
@@ -60,7 +62,9 @@ def main() -> None:
         use_cpu_initialization=True,
     )
     spec = planned_spec(get_gpt_layer_local_spec())
-    model = GPTModel(config, spec, vocab_size=256, max_sequence_length=4096, position_embedding_type="rope").cuda()
+    model = GPTModel(
+        config, spec, vocab_size=256, max_sequence_length=4096, position_embedding_type="rope"
+    ).cuda()
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0), [model])
     config.finalize_model_grads_func = finalize_model_grads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,8 @@ def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
     of the world call it."""
     if len(groups) == 1:
         return Communicator.shared()
-    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
-    hosts, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], backend="gloo")
+    shares: Any = partial(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
+    own, hosts = shares()[0], shares(backend="gloo")[0]
     return Communicator(own, hosts=hosts)
 
 

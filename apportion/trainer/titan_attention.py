@@ -54,12 +54,12 @@ class PlannedAttention(Module):
 
 
 @override(target=FlexAttention.Config, description="context parallelism by Apportion's plans")
-def planned_flex(config: FlexAttention.Config) -> PlannedAttention.Config:
+def planned_flex(config: FlexAttention.Config) -> Any:
     return derive(config, PlannedAttention.Config)
 
 
 @override(target=VarlenAttention.Config, description="context parallelism by Apportion's plans")
-def planned_varlen(config: VarlenAttention.Config) -> PlannedAttention.Config:
+def planned_varlen(config: VarlenAttention.Config) -> Any:
     left, right = config.window_size
     return derive(config, PlannedAttention.Config, window=-1 if left < 0 else left + 1, causal=right == 0)
 

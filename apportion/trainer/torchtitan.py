@@ -121,9 +121,10 @@ class PlannedTrainer(Trainer):
             self.metrics_processor.logger.log({f"planning/{name}": told[name] for name in _TOLD}, self.step)
 
 
-def planned(config: Trainer.Config, validation: str | None = None, **data: Any) -> PlannedTrainer.Config:
-    """data: of `PlannedDataLoader.Config`; validation: the validator's dataset."""
-    loader, training = PlannedDataLoader.Config(**data), replace(config.training, local_batch_size=1)
+def planned(config: Trainer.Config, validation: str | None = None, **data: Any) -> Any:
+    """A `PlannedTrainer.Config`. data: of `PlannedDataLoader.Config`; validation: the validator's dataset."""
+    loader: Any = PlannedDataLoader.Config(**data)
+    training = replace(config.training, local_batch_size=1)
     training.disable_cuda_graphs = True  # a microbatch has the rows that its plan gives a rank
     changes = {"dataloader": loader, "training": training}
     if validation is not None:

@@ -76,7 +76,10 @@ class PackedDataLoader(BaseDataLoader):
         self.config, self.taken = config, 0
 
     def __iter__(self):
-        for tokens, positions, labels in packed(documents(), TOKENS, self.config.microbatches, SEED):
+        epochs = 10 if self.config.infinite else 1
+        for tokens, positions, labels in packed(
+            documents(), TOKENS, self.config.microbatches, SEED, epochs=epochs
+        ):
             yield {"input": tokens[None], "positions": positions[None]}, labels[None]
 
     def state_dict(self):

@@ -22,7 +22,7 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]
 @pytest.fixture(scope="module")
 def ranks():
     """Of a pool each: Megatron takes the whole world."""
-    pools = {size: Pool(timeout_s=240, size=size) for size in (1, 2, 4)}
+    pools = {size: Pool(timeout_s=600, size=size) for size in (1, 2, 4)}
     yield pools
     for pool in pools.values():
         pool.close()

@@ -18,14 +18,14 @@ CLOSE = 5e-7
 
 @pytest.fixture(scope="module")
 def one():
-    ranks = Pool(timeout_s=240, size=1)
+    ranks = Pool(timeout_s=600, size=1)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="module")
 def two():
-    ranks = Pool(timeout_s=240, size=2)
+    ranks = Pool(timeout_s=600, size=2)
     yield ranks
     ranks.close()
 

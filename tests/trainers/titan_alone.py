@@ -28,6 +28,8 @@ def own_attention():
     import torchtitan.trainer
     from torchtitan.models.common.attention import FlexAttention
 
-    torch.Tensor.bfloat16 = lambda self: self  # its experts take that alone, and add what comes out to float32
+    torch.Tensor.bfloat16 = lambda self: (
+        self
+    )  # its experts take that alone, and add what comes out to float32
     FlexAttention._compiled_flex_attn = staticmethod(dense_flex)
     torchtitan.trainer.time = types.SimpleNamespace(sleep=lambda _: None, perf_counter=time.perf_counter)
