@@ -25,7 +25,7 @@ from apportion.trainer.loader import PlannedLoader
 
 try:
     from megatron.core import parallel_state
-    from megatron.core.utils import get_model_config, unwrap_model
+    from megatron.core.utils import unwrap_model
 except ModuleNotFoundError as error:
     raise MissingDependencyError("megatron-core", "megatron", "apportion.trainer.megatron") from error
 
@@ -48,6 +48,9 @@ def planned_spec(spec: Any) -> Any:
 
 def planned_loader(dataset: Any, config: Any, stream: str = "train", **options: Any) -> PlannedLoader:
     """`PlannedLoader` for a TransformerConfig; every tensor-parallel rank and pipeline stage makes one."""
+    require("context_parallel_size", config.context_parallel_size, 1, "data-parallel ranks are the job's")
+    require("attention_dropout", config.attention_dropout, 0.0, "forward and backward would draw elsewhere")
+    require("calculate_per_token_loss", config.calculate_per_token_loss, True, "ranks have unequal tokens")
     group, hosts = (
         parallel_state.get_data_parallel_group(),
         parallel_state.get_data_parallel_group_gloo(),
@@ -69,13 +72,7 @@ def planned_loader(dataset: Any, config: Any, stream: str = "train", **options: 
 
 def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:
     """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch."""
-    config, module = get_model_config(model), unwrap_model(model)
-    require(
-        "calculate_per_token_loss",
-        config.calculate_per_token_loss,
-        True,
-        "ranks have unequal tokens",
-    )
+    module = unwrap_model(model)
     if not isinstance(module.rotary_pos_emb, PlannedRotary):
         module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
     here = next(data_iterator)

@@ -16,7 +16,6 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.masks import causal, sliding_window
 from apportion.ir.model import Model
 from apportion.trainer.attention import planned_attention
-from apportion.trainer.configured import require
 
 
 @dataclass
@@ -32,18 +31,6 @@ class PlannedCoreAttention(DotProductAttention):
     ones, are those of Megatron's own."""
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
-        require(
-            "context_parallel_size",
-            config.context_parallel_size,
-            1,
-            "data-parallel ranks are the job's",
-        )
-        require(
-            "attention_dropout",
-            config.attention_dropout,
-            0.0,
-            "forward and backward would draw elsewhere",
-        )
         super().__init__(config, layer_number, *args, **kwargs)
         self.kind, self.window = kind_of(config, layer_number)
         scaled = config.apply_query_key_layer_scaling
