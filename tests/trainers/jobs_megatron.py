@@ -78,6 +78,7 @@ def config_of(case):
         "gradient_accumulation_fusion": False,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": case.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",  # which Megatron wants beside it, without experts too
         "use_cpu_initialization": True,
         "tensor_model_parallel_size": case.tp,
         "pipeline_model_parallel_size": case.pp,
