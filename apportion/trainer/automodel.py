@@ -1,0 +1,81 @@
+"""NeMo Automodel 0.7: a `ContextParallelSharder` whose layout is a plan's.
+
+    planned(model)                      # its batches are {"planned": PlannedBatch, ...} from a PlannedLoader
+
+Automodel's context-parallel mesh is the ranks of the job. Attention takes the plan through the model's kwargs, see
+`apportion.trainer.hf`. Coordinates of the caller are the samples of the microbatch end to end, [1, tokens, ...].
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from apportion.ir.errors import MissingDependencyError
+from apportion.trainer.batch import PlannedBatch
+from apportion.trainer.loss import IGNORED
+
+try:
+    from nemo_automodel.components.distributed.context_parallel.sharder import (
+        ContextParallelSharder,
+        ShardLayout,
+    )
+except ModuleNotFoundError as error:
+    raise MissingDependencyError("nemo-automodel", "automodel", "apportion.trainer.automodel") from error
+
+HANDLE = "apportion"  # the kwarg by which `apportion.trainer.hf` finds the plan
+
+
+def planned(model: Any) -> Any:
+    """The model, with the hook that Automodel's recipes ask for a sharder."""
+    model.prepare_model_inputs_for_cp = lambda batch, **_: {"cp_sharder": planned_sharder(batch["planned"])}
+    return model
+
+
+def planned_sharder(batch: PlannedBatch, device_mesh: Any = None) -> ContextParallelSharder:
+    """The sharder of one microbatch. A collective among hosts. Automodel's verbs gather equal shards: all ranks pad to
+    the rows of the fullest, and padding has places of its own behind the tokens."""
+    layout = _layout(batch)
+    shard = partial(_shard, batch, layout)
+    return ContextParallelSharder(device_mesh=device_mesh, shard_batch=shard, shard_layout=layout)
+
+
+def _layout(batch: PlannedBatch) -> ShardLayout:
+    handle = batch.handle
+    held = handle.communicator.all_gather([len(batch.tokens), handle.rows])
+    rows, tokens = max(row[0] for row in held), sum(row[1] for row in held)
+    before = sum(rows - row[1] for row in held[: handle.communicator.rank])
+    padding = torch.arange(rows - handle.rows) + tokens + before
+    return ShardLayout(torch.cat((handle.tokens, padding)), tokens, rows * len(held))
+
+
+def _shard(
+    planned: PlannedBatch,
+    layout: ShardLayout,
+    cp_mesh: Any,
+    tp_mesh: Any,
+    batch: dict[str, Any],
+    *,
+    loss_mask: Tensor | None = None,
+    padding_token_id: int = 0,
+) -> tuple[Any, dict[str, Any], ShardLayout]:
+    """Automodel's verb: this rank's rows, labels of the token to predict among them, and the plan."""
+    planned = planned if cp_mesh is None else planned.to(cp_mesh.device_type)
+    spare = len(layout.local_token_global_indices) - len(planned.tokens)
+    labels = pad(planned.labels, (0, spare), value=IGNORED)
+    if loss_mask is not None:
+        kept = planned.shard_tokens(loss_mask.flatten().bool(), fill=False)
+        labels = labels.masked_fill(~pad(kept, (0, spare)), IGNORED)
+    own = {
+        "input_ids": pad(planned.tokens, (0, spare), value=padding_token_id)[None],
+        "position_ids": pad(planned.position_ids, (0, spare))[None],
+        "labels": labels[None],
+        HANDLE: planned.handle,
+    }
+    rest = {name: value for name, value in batch.items() if name not in (*own, "planned", "attention_mask")}
+    return nullcontext, {**rest, **own}, layout

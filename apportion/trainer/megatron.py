@@ -1,0 +1,98 @@
+"""Megatron-Core 0.16: planned attention in its layer spec, and a forward step for its schedules.
+
+    model = GPTModel(config, planned_spec(get_gpt_layer_local_spec()), ...)
+    loader = planned_loader(dataset, config, source="http://127.0.0.1:8321/v1/jobs/run1", key=key)
+    get_forward_backward_func()(forward_step_func=forward_step, data_iterator=endless(loader), model=model, ...)
+
+Context parallelism stays 1: the data-parallel ranks are the ranks of the job. `calculate_per_token_loss` must be set,
+and `variable_seq_lengths` with pipeline stages. Kinds of attention are called "full" and "window".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.errors import MissingDependencyError
+from apportion.trainer.batch import PlannedBatch
+from apportion.trainer.configured import endless, require
+from apportion.trainer.loader import PlannedLoader
+
+try:
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+except ModuleNotFoundError as error:
+    raise MissingDependencyError("megatron-core", "megatron", "apportion.trainer.megatron") from error
+
+from apportion.trainer.megatron_attention import (
+    PlannedCoreAttention,
+    PlannedRotary,
+    PlannedSeqParams,
+    masks_of,
+    model_of,
+)
+
+__all__ = ["endless", "forward_step", "model_of", "planned_loader", "planned_spec"]
+
+
+def planned_spec(spec: Any) -> Any:
+    """The layer spec, with planned core attention."""
+    spec.submodules.self_attention.submodules.core_attention = PlannedCoreAttention
+    return spec
+
+
+def planned_loader(dataset: Any, config: Any, stream: str = "train", **options: Any) -> PlannedLoader:
+    """`PlannedLoader` for a TransformerConfig; every tensor-parallel rank and pipeline stage makes one."""
+    require("context_parallel_size", config.context_parallel_size, 1, "data-parallel ranks are the job's")
+    require("attention_dropout", config.attention_dropout, 0.0, "forward and backward would draw elsewhere")
+    require("calculate_per_token_loss", config.calculate_per_token_loss, True, "ranks have unequal tokens")
+    group, hosts = (
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_data_parallel_group_gloo(),
+    )
+    tp, pp = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    given = {
+        "model": model_of(config),
+        "masks": masks_of(config),
+        "rows_multiple": rows,
+        "drop_last": True,
+    }
+    options = {**given, "communicator": Communicator(group, hosts=hosts), **options}
+    return PlannedLoader(dataset, stream=f"{stream}-{pp}-{tp}", **options)
+
+
+def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:
+    """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch."""
+    module = unwrap_model(model)
+    if not isinstance(module.rotary_pos_emb, PlannedRotary):
+        module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
+    here = next(data_iterator)
+    positions = (
+        1 << int(here.position_ids.max()).bit_length()
+    )  # few sizes, so that Megatron's tables are kept
+    batch = here.to(next(model.parameters()).device)
+    labels = batch.labels.clamp(min=0)  # its cross entropy knows no -100
+    given = (batch.tokens[None], batch.position_ids[None], None)
+    params = PlannedSeqParams(batch=batch, positions=positions)
+    return model(*given, labels=labels[None], packed_seq_params=params), partial(loss_of, batch)
+
+
+def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron divides the sum by the tokens of all ranks and microbatches."""
+    seen = batch.labels >= 0
+    weights = batch.fields.get("loss_weights", torch.ones_like(losses[0]))
+    total = (losses[0] * seen * weights).sum() * (batch.valid_tokens / batch.total_weight)
+    return (
+        total,
+        seen.sum().int(),
+        {"lm loss": torch.stack((total.detach(), seen.sum()))},
+    )

@@ -1,0 +1,133 @@
+"""TorchTitan 0.3: its trainer with planned attention and planned data.
+
+    def llama3_planned():                              # in a config registry of yours
+        return planned(llama3_8b(), dataset="my.documents", source="http://127.0.0.1:8321/v1/jobs/run1")
+
+Context parallelism stays 1: the data-parallel ranks are the ranks of the job. Titan divides losses by the valid tokens
+of all ranks and sums gradients by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apportion.ir.errors import MissingDependencyError
+from apportion.trainer.configured import communicator_of, configured_loader, endless, require
+
+try:
+    import tyro
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.config.override import OverrideConfig, derive
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.trainer import Trainer
+except ModuleNotFoundError as error:
+    raise MissingDependencyError("torchtitan", "torchtitan", "apportion.trainer.torchtitan") from error
+
+from apportion.trainer.titan_attention import PlannedMasks, PlannedSelectiveAC, masks_of, model_of
+
+_OWN = ("dataset", "dataset_path", "infinite", "_seat")  # of the loader's fields, not the planned loader's
+_TOLD = ("tokens_per_s", "waited_s", "sent_bytes_per_layer", "fallbacks")
+_ATTENTION = "apportion.trainer.titan_attention"
+_OVERRIDES = [f"{_ATTENTION}.planned_flex", f"{_ATTENTION}.planned_varlen"]
+
+
+class PlannedDataLoader(BaseDataLoader):
+    """`configured_loader`; the dataset is called with Titan's tokenizer and dataset_path."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        source: str = "local"
+        key_file: str | None = None  # of a service's job
+        cluster: str | None = None  # a file; this and the next three are of source="local"
+        tokens_per_rank: int | None = None
+        microbatches: int | None = None
+        recipe: str | None = None
+        seed: int | None = None
+        stream: str = "train"
+        infinite: bool = True  # pass after pass, and of each only whole iterations
+        rows_multiple: int = 8  # of a rank's rows: ChunkedLossWrapper makes 8 chunks of them
+        timeout_s: float = 300.0
+        workers: int = 0
+        _seat: Annotated[Any, tyro.conf.Suppress] = None  # see PlannedTrainer
+
+    def __init__(
+        self, config: Config, *, tokenizer: Any, dp_world_size: int, seq_len: int, **titan: Any
+    ) -> None:
+        require("training.local_batch_size", titan["local_batch_size"], 1, "documents lie end to end")
+        seat = {"tp": 1, "at": 0, **(config._seat or {})}
+        options = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in _OWN}
+        options["rows_multiple"] *= seat.pop("tp")
+        options["stream"] += f"-{seat.pop('at')}"  # groups that run the same plans ask for them apart
+        given = (tokenizer, config.dataset_path)
+        options |= {"ranks": dp_world_size, "positions": seq_len, "drop_last": config.infinite, **seat}
+        self.loader = configured_loader(config.dataset, given, **options)
+        self.infinite = config.infinite
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        for b in endless(self.loader) if self.infinite else self.loader:
+            kinds = PlannedMasks({kind: (b.handle, kind) for kind in b.handle.kinds})
+            given = {"input": b.tokens[None], "positions": b.position_ids[None]}
+            yield {**given, "attention_masks": kinds}, b.labels[None]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.loader.load_state_dict(state)
+
+
+class PlannedTrainer(Trainer):
+    """Titan's trainer; before anything is built, it tells the parts above of the model and of this rank's place."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        job = self.dataloader.loader.job
+        taken = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+        require("microbatches of global_batch_size", taken, job.microbatches, "a step is an iteration")
+
+    def init_distributed(self) -> Any:
+        config, dims = self.config, super().init_distributed()
+        require("parallelism.context_parallel_degree", dims.cp, 1, "data-parallel ranks are the job's ranks")
+        config.override = OverrideConfig(imports=[*config.override.imports, *_OVERRIDES])
+        if type(config.activation_checkpoint) is SelectiveAC.Config:
+            config.activation_checkpoint = derive(config.activation_checkpoint, PlannedSelectiveAC.Config)
+        ranks = torch.arange(dims.world_size).view(dims.pp, -1, dims.tp)
+        groups = (
+            ranks.transpose(1, 2).flatten(0, 1).tolist()
+        )  # with equal places in pipeline and tensor parallelism
+        seat = {"model": model_of(config), "masks": masks_of(config), "communicator": communicator_of(groups)}
+        seat |= {"tp": dims.tp, "at": next(at for at, group in enumerate(groups) if dist.get_rank() in group)}
+        config.validator = replace(config.validator)
+        for owner in (config, config.validator):
+            if isinstance(owner.dataloader, PlannedDataLoader.Config):
+                owner.dataloader = replace(owner.dataloader, _seat=seat)
+        return dims
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        super().train_step(data_iterator)
+        if self.metrics_processor.should_log(self.step):
+            told = self.dataloader.loader.metrics()
+            self.metrics_processor.logger.log({f"planning/{name}": told[name] for name in _TOLD}, self.step)
+
+
+def planned(config: Trainer.Config, validation: str | None = None, **data: Any) -> Any:
+    """A `PlannedTrainer.Config`. data: of `PlannedDataLoader.Config`; validation: the validator's dataset."""
+    loader: Any = PlannedDataLoader.Config(**data)
+    training = replace(config.training, local_batch_size=1)
+    training.disable_cuda_graphs = True  # a microbatch has the rows that its plan gives a rank
+    changes = {"dataloader": loader, "training": training}
+    if validation is not None:
+        held_out = replace(loader, dataset=validation, stream="eval")
+        changes["validator"] = replace(config.validator, enable=True, dataloader=held_out)
+    return derive(config, PlannedTrainer.Config, **changes)

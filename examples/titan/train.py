@@ -1,0 +1,10 @@
+"""TorchTitan's own entry point, which finds `planned_llama` beside this file; on CPUs where there is no GPU."""
+
+import torch
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        import titan_cpu  # noqa: F401
+    from torchtitan.train import main
+
+    main()

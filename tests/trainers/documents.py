@@ -1,0 +1,46 @@
+"""Packed documents for tests with trainers: what a loader deals out to ranks, and the same in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from apportion.ir.sampling import Sampling
+
+LENGTHS = (40, 9, 33, 1, 25, 60, 12, 21, 8, 50, 5, 17, 30, 2, 44, 19)
+VOCABULARY = 16
+
+
+class Documents:
+    """Sample i is the same random tokens in any process."""
+
+    def __init__(self, lengths=LENGTHS):
+        self.lengths = list(lengths)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return np.random.default_rng(index).integers(0, VOCABULARY, self.lengths[index])
+
+
+def documents(*_):
+    return Documents()
+
+
+def packed(dataset, tokens, microbatches, seed, multiple=8, epochs=10):
+    """Microbatches (tokens, positions, labels), [length] int64 each, in the order that a loader draws from the seed;
+    whole iterations only; padding behind is a document without labels."""
+    sampling = Sampling(dataset.lengths, tokens, microbatches, seed)
+    for epoch in range(epochs):
+        for iteration in sampling.epoch(epoch):
+            if len(iteration) == microbatches:
+                yield from (_end_to_end([dataset[i] for i in samples], multiple) for samples in iteration)
+
+
+def _end_to_end(samples, multiple):
+    spare = -sum(map(len, samples)) % multiple
+    tokens = np.concatenate([*samples, np.zeros(spare, np.int64)])
+    positions = np.concatenate([*(np.arange(len(one)) for one in samples), np.zeros(spare, np.int64)])
+    labels = np.concatenate([*(np.append(one[1:], -100) for one in samples), np.full(spare, -100)])
+    return tuple(torch.from_numpy(column.astype(np.int64)) for column in (tokens, positions, labels))

@@ -1,0 +1,28 @@
+"""NeMo Automodel's verbs, by its own class and dispatch; its package is installed without what its models need."""
+
+import warnings
+
+import pytest
+
+pytest.importorskip("nemo_automodel")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("nemo_automodel.components.distributed.context_parallel", exc_type=ImportError)
+    import jobs_automodel
+
+
+def test_the_verbs_of_a_sharder_are_those_of_the_plan(pool):
+    found = pool.run(jobs_automodel.verbs, 4)
+    fullest = max(one["rows"][0] for one in found)
+    for one in found:
+        assert one["full"]
+        assert one["shard"]
+        assert one["gradients"]
+        assert one["tokens"]
+        assert one["labels"]
+        assert one["plan"]
+        assert one["ignored"] <= {-100}
+        assert one["keys"] == ["apportion", "input_ids", "labels", "note", "position_ids"]
+        assert one["rows"][1] == fullest
+        assert one["padding"] == [[-1.0, -1.0]] * (fullest - one["rows"][0])
+    assert {one["rows"][0] for one in found} != {fullest}

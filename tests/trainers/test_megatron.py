@@ -1,0 +1,90 @@
+"""Megatron-Core's GPTModel and schedules with plans on 2 and 4 ranks, against its own attention in one process."""
+
+import warnings
+from dataclasses import replace
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+from rank_pool import Pool
+
+pytest.importorskip("megatron.core")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import jobs_megatron
+    from jobs_megatron import Case
+
+CLOSE = 5e-7
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Of a pool each: Megatron takes the whole world."""
+    pools = {size: Pool(timeout_s=600, size=size) for size in (1, 2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def own(ranks, case):
+    case = replace(case, tp=1, pp=1, options={})
+    return ranks[1].run(jobs_megatron.train, 1, True, case)[0]
+
+
+def test_the_version_is_the_one_tried():
+    assert version("megatron-core") == "0.16.1"
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (2, Case(microbatches=2, options=FULL)),
+        (2, Case(model="gpt_oss", options=CORE)),
+        (4, Case(model="gpt_oss", microbatches=2)),
+        (4, Case(model="gpt_oss", tp=2)),
+        (4, Case(tp=2, options={"sequence_parallel": True})),
+        (4, Case(pp=2, microbatches=2)),
+    ],
+)
+def test_losses_and_gradients_are_megatron_s_own(ranks, size, case):
+    wanted, gradients = own(ranks, case)
+    found = ranks[size].run(jobs_megatron.train, size, False, case)
+    for losses, _ in found:
+        assert losses == pytest.approx(wanted, abs=CLOSE) or losses == [None] * case.steps
+    assert any(losses[0] is not None for losses, _ in found)
+    if case.tp == case.pp == 1:
+        for name, gradient in gradients.items():
+            np.testing.assert_allclose(found[0][1][name], gradient, atol=2e-6, err_msg=name)
+
+
+def test_bf16(ranks):
+    import torch
+
+    case = Case(dtype=torch.bfloat16)
+    losses, _ = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
+    assert losses == pytest.approx(own(ranks, case)[0], abs=1e-2)
+
+
+def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks, tmp_path):
+    case = Case(microbatches=2, steps=5)
+    whole, _ = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
+    saved = replace(case, folder=str(tmp_path))
+    first, _ = ranks[2].run(jobs_megatron.train, 2, False, replace(saved, steps=2))[0]
+    ranks[2].close()  # its processes are killed; others go on
+    rest, _ = ranks[2].run(jobs_megatron.train, 2, False, saved)[0]
+    assert first + rest == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"calculate_per_token_loss": False}, "calculate_per_token_loss = False"),
+        ({"kv_channels": 16}, "head_dim"),
+    ],
+)
+def test_what_cannot_be_is_refused(ranks, options, says):
+    for told in ranks[2].run(jobs_megatron.refused, 2, Case(options=options)):
+        assert says in told

@@ -1,0 +1,121 @@
+"""TorchTitan's trainer with plans on 2 and 4 ranks, against its own attention on the same documents in one process."""
+
+import warnings
+from dataclasses import replace
+from importlib.metadata import version
+
+import pytest
+from rank_pool import Pool, RankError
+
+pytest.importorskip("torchtitan")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's, where torchtitan imports it
+    import jobs_titan
+    from jobs_titan import Case
+
+CLOSE = 5e-7
+
+
+@pytest.fixture(scope="module")
+def one():
+    ranks = Pool(timeout_s=600, size=1)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Pool(timeout_s=600, size=2)
+    yield ranks
+    ranks.close()
+
+
+def own(pool, case):
+    """Steps of Titan's own trainer in one process; a mesh of one rank holds the whole batch."""
+    return pool.run(jobs_titan.train, 1, True, replace(case, tp=1))[0][0]
+
+
+def planned(pool, ranks, case):
+    """Steps, the same on all ranks, and rounds of each."""
+    found = pool.run(jobs_titan.train, ranks, False, case)
+    assert all(told == found[0][0] for told, _ in found)
+    return found[0][0], [rounds for _, rounds in found]
+
+
+def test_the_version_is_the_one_tried():
+    assert version("torchtitan") == "0.3.0"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (2, Case(microbatches=2, checkpoint="selective")),
+        (2, Case(model="gpt_oss", checkpoint="full", chunked=False)),
+        (4, Case(model="gpt_oss", checkpoint="selective")),
+        (4, Case(tp=2)),
+    ],
+)
+def test_losses_are_titan_s_own(one, two, pool, ranks, case):
+    steps, _ = planned(two if ranks == 2 else pool, ranks, case)
+    for found, wanted in zip(steps, own(one, case), strict=True):
+        assert found == pytest.approx(wanted, abs=CLOSE, rel=2e-6 if found[0] == "validation" else 1e-6)
+    assert len(steps) == case.steps
+
+
+def test_kinds_of_layers_whose_own_kernels_need_a_gpu(one, two):
+    """Titan's varlen attention says its window itself; flex computes the same."""
+    case = Case(model="gpt_oss", chunked=False)
+    steps, _ = planned(two, 2, replace(case, backend="varlen"))
+    assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in own(one, case)], abs=CLOSE)
+
+
+def test_bf16(one, two):
+    case = Case(dtype="bfloat16")
+    steps, _ = planned(two, 2, case)
+    assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in own(one, case)], abs=5e-3)
+
+
+def test_selective_checkpointing_keeps_attention_and_full_does_not(two):
+    counts = {name: planned(two, 2, Case(checkpoint=name, steps=1)) for name in jobs_titan.CHECKPOINTS}
+    losses = {name: steps for name, (steps, _) in counts.items()}
+    rounds = {name: sum(of_ranks) for name, (_, of_ranks) in counts.items()}
+    assert losses["none"] == losses["full"] == losses["selective"]
+    assert rounds["none"] == rounds["selective"] < rounds["full"]
+
+
+def test_validation_between_steps(one, two):
+    case = Case(validate=True, steps=3)
+    steps, _ = planned(two, 2, case)
+    wanted = own(one, case)
+    assert [name for name, _ in steps if name == "validation"] == ["validation"] * 2
+    for found, known in zip(steps, wanted, strict=True):
+        assert found[-1] == pytest.approx(known[-1], abs=3e-6)
+
+
+def test_a_killed_run_goes_on_in_the_middle_of_a_pass(two, tmp_path):
+    case = Case(microbatches=2, steps=5)
+    whole, _ = planned(two, 2, case)
+    saved = replace(case, folder=str(tmp_path))
+    with pytest.raises(RankError, match="died"):
+        planned(two, 2, replace(saved, killed_at=2))
+    rest, _ = planned(two, 2, saved)
+    assert rest == whole[2:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"parallelism": {"context_parallel_degree": 2}}, "context_parallel_degree = 2"),
+        (
+            {"training": {"global_batch_size": 4}},
+            "microbatches of global_batch_size = 2: a step is an iteration",
+        ),
+        ({"training": {"local_batch_size": 2, "global_batch_size": 4}}, "local_batch_size = 2"),
+        ({"training": {"seq_len": 32}}, "sequence length = 32"),
+        ({"training": {"mixed_precision_param": "bfloat16"}}, "bf16"),
+        ({"dataloader": {"dataset": "documents.missing"}}, "must name a function"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_training(two, changes, says):
+    for told in two.run(jobs_titan.refused, 2, Case(changes=changes)):
+        assert says in told

@@ -1,0 +1,35 @@
+"""TorchTitan on CPUs, for tests: the example's shim, and attention without a compiler. Import it before torchtitan."""
+
+import sys
+import time
+import types
+from pathlib import Path
+
+import torch
+from torch.nn.attention.flex_attention import create_mask
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "titan"))
+import titan_cpu  # noqa: F401
+
+
+def dense_flex(q_BNLH, k_BNLH, v_BNLH, *, block_mask, scale, enable_gqa, **_):
+    """What flex_attention computes of Titan's masks: torch's own has no backward on CPUs. Returns (out, aux)."""
+    repeats = q_BNLH.shape[1] // k_BNLH.shape[1]
+    k_BNLH, v_BNLH = (x.repeat_interleave(repeats, 1) for x in (k_BNLH, v_BNLH))
+    scores = q_BNLH @ k_BNLH.transpose(2, 3) * (q_BNLH.shape[-1] ** -0.5 if scale is None else scale)
+    seen = create_mask(block_mask.mask_mod, *scores.shape[:1], None, *scores.shape[2:], device="cpu")
+    scores = scores.float().masked_fill(~seen, float("-inf"))
+    out = scores.softmax(-1).to(v_BNLH.dtype) @ v_BNLH
+    return out, types.SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+def own_attention():
+    """Titan's own, where torch.compile and GPUs are not."""
+    import torchtitan.trainer
+    from torchtitan.models.common.attention import FlexAttention
+
+    torch.Tensor.bfloat16 = lambda self: (
+        self
+    )  # its experts take that alone, and add what comes out to float32
+    FlexAttention._compiled_flex_attn = staticmethod(dense_flex)
+    torchtitan.trainer.time = types.SimpleNamespace(sleep=lambda _: None, perf_counter=time.perf_counter)
