@@ -7,7 +7,7 @@ own state alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Epochs:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(state)
 
-    def _pass(self) -> Iterator[PlannedBatch]:
+    def _pass(self) -> Generator[PlannedBatch, None, None]:
         epoch = self.state_dict()["epoch"]
         if self.accumulated is None:
             self.loader.set_epoch(epoch, start=0)

@@ -39,9 +39,13 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     return model
 
 
-def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+Bucket: Any = dist.GradBucket  # type: ignore[attr-defined]
+
+
+def _summed(group: Any, bucket: Bucket) -> torch.futures.Future[Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
 
 
 def _sum_shards(modules: list[FSDPModule]) -> None:

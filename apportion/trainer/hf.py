@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import one_hot
 
 from apportion.backends.torch.arrays import DTYPES
@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 NAME = "apportion"  # of the attention implementation, and of the kwarg that brings the handle
 
 
-def enable(model: nn.Module) -> nn.Module:
+def enable(model: Any) -> Any:
     """Has the model's attention run under a plan wherever a forward is given a handle; returns the model. Before it is
     wrapped in DDP or FSDP. Raises ConfigError for a model whose layers are not all attention that can be replaced."""
     AttentionInterface.register(NAME, attention)
@@ -136,4 +136,5 @@ def _share(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> Tensor:
     here = [*sent.tolist(), probabilities[..., 0].numel()]
     *everywhere, rows = torch.tensor(handle.communicator.all_gather(here)).sum(0).tolist()
     weights = probabilities.new_tensor(everywhere) / rows
-    return experts * (weights * probabilities.sum((0, 1)) / rows).sum()
+    share: Tensor = experts * (weights * probabilities.sum((0, 1)) / rows).sum()
+    return share

@@ -51,7 +51,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         if is_training:
             self._planned = dataset
         held = _Numbered(Epochs(dataset, self.args.gradient_accumulation_steps if is_training else None))
-        return DataLoader(held, batch_sampler=held, collate_fn=itemgetter(0))
+        numbered: Any = held  # map-style, without being told so
+        return DataLoader(numbered, batch_sampler=numbered, collate_fn=itemgetter(0))
 
     def _check(self, predicts: bool) -> None:
         """Raises ConfigError."""

@@ -64,6 +64,7 @@ class Planned:
     """Mixed into a LightningModule, before it."""
 
     trainer: Any
+    log: Any
     _shares: dict[str, Tensor]
 
     def shared_loss(self, batch: PlannedBatch, share: Tensor, name: str | None = None) -> Tensor:
@@ -79,7 +80,8 @@ class Planned:
             raise ConfigError("accumulate_grad_batches", given, rule, remedy)
         self._log(batch, share.detach(), name or f"{stage}_loss")
         averaged = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
-        return share * averaged * trainer.accumulate_grad_batches
+        loss: Tensor = share * averaged * trainer.accumulate_grad_batches
+        return loss
 
     def _log(self, batch: PlannedBatch, share: Tensor, name: str) -> None:
         held = self.__dict__.setdefault("_shares", {})
