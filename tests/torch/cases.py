@@ -230,9 +230,13 @@ def assert_good(got, problem, mask, dtype="fp64"):
 
 
 def _twice_plain(problem, mask, dtype):
-    """Twice the error of plain attention, but at least that of rounding the exact answer, and its terms, once."""
-    want = answer(problem, mask)
+    """Twice the error of plain attention, but at least that of rounding the exact answer, and of dsinks its terms, which
+    cancel, once."""
+    want, exact = answer(problem, mask), oracle.dense(problem, mask)
     sizes = [0.0 if x is None else float(np.linalg.norm(x)) for x in want]
+    if problem.sinks is not None:
+        terms = np.exp(problem.sinks - exact.lse) * (problem.do * exact.o).sum(-1)
+        sizes[-1] = max(sizes[-1], float(np.linalg.norm(terms)))
     found = errors(plain(problem, mask, dtype), want)
     return [2 * max(error, torch.finfo(dtype).eps * size) for error, size in zip(found, sizes, strict=True)]
 
