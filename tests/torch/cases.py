@@ -230,8 +230,8 @@ def assert_good(got, problem, mask, dtype="fp64"):
 
 
 def _twice_plain(problem, mask, dtype):
-    """Twice the error of plain attention, but at least that of rounding the exact answer, and of dsinks its terms, which
-    cancel, once."""
+    """Twice the error of plain attention, but at least that of rounding the exact answer once, and of dsinks its terms,
+    which cancel."""
     want, exact = answer(problem, mask), oracle.dense(problem, mask)
     sizes = [0.0 if x is None else float(np.linalg.norm(x)) for x in want]
     if problem.sinks is not None:
