@@ -28,7 +28,8 @@ TRAINERS := $(VENV)-trainers
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-trainers lint bench targets auto pictures compare execution soak fuzz kernels conformance clean
+.PHONY: help demo test test-trainers lint bench targets auto pictures compare execution soak fuzz kernels \
+  conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,6 +64,7 @@ $(TRAINERS)/.ready: pyproject.toml tests/trainers/requirements.txt
 	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)"
 	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)" --editable ".[numba,torch]" hypothesis pytest \
 	  --requirement tests/trainers/requirements.txt
+	@$(TRAINERS)/bin/pip install --quiet --no-deps nemo-automodel==0.7.0  # it pins another transformers
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready

@@ -44,7 +44,6 @@ def test_the_version_is_the_one_tried():
         (2, Case(model="gpt_oss", options=CORE)),
         (4, Case(model="gpt_oss", microbatches=2)),
         (4, Case(model="gpt_oss", tp=2)),
-        (4, Case(tp=2, options={"sequence_parallel": True})),
         (4, Case(pp=2, microbatches=2)),
     ],
 )
