@@ -2,6 +2,14 @@
 
 import jobs_hf as jobs
 import pytest
+import torch
+from loading import HereSource
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import apportion as ap
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.trainer import hf
 
 LOSS, GRADIENT = 5e-7, 1e-6
 SEVERAL = (("tokens", 60), ("microbatches", 2), ("drop_last", False))  # microbatches an iteration, of 4 ranks
@@ -34,3 +42,105 @@ def test_bfloat16_by_autocast(pool, name):
     for loss, gradient, _ in pool.run(jobs.agreement, 4, name, "ddp", True, True, (("dtype", "bf16"),)):
         assert loss <= 2e-3
         assert gradient <= 3e-2
+
+
+# --- what an enabled model still is, and what is refused
+
+
+def test_without_a_plan_an_enabled_model_is_as_it_was():
+    plain, enabled = jobs.made("gemma3"), hf.enable(jobs.made("gemma3"))
+    ids = torch.arange(24).view(2, 12) % jobs.VOCABULARY
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0  # left padding
+    batch = next(iter(jobs.loader(enabled, 1)))
+    for _ in range(2):  # before a planned forward, and after it
+        for model in (plain, enabled):
+            model.eval()
+        said = [
+            m.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for m in (plain, enabled)
+        ]
+        assert torch.equal(*said)
+        seen = [m(input_ids=ids, attention_mask=mask).logits for m in (plain, enabled)]
+        assert torch.equal(*seen)
+        enabled.train()
+        assert enabled(**hf.inputs(batch)).loss.isfinite()
+
+
+def test_a_window_layer_on_a_causal_plan_is_refused_by_layer_and_kind():
+    model = hf.enable(jobs.made("mistral"))
+    batch = next(iter(jobs.loader(model, 1, masks=ap.masks.causal())))
+    with pytest.raises(
+        ConfigError, match=r"window = 24.*kind 'default' in layer 0: causal.*sliding_window\(24\)"
+    ):
+        model(**hf.inputs(batch))
+
+
+def test_a_full_layer_on_a_windowed_plan_is_refused():
+    model = hf.enable(jobs.made("llama"))
+    batch = next(iter(jobs.loader(model, 1, masks=ap.masks.sliding_window(24))))
+    with pytest.raises(ConfigError, match=r"window = -1.*layer 0: sliding window of 24"):
+        model(**hf.inputs(batch))
+
+
+def test_dropout_and_another_dtype_than_the_plan_s_are_refused():
+    model = hf.enable(jobs.made("llama", attention_dropout=0.1))
+    batch = next(iter(jobs.loader(model, 1)))
+    with pytest.raises(ConfigError, match="dropout is not planned"):
+        model(**hf.inputs(batch))
+    model = hf.enable(jobs.made("llama"))
+    batch = next(iter(jobs.loader(model, 1, dtype="bf16")))
+    with pytest.raises(ExecutionError, match=r"q has dtype torch.float32, the plan torch.bfloat16"):
+        model(**hf.inputs(batch))
+
+
+def test_another_model_than_the_job_s_is_refused_when_the_loader_is_made():
+    small, large = jobs.made("llama"), jobs.made("llama", num_key_value_heads=4)
+    job = jobs.loader(small, 1).job
+    with pytest.raises(ConfigError, match=r"model\.kv_heads.*4.*2"):
+        hf.loader(jobs.Documents(), large, source=HereSource(job))
+
+
+def test_a_compiled_model_is_one_graph_for_all_plans():
+    model = hf.enable(jobs.made("llama"))
+    batches = list(jobs.loader(model, 1, tokens=140))
+    with torch.no_grad():
+        wanted = [model(**hf.inputs(batch)).logits for batch in batches]
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+        for batch, logits in zip(batches, wanted, strict=True):
+            torch.testing.assert_close(compiled(**hf.inputs(batch)).logits, logits, rtol=1e-5, atol=1e-6)
+    assert len(batches) > 2
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata calls it
+def test_torchdata_s_stateful_loader_goes_on_where_it_was():
+    """Its conventions: a state taken in the middle of a pass, loaded into another one before it is iterated."""
+    model = jobs.made("llama")
+    whole = [batch.tokens.tolist() for batch in jobs.loader(model, 1, tokens=140)]
+    first = StatefulDataLoader(_Passes(jobs.loader(model, 1, tokens=140)), batch_size=None)
+    taken = []
+    for tokens in first:
+        taken.append(tokens)
+        if len(taken) == 2:
+            state = first.state_dict()
+            break
+    second = StatefulDataLoader(_Passes(jobs.loader(model, 1, tokens=140)), batch_size=None)
+    second.load_state_dict(state)
+    assert taken + list(second) == whole
+
+
+class _Passes(IterableDataset):
+    """A loader as a stateful dataset."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return (batch.tokens.tolist() for batch in self.loader)
+
+    def state_dict(self):
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state):
+        self.loader.load_state_dict(state)
