@@ -8,8 +8,12 @@ import torch.distributed as dist
 from loading import HereSource, Recorded, job, seen
 
 import apportion as ap
+from apportion.ir.job import Job
+from apportion.ir.policy import Policy
+from apportion.planner.recipes import find_recipe
 from apportion.trainer.loader import PlannedLoader
 from apportion.trainer.loss import IGNORED
+from apportion.trainer.projection import HeadProjection
 
 
 class Rich(Recorded):
@@ -133,3 +137,30 @@ def resumed(comm, source, stop, options):
     second.load_state_dict(state)
     second.set_epoch(3)
     return whole, begun + [seen(b) for b in second]
+
+
+def padded_block(comm, multiple, sinks):
+    """Output and gradients of a layer whose heads the plan projects, on rows with and without padding: rows, then what
+    padding has."""
+    dims = ap.Model(4, 2, 8, dtype="fp64", hidden=12)
+    policy = Policy(find_recipe("upipe"))
+    source = HereSource(Job(ap.Cluster(1, comm.ranks), dims, policy, 40))
+    torch.manual_seed(2)
+    q, k, v = (torch.nn.Linear(12, width, dtype=torch.float64) for width in (32, 16, 16))
+    project = HeadProjection(q, k, v, 8, 8)
+    learned = torch.randn(4, dtype=torch.float64) if sinks else None
+    loader = PlannedLoader(
+        Recorded(), source=source, communicator=comm, shuffle=False, rows_multiple=multiple
+    )
+    batch = next(iter(loader))
+    rows = batch.handle.rows
+    hidden = torch.zeros(len(batch.tokens), 12, dtype=torch.float64)
+    hidden[:rows] = torch.sin(batch.tokens[:rows, None] * torch.arange(1.0, 13).double())
+    hidden.requires_grad_()
+    out = ap.planned_attention_block(
+        hidden, batch.position_ids, batch.handle, project, project.params, sinks=learned
+    )
+    out.square().sum().backward()
+    found = [out, hidden.grad]
+    weights = [param.grad.numpy() for param in project.params]
+    return [x[:rows].detach().numpy() for x in found] + weights, [float(x[rows:].abs().sum()) for x in found]

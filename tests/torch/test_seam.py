@@ -143,6 +143,15 @@ def test_padding_changes_neither_loss_nor_gradients(pool):
     np.testing.assert_allclose(padded[0][2], plain[0][2], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_padding_under_plans_that_project(pool, sinks):
+    plain, padded = (pool.run(jobs_seam.padded_block, 2, multiple, sinks) for multiple in (None, 16))
+    for (found, behind), (wanted, _) in zip(padded, plain, strict=True):
+        assert behind == [0.0, 0.0]
+        for own, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(own, other)
+
+
 def test_padding_is_at_least_one_row(pool):
     source = HereSource(job(4, 128))
     results = pool.run(jobs_seam.fields, 4, source, {"sampler": [[3]], "rows_multiple": 1})
