@@ -65,6 +65,7 @@ def _shard(
     padding_token_id: int = 0,
 ) -> tuple[Any, dict[str, Any], ShardLayout]:
     """Automodel's verb: this rank's rows, labels of the token to predict among them, and the plan."""
+    planned.check_unweighted("the recipe's loss")
     planned = planned if cp_mesh is None else planned.to(cp_mesh.device_type)
     spare = len(layout.local_token_global_indices) - len(planned.tokens)
     labels = pad(planned.labels, (0, spare), value=IGNORED)

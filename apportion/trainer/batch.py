@@ -18,13 +18,14 @@ from torch import Tensor
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.batch import Batch
-from apportion.ir.errors import ExecutionError
+from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
+from apportion.trainer.rows import WEIGHTS
 
 Ints = NDArray[np.integer[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedBatch:
     """One rank's share of one microbatch; rows are in the plan's home layout, with padding behind them where the loader
     pads."""
@@ -55,6 +56,15 @@ class PlannedBatch:
         """Everything by name, the samples' own fields beside the others."""
         shown = [item.name for item in fields(self) if item.name not in ("fields", "batch", "_places")]
         return {**self.fields, **{name: getattr(self, name) for name in shown}}
+
+    def check_unweighted(self, loss: str) -> None:
+        """Raises ConfigError where the samples have loss weights, which `loss` would ignore."""
+        if WEIGHTS in self.fields:
+            rule, remedy = (
+                f"{loss} has no weights",
+                "use normalised_loss(..., weights=) in a loop of your own",
+            )
+            raise ConfigError(WEIGHTS, "a field of the samples", rule, remedy)
 
     # ---- token tensors
 

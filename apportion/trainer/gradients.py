@@ -3,7 +3,8 @@
 DDP and FSDP average instead, which makes every gradient too small by the number of ranks.
 """
 
-# no annotations from __future__: DDP looks at those of its hooks
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +22,9 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     """Makes the gradients of `model` sums over the ranks; returns it.
 
     DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward, and gradients are summed
-    where they were averaged; `group` is what the module was wrapped with. Any other module: call it on every rank after
-    the last backward of each optimizer step; it adds up `.grad` over the ranks of `group` (None: all), with zeros for a
-    rank that has none. Raises ConfigError for FSDP1, which can only average.
+    where they were averaged, with and without `no_sync`. Any other module: call it on every rank after the last
+    backward of each optimizer step; it adds up `.grad` over the ranks of `group` (None: all), with zeros for a rank
+    that has none. Raises ConfigError for FSDP1, which can only average.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile
     sharded = [module for module in inner.modules() if isinstance(module, FSDPModule)]
@@ -31,7 +32,7 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
         remedy = "use fully_shard, or normalised_loss(…, averaged_over=ranks)"
         raise ConfigError("model", "FullyShardedDataParallel", "averages gradients", remedy)
     if isinstance(inner, DistributedDataParallel):
-        inner.register_comm_hook(inner.process_group, _summed)
+        _multiply(inner, dist.get_world_size(inner.process_group))
     elif sharded:
         _sum_shards(sharded)
     elif dist.is_initialized():
@@ -39,13 +40,11 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     return model
 
 
-Bucket: Any = dist.GradBucket  # type: ignore[attr-defined]
-
-
-def _summed(group: Any, bucket: Bucket) -> torch.futures.Future[Tensor]:
-    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return future
+def _multiply(model: nn.Module, ranks: int) -> None:
+    """What DDP averages is times the ranks, microbatch by microbatch: what was reduced before is left alone."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_hook(lambda grad: grad * ranks)  # type: ignore[no-untyped-call]
 
 
 def _sum_shards(modules: list[FSDPModule]) -> None:

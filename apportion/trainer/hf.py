@@ -90,7 +90,9 @@ def loader(dataset: Any, model: Any, *, dtype: str | None = None, **options: Any
 
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:
-    """The kwargs of the model's forward; its loss is this rank's share of the step's mean, as `normalised_loss`."""
+    """The kwargs of the model's forward; its loss is this rank's share of the step's mean, as `normalised_loss`. Raises
+    ConfigError for samples with `loss_weights`, which that does not know."""
+    batch.check_unweighted("the model's own loss")
     labels = batch.labels[None]  # shifted: the label of a row may be a token of another rank
     return {
         "input_ids": batch.tokens[None],

@@ -59,11 +59,27 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         args, smoothing = self.args, self.args.label_smoothing_factor
         scaled = args.average_tokens_across_devices
         order = "predictions would be in the plan's order, and labels are shifted"
+        own, counted = self.compute_loss_func, "its loss does not take num_items_in_batch"
         averages = "DDP and FSDP average gradients, and the loss would not make up for it"
         for name, value, refused, rule, remedy in (
             ("label_smoothing_factor", smoothing, smoothing, "it would shift labels again", "leave it 0"),
             ("average_tokens_across_devices", scaled, not scaled, averages, "leave it True"),
             ("compute_metrics", self.compute_metrics, predicts, order, "give a plain eval_dataset"),
+            (
+                "compute_loss_func",
+                own,
+                own,
+                "it would be given labels that are shifted",
+                "use the model's own loss",
+            ),
+            ("n_gpu", args.n_gpu, args.n_gpu > 1, "DataParallel splits rows", "start a process for each GPU"),
+            (
+                "model",
+                type(self.model).__name__,
+                not self.model_accepts_loss_kwargs,
+                counted,
+                "train it in a loop",
+            ),
         ):
             if refused:
                 raise ConfigError(name, value, rule, remedy)
@@ -127,8 +143,4 @@ class _Numbered:
             del self._batches
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        batch = next(self._batches)
-        if "loss_weights" in batch.fields:
-            rule, remedy = "the model's own loss has no weights", "use normalised_loss in a loop of your own"
-            raise ConfigError("loss_weights", "a field of the samples", rule, remedy)
-        return inputs(batch)
+        return inputs(next(self._batches))

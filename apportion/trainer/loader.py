@@ -38,7 +38,7 @@ from apportion.service.client import PlanTimeoutError
 from apportion.trainer.agreement import Agreement
 from apportion.trainer.ahead import DEPTH, Fetched, Fetching, Progress, Stopwatch, Threads, Waits, submit
 from apportion.trainer.batch import PlannedBatch
-from apportion.trainer.meters import Facts, Meters, as_bits, as_float
+from apportion.trainer.meters import NOTHING, Facts, Meters, as_bits, as_float
 from apportion.trainer.processes import PREFETCHED, Collecting, Share
 from apportion.trainer.resume import Place, fingerprint, place_of, state_of
 from apportion.trainer.rows import SHIFTED, Dataset, Form, Ints, Rows, rows_of
@@ -143,7 +143,8 @@ class PlannedLoader:
         self._replicas = _replicas(replicas)
         self._deal = Deal() if self._replicas is None else Deal(self._replicas.rank, self._replicas.ranks)
         self._stream = name("stream", stream if self._replicas is None else f"{stream}-{self._deal.group}")
-        self._drop_last = drop_last
+        packs = sampler is not None and self._source.job.packs  # then every iteration is filled
+        self._least = self._source.job.microbatches if drop_last and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
         self._form = Form(frozenset(shifted), multiple)
         self._agrees = _agrees(on_timeout, self._source, self._communicator.ranks)
@@ -223,10 +224,10 @@ class PlannedLoader:
                         yield batch
                 iterations.forget(wanted.number + 1)
                 progress.reach(wanted.number + 1)
-        self._place = begin.at(0)
+        self._over_groups(-1, 0, 0, 0.0)
 
     def _draw(self) -> Draw:
-        return Draw(self._sampling, self._sampler, self._begin.epoch, self._deal, self._drop_last)
+        return Draw(self._sampling, self._sampler, self._begin.epoch, self._deal, self._least)
 
     # ---- a pass
 
@@ -304,11 +305,11 @@ class PlannedLoader:
         return PlanHandle(piece, self._communicator, self._engine, self._form.padded(rows) - rows)
 
     def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
-        rows = fetched.rows
-        if rows is None:
-            rows = tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
         handles = fetched.handles or self._handles(fetched.piece)
-        valid, weight = self._totals(wanted, handles, rows)
+        rows = self._read(wanted, fetched)
+        valid, weight = self._totals(wanted.number, handles, rows)
+        if isinstance(rows, Exception):
+            raise rows
         parts = wanted.parts(fetched.piece.indexes)
         for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
             self._meters.begin()
@@ -329,22 +330,41 @@ class PlannedLoader:
                 batch=batch,
             )
 
+    def _read(self, wanted: Wanted, fetched: Fetched) -> tuple[Rows, ...] | Exception:
+        """The rows, or why there are none: the other ranks are told before it is raised."""
+        try:
+            return fetched.rows or tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
+        except Exception as error:
+            return error
+
     def _totals(
-        self, wanted: Wanted, handles: Sequence[PlanHandle], rows: Sequence[Rows]
+        self, number: int, handles: Sequence[PlanHandle], rows: Sequence[Rows] | Exception
     ) -> tuple[int, float]:
         """Labels of the iteration and their weight, over all ranks and groups; a collective. Raises ExecutionError
-        where ranks hold different plans, or groups different numbers of microbatches."""
-        told = agree(handles, Facts.of(handles, rows, self._device).numbers())
-        ranks = [Facts.read(numbers) for numbers in told]
+        where ranks hold different plans, another one has no rows, or groups are not in step."""
+        read = not isinstance(rows, Exception)
+        own = Facts.of(handles, rows, self._device) if read else NOTHING  # type: ignore[arg-type]
+        ranks = [Facts.read(numbers) for numbers in agree(handles, own.numbers())]
+        failed = [rank for rank, one in enumerate(ranks) if one.valid < 0]
+        if failed and read:
+            raise ExecutionError(f"iteration {number}: ranks {failed} have no rows: their own errors say why")
         self._meters.add(ranks)
-        totals = [sum(one.valid for one in ranks), as_bits(sum(one.weight for one in ranks)), len(handles)]
-        groups = [totals] if self._replicas is None else self._replicas.all_gather(totals)
-        if any(row[2] != len(handles) for row in groups):
-            counts = [row[2] for row in groups]
+        valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
+        return (valid, weight) if failed else self._over_groups(number, len(handles), valid, weight)
+
+    def _over_groups(self, number: int, microbatches: int, valid: int, weight: float) -> tuple[int, float]:
+        """The totals of all groups; a collective of theirs. Raises ExecutionError where they are apart."""
+        if self._replicas is None:
+            return valid, weight
+        place = [self._place.epoch, number, microbatches]
+        groups = self._replicas.all_gather([*place, valid, as_bits(weight)])
+        if any(row[:3] != place for row in groups):
+            told = "; ".join(f"group {group}: {row[:3]}" for group, row in enumerate(groups))
             raise ExecutionError(
-                f"iteration {wanted.number}: the groups have {counts} microbatches: give their samplers equally many"
+                f"groups are not in step (epoch, iteration or -1 at the end, microbatches): {told}. Give their "
+                "samplers equally many, and begin in the same place"
             )
-        return sum(row[0] for row in groups), sum(as_float(row[1]) for row in groups)
+        return sum(row[3] for row in groups), sum(as_float(row[4]) for row in groups)
 
 
 def _lengths(dataset: Dataset, lengths: ArrayLike | None) -> Ints:

@@ -64,7 +64,7 @@ def planned_loader(dataset: Any, config: Any, stream: str = "train", **options: 
         "model": model_of(config),
         "masks": masks_of(config),
         "rows_multiple": rows,
-        "drop_last": True,
+        "drop_last": stream == "train",
     }
     options = {**given, "communicator": Communicator(group, hosts=hosts), **options}
     return PlannedLoader(dataset, stream=f"{stream}-{pp}-{tp}", **options)
@@ -90,7 +90,7 @@ def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     """Megatron divides the sum by the tokens of all ranks and microbatches."""
     seen = batch.labels >= 0
     weights = batch.fields.get("loss_weights", torch.ones_like(losses[0]))
-    total = (losses[0] * seen * weights).sum() * (batch.valid_tokens / batch.total_weight)
+    total = (losses[0] * seen * weights).sum() * (batch.valid_tokens / (batch.total_weight or 1.0))
     return (
         total,
         seen.sum().int(),

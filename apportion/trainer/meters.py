@@ -48,6 +48,10 @@ class Facts(NamedTuple):
         return Facts(valid, as_float(weight), tokens, as_float(work), sent, count)
 
 
+#: of a rank that could not read its samples
+NOTHING = Facts(-1, 0.0, 0, 0.0, 0, 0)
+
+
 @dataclass
 class Meters:
     """Counts of this process since it began. An imbalance is the busiest rank's share over the mean, less 1."""

@@ -92,6 +92,7 @@ def ping_pong(
     """
     handles = _same_ranks(handle_a, handle_b)
     for name, hidden, handle in (("hidden_a", hidden_a, handle_a), ("hidden_b", hidden_b, handle_b)):
+        handle.require_unpadded("ping-pong runs")
         check_shape(name, hidden, (handle.rows, *hidden.shape[1:]))
     pieces = [_piece(layer, handles) for layer in layers]
     return backend.run_pair(handles, pieces, hidden_a, hidden_b) if pieces else (hidden_a, hidden_b)

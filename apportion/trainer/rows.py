@@ -114,6 +114,12 @@ class _Sample:
     labels: Tensor  # the tokens where it has none of its own
     fields: dict[str, Tensor]
 
+    @property
+    def form(self) -> str:
+        """Names, dtypes and widths of the fields."""
+        told = (f"{name} {own.dtype} {list(own.shape[1:])}" for name, own in sorted(self.fields.items()))
+        return ", ".join(told).replace("torch.", "") or "none"
+
 
 @dataclass
 class _Held:
@@ -127,10 +133,10 @@ class _Held:
         if sequence not in self._samples:
             sample = _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
             first = next(iter(self._samples.values()), sample)
-            if sample.fields.keys() != first.fields.keys():
+            if sample.form != first.form:
                 raise ExecutionError(
-                    f"sequence {sequence} has the fields {sorted(sample.fields)}, another one of its microbatch "
-                    f"{sorted(first.fields)}: give all samples the same"
+                    f"sequence {sequence} has the fields {sample.form}, another one of its microbatch {first.form}: "
+                    "give all samples the same, of one dtype and width"
                 )
             self._samples[sequence] = sample
         return self._samples[sequence]
@@ -201,11 +207,11 @@ def _sample(given: Sample, length: int, sequence: int) -> _Sample:
     if TOKENS not in given:
         rule, remedy = f"must have {TOKENS}, the token ids", "name them so"
         raise ConfigError(where, sorted(map(str, given)), rule, remedy)
-    tokens = _tokens(given[TOKENS])
+    tokens = _whole(f"{where}: {TOKENS}", given[TOKENS])
     if tokens.shape != (length,):
         raise ExecutionError(f"{where} has shape {tuple(tokens.shape)}, it was planned with length {length}")
     fields = {name: _field(f"{where}: {name}", given[name], length) for name in given if name != TOKENS}
-    labels = fields.pop(LABELS, tokens).long()
+    labels = _whole(f"{where}: {LABELS}", fields.pop(LABELS, tokens))
     for name in _BY_MASK:
         if name in fields and not (name == "attention_mask" and bool(fields.pop(name).all())):
             rule = "the mask of the plan says it: samples come without padding and without positions of their own"
@@ -215,15 +221,28 @@ def _sample(given: Sample, length: int, sequence: int) -> _Sample:
     return _Sample(tokens, labels, fields)
 
 
-def _tokens(given: Any) -> Tensor:
-    return given.long().cpu() if isinstance(given, Tensor) else torch.from_numpy(np.array(given, np.int64))
+def _whole(name: str, given: Any) -> Tensor:
+    """int64. Raises ConfigError for anything but whole numbers."""
+    found = given.detach().cpu() if isinstance(given, Tensor) else _array(given)
+    if found is None or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        rule = "must be whole numbers"
+        raise ConfigError(
+            name, type(given).__name__ if found is None else found.dtype, rule, "give token ids"
+        )
+    return found.long()
+
+
+def _array(given: Any) -> Tensor | None:
+    """None for what is no array of numbers."""
+    try:
+        array = np.array(given)
+        return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" else array)
+    except (TypeError, ValueError):
+        return None
 
 
 def _field(name: str, given: Any, length: int) -> Tensor:
-    try:
-        found = given.detach().cpu() if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
-    except (TypeError, ValueError):
-        found = None
+    found = given.detach().cpu() if isinstance(given, Tensor) else _array(given)
     if found is None or found.dim() == 0 or len(found) != length:
         shape = type(given).__name__ if found is None else f"shape {tuple(found.shape)}"
         rule = f"must have an entry for each of the {length} tokens"

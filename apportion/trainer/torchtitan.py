@@ -71,6 +71,7 @@ class PlannedDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for b in endless(self.loader) if self.infinite else self.loader:
+            b.check_unweighted("Titan's loss")
             kinds = PlannedMasks({kind: (b.handle, kind) for kind in b.handle.kinds})
             given = {"input": b.tokens[None], "positions": b.position_ids[None]}
             yield {**given, "attention_masks": kinds}, b.labels[None]

@@ -91,12 +91,18 @@ class Predictions:
         """[n] what each prediction has of `values`: [samples], such as advantages, or one for every token: [samples,
         longest], padded behind, or a list of [length] each. A token's value is at its own place, so that of a sample's
         first is never taken. Raises ConfigError for other shapes."""
+        if not isinstance(values, Tensor) and np.ndim(values[0] if len(values) else 0) == 0:
+            values = torch.as_tensor(values)
         if len(values) != self.forest.samples:
             rule = f"there must be something for each of the {self.forest.samples} samples"
             raise ConfigError(
                 "values", f"{len(values)} items", rule, "give them in the order that was folded"
             )
         if isinstance(values, Tensor):
+            longest = int(np.diff(self.forest.starts).max(initial=0))
+            if values.dim() > 1 and values.shape[1] < longest:
+                rule, remedy = f"samples have up to {longest} tokens", "pad behind, or give a list"
+                raise ConfigError("values", f"shape {tuple(values.shape)}", rule, remedy)
             index = (self.sample,) if values.dim() == 1 else (self.sample, self.token)
             return values.to(self.row.device)[index]
         held = [_whole(values[i], self.forest, i) for i in self.samples]

@@ -96,23 +96,36 @@ class Deal:
 @dataclass(frozen=True)
 class Draw:
     """The samples of a pass, iteration by iteration: in the order of `sampling`, or of the trainer's own sampler.
-    drop_last: without an iteration of fewer microbatches than others."""
+    least: iterations of fewer microbatches are left out. Raises ConfigError where that leaves nothing."""
 
     sampling: Sampling | None
     sampler: Iterable[Any] | None
     epoch: int
     deal: Deal = Deal()
-    drop_last: bool = False
+    least: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         if self.sampling is not None:
-            most = self.sampling.microbatches
-            own = self.deal.of(self.sampling.epoch(self.epoch))
-            return iter([one for one in own if len(one) == most] if self.drop_last else own)
+            return iter(self._dealt(self.sampling.epoch(self.epoch)))
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
-        return iter(() if self.sampler is None else self.sampler)
+        return (drawn for drawn in self.sampler or () if _microbatches(drawn) >= self.least)
+
+    def _dealt(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
+        own = [iteration for iteration in self.deal.of(epoch) if len(iteration) >= self.least]
+        if epoch and not own:
+            rule = (
+                f"leaves nothing of the epoch's {len(epoch)} iterations, {self.deal.groups} groups of ranks"
+            )
+            remedy = "give more samples, or fewer microbatches an iteration"
+            raise ConfigError("drop_last" if self.least else "replicas", self.least > 0, rule, remedy)
+        return own
+
+
+def _microbatches(drawn: Any) -> int:
+    """Of an iteration as a sampler gives it; a flat list of sample numbers is one."""
+    return len(drawn) if hasattr(drawn, "__len__") and len(drawn) and np.ndim(drawn[0]) else 1
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from loading import HereSource, Recorded, job, seen
 
 import apportion as ap
+from apportion.ir.errors import ExecutionError
 from apportion.ir.job import Job
 from apportion.ir.policy import Policy
 from apportion.planner.recipes import find_recipe
@@ -164,3 +165,32 @@ def padded_block(comm, multiple, sinks):
     found = [out, hidden.grad]
     weights = [param.grad.numpy() for param in project.params]
     return [x[:rows].detach().numpy() for x in found] + weights, [float(x[rows:].abs().sum()) for x in found]
+
+
+class Broken(Recorded):
+    """One sample cannot be read."""
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise OSError("a sample is lost")
+        return super().__getitem__(index)
+
+
+def unread(comm, source):
+    """Why the pass ends on this rank: only one holds the sample."""
+    loader = PlannedLoader(Broken([20, 20, 1]), source=source, communicator=comm, sampler=[[0, 1], [0, 2]])
+    try:
+        list(loader)
+    except (OSError, ExecutionError) as error:
+        return str(error)
+    return ""
+
+
+def out_of_step(comm):
+    """Why the pass ends where one group has another iteration more."""
+    sampler = [[[0], [1]], [[2]]][: 1 + comm.rank // 4]
+    try:
+        groups(comm, {"sampler": sampler})
+    except ExecutionError as error:
+        return str(error)
+    return ""

@@ -76,6 +76,8 @@ def test_a_rank_without_samples_has_the_fields_of_the_others(pool):
         ({"input_ids": [1, 2, 3], "reward": 1.0}, r"sequence 0: reward.*an entry for each of the 3 tokens"),
         ({"input_ids": [1, 2, 3], "advantages": [0.5, 1.0]}, r"sequence 0: advantages.*shape \(2,\)"),
         ({"input_ids": [1, 2, 3], "names": ["a", "b", "c"]}, r"sequence 0: names"),
+        ({"input_ids": [1.7, 2.0, 3.0]}, r"sequence 0: input_ids.*whole numbers"),
+        ({"input_ids": [1, 2, 3], "labels": [0.5, 1.0, 2.0]}, r"sequence 0: labels.*whole numbers"),
         ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 2]}, r"sequence 0: position_ids.*the mask"),
         (
             {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]},
@@ -94,6 +96,10 @@ def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none
     assert batch.fields == {}
     with pytest.raises(ExecutionError, match=r"sequence 1 has the fields .*rewards"):
         list(loader_of(Samples([dense, {**dense, "rewards": [0.0] * 3}], [3, 3])))
+    for other in ([0.5, 1.0, 0.0], np.zeros((3, 2), np.int64)):
+        samples = [{**dense, "rewards": [0, 1, 1]}, {**dense, "rewards": other}]
+        with pytest.raises(ExecutionError, match=r"sequence 1 has the fields rewards.*rewards int64 \[\]"):
+            list(loader_of(Samples(samples, [3, 3])))
 
 
 def test_a_batch_goes_to_a_device_and_is_a_dictionary():
@@ -152,6 +158,12 @@ def test_padding_under_plans_that_project(pool, sinks):
             np.testing.assert_array_equal(own, other)
 
 
+def test_what_knows_no_padding_says_so():
+    (batch,) = loader_of(Recorded([5]), rows_multiple=8)
+    with pytest.raises(ExecutionError, match="3 rows of it: make the loader without rows_multiple"):
+        batch.handle.require_unpadded("layouts are moved")
+
+
 def test_padding_is_at_least_one_row(pool):
     source = HereSource(job(4, 128))
     results = pool.run(jobs_seam.fields, 4, source, {"sampler": [[3]], "rows_multiple": 1})
@@ -166,6 +178,22 @@ def test_drop_last_leaves_out_what_is_smaller():
     whole = loader_of(Recorded(lengths), HereSource(job(microbatches=3)))
     cut = loader_of(Recorded(lengths), HereSource(job(microbatches=3)), drop_last=True)
     assert [len(list(loader)) for loader in (whole, cut)] == [len(whole), len(cut)] == [7, 6]
+
+
+def test_drop_last_counts_a_sampler_s_iterations_too_and_must_leave_something():
+    sampler = [[[0], [1]], [[2]], [[3], [4]]]
+    source = HereSource(job(microbatches=2))
+    loader = PlannedLoader(Recorded(), source=source, sampler=sampler, drop_last=True)
+    assert [batch.samples.tolist() for batch in loader] == [[0], [1], [3], [4]]
+    assert len(loader) == 4
+    with pytest.raises(ConfigError, match=r"drop_last.*leaves nothing of the epoch's 1 iterations"):
+        list(loader_of(Recorded([3, 4]), HereSource(job(microbatches=3)), drop_last=True))
+
+
+def test_a_rank_that_cannot_read_its_samples_ends_all(pool):
+    told = pool.run(jobs_seam.unread, 3, HereSource(job(3, 66)))
+    assert sorted(message[:8] for message in told) == ["a sample", "iteratio", "iteratio"]
+    assert any("ranks [" in message and "have no rows" in message for message in told)
 
 
 def test_groups_share_an_order_and_count_all_labels(pool):
@@ -197,6 +225,11 @@ def test_groups_get_iterations_in_turn_and_equally_many_microbatches(iterations,
     epoch = [[np.array([number])] * count for number, count in enumerate(iterations)]
     for group in range(groups):
         assert [int(dealt[0][0]) for dealt in Deal(group, groups).of(epoch)] == own[group]
+
+
+def test_groups_that_are_not_in_step_are_told(pool):
+    told = pool.run(jobs_seam.out_of_step, 8)
+    assert all("groups are not in step" in message and "group 0: [0, " in message for message in told)
 
 
 def test_groups_with_orders_of_their_own_take_equal_steps(pool):
@@ -232,7 +265,14 @@ def test_a_state_is_plain_and_a_pass_that_was_left_begins_anew():
     assert next(iter(loader)).samples.tolist() == first.samples.tolist()
     whole = list(loader)
     assert len(whole) == len(loader)
-    assert loader.state_dict()["iteration"] == 0
+    over = loader.state_dict()
+    assert (over["epoch"], over["iteration"]) == (0, len(whole))
+    assert len(list(loader)) == len(whole)
+    loader.load_state_dict(over)  # saved behind the pass: nothing is left of it
+    assert list(loader) == []
+    loader.load_state_dict(over)
+    loader.set_epoch(1)
+    assert len(list(loader)) == len(whole)
 
 
 def test_another_epoch_forgets_where_the_state_was():

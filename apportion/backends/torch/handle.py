@@ -105,6 +105,14 @@ class PlanHandle:
         """Rows of what layers are given: tokens and padding."""
         return self.rows + self.padding
 
+    def require_unpadded(self, what: str) -> None:
+        """Raises ExecutionError."""
+        if self.padding:
+            raise ExecutionError(
+                f"{what} without padding, and this batch has {self.padding} rows of it: make the loader without "
+                "rows_multiple"
+            )
+
     @cached_property
     def tokens(self) -> Tensor:
         """[rows] int64, the global token of each row."""

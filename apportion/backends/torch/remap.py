@@ -67,6 +67,7 @@ def _where_planned(x: Tensor, handle: PlanHandle, inverse: bool) -> Tensor:
 
 
 def _moved(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
+    handle.require_unpadded("layouts are moved")
     handle.agree()
     source, target = (move.target, move.source) if inverse else (move.source, move.target)
     given, wanted = (int(handle.slice.layout(name).rows_per_rank[0]) for name in (source, target))
