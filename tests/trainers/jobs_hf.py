@@ -165,7 +165,10 @@ def agreement(comm, name, wrap="plain", checkpointed=False, autocast=False, opti
     batches = loader(model, comm.ranks, comm, **dict(options))
     losses, wanted = [], []
     for batch in batches:
-        with synced(wrapped, batch.is_last), torch.autocast("cpu", torch.bfloat16, autocast):
+        with (
+            synced(wrapped, batch.is_last or wrap == "ddp_every"),
+            torch.autocast("cpu", torch.bfloat16, autocast),
+        ):
             loss = wrapped(**hf.inputs(batch)).loss
             loss.backward()
         losses.append(total(loss, comm))
@@ -190,7 +193,8 @@ def in_fsdp(model, comm):
     return ap.sum_gradients(fully_shard(model, mesh=mesh))
 
 
-WRAPS = {"plain": lambda model, comm: model, "ddp": in_ddp, "fsdp": in_fsdp}
+#: ddp_every: reduced with every microbatch
+WRAPS = {"plain": lambda model, comm: model, "ddp": in_ddp, "ddp_every": in_ddp, "fsdp": in_fsdp}
 
 
 def synced(model, is_last):

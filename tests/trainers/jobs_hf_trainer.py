@@ -123,7 +123,9 @@ def refusing(comm, folder, options):
     model = hf.enable(made("llama"))
     data = hf_jobs.loader(model, comm.ranks, comm)
     metrics = options.pop("compute_metrics", None) and (lambda prediction: {})
-    trainer = PlannedTrainer(model=model, args=arguments(folder, **options), compute_metrics=metrics)
+    own = options.pop("compute_loss_func", None) and (lambda outputs, labels, **kwargs: outputs.loss)
+    more = {"compute_metrics": metrics, "compute_loss_func": own}
+    trainer = PlannedTrainer(model=model, args=arguments(folder, **options), **more)
     try:
         trainer._get_dataloader(data, is_training=metrics is None)
     except ConfigError as error:

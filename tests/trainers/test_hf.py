@@ -1,6 +1,7 @@
 """Hugging Face models on planned batches, against their own attention in one process."""
 
 import jobs_hf as jobs
+import numpy as np
 import pytest
 import torch
 from loading import HereSource
@@ -27,7 +28,7 @@ def test_losses_and_gradients_are_those_of_one_process(pool, name, ranks):
     agrees(pool, ranks, name)
 
 
-@pytest.mark.parametrize("wrap", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("wrap", ["plain", "ddp", "ddp_every", "fsdp"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_sums_of_gradients_are_exact_with_checkpointing_and_accumulation(pool, name, wrap):
     agrees(pool, 4, name, wrap, True, False, SEVERAL)
@@ -91,6 +92,17 @@ def test_dropout_and_another_dtype_than_the_plan_s_are_refused():
     batch = next(iter(jobs.loader(model, 1, dtype="bf16")))
     with pytest.raises(ExecutionError, match=r"q has dtype torch.float32, the plan torch.bfloat16"):
         model(**hf.inputs(batch))
+
+
+def test_loss_weights_are_refused_where_the_loss_has_none():
+    class Weighted(jobs.Documents):
+        def __getitem__(self, index):
+            return {"input_ids": super().__getitem__(index), "loss_weights": np.ones(self.lengths[index])}
+
+    model = hf.enable(jobs.made("llama"))
+    batch = next(iter(hf.loader(Weighted(), model, source=HereSource(jobs.loader(model, 1).job))))
+    with pytest.raises(ConfigError, match=r"loss_weights.*the model's own loss has no weights"):
+        hf.inputs(batch)
 
 
 def test_another_model_than_the_job_s_is_refused_when_the_loader_is_made():

@@ -45,6 +45,7 @@ def test_what_would_change_the_loss_is_refused(pool, tmp_path):
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor.*shift"),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
         ({"compute_metrics": True}, "plan's order"),
+        ({"compute_loss_func": True}, "compute_loss_func.*labels that are shifted"),
     ):
         (why,) = pool.run(jobs.refusing, 1, tmp_path, options)
         assert re.search(words, why)
