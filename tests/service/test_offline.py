@@ -146,4 +146,4 @@ def test_hostile_facts_are_refused(work: Work) -> None:
         except ApportionError:
             continue
     with pytest.raises(VersionError):
-        Facts.decode(data.replace(b"\x92\x01\x00", b"\x92\x09\x00", 1))
+        Facts.decode(data.replace(b"\x92" + bytes(VERSION), b"\x92\x09\x00", 1))
