@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, VersionError
+from apportion.ir.isa import VERSION
 from apportion.planner.jobs import plan_job
 from apportion.service.offline import FACTS, Facts, open_offline
 from apportion.service.packs import Pack
