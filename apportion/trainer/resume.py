@@ -85,10 +85,10 @@ def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _masks_data(masks: Masks) -> Any:
-    """Specs as their classes print them: equal specs print alike."""
-    if masks is None or not isinstance(masks, list | tuple):
-        return repr(masks)
-    return [repr(one) for one in masks]
+    """Specs as their classes print them: equal specs print alike; kinds by name."""
+    if isinstance(masks, Mapping):
+        return sorted((kind, repr(spec)) for kind, spec in masks.items())
+    return [_masks_data(one) for one in masks] if isinstance(masks, list | tuple) else repr(masks)
 
 
 def _digest(data: Any) -> str:
