@@ -141,8 +141,8 @@ class Places:
         transport, rank_of, row_of = batch.handle.communicator, *self._homes()
         target, ranks = _ahead(batch.batch.labels(), shift)[self.tokens], len(self.counts)
         wanted = np.flatnonzero(target >= 0)  # rows of all ranks that get one
-        source, to = rank_of[target[wanted]], np.repeat(np.arange(ranks), self.counts)[wanted]
-        here = np.concatenate([np.arange(count) for count in self.counts.tolist()])[wanted]
+        source, token = rank_of[target[wanted]], self.tokens[wanted]
+        to, here = rank_of[token], row_of[token]
         sent, received = source == transport.rank, to == transport.rank
         order = np.argsort(source[received], kind="stable")
         take = torch.from_numpy(row_of[target[wanted]][sent])

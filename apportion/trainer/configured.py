@@ -45,10 +45,15 @@ def configured_loader(
 
 
 def endless(loader: PlannedLoader) -> Iterator[PlannedBatch]:
-    """Pass after pass, from where the loader is."""
+    """Pass after pass, from where the loader is. Raises ConfigError for a whole pass without a batch, which would go on
+    for ever."""
     while True:
+        begun = loader.state_dict()
         yield from loader
-        loader.set_epoch(loader.state_dict()["epoch"] + 1)
+        over = loader.state_dict()
+        if (begun["iteration"], over["iteration"]) == (0, 0):
+            raise ConfigError("sampler", "an empty pass", "a pass must have batches", "give more samples")
+        loader.set_epoch(over["epoch"] + 1)
 
 
 def require(field: str, value: Any, wanted: Any, rule: str) -> None:

@@ -307,7 +307,8 @@ class PlannedLoader:
     def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
         handles = fetched.handles or self._handles(fetched.piece)
         rows = self._read(wanted, fetched)
-        valid, weight = self._totals(wanted.number, handles, rows)
+        facts = NOTHING if isinstance(rows, Exception) else Facts.of(handles, rows, self._device)
+        valid, weight = self._totals(wanted.number, handles, facts)
         if isinstance(rows, Exception):
             raise rows
         parts = wanted.parts(fetched.piece.indexes)
@@ -337,16 +338,12 @@ class PlannedLoader:
         except Exception as error:
             return error
 
-    def _totals(
-        self, number: int, handles: Sequence[PlanHandle], rows: Sequence[Rows] | Exception
-    ) -> tuple[int, float]:
+    def _totals(self, number: int, handles: Sequence[PlanHandle], own: Facts) -> tuple[int, float]:
         """Labels of the iteration and their weight, over all ranks and groups; a collective. Raises ExecutionError
         where ranks hold different plans, another one has no rows, or groups are not in step."""
-        read = not isinstance(rows, Exception)
-        own = Facts.of(handles, rows, self._device) if read else NOTHING  # type: ignore[arg-type]
         ranks = [Facts.read(numbers) for numbers in agree(handles, own.numbers())]
         failed = [rank for rank, one in enumerate(ranks) if one.valid < 0]
-        if failed and read:
+        if failed and own != NOTHING:
             raise ExecutionError(f"iteration {number}: ranks {failed} have no rows: their own errors say why")
         self._meters.add(ranks)
         valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)

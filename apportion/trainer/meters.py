@@ -16,14 +16,13 @@ from apportion.trainer.rows import Rows
 
 class Facts(NamedTuple):
     """What ranks tell each other of an iteration, all microbatches together: labels and their weight, tokens, pairs of
-    (query, key) over heads that a layer of each kind computes forward, bytes that it sends; microbatches."""
+    (query, key) over heads that a layer of each kind computes forward, bytes that it sends."""
 
     valid: int
     weight: float
     tokens: int
     pairs: float
     bytes: int
-    microbatches: int
 
     @staticmethod
     def of(handles: Sequence[PlanHandle], rows: Sequence[Rows], device: Any) -> Facts:
@@ -34,7 +33,6 @@ class Facts(NamedTuple):
             sum(handle.rows for handle in handles),
             sum(_pairs(handle) for handle in handles),
             sum(handle.sent_bytes(device) for handle in handles),
-            len(handles),
         )
 
     def numbers(self) -> list[int]:
@@ -44,12 +42,12 @@ class Facts(NamedTuple):
     @staticmethod
     def read(numbers: Sequence[int]) -> Facts:
         """The inverse of `numbers`."""
-        valid, weight, tokens, work, sent, count = numbers
-        return Facts(valid, as_float(weight), tokens, as_float(work), sent, count)
+        valid, weight, tokens, work, sent = numbers
+        return Facts(valid, as_float(weight), tokens, as_float(work), sent)
 
 
 #: of a rank that could not read its samples
-NOTHING = Facts(-1, 0.0, 0, 0.0, 0, 0)
+NOTHING = Facts(-1, 0.0, 0, 0.0, 0)
 
 
 @dataclass
@@ -76,8 +74,10 @@ class Meters:
         self.iterations += 1
         self.tokens += sum(one.tokens for one in ranks)
         self.sent_bytes += sum(one.bytes for one in ranks)
-        compute, tokens = ([float(one[at]) for one in ranks] for at in (3, 2))
-        self.imbalance = {"compute": _imbalance(compute), "tokens": _imbalance(tokens)}
+        self.imbalance = {
+            "compute": _imbalance([one.pairs for one in ranks]),
+            "tokens": _imbalance([one.tokens for one in ranks]),
+        }
 
     def told(self) -> dict[str, Any]:
         """tokens_per_s: of all ranks, from the first batch to the last one given out."""
