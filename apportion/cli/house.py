@@ -87,9 +87,9 @@ def warmup(
 def _warmed(found: Warmed) -> str:
     if not found.jit:
         return "nothing to compile: numba is not installed, or NUMBA_DISABLE_JIT is set"
-    if not found.loops:
-        return "all loops were compiled already"
-    return f"compiled {count(found.loops, 'loop')} in {found.seconds:.0f} s"
+    said = f"compiled {count(found.loops, 'loop')} in {found.seconds:.0f} s"
+    missing = f"; without {', '.join(found.missing)}, whose package is not installed" if found.missing else ""
+    return (said if found.loops else "all loops were compiled already") + missing
 
 
 def version(as_json: options.AsJson = False) -> None:

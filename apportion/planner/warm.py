@@ -7,14 +7,13 @@ what it compiles on disk, so later processes of this machine and release only lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from itertools import zip_longest
 from typing import NamedTuple
 
 from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import ApportionError
+from apportion.ir.errors import MissingDependencyError
 from apportion.ir.iteration_slice import IterationSlice, encode_slices
 from apportion.ir.jit import COMPILES, compiling
 from apportion.ir.job import Job
@@ -44,26 +43,28 @@ class Case(NamedTuple):
 
 
 class Warmed(NamedTuple):
-    """loops: that were compiled now; seconds: for that; cases: plans that were made; jit: False where nothing is ever
-    compiled here."""
+    """loops: that were compiled now; seconds: for that; cases: plans that were made; missing: recipes whose package is
+    not here; jit: False where nothing is ever compiled here."""
 
     loops: int
     seconds: float
     cases: int
+    missing: list[str]
     jit: bool
 
 
 def warm(cases: Sequence[Case], next_is: Callable[[str], object] = str) -> Warmed:
     """Compiles what is not on disk yet. next_is: called after each case with the name of the next, "" at the end."""
-    loops, seconds = compiling.loops, compiling.seconds
+    loops, seconds, made, missing = compiling.loops, compiling.seconds, 0, list[str]()
     compiling.told = True  # whoever calls this knows
     for case, following in zip_longest(cases, cases[1:]) if COMPILES else ():
-        with suppress(ApportionError):  # a recipe that wants a package that is not here
+        try:
             through(case)
+            made += 1
+        except MissingDependencyError:
+            missing.append(case.name)
         next_is(following.name if following else "")
-    return Warmed(
-        compiling.loops - loops, compiling.seconds - seconds, len(cases) if COMPILES else 0, COMPILES
-    )
+    return Warmed(compiling.loops - loops, compiling.seconds - seconds, made, missing, COMPILES)
 
 
 def cases_of(chosen: Iterable[Recipe]) -> list[Case]:

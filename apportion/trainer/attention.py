@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, overload
 
+import numpy as np
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -232,7 +233,7 @@ def _check_arguments(handle: object, window: object) -> None:
     if not isinstance(handle, PlanHandle):
         rule = "planned attention runs under a plan"
         raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer)):
         raise ConfigError(
             "window", window, "must be an integer", "write how many tokens a row sees up to itself"
         )

@@ -53,8 +53,12 @@ class PlannedBatch:
         return replace(self, **moved, fields=_moved(self.fields, device, non_blocking))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything by name, the samples' own fields beside the others."""
+        """Everything by name, the samples' own fields beside the others. Raises ConfigError for a field that has the
+        name of one of these."""
         shown = [item.name for item in fields(self) if item.name not in ("fields", "batch", "_places")]
+        if twice := sorted(self.fields.keys() & set(shown)):
+            rule = "is the name of something that the batch itself has"
+            raise ConfigError("field", twice[0], rule, "rename the samples' field, or read batch.fields")
         return {**self.fields, **{name: getattr(self, name) for name in shown}}
 
     def check_unweighted(self, loss: str) -> None:

@@ -72,6 +72,7 @@ def attention(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
     own = {"window": sliding_window or -1, "layer": module.layer_idx, "dropout": dropout}
+    own["causal"] = None if module.is_causal else False  # a causal model may be given masks that look ahead
     return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **own), None
 
 

@@ -210,6 +210,7 @@ class PlannedLoader:
             rule = "is an iterator, and an earlier pass has drawn from it, further than it went"
             raise ConfigError("sampler", type(self._sampler).__name__, rule, "give what can be iterated anew")
         begin = self._place = self._begin
+        self._meters.begin()
         iterations, progress = (
             Iterations(self._asked, self._draw(), begin.iteration),
             Progress(begin.iteration),
@@ -224,6 +225,7 @@ class PlannedLoader:
                         yield batch
                 iterations.forget(wanted.number + 1)
                 progress.reach(wanted.number + 1)
+        self._meters.end()
         self._over_groups(-1, 0, 0, 0.0)
 
     def _draw(self) -> Draw:
@@ -306,14 +308,9 @@ class PlannedLoader:
 
     def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
         handles = fetched.handles or self._handles(fetched.piece)
-        rows = self._read(wanted, fetched)
-        facts = NOTHING if isinstance(rows, Exception) else Facts.of(handles, rows, self._device)
-        valid, weight = self._totals(wanted.number, handles, facts)
-        if isinstance(rows, Exception):
-            raise rows
+        rows, valid, weight = self._agreed(wanted.number, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
         for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
-            self._meters.begin()
             yield PlannedBatch(
                 tokens=own.tokens,
                 position_ids=pad(handle.position_ids, (0, handle.padding)),
@@ -338,16 +335,27 @@ class PlannedLoader:
         except Exception as error:
             return error
 
-    def _totals(self, number: int, handles: Sequence[PlanHandle], own: Facts) -> tuple[int, float]:
-        """Labels of the iteration and their weight, over all ranks and groups; a collective. Raises ExecutionError
-        where ranks hold different plans, another one has no rows, or groups are not in step."""
+    def _agreed(
+        self, number: int, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
+    ) -> tuple[tuple[Rows, ...], int, float]:
+        """The rows, and labels of the iteration and their weight over all ranks and groups; a collective. Raises why
+        this rank has no rows, and ExecutionError where ranks hold different plans, another one has no rows or other
+        fields, or groups are not in step."""
+        own = NOTHING if isinstance(rows, Exception) else Facts.of(handles, rows, self._device)
         ranks = [Facts.read(numbers) for numbers in agree(handles, own.numbers())]
-        failed = [rank for rank, one in enumerate(ranks) if one.valid < 0]
-        if failed and own != NOTHING:
+        if isinstance(rows, Exception):
+            raise rows
+        failed = [rank for rank, one in enumerate(ranks) if one == NOTHING]
+        if failed:
             raise ExecutionError(f"iteration {number}: ranks {failed} have no rows: their own errors say why")
+        if apart := [rank for rank, one in enumerate(ranks) if one.form != own.form]:
+            raise ExecutionError(
+                f"iteration {number}: samples of ranks {apart} have other fields than those of rank {self._rank}, "
+                f"{rows[0].form}: give all samples the same, of one dtype and width"
+            )
         self._meters.add(ranks)
         valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
-        return (valid, weight) if failed else self._over_groups(number, len(handles), valid, weight)
+        return rows, *self._over_groups(number, len(handles), valid, weight)
 
     def _over_groups(self, number: int, microbatches: int, valid: int, weight: float) -> tuple[int, float]:
         """The totals of all groups; a collective of theirs. Raises ExecutionError where they are apart."""

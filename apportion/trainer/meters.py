@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -16,13 +17,15 @@ from apportion.trainer.rows import Rows
 
 class Facts(NamedTuple):
     """What ranks tell each other of an iteration, all microbatches together: labels and their weight, tokens, pairs of
-    (query, key) over heads that a layer of each kind computes forward, bytes that it sends."""
+    (query, key) over heads that a layer of each kind computes forward, bytes that it sends; a checksum of the names,
+    dtypes and widths of the samples' fields."""
 
     valid: int
     weight: float
     tokens: int
     pairs: float
     bytes: int
+    form: int
 
     @staticmethod
     def of(handles: Sequence[PlanHandle], rows: Sequence[Rows], device: Any) -> Facts:
@@ -33,6 +36,7 @@ class Facts(NamedTuple):
             sum(handle.rows for handle in handles),
             sum(_pairs(handle) for handle in handles),
             sum(handle.sent_bytes(device) for handle in handles),
+            crc32("; ".join(one.form for one in rows).encode()),
         )
 
     def numbers(self) -> list[int]:
@@ -42,12 +46,12 @@ class Facts(NamedTuple):
     @staticmethod
     def read(numbers: Sequence[int]) -> Facts:
         """The inverse of `numbers`."""
-        valid, weight, tokens, work, sent = numbers
-        return Facts(valid, as_float(weight), tokens, as_float(work), sent)
+        valid, weight, tokens, work, sent, form = numbers
+        return Facts(valid, as_float(weight), tokens, as_float(work), sent, form)
 
 
 #: of a rank that could not read its samples
-NOTHING = Facts(-1, 0.0, 0, 0.0, 0)
+NOTHING = Facts(-1, 0.0, 0, 0.0, 0, 0)
 
 
 @dataclass
@@ -60,19 +64,26 @@ class Meters:
     tokens: int = 0
     sent_bytes: int = 0
     imbalance: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "tokens": 0.0})
-    _begun_s: float | None = None
-    _taken_s: float = 0.0
+    _ended: tuple[int, float] = (0, 0.0)  # tokens of iterations that ended, and the seconds of these
+    _now: tuple[int, float] | None = None  # tokens of the one that runs, and since when
 
     def begin(self) -> None:
-        """A batch is given out: time counts from the first on."""
-        self._taken_s = time.monotonic()
-        if self._begun_s is None:
-            self._begun_s = self._taken_s
+        """A pass: what a pass before it left unended is not timed."""
+        self._now = None
+
+    def end(self) -> None:
+        """The iteration that runs, if one does: its last batch came back for another."""
+        if self._now is not None:
+            (tokens, spent_s), (own, since_s) = self._ended, self._now
+            self._ended, self._now = (tokens + own, spent_s + time.monotonic() - since_s), None
 
     def add(self, ranks: Sequence[Facts]) -> None:
         """One iteration, of all ranks."""
+        self.end()
+        tokens = sum(one.tokens for one in ranks)
+        self._now = tokens, time.monotonic()
         self.iterations += 1
-        self.tokens += sum(one.tokens for one in ranks)
+        self.tokens += tokens
         self.sent_bytes += sum(one.bytes for one in ranks)
         self.imbalance = {
             "compute": _imbalance([one.pairs for one in ranks]),
@@ -80,12 +91,13 @@ class Meters:
         }
 
     def told(self) -> dict[str, Any]:
-        """tokens_per_s: of all ranks, from the first batch to the last one given out."""
-        spent_s = self._taken_s - (self._taken_s if self._begun_s is None else self._begun_s)
+        """tokens_per_s: of all ranks, over iterations that ended, each from its first batch to the next one's; what
+        lies between passes is not counted."""
+        tokens, spent_s = self._ended
         return {
             "iterations": self.iterations,
             "tokens": self.tokens,
-            "tokens_per_s": self.tokens / spent_s if spent_s else 0.0,
+            "tokens_per_s": tokens / spent_s if spent_s else 0.0,
             "waited_s": self.waited_s,
             "compiled_s": self.compiled_s,
             "sent_bytes_per_layer": self.sent_bytes // max(self.iterations, 1),

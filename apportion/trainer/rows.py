@@ -76,6 +76,11 @@ class Rows(NamedTuple):
         weights = self.fields.get(WEIGHTS)
         return float(self.valid) if weights is None else float(weights[self.labels != IGNORED].double().sum())
 
+    @property
+    def form(self) -> str:
+        """Names, dtypes and widths of the fields."""
+        return _form(self.fields)
+
 
 def local_rows(
     piece: Slice,
@@ -117,8 +122,7 @@ class _Sample:
     @property
     def form(self) -> str:
         """Names, dtypes and widths of the fields."""
-        told = (f"{name} {own.dtype} {list(own.shape[1:])}" for name, own in sorted(self.fields.items()))
-        return ", ".join(told).replace("torch.", "") or "none"
+        return _form(self.fields)
 
 
 @dataclass
@@ -175,6 +179,11 @@ class _Made:
     @property
     def rows(self) -> Rows:
         return Rows(self.tokens, self.labels, self.ids, self.places, self._made(self._held.any()))
+
+
+def _form(fields: Mapping[str, Tensor]) -> str:
+    told = (f"{name} {own.dtype} {list(own.shape[1:])}" for name, own in sorted(fields.items()))
+    return ", ".join(told).replace("torch.", "") or "none"
 
 
 def _taken(values: Tensor, index: Tensor, missing: int) -> Tensor:

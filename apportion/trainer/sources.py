@@ -200,11 +200,15 @@ class LocalSource:
 
 
 class LocalFeed:
+    """compiled_s: until the first plan in this process comes and says it, all time counts as compiling."""
+
+    _seen = False
+
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._rank, self._lock = job, rank, Lock()
         self._planner, self._planned = Planner(workers=1), dict[int, Future[Done]]()
         self._begun_s = time.monotonic()
-        self._there_s: float | None = None  # compiled there; None until the first plan says it
+        self._there_s = 0.0 if LocalFeed._seen else None  # compiled there; None: nobody has said it
         self._told = False
 
     @property
@@ -228,7 +232,7 @@ class LocalFeed:
             raise TimeoutError("it is still being planned")
         try:
             done = future.result()
-            self._there_s = done.compiled_s
+            self._there_s, LocalFeed._seen = done.compiled_s, True
         except DeadlineError as error:  # a TimeoutError, but waiting longer does not help
             raise ExecutionError(f"iteration {iteration}: {error}") from error
         with self._lock:

@@ -44,13 +44,15 @@ Columns = tuple[Ints, ...]
 class Predictions:
     """What this rank's rows predict, all int64 [n], sorted by sample and token.
 
-    samples: those of the trees that the rank has a part of. transport: the ranks that have the rest of the microbatch.
-    row: of this rank, which predicts; target: the id that it predicts; sample, token: whose, and its place there, from
-    1 on; place: the same, `samples` end to end. What is known of each row (values, entropies) is known of each
-    prediction as `x[found.row]`. predicting: the rows, int64, that predict anything; at: which of them does.
+    rows: of this rank, padding too. samples: those of the trees that the rank has a part of. transport: the ranks that
+    have the rest of the microbatch. row: of this rank, which predicts; target: the id that it predicts; sample, token:
+    whose, and its place there, from 1 on; place: the same, `samples` end to end. What is known of each row (values,
+    entropies) is known of each prediction as `x[found.row]`. predicting: the rows, int64, that predict anything; at:
+    which of them does.
     """
 
     forest: Forest
+    rows: int
     samples: tuple[int, ...]
     transport: Transport | None
     row: Tensor
@@ -63,12 +65,12 @@ class Predictions:
 
     @staticmethod
     def of(
-        forest: Forest, samples: tuple[int, ...], transport: Transport | None, columns: Columns
+        forest: Forest, rows: int, samples: tuple[int, ...], transport: Transport | None, columns: Columns
     ) -> Predictions:
         """columns: row, target, sample, token, place."""
         used = np.bincount(columns[0], minlength=1) > 0
         found = (*columns, np.flatnonzero(used), (np.cumsum(used) - 1)[columns[0]])
-        return Predictions(forest, samples, transport, *map(torch.from_numpy, found))
+        return Predictions(forest, rows, samples, transport, *map(torch.from_numpy, found))
 
     def __len__(self) -> int:
         return len(self.row)
@@ -82,8 +84,13 @@ class Predictions:
     def log_probs(self, logits: Tensor) -> Tensor:
         """[n] log-probabilities of the targets, differentiable, in float32 (float64 for float64).
 
-        logits: [rows, vocabulary], or [1, rows, vocabulary], of this rank's rows."""
+        logits: [rows, vocabulary], or [1, rows, vocabulary], of this rank's rows. Raises ExecutionError for other
+        shapes."""
         logits = logits[0] if logits.dim() == 3 and len(logits) == 1 else logits
+        if logits.dim() != 2 or len(logits) != self.rows:
+            raise ExecutionError(
+                f"log_probs takes logits of this rank's {self.rows} rows, [rows, vocabulary], got {list(logits.shape)}"
+            )
         scores = logits[self.predicting].to(torch.promote_types(logits.dtype, torch.float32))
         return scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
 
@@ -129,14 +136,16 @@ def unfold(
     which tokens count, as `Predictions.take` takes it; without, all but the first of each sample do. The result is on
     the batch's device; a batch that is on a GPU is waited for, so unfold before. Raises ExecutionError for a batch of
     another dataset, ConfigError for a loss mask of another shape."""
-    here = _Here.of(forest, _flat_rows(forest, batch))
+    flat = _flat_rows(forest, batch)
+    here = _Here.of(forest, flat)
     samples = tuple(np.flatnonzero(np.isin(forest.tree_of, here.trees)).tolist())
     transport = None if batch is None else batch.handle.communicator
     columns = _columns(forest, samples, here)
-    found = Predictions.of(forest, samples, transport, columns)
+    found = Predictions.of(forest, len(flat), samples, transport, columns)
     if loss_mask is not None:
         counts = found.take(loss_mask).bool().numpy()
-        found = Predictions.of(forest, samples, transport, tuple(column[counts] for column in columns))
+        kept = tuple(column[counts] for column in columns)
+        found = Predictions.of(forest, len(flat), samples, transport, kept)
     return found if batch is None else found.to(batch.sample_ids.device)
 
 

@@ -31,7 +31,7 @@ def test_every_case_is_planned_read_and_simulated() -> None:
         warm.through(case)
     done: list[str] = []
     found = warm.warm(cases, done.append)
-    assert found == (0, 0.0, len(done), jit.COMPILES)
+    assert found == (0, 0.0, len(done), [], jit.COMPILES)
     assert done == ([*(case.name for case in cases[1:]), ""] if jit.COMPILES else [])
 
 
@@ -48,7 +48,7 @@ def test_nothing_is_compiled_where_numba_must_not() -> None:
     done = subprocess.run(
         command, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, check=True
     )
-    assert json.loads(done.stdout) == {"loops": 0, "seconds": 0.0, "cases": 0, "jit": False}
+    assert json.loads(done.stdout) == {"loops": 0, "seconds": 0.0, "cases": 0, "missing": [], "jit": False}
 
 
 @pytest.mark.skipif(not jit.COMPILES, reason="needs numba")

@@ -176,9 +176,17 @@ class Broken(Recorded):
         return super().__getitem__(index)
 
 
-def unread(comm, source):
-    """Why the pass ends on this rank: only one holds the sample."""
-    loader = PlannedLoader(Broken([20, 20, 1]), source=source, communicator=comm, sampler=[[0, 1], [0, 2]])
+class Mixed(Recorded):
+    """Samples of two forms."""
+
+    def __getitem__(self, index):
+        ids = super().__getitem__(index)
+        return {"input_ids": ids, "rewards": ids.astype((np.float32, np.float64)[index])}
+
+
+def ends(comm, dataset, source, sampler):
+    """Why the pass ends on this rank."""
+    loader = PlannedLoader(dataset, source=source, communicator=comm, sampler=sampler)
     try:
         list(loader)
     except (OSError, ExecutionError) as error:

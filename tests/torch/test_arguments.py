@@ -1,5 +1,6 @@
 """What planned attention says of arguments: names that people know, masks of layers, heads first."""
 
+import numpy as np
 import pytest
 import torch
 from cases import model, recipe
@@ -80,6 +81,7 @@ def test_a_window_on_a_causal_plan_is_an_error_that_names_layer_kind_and_remedy(
     qkv = inputs_of(handle)
     for _ in range(2):
         planned_attention(*qkv, handle, window=-1, causal=True, layer=0)
+        planned_attention(*qkv, handle, window=np.int64(-1))
         with pytest.raises(
             ConfigError, match=r"window = 512: .*kind 'default' in layer 3: causal; .*sliding_window\(512\)"
         ):

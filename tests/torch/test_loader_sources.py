@@ -375,6 +375,7 @@ def test_groups_of_ranks_on_one_job_fence_only_themselves(pool, urls):
 
 def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(caplog, monkeypatch):
     monkeypatch.setattr(sources, "FIRST_S", 0.0)
+    monkeypatch.setattr(sources.LocalFeed, "_seen", False)
     batches = [Batch.from_lengths([40, 20])]
     with closing(sources.LocalSource(job()).begin("run", 0)) as feed:
         before = feed.compiled_s
@@ -386,6 +387,9 @@ def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(caplog, mo
         there_s = feed.compiled_s - compiling.seconds
         time.sleep(0.05)
         assert feed.compiled_s - compiling.seconds == there_s >= 0
+    with closing(sources.LocalSource(job()).begin("next", 0)) as feed:
+        time.sleep(0.05)
+        assert feed.compiled_s == compiling.seconds  # a later pass: its plans will say
     (record,) = [record for record in caplog.records if record.name == sources.LOG.name]
     assert "apportion warmup" in record.getMessage()
 

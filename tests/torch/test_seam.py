@@ -1,6 +1,7 @@
 """What trainers build on: samples with fields, padding, token verbs, groups of ranks, and where a pass goes on."""
 
 import json
+import time
 
 import jobs_seam
 import numpy as np
@@ -113,6 +114,10 @@ def test_a_batch_goes_to_a_device_and_is_a_dictionary():
     assert named["rewards"].tolist() == [0.5, 1.0]
     assert named["tokens"].tolist() == [5, 6]
     assert {"handle", "valid_tokens", "sample_ids", "labels"} <= set(named)
+    (other,) = loader_of(Samples([{"input_ids": [5, 6], "samples": [0, 1]}], [2]))
+    assert other.fields["samples"].tolist() == [0, 1]
+    with pytest.raises(ConfigError, match="field = 'samples': is the name of something"):
+        other.as_dict()
 
 
 # --- token tensors
@@ -191,9 +196,18 @@ def test_drop_last_counts_a_sampler_s_iterations_too_and_must_leave_something():
 
 
 def test_a_rank_that_cannot_read_its_samples_ends_all(pool):
-    told = pool.run(jobs_seam.unread, 3, HereSource(job(3, 66)))
+    dataset = jobs_seam.Broken([20, 20, 1])
+    told = pool.run(jobs_seam.ends, 3, dataset, HereSource(job(3, 66)), [[0, 1], [0, 2]])
     assert sorted(message[:8] for message in told) == ["a sample", "iteratio", "iteratio"]
     assert any("ranks [" in message and "have no rows" in message for message in told)
+
+
+def test_ranks_whose_samples_have_other_fields_are_told(pool):
+    source = HereSource(job(2, 40, recipe="contiguous"))
+    told = pool.run(jobs_seam.ends, 2, jobs_seam.Mixed([20, 20]), source, [[0, 1]])
+    assert all(
+        "iteration 0: samples of ranks [" in message and "rewards float" in message for message in told
+    )
 
 
 def test_groups_share_an_order_and_count_all_labels(pool):
@@ -313,7 +327,12 @@ def test_metrics_count_what_was_given_out():
     loader = loader_of()
     assert loader.metrics()["iterations"] == 0
     batches = list(loader)
+    time.sleep(0.3)
+    next(iter(loader_of()))
     told = loader.metrics()
+    assert (
+        sum(LENGTHS) / told["tokens_per_s"] < told["waited_s"] + 0.3
+    )  # what lies behind a pass does not count
     assert told["iterations"] == len(batches)
     assert told["tokens"] == sum(LENGTHS)
     assert told["tokens_per_s"] > 0

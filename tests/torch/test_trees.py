@@ -175,6 +175,10 @@ def test_what_does_not_fit_is_named():
             found.take(values)
     with pytest.raises(ConfigError, match=r"values\[1\].*4 tokens"):
         found.take([torch.zeros(5), torch.zeros(3), torch.zeros(3)])
+    rows = len(found.forest.tokens)
+    for shape in ((rows - 1, 9), (2, rows, 9), (rows,)):
+        with pytest.raises(ExecutionError, match=f"this rank's {rows} rows"):
+            found.log_probs(torch.zeros(shape))
 
 
 @pytest.mark.parametrize(("sample", "token"), [(1, 0), (0, 7)])

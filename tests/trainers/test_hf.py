@@ -83,6 +83,15 @@ def test_a_full_layer_on_a_windowed_plan_is_refused():
         model(**hf.inputs(batch))
 
 
+def test_layers_that_look_ahead_are_refused_on_a_causal_plan():
+    model = hf.enable(jobs.made("llama"))
+    batch = next(iter(jobs.loader(model, 1)))
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ConfigError, match=r"causal = False: .*layer 0: causal"):
+        model(**hf.inputs(batch))
+
+
 def test_dropout_and_another_dtype_than_the_plan_s_are_refused():
     model = hf.enable(jobs.made("llama", attention_dropout=0.1))
     batch = next(iter(jobs.loader(model, 1)))
