@@ -12,6 +12,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
 from torchtitan.models import llama3
 from torchtitan.trainer import Trainer
 
@@ -73,6 +74,7 @@ def tiny() -> Trainer.Config:
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the other needs a torch behind 2.13
         metrics=MetricsProcessor.Config(log_freq=1),
         activation_checkpoint=None,
+        debug=DebugConfig(seed=0),
     )
 
 

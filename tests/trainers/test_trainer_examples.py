@@ -1,5 +1,6 @@
-"""The examples of docs/trainers.md run as their page says, on two processes."""
+"""The examples of docs/trainers.md run as their page says, and lose what their trainers lose."""
 
+import json
 import os
 import re
 import shutil
@@ -12,42 +13,77 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("package", "command"),
-    [
-        ("torchtitan", ["examples/titan/train.py", "--module", "planned_llama", "--config", "planned_tiny"]),
-        ("megatron.core", ["examples/megatron_train.py"]),
-    ],
-)
-def test_an_example_learns(package, command, tmp_path):
-    pytest.importorskip(package)
-    told = launched(tmp_path, *command)
-    losses = dict(re.findall(r"step:\s+(\d+)\s+loss:\s+([\d.]+)", told))
-    assert sorted(losses) == ["1", "2", "3", "4", "5"]
-    assert float(losses["5"]) < float(losses["1"]) - 0.1
+TITAN = ["examples/titan/train.py", "--module", "planned_llama", "--config", "planned_tiny"]
+FEW = ["--training.steps", "2"]
+WHOLE = [*FEW, "--training.global_batch_size", "2", "--dataloader.tokens_per_rank", "8192"]  # on one rank
+PRINTED = 1.1e-5  # the last digit
 
 
-def test_the_trainer_of_hugging_face_learns_and_goes_on(tmp_path):
+def test_titan_learns(tmp_path):
+    pytest.importorskip("torchtitan")
+    losses = steps_of(launched(tmp_path, *TITAN))
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_losses_are_those_of_titan_s_own_attention(tmp_path):
+    """In one process: Titan initialises shards, so that weights differ with the number of ranks."""
+    pytest.importorskip("torchtitan")
+    losses = steps_of(launched(tmp_path / "planned", *TITAN, *WHOLE, ranks=1))
+    assert losses == pytest.approx(steps_of(alone(tmp_path / "own", "titan", *FEW)), abs=PRINTED)
+    assert len(losses) == 2
+
+
+def test_megatron_learns_as_with_its_own_attention(tmp_path):
+    pytest.importorskip("megatron.core")
+    losses = steps_of(launched(tmp_path / "planned", "examples/megatron_train.py"))
+    assert losses == pytest.approx(steps_of(alone(tmp_path / "own", "megatron")), abs=PRINTED)
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_hugging_face_s_trainer_learns_as_with_its_own_attention_and_goes_on(tmp_path):
     pytest.importorskip("transformers")
     whole = losses_of(launched(tmp_path / "whole", "examples/hf_train.py"))
     assert whole[-1] < whole[0] - 1.0
-    newest = max(
-        (tmp_path / "whole" / "hf-checkpoints").glob("checkpoint-*"), key=lambda one: int(one.name[11:])
-    )
-    shutil.rmtree(newest)  # as if the run had been killed before
+    alone(tmp_path / "own", "hf")
+    first, own = (logged(tmp_path / name)[:2] for name in ("whole", "own"))
+    assert first == pytest.approx(own, abs=1e-6)  # means of 5 steps with Adam, in the pass that both have
+    shutil.rmtree(newest(tmp_path / "whole"))  # as if the run had been killed before
     rest = losses_of(launched(tmp_path / "whole", "examples/hf_train.py", "--resume"))
     assert 0 < len(rest) < len(whole)
     assert rest == whole[-len(rest) :]
+
+
+def steps_of(told):
+    """Loss of each step, in order."""
+    found = dict(re.findall(r"step:\s+(\d+)\s+loss:\s+([\d.]+)", told))
+    return [float(found[step]) for step in sorted(found)]
+
+
+def newest(folder):
+    return max((folder / "hf-checkpoints").glob("checkpoint-*"), key=lambda one: int(one.name[11:]))
+
+
+def logged(folder):
+    """Losses with all their digits."""
+    history = json.loads((newest(folder) / "trainer_state.json").read_text())["log_history"]
+    return [row["loss"] for row in history if "loss" in row]
 
 
 def losses_of(told):
     return [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", told)]
 
 
-def launched(folder, script, *options):
-    """What the script prints on two processes, started in a folder."""
+def alone(folder, trainer, *options):
+    """What the example says in one process without plans."""
+    return launched(folder, "tests/trainers/example_alone.py", trainer, *options, ranks=1)
+
+
+def launched(folder, script, *options, ranks=2):
+    """What the script prints on its processes, started in a folder."""
     folder.mkdir(exist_ok=True)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     run = subprocess.run(
         [*launch, REPOSITORY / script, *options],
