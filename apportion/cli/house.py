@@ -65,7 +65,7 @@ def warmup(
     ] = "all",
     as_json: options.AsJson = False,
 ) -> None:
-    """Compile the planner's hot loops, once for each machine and release.
+    """Compile the planner's hot loops, once for each installation.
 
     They are compiled when they are first needed, too: the first plans then take minutes. Run it when an image is built,
     or on each machine (as the user and with the NUMBA_CACHE_DIR of the training) before a run or a server starts.

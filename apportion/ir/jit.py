@@ -76,7 +76,7 @@ class Compiling:
         if not self.told and self.seconds > _LONG_S:
             self.told = True
             LOG.warning(
-                "compiling the planner's loops, once for each machine and release: it can take minutes; "
+                "compiling the planner's loops, once for each installation: it can take minutes; "
                 "`apportion warmup` does it beforehand"
             )
 

@@ -7,12 +7,15 @@
 
     trainer.fit(Net(), PlannedBatches(loader), PlannedBatches(evaluated, training=False))
 
+where `loader` and `evaluated` are loaders, or functions that make them: Lightning starts its ranks in `fit`.
+
 Written for lightning 2.6; N ranks are N data-parallel ranks to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,12 +33,17 @@ except ModuleNotFoundError as error:
 
 
 class PlannedBatches:
-    """A loader as Lightning's data. Its state is in Lightning's checkpoints, and a resumed run gets the batches that
-    would have come. training: False for validation and tests, of which every epoch is the whole pass. Raises
-    ConfigError where epochs are not whole steps."""
+    """A loader as Lightning's data, or a function that makes it when Lightning has started its ranks. Its state is in
+    Lightning's checkpoints, and a resumed run gets the batches that would have come. training: False for validation and
+    tests, of which every epoch is the whole pass. Raises ConfigError where epochs are not whole steps."""
 
-    def __init__(self, loader: PlannedLoader, training: bool = True) -> None:
-        self.epochs = Epochs(loader, loader.job.microbatches if training else None)
+    def __init__(self, loader: PlannedLoader | Callable[[], PlannedLoader], training: bool = True) -> None:
+        self._loader, self._training = loader, training
+
+    @cached_property
+    def epochs(self) -> Epochs:
+        loader = self._loader if isinstance(self._loader, PlannedLoader) else self._loader()
+        return Epochs(loader, loader.job.microbatches if self._training else None)
 
     def __len__(self) -> int:
         return len(self.epochs)
@@ -88,4 +96,5 @@ class Planned:
         held[name] = share if batch.microbatch == 0 else held[name] + share
         if batch.is_last:
             mean = self.trainer.strategy.reduce(held[name].clone(), reduce_op="sum")
-            self.log(name, mean, batch_size=batch.valid_tokens)
+            evaluating = not self.trainer.training  # Lightning asks for it; the mean of equal values
+            self.log(name, mean, batch_size=batch.valid_tokens, sync_dist=evaluating)

@@ -390,7 +390,7 @@ def _communicator(job: Job, given: Communicator | None, rank: int | None) -> Com
     found = Communicator.shared() if given is None else given
     if found.ranks != job.ranks:
         rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
-        remedy = "initialise torch.distributed with as many, or make another job"
+        remedy = "initialise torch.distributed with as many before the loader is made, or make another job"
         raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
     if rank not in (None, found.rank):
         rule = f"this process is rank {found.rank} of its group"

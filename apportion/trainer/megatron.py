@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import MissingDependencyError
+from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.configured import endless, require
 from apportion.trainer.loader import PlannedLoader
@@ -36,6 +36,8 @@ from apportion.trainer.megatron_attention import (
     masks_of,
     model_of,
 )
+
+_POSITIONS = ("rope", "learned_absolute", "none")
 
 __all__ = ["endless", "forward_step", "model_of", "planned_loader", "planned_spec"]
 
@@ -71,9 +73,11 @@ def planned_loader(dataset: Any, config: Any, stream: str = "train", **options: 
 
 
 def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:
-    """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch."""
+    """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch. Raises
+    ConfigError where nothing would divide by the tokens, or positions are neither rotary nor learned."""
     module = unwrap_model(model)
-    if not isinstance(module.rotary_pos_emb, PlannedRotary):
+    _check(module)
+    if module.position_embedding_type == "rope" and not isinstance(module.rotary_pos_emb, PlannedRotary):
         module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
     here = next(data_iterator)
     positions = (
@@ -84,6 +88,16 @@ def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Ten
     given = (batch.tokens[None], batch.position_ids[None], None)
     params = PlannedSeqParams(batch=batch, positions=positions)
     return model(*given, labels=labels[None], packed_seq_params=params), partial(loss_of, batch)
+
+
+def _check(module: Any) -> None:
+    if module.training and module.config.finalize_model_grads_func is None:
+        rule = "Megatron divides gradients by the tokens of all ranks there"
+        remedy = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
+        raise ConfigError("finalize_model_grads_func", None, rule, remedy)
+    if (given := module.position_embedding_type) not in _POSITIONS:
+        remedy = "use position_embedding_type='rope'"
+        raise ConfigError("position_embedding_type", given, f"must be one of {_POSITIONS}", remedy)
 
 
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -208,7 +209,10 @@ def _record(
 def _show(rows: list[Row], record: Mapping[str, Any]) -> None:
     title = f"{record['ranks']} ranks on {record['device']}, {record['tokens']:,} tokens"
     table = Table(
-        title=title, title_justify="left", caption="\n".join(record["skipped"]), caption_justify="left"
+        title=title,
+        title_justify="left",
+        caption=escape("\n".join(record["skipped"])),
+        caption_justify="left",
     )
     for name in ("engine", "kind", "dtype", "error", "of plain attention", "forward", "backward", ""):
         table.add_column(name)

@@ -253,7 +253,7 @@ class LocalFeed:
             self._told = True
             LOG.warning(
                 "the first plan is not there after %.0f s: where the planner's loops are not compiled yet, once for "
-                "each machine and release, it takes minutes; `apportion warmup` does it beforehand",
+                "each installation, it takes minutes; `apportion warmup` does it beforehand",
                 elapsed_s,
             )
 

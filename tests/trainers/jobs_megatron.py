@@ -54,6 +54,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     tp: int = 1
     pp: int = 1
+    positions: str = "rope"
+    divided: bool = True  # gradients, by the tokens of all ranks
     options: dict = field(default_factory=dict)  # of the TransformerConfig
     folder: str = ""  # where a run is saved, and goes on from
 
@@ -96,13 +98,13 @@ def model_from(case, config, own):
         spec if own else planned_spec(spec),
         vocab_size=VOCABULARY,
         max_sequence_length=256,
-        position_embedding_type="rope",
+        position_embedding_type=case.positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     same_weights(model, case)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize_model_grads if case.divided else None
     return DistributedDataParallel(config, ddp, model)
 
 

@@ -41,6 +41,7 @@ def test_the_version_is_the_one_tried():
     ("size", "case"),
     [
         (2, Case(microbatches=2, options=FULL)),
+        (2, Case(positions="learned_absolute")),
         (2, Case(model="gpt_oss", options=CORE)),
         (4, Case(model="gpt_oss", microbatches=2)),
         (4, Case(model="gpt_oss", tp=2)),
@@ -77,13 +78,14 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("case", "says"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
-        ({"calculate_per_token_loss": False}, "calculate_per_token_loss = False"),
-        ({"kv_channels": 16}, "head_dim"),
+        (Case(options={"attention_dropout": 0.1}), "attention_dropout = 0.1"),
+        (Case(options={"calculate_per_token_loss": False}), "calculate_per_token_loss = False"),
+        (Case(options={"kv_channels": 16}), "head_dim"),
+        (Case(divided=False), "finalize_model_grads_func = None"),
     ],
 )
-def test_what_cannot_be_is_refused(ranks, options, says):
-    for told in ranks[2].run(jobs_megatron.refused, 2, Case(options=options)):
+def test_what_cannot_be_is_refused(ranks, case, says):
+    for told in ranks[2].run(jobs_megatron.refused, 2, case):
         assert says in told

@@ -55,6 +55,14 @@ def test_hugging_face_s_trainer_learns_as_with_its_own_attention_and_goes_on(tmp
     assert rest == whole[-len(rest) :]
 
 
+def test_lightning_starts_its_ranks_and_learns(tmp_path):
+    pytest.importorskip("lightning")
+    told = run_in(tmp_path, sys.executable, REPOSITORY / "examples/lightning_train.py")
+    losses = [float(loss) for loss in re.findall(r"val_loss: ([\d.]+)", told)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] - 0.1
+
+
 def steps_of(told):
     """Loss of each step, in order."""
     found = dict(re.findall(r"step:\s+(\d+)\s+loss:\s+([\d.]+)", told))
@@ -82,17 +90,14 @@ def alone(folder, trainer, *options):
 
 def launched(folder, script, *options, ranks=2):
     """What the script prints on its processes, started in a folder."""
-    folder.mkdir(exist_ok=True)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return run_in(folder, *launch, REPOSITORY / script, *options)
+
+
+def run_in(folder, *command):
+    folder.mkdir(exist_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    run = subprocess.run(
-        [*launch, REPOSITORY / script, *options],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     told = re.sub(r"\x1b\[[0-9;]*m", "", run.stdout + run.stderr)
     assert run.returncode == 0, told
     return told
