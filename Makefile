@@ -13,6 +13,7 @@
 #   make soak     the service under faults and load, for hours if you like (benchmarks/soak.py)
 #   make fuzz     100,000 mutated plans through decoder and verifier
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
+#   make replay   348 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
 #   make clean    remove the environment and every cache
 
@@ -29,7 +30,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test test-trainers lint bench targets auto pictures compare execution soak fuzz kernels \
-  conformance clean
+  replay conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -96,6 +97,9 @@ fuzz: $(READY)
 
 kernels: $(READY)
 	@$(BIN)/python -m benchmarks.kernels
+
+replay: $(READY)
+	@$(BIN)/python benchmarks/replay.py $(if $(BASE),--base $(BASE)) $(if $(UPDATE),--update)
 
 conformance: $(READY)
 	$(BIN)/pytest tests/torch/stage --full -n 2

@@ -1,0 +1,345 @@
+"""Plans as they were: ids, and digests of what they mean step by step, against those that are committed.
+
+    make replay                 against tests/data/replays.json, with and without numba; exit status 1 where one differs
+    make replay BASE=83469d6    against another commit, with the first row that differs of the first step that does
+    make replay UPDATE=1        writes the file anew: say in the commit why plans moved
+
+All recipes and variants of the tests, at several mask families, kinds, numbers of ranks and of heads, and seeds; the
+recipes with their own parameters on log-normal documents; random mixtures of passes. A plan's steps, in order:
+
+    layouts     which rank holds which tokens, and moves between layouts
+    tasks       which rank attends which rows to which, in any order and wherever they lie in its memory
+    transfers   who sends what to whom, in any order
+    order       the programs, wherever rows lie in memory
+    memory      the programs
+    bytes       the plan's id: all that is left, header, report and encoding
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "tests/data/replays.json"
+TESTS = ROOT / "tests", ROOT / "tests/pure"
+STEPS = ("layouts", "tasks", "transfers", "order", "memory", "bytes")
+
+Ints = NDArray[np.integer[Any]]
+Rows = dict[str, Ints]  # columns of equal length
+
+
+# --- cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """make: the plan, or None where a mixture is refused. Raises where a request is."""
+
+    name: str
+    make: Callable[[], Any]
+
+
+def cases() -> list[Case]:
+    """The same in every process. What has no numba plans only these in time, so all are small."""
+    return [*_variants(), *_defaults(), *_mixtures()]
+
+
+def _variants() -> Iterator[Case]:
+    from strategies import STRATEGIES
+    from test_reference_matrix import SEQUENCES
+
+    names = list(SEQUENCES)
+    for number, (recipe, steps) in enumerate(STRATEGIES.items()):
+        for turn in range(6):
+            at = 5 * number + turn
+            chosen = [names[(at + step) % len(names)] for step in (0, 3, 7)]
+            ranks, heads = (1, 2, 3, 4, 6, 8)[(at + turn) % 6], at % 3
+            name = (
+                f"{recipe}/{'+'.join(chosen)}/{ranks} ranks/heads {heads}/{1 + at % 2} kinds/seed {turn % 3}"
+            )
+            yield Case(name, lambda a=(recipe, steps, chosen, ranks, heads, at % 2, turn % 3): _variant(*a))
+
+
+def _variant(
+    recipe: str, steps: Mapping[str, Any], chosen: Sequence[str], ranks: int, heads: int, two: int, seed: int
+) -> Any:
+    from strategies import cluster
+    from test_reference_matrix import LAYERS, SEQUENCES
+
+    import apportion as ap
+    from apportion.ir import masks
+    from apportion.ir.batch import Batch, Sequence
+    from apportion.ir.model import Model
+    from apportion.ir.policy import Policy, Recipe
+
+    own = [SEQUENCES[name] for name in chosen] + [(64, masks.causal())]
+    kinds = [(length, {"global": mask, "local": masks.sliding_window(7)}) for length, mask in own]
+    batch = Batch.from_sequences([Sequence(*some) for some in (kinds if two else own)])
+    model = Model(*LAYERS[heads][:4], dtype="fp64", layers={"global": 1, "local": 1} if two else 1)
+    policy = Policy(Recipe(recipe, steps), seed=seed, token_cap=batch.tokens)
+    return ap.plan(batch, cluster(ranks), model, policy=policy)
+
+
+def _defaults() -> Iterator[Case]:
+    from strategies import cluster
+
+    import apportion as ap
+    from apportion.ir.model import Model
+    from apportion.planner.recipes import entries
+
+    model = Model(8, 4, 64, hidden=512, layers=2)
+    for recipe in [name for name in entries() if name != "round_robin"]:  # which a plug-in of the tests adds
+        for ranks, seed in ((4, 0), (8, 1), (16, 2)):
+            rng = np.random.default_rng(seed)
+            batch = ap.Batch.from_lengths(
+                rng.lognormal(6.0, 1.2, 3 * ranks).astype(int).clip(1, 6000).tolist()
+            )
+            given = batch, cluster(ranks), model, recipe, seed
+            yield Case(f"{recipe}/log-normal/{ranks} ranks/seed {seed}", lambda a=given: ap.plan(*a))
+
+
+def _mixtures() -> Iterator[Case]:
+    from test_recipe_mix import plan_of
+
+    for seed in range(1000, 1060):
+        yield Case(f"mixture {seed}", lambda a=seed: (plan_of(a) or (None,))[0])
+
+
+# --- what a plan means
+
+
+def meaning(plan: Any) -> dict[str, list[Rows]]:
+    """Step -> tables in which operands are spelled out, so that codes, widths and their numbers do not matter."""
+    return {
+        "layouts": [_ranked(one.spans) for _, one in sorted(plan.layouts.items())]
+        + [_ranked(move.table) for move in plan.moves],
+        "tasks": [_sorted(_spelled(plan, key, name)) for key in _keys(plan) for name in ("tasks", "grads")],
+        "transfers": [_sorted(_spelled(plan, key, "transfers")) for key in _keys(plan)],
+        "order": [
+            rows
+            for key in _keys(plan)
+            for rows in (
+                _ranked(plan.programs[key]["instructions"]),
+                *(_spelled(plan, key, name) for name in ("transfers", "tasks", "grads", "rowops")),
+            )
+        ],
+        "memory": [
+            rows
+            for key in _keys(plan)
+            for rows in (
+                _ranked(plan.programs[key]["arenas"]),
+                *(_spelled(plan, key, name, True) for name in ("transfers", "tasks", "grads", "rowops")),
+            )
+        ],
+    }
+
+
+def _keys(plan: Any) -> list[tuple[str, str]]:
+    return sorted(plan.programs)
+
+
+def _ranked(table: Any) -> Rows:
+    return {"rank": table.rank_of_row(), **{name: table[name] for name in table.columns}}
+
+
+#: columns of lists that number operands
+_OPERANDS = frozenset({"operand", "q", "kv", "o", "do", "delta", "dq", "dkv", "a", "b", "c", "d"})
+
+
+def _spelled(plan: Any, key: tuple[str, str], name: str, memory: bool = False) -> Rows:
+    """A list's rows with each operand's tensor, space, rows and heads; its place too in home rows, or with memory."""
+    programs = plan.programs[key]
+    table, operands = programs[name], programs["operands"]
+    heads = np.array([0, *(1 + sum(1 << head for head in sorted(one)) for one in plan.header.head_sets)])
+    rank = table.rank_of_row()
+    found: Rows = {"rank": rank}
+    for column in table.columns:
+        if column not in _OPERANDS:
+            found[column] = table[column]
+            continue
+        at = operands.ptr[:-1][rank] + table[column]
+        place = memory | (operands["space"][at] == 0)
+        found |= {f"{column}.{part}": operands[part][at] for part in ("tensor", "space", "rows")}
+        found[f"{column}.heads"] = heads[operands["heads"][at]]
+        found[f"{column}.row"] = np.where(place, operands["row"][at], 0)
+        if memory:
+            found[f"{column}.col"] = operands["col"][at]
+    return found
+
+
+def _sorted(rows: Rows) -> Rows:
+    order = np.lexsort([*reversed(rows.values())])
+    return {name: column[order] for name, column in rows.items() if name != "first"}
+
+
+def digests(plan: Any) -> list[str]:
+    """One for each step."""
+    made = [_digest(tables) for tables in meaning(plan).values()]
+    return [*made, plan.id.hex()[:12]]
+
+
+def _digest(tables: Sequence[Rows]) -> str:
+    found = hashlib.sha256()
+    for rows in tables:
+        for name, column in rows.items():
+            found.update(name.encode())
+            found.update(np.ascontiguousarray(column, "<i8").tobytes())
+    return found.hexdigest()[:12]
+
+
+# --- runs
+
+
+def record(told: bool = False) -> dict[str, list[str]]:
+    """Case -> digests of its steps, or how it was refused."""
+    from apportion.ir.errors import ApportionError
+
+    found, listed = {}, cases()
+    for case in track(listed, "planning", console=Console(stderr=True), disable=not told, transient=True):
+        try:
+            plan = case.make()
+            found[case.name] = ["refused"] if plan is None else digests(plan)
+        except ApportionError as error:
+            found[case.name] = [f"refused: {type(error).__name__}"]
+    return found
+
+
+def differing(own: Mapping[str, Sequence[str]], other: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Case -> the first step that differs; "refused" or "missing" where only one of the two has a plan."""
+    found = {}
+    for name in dict.fromkeys([*own, *other]):
+        a, b = own.get(name), other.get(name)
+        if a is None or b is None:
+            found[name] = "missing"
+        elif list(a) != list(b):
+            several = len(a) == len(b) == len(STEPS)
+            pairs = zip(STEPS, a, b, strict=True) if several else [("refused", "", "x")]
+            found[name] = next(step for step, x, y in pairs if x != y)
+    return found
+
+
+def lines(name: str, step: str) -> list[str]:
+    """The rows of a case's step."""
+    plan = next(case for case in cases() if case.name == name).make()
+    told = []
+    for rows in meaning(plan)[step]:
+        columns = [column.tolist() for column in rows.values()]
+        told += [
+            " ".join(f"{key}={value}" for key, value in zip(rows, row, strict=True))
+            for row in zip(*columns, strict=True)
+        ]
+    return told
+
+
+class Elsewhere:
+    """What this file prints in another process, begun now, with the package that is there."""
+
+    def __init__(self, arguments: Sequence[str], package: Path = ROOT, **changes: str) -> None:
+        env = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", **changes}
+        command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+        self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+
+    def read(self) -> Any:
+        told, _ = self._process.communicate()
+        if self._process.returncode:
+            raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
+        return json.loads(told)
+
+
+def committed() -> dict[str, list[str]]:
+    held: dict[str, str] = json.loads(DATA.read_text())
+    return {name: steps.split(", ") for name, steps in held.items()}
+
+
+def write(found: Mapping[str, Sequence[str]]) -> None:
+    DATA.write_text(json.dumps({name: ", ".join(steps) for name, steps in found.items()}, indent=0) + "\n")
+
+
+def against(base: str, as_json: bool) -> int:
+    """With another commit; its package is what its tree has, everything else is of this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", tree, base], check=True)
+        try:
+            other, own = Elsewhere(["--record"], tree), record(told=True)
+            found = differing(own, other.read())
+            status = tell(f"{base}", len(own), found, as_json)
+            for name, step in list(found.items())[:1]:
+                if step in STEPS[:-1] and not as_json:
+                    _tell_rows(base, name, step, Elsewhere(["--rows", name, step], tree).read())
+            return status
+        finally:
+            subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", tree], check=True)
+
+
+def _tell_rows(base: str, name: str, step: str, other: Sequence[str]) -> None:
+    own = lines(name, step)
+    at = next(
+        (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other))
+    )
+    print(f"{name}: {step}, row {at} of {len(own)} (of {len(other)} at {base})")
+    for mark, rows in (("-", other), ("+", own)):
+        print(f"  {mark} {rows[at] if at < len(rows) else '(none)'}")
+
+
+def tell(base: str, count: int, found: Mapping[str, str], as_json: bool) -> int:
+    """Says what differs; the exit status."""
+    if as_json:
+        print(json.dumps({"base": base, "cases": count, "differ": found}))
+        return int(bool(found))
+    if not found:
+        print(f"{count} plans, not one differs from {base}")
+        return 0
+    first = Counter(found.values())
+    print(f"{len(found)} of {count} plans differ from {base}; the first step that does:")
+    print("  " + ", ".join(f"{step} {first[step]}" for step in (*STEPS, "refused", "missing") if first[step]))
+    print("\n".join(f"  {step:<10}{name}" for name, step in list(found.items())[:20]))
+    return 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base", metavar="COMMIT", help="compare with what this commit plans")
+    parser.add_argument("--update", action="store_true", help="write the file anew")
+    parser.add_argument("--json", action="store_true", help="print what differs as JSON")
+    parser.add_argument(
+        "--record", action="store_true", help="print all digests as JSON, and compare nothing"
+    )
+    parser.add_argument("--rows", nargs=2, metavar=("CASE", "STEP"), help="print the rows of a step as JSON")
+    given = parser.parse_args(arguments)
+    if given.record or given.rows:
+        print(json.dumps(record(told=True) if given.record else lines(*given.rows)))
+        return 0
+    if given.base:
+        return against(given.base, given.json)
+    if given.update:
+        write(record(told=True))
+        print(f"{DATA.name} is written anew: the commit says why plans moved")
+        return 0
+    plain = Elsewhere(["--record"], NUMBA_DISABLE_JIT="1")
+    own, known = record(told=True), committed()
+    without = {f"{name} (without numba)": step for name, step in differing(plain.read(), known).items()}
+    return tell(DATA.name, len(known), differing(own, known) | without, given.json)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = map(str, TESTS)  # the tests are not installed
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Plans are what they were: ids and digests of their steps, with and without numba."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion.ir.plan import Plan, Table
+from benchmarks import replay
+
+
+def test_no_plan_has_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay.main([]) == 0, capsys.readouterr().out
+    assert len(replay.committed()) > 300
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return ap.plan(ap.Batch.from_lengths([4000, 900, 100]), ap.Cluster(1, 4), ap.Model(4, 2, 8), verify=False)
+
+
+def changed(plan: Plan, table: str, column: str, change: int, row: int = -1) -> Plan:
+    """The plan with another number in one place."""
+    key = "default", "forward"
+    held = plan.programs[key][table]
+    columns = {name: np.array(values) for name, values in held.columns.items()}
+    columns[column][row] += change
+    programs = replace(
+        plan.programs[key], tables={**plan.programs[key].tables, table: Table(held.ptr, columns)}
+    )
+    return replace(plan, programs={**plan.programs, key: programs})
+
+
+def test_the_first_step_that_differs_is_named(plan: Plan) -> None:
+    known = {"case": replay.digests(plan)}
+    for table, column, step in (
+        ("tasks", "dmax", "tasks"),
+        ("transfers", "peer", "transfers"),
+        ("instructions", "round", "order"),
+        ("arenas", "rows", "memory"),
+    ):
+        assert replay.differing({"case": replay.digests(changed(plan, table, column, 1))}, known) == {
+            "case": step
+        }
+    span = replace(plan.layouts["attention"], spans=Table(*_moved(plan.layouts["attention"].spans)))
+    other = replay.digests(replace(plan, layouts={"attention": span}))
+    assert replay.differing({"case": other}, known) == {"case": "layouts"}
+    assert replay.differing({"case": [*known["case"][:-1], "0"]}, known) == {"case": "bytes"}
+    assert replay.differing({"case": ["refused: ConfigError"]}, known) == {"case": "refused"}
+    assert replay.differing({"other": known["case"]}, known) == {"other": "missing", "case": "missing"}
+
+
+def _moved(spans: Table) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    return spans.ptr, {**spans.columns, "token": spans["token"] + 1}
+
+
+def test_rows_that_differ_are_said(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(case.name for case in replay.cases())
+    rows = replay.lines(name, "tasks")
+    assert all("q.tensor=2" in row for row in rows if "dq.tensor" not in row)
+    replay._tell_rows("HEAD", name, "tasks", [*rows[:-1], "rank=0"])
+    told = capsys.readouterr().out
+    assert f"row {len(rows) - 1} of {len(rows)}" in told
+    assert "- rank=0" in told
