@@ -67,8 +67,9 @@ def warmup(
 ) -> None:
     """Compile the planner's hot loops, once for each installation.
 
-    They are compiled when they are first needed, too: the first plans then take minutes. Run it when an image is built,
-    or on each machine (as the user and with the NUMBA_CACHE_DIR of the training) before a run or a server starts.
+    They are compiled when they are first needed, too: the first plans then take minutes. What is compiled lies beside
+    the installed package, or in NUMBA_CACHE_DIR, and serves CPUs of one kind: run it when an image is built, or on each
+    machine, as the user of the training, before a run or a server starts.
 
     [bold]Examples[/bold]
 

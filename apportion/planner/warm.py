@@ -1,7 +1,7 @@
 """Has the hot loops compiled that planning, verifying, reading and simulating use, before anybody waits for them.
 
 Small batches under every recipe and every family of masks are taken through all that is done with a plan: numba keeps
-what it compiles on disk, so later processes of this machine and release only load it.
+what it compiles on disk, so later processes of this installation, on this kind of CPU, only load it.
 """
 
 from __future__ import annotations

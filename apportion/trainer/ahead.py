@@ -16,6 +16,8 @@ from functools import partial
 from threading import Condition, Thread
 from typing import NamedTuple, Self
 
+from torch._utils import ExceptionWrapper
+
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.iteration_slice import IterationSlice
 from apportion.service.client import PlanTimeoutError
@@ -33,11 +35,12 @@ LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, whic
 
 class Fetched(NamedTuple):
     """A rank's share of an iteration. Of each microbatch, where somebody has made them: its rows, and the handle of its
-    plan, ready to run."""
+    plan, ready to run. wrong: why a process could not make the rows."""
 
     piece: IterationSlice
     rows: tuple[Rows, ...] | None = None
     handles: tuple[PlanHandle, ...] | None = None
+    wrong: ExceptionWrapper | None = None
 
 
 class Late:

@@ -72,7 +72,8 @@ def attention(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
     own = {"window": sliding_window or -1, "layer": module.layer_idx, "dropout": dropout}
-    own["causal"] = None if module.is_causal else False  # a causal model may be given masks that look ahead
+    looks_ahead = not (module.is_causal and getattr(module.config, "is_causal", True))
+    own["causal"] = False if looks_ahead else None  # a causal model may be given masks that look ahead
     return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **own), None
 
 
@@ -84,8 +85,8 @@ def loader(dataset: Any, model: Any, *, dtype: str | None = None, **options: Any
     """
     config = model.config.get_text_config().to_dict()
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
-    if getattr(dataset, "masks", None) is None:
-        options.setdefault("masks", masks_of(config))
+    if getattr(dataset, "masks", None) is None and options.get("masks") is None:
+        options["masks"] = masks_of(config)
     options = {"rows_multiple": 1, "drop_last": options.get("stream", "train") == "train", **options}
     return PlannedLoader(dataset, model=replace(model_of(config), dtype=dtype or own), **options)
 

@@ -39,10 +39,14 @@ class PlannedBatches:
 
     def __init__(self, loader: PlannedLoader | Callable[[], PlannedLoader], training: bool = True) -> None:
         self._loader, self._training = loader, training
+        if not isinstance(loader, PlannedLoader) and not callable(loader):
+            raise _no_loader(loader)
 
     @cached_property
     def epochs(self) -> Epochs:
         loader = self._loader if isinstance(self._loader, PlannedLoader) else self._loader()
+        if not isinstance(loader, PlannedLoader):
+            raise _no_loader(loader)
         return Epochs(loader, loader.job.microbatches if self._training else None)
 
     def __len__(self) -> int:
@@ -56,6 +60,13 @@ class PlannedBatches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epochs.load_state_dict(state)
+
+
+def _no_loader(given: Any) -> ConfigError:
+    rule = "must be a PlannedLoader, or a function without arguments that makes one"
+    return ConfigError(
+        "loader", type(given).__name__, rule, "give PlannedBatches(lambda: ap.PlannedLoader(...))"
+    )
 
 
 class Arriving:

@@ -217,6 +217,7 @@ class PlannedLoader:
         )
         with ExitStack() as stack:
             supply = self._supply(stack, iterations, progress)
+            stack.callback(self._left)
             self._begin = begin.at(0)
             while (wanted := iterations.at(progress.own)) is not None:
                 for batch in self._batches(wanted, self._taken(supply, wanted)):
@@ -225,8 +226,12 @@ class PlannedLoader:
                         yield batch
                 iterations.forget(wanted.number + 1)
                 progress.reach(wanted.number + 1)
-        self._meters.end()
         self._over_groups(-1, 0, 0, 0.0)
+
+    def _left(self) -> None:
+        """The pass is left, or over."""
+        if not self._place.microbatch:
+            self._meters.end()
 
     def _draw(self) -> Draw:
         return Draw(self._sampling, self._sampler, self._begin.epoch, self._deal, self._least)
@@ -331,6 +336,8 @@ class PlannedLoader:
     def _read(self, wanted: Wanted, fetched: Fetched) -> tuple[Rows, ...] | Exception:
         """The rows, or why there are none: the other ranks are told before it is raised."""
         try:
+            if fetched.wrong is not None:
+                fetched.wrong.reraise()  # type: ignore[no-untyped-call]
             return fetched.rows or tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
         except Exception as error:
             return error
@@ -338,31 +345,51 @@ class PlannedLoader:
     def _agreed(
         self, number: int, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
     ) -> tuple[tuple[Rows, ...], int, float]:
-        """The rows, and labels of the iteration and their weight over all ranks and groups; a collective. Raises why
-        this rank has no rows, and ExecutionError where ranks hold different plans, another one has no rows or other
-        fields, or groups are not in step."""
+        """The rows, and labels of the iteration and their weight over all ranks and groups; a collective, also where it
+        raises why this rank has no rows, or ExecutionError where ranks hold different plans, another one has no rows or
+        other fields, or groups are not in step."""
         own = NOTHING if isinstance(rows, Exception) else Facts.of(handles, rows, self._device)
-        ranks = [Facts.read(numbers) for numbers in agree(handles, own.numbers())]
-        if isinstance(rows, Exception):
-            raise rows
+        try:
+            ranks = [Facts.read(numbers) for numbers in agree(handles, own.numbers())]
+            error = rows if isinstance(rows, Exception) else self._apart(number, rows, own, ranks)
+        except ExecutionError as unequal:
+            ranks, error = [], unequal
+        valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
+        totals = self._over_groups(number, len(handles), valid, weight, error)
+        assert not isinstance(rows, Exception)
+        self._meters.add(ranks, timed=not self._place.microbatch)
+        return rows, *totals
+
+    def _apart(
+        self, number: int, rows: Sequence[Rows], own: Facts, ranks: Sequence[Facts]
+    ) -> ExecutionError | None:
+        """What is wrong with other ranks."""
         failed = [rank for rank, one in enumerate(ranks) if one == NOTHING]
         if failed:
-            raise ExecutionError(f"iteration {number}: ranks {failed} have no rows: their own errors say why")
-        if apart := [rank for rank, one in enumerate(ranks) if one.form != own.form]:
-            raise ExecutionError(
-                f"iteration {number}: samples of ranks {apart} have other fields than those of rank {self._rank}, "
-                f"{rows[0].form}: give all samples the same, of one dtype and width"
+            return ExecutionError(
+                f"iteration {number}: ranks {failed} have no rows: their own errors say why"
             )
-        self._meters.add(ranks)
-        valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
-        return rows, *self._over_groups(number, len(handles), valid, weight)
+        others = [rank for rank, one in enumerate(ranks) if one.form != own.form]
+        if not others:
+            return None
+        own_form = " and ".join(dict.fromkeys(one.form for one in rows))
+        return ExecutionError(
+            f"iteration {number}: samples of ranks {others} have other fields than those of rank {self._rank}, "
+            f"{own_form}: give all samples the same, of one dtype and width"
+        )
 
-    def _over_groups(self, number: int, microbatches: int, valid: int, weight: float) -> tuple[int, float]:
-        """The totals of all groups; a collective of theirs. Raises ExecutionError where they are apart."""
-        if self._replicas is None:
-            return valid, weight
+    def _over_groups(
+        self, number: int, microbatches: int, valid: int, weight: float, error: Exception | None = None
+    ) -> tuple[int, float]:
+        """The totals of all groups; a collective of theirs. Raises `error`, which ends the other groups too, and
+        ExecutionError where they are apart."""
         place = [self._place.epoch, number, microbatches]
-        groups = self._replicas.all_gather([*place, valid, as_bits(weight)])
+        given = [*place, valid, as_bits(weight), int(error is not None)]
+        groups = [given] if self._replicas is None else self._replicas.all_gather(given)
+        if error is not None:
+            raise error
+        if failed := [group for group, row in enumerate(groups) if row[-1]]:
+            raise ExecutionError(f"iteration {number}: groups {failed} failed: their own errors say why")
         if any(row[:3] != place for row in groups):
             told = "; ".join(f"group {group}: {row[:3]}" for group, row in enumerate(groups))
             raise ExecutionError(

@@ -74,12 +74,18 @@ def planned_loader(dataset: Any, config: Any, stream: str = "train", **options: 
 
 def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:
     """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch. Raises
-    ConfigError where nothing would divide by the tokens, or positions are neither rotary nor learned."""
+    ConfigError where nothing would divide by the tokens, and for positions that are not planned (yarn, mrope, MLA)."""
     module = unwrap_model(model)
     _check(module)
     if module.position_embedding_type == "rope" and not isinstance(module.rotary_pos_emb, PlannedRotary):
         module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
     here = next(data_iterator)
+    longest, most = int(max(here.batch.lengths)), module.max_sequence_length
+    if module.position_embedding_type == "learned_absolute" and longest > most:
+        rule = f"the model has positions for {most} tokens"
+        raise ConfigError(
+            "sequence length", longest, rule, "leave longer documents out, or build it with more"
+        )
     positions = (
         1 << int(here.position_ids.max()).bit_length()
     )  # few sizes, so that Megatron's tables are kept
@@ -96,8 +102,11 @@ def _check(module: Any) -> None:
         remedy = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
         raise ConfigError("finalize_model_grads_func", None, rule, remedy)
     if (given := module.position_embedding_type) not in _POSITIONS:
-        remedy = "use position_embedding_type='rope'"
+        remedy = "name one of these"
         raise ConfigError("position_embedding_type", given, f"must be one of {_POSITIONS}", remedy)
+    if module.config.multi_latent_attention:
+        rule = "multi-latent attention is not planned by this adapter"
+        raise ConfigError("multi_latent_attention", True, rule, "use another one")
 
 
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -77,11 +77,11 @@ class Meters:
             (tokens, spent_s), (own, since_s) = self._ended, self._now
             self._ended, self._now = (tokens + own, spent_s + time.monotonic() - since_s), None
 
-    def add(self, ranks: Sequence[Facts]) -> None:
-        """One iteration, of all ranks."""
+    def add(self, ranks: Sequence[Facts], timed: bool) -> None:
+        """One iteration, of all ranks. timed: whether all of its microbatches will be given out."""
         self.end()
         tokens = sum(one.tokens for one in ranks)
-        self._now = tokens, time.monotonic()
+        self._now = (tokens, time.monotonic()) if timed else None
         self.iterations += 1
         self.tokens += tokens
         self.sent_bytes += sum(one.bytes for one in ranks)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion.ir.errors import ExecutionError
@@ -25,13 +26,14 @@ PREFETCHED = 2  # iterations that each process has ready
 
 
 class Parcel(NamedTuple):
-    """One iteration from a process. data: the encoded slice, uint8; rows: as in `Fetched`; both empty where there was
-    no plan in time, and why."""
+    """One iteration from a process. data: the encoded slice, uint8, empty where there was no plan in time, and why.
+    rows, wrong: as in `Fetched`."""
 
     number: int
     data: Tensor
-    rows: tuple[Rows, ...]
+    rows: tuple[Rows, ...] | None
     why: str
+    wrong: ExceptionWrapper | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +72,13 @@ class Share(IterableDataset[Parcel]):
 
     def _parcel(self, wanted: Wanted, found: IterationSlice | None, why: str) -> Parcel:
         if found is None:
-            return Parcel(wanted.number, torch.empty(0, dtype=torch.uint8), (), why)
+            return Parcel(wanted.number, torch.empty(0, dtype=torch.uint8), None, why)
         data = torch.frombuffer(bytearray(found.encode()), dtype=torch.uint8)
-        return Parcel(wanted.number, data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
+        try:
+            return Parcel(wanted.number, data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
+        except Exception:  # the trainer tells the other ranks before it raises this
+            wrong = ExceptionWrapper(where="in a data-loader process")  # type: ignore[no-untyped-call]
+            return Parcel(wanted.number, data, None, "", wrong)
 
 
 class Collecting:
@@ -103,7 +109,8 @@ class Collecting:
             raise error
         if not len(parcel.data):
             raise TimeoutError(parcel.why)
-        return Fetched(IterationSlice.decode(parcel.data.numpy().tobytes()), parcel.rows)
+        piece = IterationSlice.decode(parcel.data.numpy().tobytes())
+        return Fetched(piece, parcel.rows, wrong=parcel.wrong)
 
     def close(self) -> None:
         """Ends the processes."""

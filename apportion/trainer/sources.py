@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,15 +200,17 @@ class LocalSource:
 
 
 class LocalFeed:
-    """compiled_s: until the first plan in this process comes and says it, all time counts as compiling."""
+    """compiled_s: until the first plan of its job in this process comes and says it, all time counts as compiling."""
 
-    _seen = False
+    _seen: ClassVar[set[bytes]] = set()  # digests of jobs
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._rank, self._lock = job, rank, Lock()
         self._planner, self._planned = Planner(workers=1), dict[int, Future[Done]]()
         self._begun_s = time.monotonic()
-        self._there_s = 0.0 if LocalFeed._seen else None  # compiled there; None: nobody has said it
+        self._there_s = (
+            0.0 if job.digest in LocalFeed._seen else None
+        )  # compiled there; None: nobody has said it
         self._told = False
 
     @property
@@ -232,7 +234,8 @@ class LocalFeed:
             raise TimeoutError("it is still being planned")
         try:
             done = future.result()
-            self._there_s, LocalFeed._seen = done.compiled_s, True
+            self._there_s = done.compiled_s
+            LocalFeed._seen.add(self._job.digest)
         except DeadlineError as error:  # a TimeoutError, but waiting longer does not help
             raise ExecutionError(f"iteration {iteration}: {error}") from error
         with self._lock:

@@ -108,13 +108,14 @@ def padded(comm, source, multiple):
     return counts, sums.item(), grad.numpy()
 
 
-def groups(comm, options):
+def groups(comm, options, dataset=None):
     """Two groups of four ranks on one job: what each batch is, with the labels that all count."""
     group, place = divmod(comm.rank, 4)
     mine = [dist.new_group(range(first, first + 4)) for first in (0, 4)][group]
     others = [dist.new_group([first, first + 4]) for first in range(4)][place]
     options = {"source": HereSource(job(4, 64, microbatches=2)), **options}
-    loader = PlannedLoader(Recorded(), communicator=ap.Communicator(mine), replicas=others, **options)
+    group = ap.Communicator(mine)
+    loader = PlannedLoader(dataset or Recorded(), communicator=group, replicas=others, **options)
     assert loader.state_dict()["groups"] == 2
     return [(b.iteration, b.microbatch, b.is_last, b.valid_tokens, b.samples.tolist()) for b in loader]
 
@@ -189,6 +190,16 @@ def ends(comm, dataset, source, sampler):
     loader = PlannedLoader(dataset, source=source, communicator=comm, sampler=sampler)
     try:
         list(loader)
+    except (OSError, ExecutionError) as error:
+        return str(error)
+    return ""
+
+
+def failing_group(comm):
+    """Why the pass ends where a rank of the first group cannot read a sample."""
+    dataset = (Broken if comm.rank < 4 else Recorded)([20, 20, 1])
+    try:
+        groups(comm, {"sampler": [[[0], [1]], [[0, 2], [1]]]}, dataset)
     except (OSError, ExecutionError) as error:
         return str(error)
     return ""

@@ -375,7 +375,7 @@ def test_groups_of_ranks_on_one_job_fence_only_themselves(pool, urls):
 
 def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(caplog, monkeypatch):
     monkeypatch.setattr(sources, "FIRST_S", 0.0)
-    monkeypatch.setattr(sources.LocalFeed, "_seen", False)
+    monkeypatch.setattr(sources.LocalFeed, "_seen", set())
     batches = [Batch.from_lengths([40, 20])]
     with closing(sources.LocalSource(job()).begin("run", 0)) as feed:
         before = feed.compiled_s

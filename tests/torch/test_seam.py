@@ -1,7 +1,8 @@
 """What trainers build on: samples with fields, padding, token verbs, groups of ranks, and where a pass goes on."""
 
+import itertools
 import json
-import time
+from types import SimpleNamespace
 
 import jobs_seam
 import numpy as np
@@ -12,6 +13,8 @@ from loading import LENGTHS, HereSource, Recorded, job
 import apportion as ap
 from apportion.ir import masks
 from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.trainer import loader as loader_module
+from apportion.trainer import meters
 from apportion.trainer.loader import PlannedLoader
 from apportion.trainer.loss import IGNORED
 from apportion.trainer.wanted import Deal
@@ -202,6 +205,14 @@ def test_a_rank_that_cannot_read_its_samples_ends_all(pool):
     assert any("ranks [" in message and "have no rows" in message for message in told)
 
 
+def test_what_a_data_loader_process_cannot_read_is_told_to_the_ranks_first(monkeypatch):
+    agreed = []
+    monkeypatch.setattr(loader_module, "agree", lambda handles, facts: agreed.append(facts[0]) or [facts])
+    with pytest.raises(OSError, match="a sample is lost"):
+        list(loader_of(jobs_seam.Broken([20, 20, 1]), sampler=[[0, 1], [0, 2]], workers=1))
+    assert agreed == [38, -1]
+
+
 def test_ranks_whose_samples_have_other_fields_are_told(pool):
     source = HereSource(job(2, 40, recipe="contiguous"))
     told = pool.run(jobs_seam.ends, 2, jobs_seam.Mixed([20, 20]), source, [[0, 1]])
@@ -223,6 +234,13 @@ def test_groups_share_an_order_and_count_all_labels(pool):
         count = sum(LENGTHS[sample] - 1 for sample in samples)
         by_iteration[number] = (valid, by_iteration.get(number, (0, 0))[1] + count)
     assert all(valid == count for valid, count in by_iteration.values())
+
+
+def test_a_group_that_fails_ends_the_others(pool):
+    told = pool.run(jobs_seam.failing_group, 8)
+    assert sum("a sample" in message for message in told) == 1
+    assert sum("have no rows" in message for message in told[:4]) == 3
+    assert all("groups [0] failed: their own errors say why" in message for message in told[4:])
 
 
 @pytest.mark.parametrize(
@@ -327,18 +345,41 @@ def test_metrics_count_what_was_given_out():
     loader = loader_of()
     assert loader.metrics()["iterations"] == 0
     batches = list(loader)
-    time.sleep(0.3)
-    next(iter(loader_of()))
     told = loader.metrics()
-    assert (
-        sum(LENGTHS) / told["tokens_per_s"] < told["waited_s"] + 0.3
-    )  # what lies behind a pass does not count
     assert told["iterations"] == len(batches)
     assert told["tokens"] == sum(LENGTHS)
     assert told["tokens_per_s"] > 0
     assert told["waited_s"] == loader.waited_s > 0
     assert told["imbalance"] == {"compute": 0.0, "tokens": 0.0}
     assert told["fallbacks"] == 0
+
+
+def test_tokens_a_second_are_those_of_iterations_that_ended(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(meters, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    loader = loader_of()
+    assert loader.metrics()["tokens_per_s"] == 0
+    sizes = [b.batch.tokens for b in loader]  # each an iteration
+    assert loader._meters._ended == (sum(sizes), len(sizes))
+    for _ in range(50):
+        next(clock)  # between passes
+    passing = iter(loader)
+    next(passing), next(passing)
+    passing.close()  # behind the last microbatch of an iteration
+    assert loader._meters._ended == (sum(sizes) + sum(sizes[:2]), len(sizes) + 2)
+
+
+def test_iterations_that_are_given_out_in_part_are_not_timed():
+    loader = loader_of(source=HereSource(job(microbatches=2)))
+    passing = iter(loader)
+    first = next(passing).batch.tokens
+    passing.close()
+    assert loader._meters._ended == (0, 0.0)
+    assert loader.state_dict()["microbatch"] == 1
+    loader.load_state_dict(loader.state_dict())
+    second, *_ = loader
+    assert loader._meters._ended[0] == sum(LENGTHS) - first - second.batch.tokens
+    assert loader.metrics()["tokens_per_s"] > 0
 
 
 def test_the_names_of_the_seam_are_at_the_top():

@@ -55,6 +55,7 @@ class Case:
     tp: int = 1
     pp: int = 1
     positions: str = "rope"
+    longest: int = 256  # positions
     divided: bool = True  # gradients, by the tokens of all ranks
     options: dict = field(default_factory=dict)  # of the TransformerConfig
     folder: str = ""  # where a run is saved, and goes on from
@@ -97,7 +98,7 @@ def model_from(case, config, own):
         config,
         spec if own else planned_spec(spec),
         vocab_size=VOCABULARY,
-        max_sequence_length=256,
+        max_sequence_length=case.longest,
         position_embedding_type=case.positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

@@ -92,6 +92,16 @@ def test_layers_that_look_ahead_are_refused_on_a_causal_plan():
         model(**hf.inputs(batch))
 
 
+def test_a_model_of_both_directions_is_refused():
+    model = hf.enable(jobs.made("llama"))
+    model.config.is_causal = False
+    with pytest.raises(ConfigError, match=r"is_causal = False.*give masks= to the loader"):
+        jobs.loader(model, 1)
+    batch = next(iter(jobs.loader(model, 1, masks=ap.masks.causal())))
+    with pytest.raises(ConfigError, match=r"causal = False: .*layer 0: causal"):
+        model(**hf.inputs(batch))
+
+
 def test_dropout_and_another_dtype_than_the_plan_s_are_refused():
     model = hf.enable(jobs.made("llama", attention_dropout=0.1))
     batch = next(iter(jobs.loader(model, 1)))

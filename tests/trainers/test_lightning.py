@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 from rank_pool import RankError
 
+from apportion.ir.errors import ConfigError
+from apportion.trainer.lightning import PlannedBatches
+
 LOSS = 5e-7
 
 
@@ -30,3 +33,11 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool, tmp_path):
 def test_steps_that_are_no_iterations_are_refused(pool, tmp_path):
     for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 1):
         assert "accumulate_grad_batches" in why
+
+
+@pytest.mark.parametrize("given", [[1], None, lambda: [1]])
+def test_what_makes_no_loader_is_refused(given):
+    with pytest.raises(
+        ConfigError, match=r"loader = '(list|NoneType)': must be a PlannedLoader, or a function"
+    ):
+        len(PlannedBatches(given))
