@@ -54,7 +54,7 @@ def _recipe(entry: Entry) -> dict[str, Any]:
 
 def _parameters(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Step -> what its pass may be told, with the defaults; switches have nothing."""
-    from apportion.planner.recipes import parameters
+    from apportion.planner.registry import parameters
 
     passes = {step.step: step.name for step in recipe if step.name not in ("on", "off")}
     return {step: dict(parameters(step, held)) for step, held in passes.items()}

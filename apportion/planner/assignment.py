@@ -30,11 +30,11 @@ from apportion.ir.job import Job, decode_request, encode_request
 from apportion.ir.plan import Table
 from apportion.ir.policy import Recipe
 from apportion.ir.version import __version__
-from apportion.planner.api import Made, Placed, check_request, grouped, unequal_groups
-from apportion.planner.passes.cells import Execution, cut_cells
+from apportion.planner.passes.cells import cut_cells
 from apportion.planner.passes.shard import row_weights
-from apportion.planner.problem import Placement, Problem, Shards
-from apportion.planner.recipes import pipeline
+from apportion.planner.pipeline import Made, Placed, check_request, grouped, unequal_groups
+from apportion.planner.problem import Execution, Placement, Problem, Shards
+from apportion.planner.recipes import passes_of
 from apportion.planner.solvers.status import Limit, Status, Termination
 
 Ints = NDArray[np.integer[Any]]
@@ -181,7 +181,7 @@ def restored(problems: Sequence[Problem], choices: Sequence[Choice]) -> list[tup
 def _restored(problem: Problem, choice: Choice) -> tuple[Placed, Search]:
     check_request(problem)
     search = _search(problem, choice.search)
-    passes = pipeline(problem.policy.recipe if search is None else _recipe(search))
+    passes = passes_of(problem.policy.recipe if search is None else _recipe(search))
     groups, inner = grouped(problem, passes)
     first = _first_ranks(choice.groups, problem.ranks)
     if first is not None:

@@ -14,7 +14,7 @@ from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.passes.pack import Packing, Sequential
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import pipeline
+from apportion.planner.recipes import pack_of
 
 
 def plan_iteration(
@@ -53,9 +53,8 @@ def pack(
 ) -> Packing:
     """The sequences of each microbatch, and those that wait. Errors: as in `plan_iteration`."""
     Problem(batch, cluster, model, policy, hardware)  # checks their types
-    packer = pipeline(policy.recipe).pack or Sequential()
-    packing: Packing = packer(batch, cluster, model, policy, hardware)
-    return packing
+    packer = pack_of(policy.recipe) or Sequential()
+    return packer(batch, cluster, model, policy, hardware)
 
 
 def _silent(done: int, total: int) -> None:

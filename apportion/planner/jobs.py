@@ -22,9 +22,11 @@ from apportion.ir.job import Job
 from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
 from apportion.ir.verify import verify as verify_plan
-from apportion.planner import api, assignment
+from apportion.planner import assignment
+from apportion.planner.api import make
 from apportion.planner.iterate import pack
 from apportion.planner.passes.pack import Packing
+from apportion.planner.pipeline import SILENT, Placed, draft, seal
 from apportion.planner.problem import Problem
 
 
@@ -49,7 +51,7 @@ def plan_job(job: Job, batches: Sequence[Batch], *, verify: bool = True) -> Plan
     job.check(batches)
     policy = _policy(job, batches)
     packing = _packing(job, batches, policy)
-    made = [api.make(problem, api.Watch(None)) for problem in _problems(job, batches, policy, packing)]
+    made = [make(problem, SILENT) for problem in _problems(job, batches, policy, packing)]
     if verify:
         for each in made:
             verify_plan(each.plan)
@@ -81,9 +83,8 @@ def lower_job(data: bytes) -> IterationPlan:
     return plan
 
 
-def _lowered(placed: api.Placed, search: Mapping[str, Any] | None) -> Plan:
-    watch = api.Watch(None)
-    return api.seal(api.draft(placed, watch), watch, search)
+def _lowered(placed: Placed, search: Mapping[str, Any] | None) -> Plan:
+    return seal(draft(placed, SILENT), SILENT, search)
 
 
 @contextmanager

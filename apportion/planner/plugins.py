@@ -43,3 +43,8 @@ def distribution(point: EntryPoint) -> str:
 
 def _field(point: EntryPoint) -> str:
     return f"entry point {point.group}:{point.name}"
+
+
+def misnamed(point: EntryPoint, rule: str, remedy: str) -> ConfigError:
+    """What is wrong with the name of what it brings."""
+    return ConfigError(f"entry point {point.group}", point.name, f"{distribution(point)} {rule}", remedy)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,6 @@ from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 from apportion.planner.cost import CostModel
-from apportion.planner.passes.cells import Execution
 from apportion.planner.solvers.status import Termination
 
 Ints = NDArray[np.integer[Any]]
@@ -87,6 +87,16 @@ class Problem:
         return {kind: self.model.layers_of(kind) for kind in self.batch.kinds}
 
 
+class Pass(Protocol):
+    """What the passes of all steps say of themselves: frozen dataclasses, whose fields are parameters. A subclass of
+    its step's contract has the defaults; `registry` checks whatever is a pass."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal requests give equal results on every machine: not where a clock ends a search."""
+        return True
+
+
 @dataclass(frozen=True)
 class Shards:
     """Blocks: block b is the tokens [starts[b], starts[b + 1]). A piece is what placement cannot split.
@@ -111,6 +121,18 @@ class Shards:
     def per_piece(self, values: Ints) -> Ints:
         """Sums of an int64 [blocks] column over the blocks of each piece."""
         return exact_sums(self.piece, values, self.pieces)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Who computes each cell in one phase of one attention kind.
+
+    rank: int32 [head groups, cells]; division: int32 [head groups, cells], the part of the phase in which it is
+    computed, counted from 0, or None where tiles say when.
+    """
+
+    rank: Ints
+    division: Ints | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +163,22 @@ class Placement:
     def rank_sums(self, values: Ints, ranks: int) -> Ints:
         """int64 [ranks]: sums of a per-block column over the blocks of each rank."""
         return exact_sums(self.home, values, ranks)
+
+
+class ShardPass(Pass, Protocol):
+    """Cuts sequences into blocks."""
+
+    @abstractmethod
+    def __call__(self, problem: Problem) -> Shards: ...
+
+
+class PlacePass(Pass, Protocol):
+    """Gives blocks to ranks. own_cap: it has no token cap of its own: what the fullest rank comes to is promised."""
+
+    own_cap: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, problem: Problem, shards: Shards) -> Placement: ...
 
 
 def exact_sums(index: Ints, values: Ints, size: int) -> Ints:

@@ -3,55 +3,29 @@
     recipe = [pack] · [inner] · shard · place · [route] · schedule · [reshuffle] · [remap]
            | [pack] · search, which finds the other steps
 
-Third parties add passes and recipes through the entry points `apportion.passes` ("step.pass" = a pass class) and
-`apportion.recipes` (a name = a `Recipe` or an `Entry`).
+Third parties add recipes through the entry point group `apportion.recipes`: a name = a `Recipe` or an `Entry`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, cast
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.policy import Recipe, Step
-from apportion.planner import plugins
-from apportion.planner.passes.groups import Ulysses
-from apportion.planner.passes.route import Route, Star
+from apportion.planner import plugins, registry
+from apportion.planner.passes.groups import InnerPass
+from apportion.planner.passes.pack import PackPass
+from apportion.planner.passes.remap import RemapPass
+from apportion.planner.passes.route import RoutePass, Star
+from apportion.planner.passes.schedule import SchedulePass
+from apportion.planner.pipeline import SearchPass
+from apportion.planner.problem import Pass, PlacePass, ShardPass
+from apportion.planner.registry import STEPS
+from apportion.planner.steps import Passes
 
-#: step -> pass name -> where its class is; the fields of the class are the pass's parameters
-_PASSES = {
-    "pack": {"sequential": "pack:Sequential", "balanced": "pack:Balanced", "wlb": "pack:Wlb"},
-    "inner": {"ulysses": "groups:Ulysses", "upipe": "upipe:UPipe"},
-    "shard": {"blocks": "shard:Blocks", "sequences": "sequences:Sequences"},
-    "place": {
-        "lpt": "place:Lpt",
-        "zigzag": "zigzag:ZigZag",
-        "contiguous": "contiguous:Contiguous",
-        "whole": "whole:Whole",
-        "hybrid_dp": "hybrid:HybridDp",
-        "megatron_hybrid": "hybrid:MegatronHybrid",
-        "wlb": "wlb:Wlb",
-        "flexsp": "flexsp:FlexSp",
-        "zeppelin": "zeppelin.placement:Zeppelin",
-        "distca": "distca.placement:Distca",
-        "dcp": "dcp.placement:Dcp",
-        "blend": "blend.placement:Blend",
-    },
-    "route": {"star": "route:Star", "node": "route:Node", "tree": "route:Tree", "ring": "route:Ring"},
-    "schedule": {
-        "matchings": "schedule:Matchings",
-        "ring": "schedule:Ring",
-        "gather": "schedule:Gather",
-        "queues": "queues:Queues",
-        "divisions": "divisions:Divisions",
-    },
-    "remap": {"flow": "remap:Flow"},
-    "search": {"portfolio": "search:Portfolio"},
-}
 _REQUIRED = ("shard", "place", "schedule")
 _SWITCHES = ("reshuffle",)
 
@@ -255,22 +229,6 @@ _ENTRIES = (
 _BUILT_IN: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """The passes of a recipe, ready to run. pack: None where the recipe does not say how to. search: finds the other
-    passes itself, which then are None."""
-
-    pack: Any
-    inner: Ulysses | None
-    shard: Any
-    place: Any
-    route: Route
-    schedule: Any
-    reshuffle: bool
-    remap: Any = None
-    search: Any = None
-
-
 def entries() -> dict[str, Entry]:
     """All recipes by name: the built-in ones in their order, then those of plug-ins. Raises ConfigError for a broken
     plug-in."""
@@ -284,49 +242,10 @@ def _plugged_recipes() -> Mapping[str, Entry]:
         held = plugins.load(point, (Entry, Recipe))
         entry = held if isinstance(held, Entry) else Entry(held, "", plugins.distribution(point))
         if entry.name in _BUILT_IN or entry.name != name:
-            raise _misnamed(
+            raise plugins.misnamed(
                 point, f"brings a recipe {entry.name!r}", "give it a name that is free, and the same here"
             )
         added[name] = entry
-    return added
-
-
-@cache
-def _plugged_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
-    added: dict[str, dict[str, EntryPoint]] = {step: {} for step in _PASSES}
-    for name, point in plugins.found("apportion.passes").items():
-        step, _, short = name.partition(".")
-        if step not in _PASSES or not short or short in _PASSES[step]:
-            raise _misnamed(point, f"brings {name!r}, which is not step.pass or is taken", "name it anew")
-        added[step][short] = point
-    return added
-
-
-def _misnamed(point: EntryPoint, rule: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        f"entry point {point.group}", point.name, f"{plugins.distribution(point)} {rule}", remedy
-    )
-
-
-def passes(step: str) -> list[str]:
-    """Names of the passes of a step."""
-    return [*_PASSES[step], *_plugged_passes()[step]]
-
-
-def find_pass(step: str, name: str) -> type[Any]:
-    """The class of a pass. Raises UnknownNameError, ConfigError."""
-    if name in _PASSES[step]:
-        module, _, held = _PASSES[step][name].partition(":")
-        found: type[Any] = getattr(import_module(f"apportion.planner.passes.{module}"), held)
-        return found
-    plugged = _plugged_passes()[step]
-    if name not in plugged:
-        raise UnknownNameError(
-            f"recipe.steps.{step}", name, f"the passes are {', '.join(passes(step))}", "name one of these"
-        )
-    added: type[Any] = plugins.load(plugged[name], type)
-    if not is_dataclass(added):
-        raise _misnamed(plugged[name], f"brings {added.__name__}, which is no dataclass", "make it one")
     return added
 
 
@@ -358,66 +277,67 @@ def with_block(recipe: Recipe, block: int | str) -> Recipe:
     return Recipe(recipe.name, tuple(blocks if step.step == "shard" else step for step in recipe))
 
 
-def pipeline(recipe: Recipe) -> Pipeline:
-    """The passes of a recipe. Raises UnknownNameError for a pass, ConfigError for a step or parameter."""
-    known = (*_PASSES, *_SWITCHES)
-    for step in recipe:
-        if step.step not in known:
-            raise UnknownNameError(
-                f"recipe.steps.{step.step}", step.name, f"the steps are {', '.join(known)}", "leave it out"
-            )
-    if recipe.step("search") is not None:
-        _check_search(recipe)
-    built = {step: _build(recipe, step) for step in _PASSES}
-    built["route"] = _route(recipe, built["route"], built["schedule"])
-    return Pipeline(**built, reshuffle=_switched(recipe, "reshuffle"))
+def passes_of(recipe: Recipe) -> Passes:
+    """The passes of a recipe that does not search. Raises UnknownNameError for a pass, ConfigError for a step or
+    parameter."""
+    built = _built(recipe)
+    for step in _REQUIRED:
+        if step not in built:
+            rule = f"has no step {step}"
+            remedy = f"add one of {', '.join(registry.names(step))}"
+            raise ConfigError("recipe.steps", recipe.name, rule, remedy)
+    schedule = cast(SchedulePass, built["schedule"])
+    return Passes(
+        inner=cast(InnerPass | None, built.get("inner")),
+        shard=cast(ShardPass, built["shard"]),
+        place=cast(PlacePass, built["place"]),
+        route=_route(cast(RoutePass | None, built.get("route")), schedule.route),
+        schedule=schedule,
+        reshuffle=_switched(recipe, "reshuffle"),
+        remap=cast(RemapPass | None, built.get("remap")),
+    )
+
+
+def search_of(recipe: Recipe) -> SearchPass | None:
+    """What finds the passes of a recipe that searches. Raises as `passes_of`."""
+    return cast(SearchPass | None, _built(recipe).get("search"))
+
+
+def pack_of(recipe: Recipe) -> PackPass | None:
+    """What packs the microbatches of a recipe that says how to. Raises as `passes_of`."""
+    return cast(PackPass | None, _built(recipe).get("pack"))
+
+
+def has_own_cap(recipe: Recipe) -> bool:
+    """Whether its placement has no token cap of its own. Raises as `passes_of`."""
+    return recipe.step("search") is None and passes_of(recipe).place.own_cap
 
 
 def is_deterministic(recipe: Recipe) -> bool:
     """Whether equal requests give equal plans on every machine: not where a wall clock ends a search. Raises as
-    `pipeline` does."""
-    built = pipeline(recipe)
-    return all(getattr(getattr(built, field.name), "deterministic", True) for field in fields(built))
+    `passes_of`."""
+    return all(one.deterministic for one in _built(recipe).values())
 
 
-def _check_search(recipe: Recipe) -> None:
+def _built(recipe: Recipe) -> dict[str, Pass]:
+    """Step -> pass, of the contract of its step: `registry` has checked that."""
+    known, searches = (*STEPS, *_SWITCHES), recipe.step("search") is not None
     for step in recipe:
-        if step.step not in ("pack", "search"):
+        where = f"recipe.steps.{step.step}"
+        if step.step not in known:
+            raise UnknownNameError(where, step.name, f"the steps are {', '.join(known)}", "leave it out")
+        if searches and step.step not in ("pack", "search"):
             rule = "cannot stand beside a search, which chooses it itself"
-            raise ConfigError(
-                f"recipe.steps.{step.step}", step.name, rule, "put it into a recipe among the candidates"
-            )
+            raise ConfigError(where, step.name, rule, "put it into a recipe among the candidates")
+    return {step.step: registry.build(step) for step in recipe if step.step not in _SWITCHES}
 
 
-def _route(recipe: Recipe, given: Route | None, schedule: Any) -> Route:
+def _route(given: RoutePass | None, own: RoutePass | None) -> RoutePass:
     """Some schedules are routes themselves; else tiles go straight to where they are needed."""
-    own: Route | None = getattr(schedule, "route", None)
     if own is not None and given is not None:
         rule = "the schedule has a route of its own"
         raise ConfigError("recipe.steps.route", type(given).__name__.lower(), rule, "leave the route out")
     return own or given or Star()
-
-
-def _build(recipe: Recipe, step_name: str) -> Any:
-    step, where = recipe.step(step_name), f"recipe.steps.{step_name}"
-    if step is None:
-        if step_name not in _REQUIRED or recipe.step("search") is not None:
-            return None
-        rule = f"has no step {step_name}"
-        raise ConfigError("recipe.steps", recipe.name, rule, f"add one of {', '.join(passes(step_name))}")
-    found = find_pass(step_name, step.name)
-    names = [field.name for field in fields(found)]
-    for parameter in step.params:
-        if parameter not in names:
-            rule = f"has the parameters {', '.join(names)}" if names else "has no parameters"
-            raise ConfigError(f"{where}.{step.name}", parameter, rule, "leave it out or correct it")
-    return found(**step.params)
-
-
-def parameters(step: str, name: str) -> Iterator[tuple[str, Any]]:
-    """The parameters of a pass and their defaults."""
-    for field in fields(find_pass(step, name)):
-        yield field.name, field.default
 
 
 def _switched(recipe: Recipe, step_name: str) -> bool:

@@ -11,7 +11,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.policy import Recipe
 from apportion.planner.passes.refusals import obey_token_cap, refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.recipes import Entry as RecipeEntry
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.registry import Entry
@@ -33,7 +33,7 @@ def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
 
 
 @dataclass(frozen=True)
-class RoundRobin:
+class RoundRobin(PlacePass):
     """Blocks to ranks in turn. first: the rank of the first block. Raises ConfigError, CapacityError."""
 
     first: int = 0

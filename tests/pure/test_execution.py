@@ -16,16 +16,16 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.isa import PHASES
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy, Recipe
-from apportion.planner import recipes
+from apportion.planner import registry
 from apportion.planner.api import plan as make_plan
-from apportion.planner.passes.cells import Execution, cut_cells
+from apportion.planner.passes.cells import cut_cells
 from apportion.planner.passes.place import Lpt
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards
 from apportion.planner.simulate import simulate
 
 
 @dataclass(frozen=True)
-class Scattered:
+class Scattered(PlacePass):
     """Computes every cell on a random rank, or on one of few; some in both phases, some not."""
 
     seed: int = 0
@@ -48,9 +48,9 @@ class Scattered:
 
 @pytest.fixture(autouse=True)
 def scattered(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = recipes.find_pass
+    held = registry.find_pass
     monkeypatch.setattr(
-        recipes, "find_pass", lambda step, name: Scattered if name == "scattered" else held(step, name)
+        registry, "find_pass", lambda step, name: Scattered if name == "scattered" else held(step, name)
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import apportion as ap
 from apportion.ir.workload import lognormal_lengths
-from apportion.planner.recipes import find_recipe, pipeline, with_block
+from apportion.planner.recipes import find_recipe, passes_of, with_block
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
 MASKS = {
@@ -172,7 +172,7 @@ def test_work_rows_beyond_the_memory_cap_are_an_error_with_numbers():
 )
 def test_wrong_recipes_are_named(steps, named):
     with pytest.raises(ap.ConfigError, match=named):
-        pipeline(ap.Recipe("mine", steps))
+        passes_of(ap.Recipe("mine", steps))
 
 
 def test_recipe_by_name_mapping_and_object():

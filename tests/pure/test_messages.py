@@ -16,7 +16,7 @@ from apportion.ir.model import Model
 from apportion.ir.plan import ProgramSet, Table
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import pipeline
+from apportion.planner.recipes import has_own_cap
 
 ROOT = Path(__file__).parents[1]
 MODEL = Model(4, 2, 8, dtype="fp32")
@@ -24,7 +24,7 @@ MODEL = Model(4, 2, 8, dtype="fp32")
 
 def planned(name, lengths=(40, 25, 3, 12), ranks=4):
     batch, recipe = Batch.from_lengths(lengths), Recipe(name, STRATEGIES[name])
-    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    cap = None if has_own_cap(recipe) else batch.tokens
     model = Model(8, 2, 8, dtype="fp32") if "upipe" in name else MODEL
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 

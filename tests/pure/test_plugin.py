@@ -1,12 +1,16 @@
 """A package that adds a solver, a pass and a recipe: `pip install -e tests/plugin --no-deps` makes them known."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import apportion as ap
 from apportion.planner import plugins
-from apportion.planner.recipes import entries, passes
+from apportion.planner.passes.route import RoutePass
+from apportion.planner.problem import PlacePass
+from apportion.planner.recipes import entries
+from apportion.planner.registry import STEPS, broken, find_pass, names
 from apportion.planner.solvers import kit
 from apportion.planner.solvers.registry import GROUP, SOLVERS, find_solver, list_solvers
 
@@ -17,7 +21,7 @@ def test_its_solver_is_listed_and_keeps_the_contract():
 
 
 def test_its_recipe_uses_its_pass():
-    assert "round_robin" in passes("place")
+    assert "round_robin" in names("place")
     assert entries()["round_robin"].summary == "blocks to ranks in turn"
     batch, cluster = ap.Batch.from_lengths([1000, 300, 700]), ap.Cluster(nodes=1, ranks_per_node=4)
     plan = ap.plan(batch, cluster, ap.Model(), recipe="round_robin")
@@ -34,6 +38,44 @@ def test_its_pass_takes_parameters_and_refuses_others():
     batch, cluster = ap.Batch.from_lengths([1000]), ap.Cluster(nodes=1, ranks_per_node=4)
     with pytest.raises(ap.ConfigError, match=r"round_robin\.first = -1: must be a rank"):
         ap.plan(batch, cluster, ap.Model(), recipe={"name": "mine", "steps": steps})
+
+
+@pytest.mark.parametrize(("step", "name"), [(step, name) for step in STEPS for name in names(step)])
+def test_all_passes_keep_the_contract_of_their_step(step, name):
+    assert broken(step, find_pass(step, name)) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "members", "fault"),
+    [
+        ("place", {"own_caps": True}, "has own_caps: own_cap is meant"),
+        ("place", {"determinstic": property(lambda self: False)}, "has determinstic: deterministic is meant"),
+        ("place", {"__call__": None}, "has no __call__: PlacePass says what it is"),
+        ("route", {"by_block": None}, "has no by_block: RoutePass says what it is"),
+    ],
+)
+def test_a_pass_that_lacks_or_misspells_something_is_told(step, members, fault):
+    contract = {"place": PlacePass, "route": RoutePass}[step]
+    kept = {"__call__": lambda self, *given: None}
+    made = dataclass(frozen=True)(type("Mine", (contract,), {**kept, **members}))
+    if None in members.values():
+        ((name, _),) = members.items()
+        made = dataclass(frozen=True)(
+            type("Mine", (), {k: getattr(made, k) for k in MEMBERS[step] if k != name})
+        )
+    assert fault in broken(step, made)
+
+
+MEMBERS = {
+    "place": ("__call__", "deterministic", "own_cap"),
+    "route": ("__call__", "deterministic", "rings", "relays", "by_block"),
+}
+
+
+def test_a_pass_needs_no_base_where_it_says_everything():
+    kept = {"__call__": lambda self, *given: None, "deterministic": True, "own_cap": False, "others": 3}
+    assert broken("place", dataclass(frozen=True)(type("Mine", (), kept))) is None
+    assert broken("place", type("Mine", (), kept)) == "which is no dataclass"
 
 
 def install(folder: Path, name: str, value: str, module: str = "") -> None:

@@ -21,7 +21,7 @@ from apportion.ir.model import Model
 from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import recipes
-from apportion.planner.recipes import entries, find_recipe, pipeline
+from apportion.planner.recipes import entries, find_recipe, has_own_cap
 
 #: heads of every recipe: MHA, GQA 2, 4 and 8
 HEADS = [*LAYERS, (8, 4, 4, 6, False, None)]
@@ -44,7 +44,7 @@ def model_of(layer: tuple) -> Model:
 def planned(name: str, batch: Batch, layer: tuple, ranks: int) -> Plan:
     """Blocks of five tokens on many ranks cannot keep 1.02 x the mean."""
     recipe = Recipe(name, MATRIX[name])
-    own = getattr(pipeline(recipe).place, "own_cap", False)
+    own = has_own_cap(recipe)
     policy = Policy(recipe, token_cap=None if own else batch.tokens)
     return ap.plan(batch, cluster(ranks), model_of(layer), policy=policy)
 

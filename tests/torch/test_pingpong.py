@@ -18,7 +18,7 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.nano import nano_batches
-from apportion.planner.recipes import pipeline
+from apportion.planner.recipes import has_own_cap
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 MASKS = tuple(cases.BATCHES)
@@ -29,7 +29,7 @@ TURNS = [(name, NAMES[(turn + 7) % len(NAMES)], turn) for turn, name in enumerat
 
 def plan_of(batch, name, ranks, model):
     recipe = Recipe(name, STRATEGIES[name])
-    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    cap = None if has_own_cap(recipe) else batch.tokens
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 
 

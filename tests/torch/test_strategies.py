@@ -14,7 +14,7 @@ from strategies import STRATEGIES, WIDE, cluster
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import pipeline
+from apportion.planner.recipes import has_own_cap
 
 MASKS = tuple(cases.BATCHES)
 MATRIX = STRATEGIES | WIDE
@@ -78,7 +78,7 @@ def test_every_strategy_on_real_ranks(pool, at):
     batch = Batch.from_sequences([Sequence(*each) for mask in masks for each in cases.BATCHES[mask]])
     model = cases.model(heads[0], dtype, (8, 12), kv_heads=heads[1])
     recipe = Recipe(name, MATRIX[name])
-    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    cap = None if has_own_cap(recipe) else batch.tokens
     plan = api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
     problem = cases.problem_of(plan, at, extra == "sinks", 2.0 if extra == "softcap" else None)
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch), dtype)

@@ -54,18 +54,6 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class Execution:
-    """Who computes each cell in one phase of one attention kind.
-
-    rank: int32 [head groups, cells]; division: int32 [head groups, cells], the part of the phase in which it is
-    computed, counted from 0, or None where tiles say when.
-    """
-
-    rank: Ints
-    division: Ints | None = None
-
-
-@dataclass(frozen=True)
 class HeadGroups:
     """Contiguous shares of the query heads, and the KV heads that they use. Groups that use the same KV heads share
     their tiles.

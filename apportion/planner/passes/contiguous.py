@@ -9,11 +9,11 @@ import numpy as np
 
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import placed
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 
 
 @dataclass(frozen=True)
-class Contiguous:
+class Contiguous(PlacePass):
     """Equal contiguous shares of the token axis, rank after rank; tokens differ by at most one.
 
     Masks, relative speeds and the shards' own cuts are not looked at; where there are fewer tokens than ranks, some

@@ -13,13 +13,13 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import MAX_COUNT, integer
 from apportion.ir.jit import jit
 from apportion.planner.passes.route import Routed, depths
-from apportion.planner.passes.schedule import Schedule, degrees
+from apportion.planner.passes.schedule import Schedule, SchedulePass, degrees
 
 Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Divisions:
+class Divisions(SchedulePass):
     """A round a division: a tile travels in the first division that needs it; relays follow, a round a level.
 
     count: T, divisions of a phase (DCP's evaluation uses 4). The first needs no tile. Where the placement says in

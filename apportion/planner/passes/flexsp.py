@@ -19,7 +19,7 @@ from apportion.ir.fields import integer, name, number
 from apportion.ir.isa import PHASES, Tensor
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_areas, row_weights
-from apportion.planner.problem import MOST_TOKENS, Placement, Problem, Shards
+from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.registry import find_solver
 from apportion.planner.solvers.status import Budget
@@ -46,7 +46,7 @@ _SENT = {
 
 
 @dataclass(frozen=True)
-class FlexSp:
+class FlexSp(PlacePass):
     """Sizes of groups and their sequences by the solver of kind `grouping` of that name, so that the slowest group is
     quick: attention and the all-to-all of its heads, forward and backward.
 

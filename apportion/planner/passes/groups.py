@@ -11,11 +11,12 @@ and talk to those of other groups that have the same heads.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.model import Model
 from apportion.planner.passes.layouts import Rows
-from apportion.planner.problem import Problem
+from apportion.planner.problem import Pass, Problem
 
 Ints = NDArray[np.integer[Any]]
 
@@ -236,8 +237,23 @@ def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[
     return heads, tuple(sorted({head // queries_per_key for head in heads}))
 
 
+class InnerPass(Pass, Protocol):
+    """Makes groups of ranks that share tokens and split the heads. overlap: rows go in and out while others are
+    computed with."""
+
+    @property
+    def overlap(self) -> bool:
+        return False
+
+    @abstractmethod
+    def groups(self, problem: Problem) -> Groups: ...
+
+    @abstractmethod
+    def head_sets(self, model: Model, groups: Groups) -> HeadSets: ...
+
+
 @dataclass(frozen=True)
-class Ulysses:
+class Ulysses(InnerPass):
     """Groups of `degree` consecutive ranks. degree: a number, "auto" (the largest that divides the ranks and the query
     heads) or "node" (the largest that divides the ranks of a node and the query heads). overlap: whether rows go in and
     out while others are computed with; then tasks that need no tile are spread over the stages."""

@@ -18,14 +18,14 @@ from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.passes.whole import spread
 from apportion.planner.passes.zigzag import deal, placed
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.lpt import lpt
 
 Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class HybridDp:
+class HybridDp(PlacePass):
     """ByteScale's hybrid data parallelism (SIGCOMM 2025), the baseline Hybrid DP of Zeppelin, section 5.
 
     A sequence of L tokens gets ceil(L / capacity) ranks: long ones, longest first, the consecutive ranks that have the
@@ -51,7 +51,7 @@ class HybridDp:
 
 
 @dataclass(frozen=True)
-class MegatronHybrid:
+class MegatronHybrid(PlacePass):
     """Hybrid context parallelism of Megatron-Core (its class BalancedCPScheduler).
 
     A sequence gets the next power of two of L / capacity ranks, at most the largest one in the cluster, and is priced

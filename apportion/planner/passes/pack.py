@@ -7,9 +7,10 @@ balanced    | 8  1 |  6  1  2 |3  3|     longest first, to the microbatch with t
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from apportion.ir.isa import PHASES
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 from apportion.planner.passes.shard import row_areas, row_weights
-from apportion.planner.problem import MOST_TOKENS, Problem
+from apportion.planner.problem import MOST_TOKENS, Pass, Problem
 from apportion.planner.solvers.lpt import lpt
 
 Ints = NDArray[np.integer[Any]]
@@ -40,8 +41,17 @@ class Packing:
     deferred: Ints
 
 
+class PackPass(Pass, Protocol):
+    """Puts the sequences of an iteration into microbatches."""
+
+    @abstractmethod
+    def __call__(
+        self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
+    ) -> Packing: ...
+
+
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(PackPass):
     """In the order of the data: a new microbatch where the next sequence has no room, or (with a number of
     microbatches) consecutive runs whose longest is as short as can be.
 
@@ -70,7 +80,7 @@ class Sequential:
 
 
 @dataclass(frozen=True)
-class Balanced:
+class Balanced(PackPass):
     """Longest processing time first over the attention work of the sequences, under the cap (`solvers.lpt`).
 
     microbatches, tokens_per_rank: as in `Sequential`.
@@ -93,7 +103,7 @@ class Balanced:
 
 
 @dataclass(frozen=True)
-class Wlb:
+class Wlb(PackPass):
     """WLB-LLM's variable-length packing (Wang et al., OSDI 2025, as DistCA, sections 3.2 and 7, describes it): the
     predicted time of attention *and* linear layers is balanced, so microbatches have unequal numbers of tokens, up to
     the cap. The times are those of the cost model.

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from apportion.ir.errors import CapacityError
 from apportion.planner.passes.kinds import lightest
 from apportion.planner.passes.shard import row_areas, row_weights
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.lpt import LptResult, lpt, makespan_bound
 
 Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Lpt:
+class Lpt(PlacePass):
     """LPT over pieces under the token cap (FCP, section 4.1). A piece that fits nowhere whole is cut to fill the
     room that is left, lightest ranks first; such pieces are the lightest, so little work moves. Several attention kinds
     are weighed so that their busiest ranks, which need not be the same, have little in sum."""

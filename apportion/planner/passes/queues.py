@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import MAX_COUNT, choice, integer
 from apportion.planner.passes.route import Routed
-from apportion.planner.passes.schedule import LOCAL, Local, Schedule, degrees
+from apportion.planner.passes.schedule import LOCAL, Local, Schedule, SchedulePass, degrees
 from apportion.planner.passes.zeppelin.route import Queued, QueueRings
 
 Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Queues:
+class Queues(SchedulePass):
     """Every rank runs its rings between nodes, then those inside its node, then its whole sequences, which need nothing
     from others. In a ring each hop is a round, computed while the next is under way; keys of the rank's own come first.
 

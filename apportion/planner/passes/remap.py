@@ -10,9 +10,10 @@ feed-forward layers, which run on even tokens; and hidden states go back to the 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from apportion.ir.fields import choice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS
 from apportion.ir.model import Model
 from apportion.ir.plan import Layout, Move, Table
-from apportion.planner.problem import Problem
+from apportion.planner.problem import Pass, Problem
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
 from apportion.planner.solvers.flow import solve
 from apportion.planner.solvers.status import Budget
@@ -49,8 +50,15 @@ class Remapping:
     moves: tuple[Move, ...] = ()
 
 
+class RemapPass(Pass, Protocol):
+    """Gives layers behind attention the layout that they want. source: the layout of callers."""
+
+    @abstractmethod
+    def __call__(self, problem: Problem, source: Layout) -> Remapping: ...
+
+
 @dataclass(frozen=True)
-class Flow:
+class Flow(RemapPass):
     """Surplus rows to where rows are missing, by formula (2) of the paper.
 
     objective: "paper", the rank that pays most for what it sends, as printed; "two_sided", for what it sends or for

@@ -11,6 +11,7 @@ ring, go on with the tile to its last rank and home from there.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -24,6 +25,7 @@ from apportion.ir.fields import MAX_COUNT, choice, integer
 from apportion.ir.jit import jit
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.tasks import Edges, joined
+from apportion.planner.problem import Pass
 
 Ints = NDArray[np.integer[Any]]
 
@@ -85,25 +87,38 @@ def _numbered(keys: Ints) -> Ints:
     return np.unique(keys, return_inverse=True)[1]
 
 
-class Route(Protocol):
-    """A route pass. edges: the star, home -> every rank that needs rows, in the order of their tiles."""
+class RoutePass(Pass, Protocol):
+    """Says how tiles travel. edges: the star, home -> every rank that needs rows, in the order of their tiles.
 
+    rings: tiles go around rings, which bring keys alone. relays: several ranks may share a tile that one of them passes
+    on. by_block: tiles must be blocks, whatever the schedule would make of them."""
+
+    rings: ClassVar[bool] = False
+    relays: ClassVar[bool] = True
+
+    @property
+    def by_block(self) -> bool:
+        return False
+
+    @abstractmethod
     def __call__(self, edges: Edges, site: Site) -> Routed: ...
 
 
 @dataclass(frozen=True)
-class Star:
+class Star(RoutePass):
     """Every tile goes straight from its home to each rank that needs it."""
+
+    relays: ClassVar[bool] = False
 
     def __call__(self, edges: Edges, site: Site) -> Routed:
         return Routed(edges, np.arange(len(edges), dtype=np.int32))
 
 
 @dataclass(frozen=True)
-class KeysOnly:
+class KeysOnly(RoutePass):
     """KV rows by a route, query rows, which nobody shares, straight to where they are needed."""
 
-    route: Route
+    route: RoutePass
 
     def __call__(self, edges: Edges, site: Site) -> Routed:
         queries = edges.lane & 1 == 1
@@ -116,7 +131,7 @@ class KeysOnly:
 
 
 @dataclass(frozen=True)
-class Node:
+class Node(RoutePass):
     """A tile crosses to every node once; the rank that receives it there, the gateway, passes it on inside the node.
 
     proxies: whether a rank that does not need the tile may be its gateway, so that the NICs of a node share what one
@@ -226,7 +241,7 @@ def depths(parent: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class Tree:
+class Tree(RoutePass):
     """Every tile spreads along a tree in which each rank passes it on to `fanout` others: those that need it, in the
     order of ranks from its home on. Parents carry what their children need."""
 
@@ -266,7 +281,7 @@ def _as_tiles(edges: Edges, group: Ints) -> Edges:
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(RoutePass):
     """Tiles pass from rank to rank, each as far as the last rank that needs it.
 
     over: "ranks", a ring of all ranks, on which a rank's rows travel as one tile; or "holders", a ring of the ranks

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import MAX_COUNT, choice
 from apportion.planner.passes.route import Ring as RingRoute
-from apportion.planner.passes.route import Routed, depths, join
+from apportion.planner.passes.route import Routed, RoutePass, depths, join
 from apportion.planner.passes.tasks import Edges
+from apportion.planner.problem import Pass
 from apportion.planner.solvers.matching import matchings, max_degree
 
 Ints = NDArray[np.integer[Any]]
@@ -115,8 +117,31 @@ AUTO_ROUND_TOKENS = 131072
 RELAY_LAG = 2
 
 
+class SchedulePass(Pass, Protocol):
+    """Says in which rounds tiles travel.
+
+    route: the route that the schedule is itself, where it is one. exchange: what puts the rows that go between the
+    ranks of a group into rounds."""
+
+    @property
+    def route(self) -> RoutePass | None:
+        return None
+
+    @property
+    def exchange(self) -> Matchings:
+        return Matchings()
+
+    def tiles(self, edges: Edges, shared: bool) -> Routed | None:
+        """Larger tiles, before they are routed, or None for the star as it is; shared: whether a route shares those
+        that several ranks need, which must then stay the same for all."""
+        return None
+
+    @abstractmethod
+    def __call__(self, routed: Routed, ranks: int) -> Schedule: ...
+
+
 @dataclass(frozen=True)
-class Matchings:
+class Matchings(SchedulePass):
     """Every slot is a matching; there are exactly as many as the busiest rank has tiles to send or receive (FCP,
     section 4.2). Relays follow, each level in rounds of its own on another channel.
 
@@ -136,6 +161,10 @@ class Matchings:
         _positive("buffers", self.buffers)
         choice("recipe.schedule.matchings.local", self.local, LOCAL)
         choice("recipe.schedule.matchings.order", self.order, ("any", "longest", "shortest"))
+
+    @property
+    def exchange(self) -> Matchings:
+        return self
 
     def __call__(self, routed: Routed, ranks: int) -> Schedule:
         edges = routed.edges
@@ -203,7 +232,7 @@ def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(SchedulePass):
     """Ring attention (Liu et al., 2023): in each of N - 1 rounds every rank passes on what the one before brought it.
 
     over: see the ring route. turns: rings of one size after another, the largest first, as Megatron-Core's hybrid
@@ -247,7 +276,7 @@ def _turns(ring: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(SchedulePass):
     """Everything in one round, as an all-gather of KV does it; relays in one more round a level.
 
     local: when tasks run that need no tile: while it is under way, or after it. whole: what leaves a rank leaves it as
@@ -262,8 +291,6 @@ class Gather:
         _switch("gather.whole", self.whole)
 
     def tiles(self, edges: Edges, shared: bool) -> Routed:
-        """Larger tiles, before they are routed; shared: whether a route shares those that several ranks need, which
-        must then stay the same for all."""
         if shared and not self.whole:
             return Routed(edges, np.arange(len(edges), dtype=np.int32))
         return join(edges, self.whole)

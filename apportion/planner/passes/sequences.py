@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from apportion.planner.passes.shard import row_weights
-from apportion.planner.problem import Problem, Shards
+from apportion.planner.problem import Problem, ShardPass, Shards
 
 
 @dataclass(frozen=True)
-class Sequences:
+class Sequences(ShardPass):
     """Every sequence is one block and one piece; there are no blocks of one size (`block_tokens` 0)."""
 
     def __call__(self, problem: Problem) -> Shards:

@@ -17,7 +17,7 @@ from apportion.ir import bands as band_algebra
 from apportion.ir.batch import Batch
 from apportion.ir.errors import ConfigError
 from apportion.ir.jit import jit
-from apportion.planner.problem import Problem, Shards, exact_sums
+from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums
 from apportion.planner.solvers.lpt import lpt
 
 Ints = NDArray[np.integer[Any]]
@@ -36,7 +36,7 @@ AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(ShardPass):
     """Fixed blocks of `block` tokens, or (`auto`) as large as no piece is heavier than half the mean load and LPT's
     busiest rank is within 1 % of it.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from apportion.ir.errors import CapacityError
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.lpt import LptResult, lpt, makespan_bound
 
 Ints = NDArray[np.integer[Any]]
@@ -21,7 +21,7 @@ SLACKS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(PlacePass):
     """Whole sequences to ranks: LPT by work over speed, no sequence is ever cut.
 
     An explicit token_cap is obeyed or refused; without one, tokens are kept as even as LPT can (see `SLACKS`).

@@ -14,7 +14,7 @@ from apportion.ir.fields import MAX_COUNT, integer
 from apportion.ir.isa import PHASES
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import deal_evenly
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -24,7 +24,7 @@ PRICED_PIECES = 2**20
 
 
 @dataclass(frozen=True)
-class Wlb:
+class Wlb(PlacePass):
     """WLB-LLM (OSDI 2025; DistCA, section 3.2): context parallelism per sequence or per document.
 
     sequence: the packed microbatch is cut zig-zag as if it were one sequence: few, long pieces, but early chunks of

@@ -18,14 +18,14 @@ from apportion.ir.fields import MAX_COUNT, integer
 from apportion.ir.jit import jit
 from apportion.planner.passes.refusals import obey_token_cap, refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.lpt import makespan_bound
 
 Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class ZigZag:
+class ZigZag(PlacePass):
     """Cut every sequence (or the whole token axis) into 2N chunks; chunks i and 2N-1-i go to rank i.
 
     chunk: tokens that a chunk has at least. A sequence too short for 2N of them goes, with chunks as short as that, to

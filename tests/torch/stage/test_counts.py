@@ -10,7 +10,7 @@ from apportion.ir.batch import Batch, Sequence
 from apportion.ir.isa import PHASES
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import pipeline
+from apportion.planner.recipes import has_own_cap
 from apportion.planner.simulate import simulate
 from apportion.trainer.attention import PlanHandle, planned_attention
 
@@ -40,7 +40,7 @@ def executed(plan, rank):
 def test_launches_messages_and_rounds_are_those_of_the_simulator(name, mask):
     batch = Batch.from_sequences([Sequence(*each) for each in cases.BATCHES[mask]])
     recipe = Recipe(name, MATRIX[name])
-    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    cap = None if has_own_cap(recipe) else batch.tokens
     model = cases.model(4 if name in WIDE else 2, "bf16", (16, 24), kv_heads=2)
     plan = api.plan(batch, cluster(4), model, policy=Policy(recipe, token_cap=cap))
     simulated = simulate(plan).runs

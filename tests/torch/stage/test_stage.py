@@ -22,7 +22,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import pipeline
+from apportion.planner.recipes import has_own_cap
 
 MATRIX = STRATEGIES | WIDE
 MASKS = tuple(cases.BATCHES)
@@ -75,7 +75,7 @@ def test_every_strategy(interpreted, case):
     batch = cases.batch_of(case.mask)
     model = cases.model(case.heads[0], case.dtype, case.widths, kv_heads=case.heads[1])
     recipe = Recipe(case.name, MATRIX[case.name])
-    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    cap = None if has_own_cap(recipe) else batch.tokens
     plan = api.plan(batch, cluster(case.ranks), model, policy=Policy(recipe, token_cap=cap))
     softcap = 2.0 if case.extra == "softcap" else None
     problem = cases.problem_of(plan, 1, case.extra == "sinks", softcap)

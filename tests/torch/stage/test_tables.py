@@ -13,7 +13,7 @@ from apportion.backends.torch.stage.worklists import ROLES, Columns, work_list
 from apportion.ir.isa import PHASES, Op
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import pipeline
+from apportion.planner.recipes import has_own_cap
 
 
 def tiles_of(ranges, first, height=4, key=None):
@@ -70,7 +70,7 @@ def test_what_two_owners_write_is_launched_in_program_order():
 def planned(name, mask, ranks=4, heads=(2, 2)):
     batch = cases.batch_of(mask)
     recipe = Recipe(name, STRATEGIES[name])
-    cap = None if getattr(pipeline(recipe).place, "own_cap", False) else batch.tokens
+    cap = None if has_own_cap(recipe) else batch.tokens
     model = cases.model(heads[0], "fp32", kv_heads=heads[1])
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 

@@ -31,7 +31,7 @@ from apportion.planner.passes.blend.walk import walk
 from apportion.planner.passes.kinds import lightest
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -41,7 +41,7 @@ UNEVEN = 0.002
 
 
 @dataclass(frozen=True)
-class Blend:
+class Blend(PlacePass):
     """The densest and the sparsest documents mixed on each rank.
 
     Tokens are exact: ranks differ by at most one, or as their speeds, as far as a token_cap allows. Work is exact but

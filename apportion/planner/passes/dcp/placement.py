@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import MAX_COUNT, integer, number
 from apportion.ir.isa import PHASES
-from apportion.planner.passes.cells import Cells, Execution, cut_cells
+from apportion.planner.passes.cells import Cells, cut_cells
 from apportion.planner.passes.dcp.cells import Heads, divide
 from apportion.planner.passes.dcp.homes import SPREADS, Blocks, homes
 from apportion.planner.passes.shard import row_weights
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
 from apportion.planner.solvers.registry import find_solver
 from apportion.planner.solvers.status import Budget, Status, Termination
@@ -31,7 +31,7 @@ MOST_CUTS = 5
 
 
 @dataclass(frozen=True)
-class Dcp:
+class Dcp(PlacePass):
     """Homes for blocks of tokens and, for every head group, kind and phase, a rank for every cell.
 
     head_groups: shares of the heads that are placed apart ("kv": one a KV head, as the paper has it). solver: of kind

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import choice, integer, number
 from apportion.ir.isa import PHASES, Tensor
-from apportion.planner.passes.cells import Execution, cut_cells, cut_columns
+from apportion.planner.passes.cells import cut_cells, cut_columns
 from apportion.planner.passes.distca.balance import Balance, Ended, Limits, Site, balance, imbalance
 from apportion.planner.passes.distca.board import Rules, Servers
 from apportion.planner.passes.distca.communication import FORMS, Form
@@ -26,7 +26,7 @@ from apportion.planner.passes.distca.homes import causal_sequences, sequential_h
 from apportion.planner.passes.distca.ranges import RangeBalance, balance_ranges
 from apportion.planner.passes.refusals import obey_token_cap
 from apportion.planner.passes.shard import row_weights
-from apportion.planner.problem import Placement, Problem, Shards, exact_sums
+from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.solvers.status import Status, Termination
 
 Ints = NDArray[np.integer[Any]]
@@ -47,7 +47,7 @@ _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
 
 
 @dataclass(frozen=True)
-class Distca:
+class Distca(PlacePass):
     """Sequential homes and communication-aware greedy migration.
 
     tolerance: a server is filled until its load is within this of its target (the paper's epsilon), or within the

@@ -22,7 +22,7 @@ from apportion.ir.fields import MAX_COUNT, choice, integer
 from apportion.ir.jit import jit
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import placed
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 
 Ints = NDArray[np.integer[Any]]
 
@@ -31,7 +31,7 @@ _WHOLE = 1e-9
 
 
 @dataclass(frozen=True)
-class Zeppelin:
+class Zeppelin(PlacePass):
     """Algorithms 1 and 2 of the paper. The price of a sequence is its squared length, whatever its mask; relative
     speeds are ignored, and so are the cuts of the shards.
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.jit import jit
 from apportion.planner.passes.layouts import Rows
-from apportion.planner.passes.route import Routed, Site
+from apportion.planner.passes.route import Routed, RoutePass, Site
 from apportion.planner.passes.tasks import Edges
 
 Ints = NDArray[np.integer[Any]]
@@ -50,12 +50,15 @@ class Rings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QueueRings:
+class QueueRings(RoutePass):
     """proxies: how many ranks of a node share what one sends to another node."""
 
     proxies: int = 1
-    by_block: ClassVar[bool] = True
     rings: ClassVar[bool] = True
+
+    @property
+    def by_block(self) -> bool:
+        return True
 
     def __call__(self, edges: Edges, site: Site) -> Queued:
         rings, parts = find_rings(site), min(self.proxies, site.cluster.ranks_per_node)

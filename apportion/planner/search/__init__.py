@@ -4,7 +4,7 @@ candidates ──place──► bound ──schedule, lower──► bound ─�
                         └── cannot be the best: dropped ──┘
 """
 
-from apportion.planner.passes.search.candidates import Candidate, neighbours, portfolio
-from apportion.planner.passes.search.loop import Portfolio
+from apportion.planner.search.candidates import Candidate, neighbours, portfolio
+from apportion.planner.search.loop import Portfolio
 
 __all__ = ["Candidate", "Portfolio", "neighbours", "portfolio"]

@@ -6,27 +6,26 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError, VerifyError
 from apportion.ir.fields import choice, integer, number
 from apportion.ir.policy import Recipe
+from apportion.planner import pipeline
 from apportion.planner.passes.schedule import Matchings
-from apportion.planner.passes.search.candidates import Candidate, last_resort, neighbours, portfolio
-from apportion.planner.passes.search.price import Price, least_placed_us, least_scheduled_us, price
+from apportion.planner.pipeline import SILENT, Draft, Lowered, Made, Placed, SearchPass, Watch
 from apportion.planner.problem import Problem
+from apportion.planner.recipes import find_recipe, is_deterministic, passes_of
+from apportion.planner.search.candidates import Candidate, last_resort, neighbours, portfolio
+from apportion.planner.search.price import Price, least_placed_us, least_scheduled_us, price
 from apportion.planner.solvers.status import Budget, Clock, Limit
-
-if TYPE_CHECKING:
-    from apportion.planner.api import Draft, Lowered, Made, Placed, Watch
-    from apportion.planner.recipes import Pipeline
 
 # Enough for what is known to matter; 10 to 20 ms each on 64 ranks. On few ranks steps are cheap: twice as many.
 STEPS, FEW_RANKS = 8, 32
 
 
 @dataclass(frozen=True)
-class Portfolio:
+class Portfolio(SearchPass):
     """Tries recipes and keeps the one whose programs the simulator runs fastest, forward and backward, all layers.
 
     candidates: what to start from, names or data of recipes; "auto": see `portfolio`. improve: whether to vary what did
@@ -56,8 +55,6 @@ class Portfolio:
     @property
     def deterministic(self) -> bool:
         """Whether equal requests give equal plans: not where a wall clock ends the search, or that of a candidate."""
-        from apportion.planner.recipes import is_deterministic
-
         named = [recipe for recipe in self.candidates if isinstance(recipe, Recipe)]
         return self.deadline_ms is None and all(is_deterministic(recipe) for recipe in named)
 
@@ -86,8 +83,6 @@ class Portfolio:
 
 
 def _named(where: str, given: Any) -> tuple[Recipe, ...]:
-    from apportion.planner.recipes import find_recipe
-
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise ConfigError(where, given, "must be auto or a list of recipes", "write [fcp, ring]")
     recipes = tuple(find_recipe(recipe) for recipe in given)
@@ -191,44 +186,38 @@ class _Search:
 
     def _attempt(self, candidate: Candidate) -> tuple[Trial | None, Draft | None]:
         """The trial, None where the same has been tried, and the draft where it is the best so far."""
-        from apportion.planner import api
-
         most = inf if self.best is None or self.best.price is None else self.best.price.layers_us
         placed = self._place(candidate)
         least = least_placed_us(placed)
         if least >= most:
             return Trial(candidate, least), None
-        placed = replace(placed, passes=_passes(candidate.recipe))
+        placed = replace(placed, passes=passes_of(candidate.recipe))
         candidate, placed, lowered = _with_rounds(candidate, placed)
         if repr(placed.passes) in self._planned:
             return None, None
         self._planned.add(repr(placed.passes))
-        lowered = lowered or api.schedule(placed, _silent())
+        lowered = lowered or pipeline.schedule(placed, SILENT)
         least = least_scheduled_us(placed, lowered)
         if least >= most:
             return Trial(candidate, least), None
-        draft = api.draft(placed, _silent(), lowered)
+        draft = pipeline.draft(placed, SILENT, lowered)
         _check_cap(self.problem, draft)
         least, found = price(draft.plan(), self.problem, most)
         better = found is not None and found.layers_us < most
         return Trial(candidate, least, found), draft if better else None
 
     def _place(self, candidate: Candidate) -> Placed:
-        from apportion.planner import api
-
         if candidate.placing not in self._placed:
-            placed = api.place(self.problem, _passes(candidate.recipe), _silent())
+            placed = pipeline.place(self.problem, passes_of(candidate.recipe), SILENT)
             self._placed[candidate.placing] = placed
         return self._placed[candidate.placing]
 
     def seal(self, watch: Watch) -> Made:
         """The best draft, sealed. One that breaks a promise of the policy is refused, and the next best taken."""
-        from apportion.planner import api
-
         for trial, draft in self._drafts():
             try:
                 record = self._record(trial)
-                return api.Made(api.seal(draft, watch, record), draft.placed, record)
+                return Made(pipeline.seal(draft, watch, record), draft.placed, record)
             except CapacityError as error:
                 self.trials[self.trials.index(trial)] = replace(trial, refusal=str(error))
         reasons = "; ".join(f"{trial.candidate.recipe.name}: {trial.refusal}" for trial in self.trials)
@@ -273,22 +262,14 @@ def _value(trial: Trial) -> float:
     return inf if trial.price is None else trial.price.layers_us
 
 
-def _passes(recipe: Recipe) -> Pipeline:
-    from apportion.planner.recipes import pipeline
-
-    return pipeline(recipe)
-
-
 def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Placed, Lowered | None]:
     """Says how many slots make a round, so that there are about as many rounds as the candidate wants. The schedule is
     returned where it was made to find out."""
     schedule = placed.passes.schedule
     if candidate.rounds is None or not isinstance(schedule, Matchings):
         return candidate, placed, None
-    from apportion.planner import api
-
     single = replace(placed, passes=replace(placed.passes, schedule=replace(schedule, coalesce=1)))
-    lowered = api.schedule(single, _silent())
+    lowered = pipeline.schedule(single, SILENT)
     slots = max(low.schedule.slots for low in lowered.values())
     coalesce = max(1, -(-slots // candidate.rounds))
     named = candidate.with_schedule(coalesce=coalesce)
@@ -298,14 +279,8 @@ def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Place
 
 def _check_cap(problem: Problem, draft: Draft) -> None:
     """Strategies without a token cap are held to that of the policy here. Raises CapacityError."""
-    if not getattr(draft.placed.passes.place, "own_cap", False):
+    if not draft.placed.passes.place.own_cap:
         return
     most = int(next(iter(draft.lowered.values())).home.per_rank.max())
     if most > problem.token_cap:
         raise CapacityError(f"the fullest rank would hold {most} tokens, the cap is {problem.token_cap}")
-
-
-def _silent() -> Watch:
-    from apportion.planner.api import Watch
-
-    return Watch(None)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from apportion.ir.isa import PHASES
 from apportion.ir.plan import Plan
+from apportion.planner.pipeline import Lowered, Placed
 from apportion.planner.problem import Problem
 from apportion.planner.simulate import prepare, run_all
-
-if TYPE_CHECKING:
-    from apportion.planner.api import Lowered, Placed
 
 
 @dataclass(frozen=True)

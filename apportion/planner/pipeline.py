@@ -1,0 +1,430 @@
+"""The steps of a plan in their order, each of which takes what the one before it made.
+
+    Problem ──shard──► Shards ──place──► Placed ──schedule──► Lowered ──lower, remap──► Draft ──seal──► Plan
+
+A search runs them for one recipe after another; `api` runs them once.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+
+from apportion.ir import codec
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.isa import PHASES, Op, Tensor
+from apportion.ir.model import Model
+from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request
+from apportion.ir.version import __version__
+from apportion.planner.passes.cells import HeadGroups, cut_cells
+from apportion.planner.passes.exchange import Exchange, plan_exchange
+from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virtual_problem
+from apportion.planner.passes.headwise import lower_stages
+from apportion.planner.passes.layouts import Rows
+from apportion.planner.passes.lower import lower_backward, lower_forward
+from apportion.planner.passes.lowering import Lowering
+from apportion.planner.passes.overlap import overlapped
+from apportion.planner.passes.remap import Remapping
+from apportion.planner.passes.route import KeysOnly, Routed, Site, depths
+from apportion.planner.passes.stages import program_order
+from apportion.planner.passes.tasks import Edges, Members, Tasks, find_tasks, placed_tasks
+from apportion.planner.problem import Ints, Pass, Placement, Problem, Shards, exact_sums
+from apportion.planner.report import build_report
+from apportion.planner.steps import Passes
+
+#: (kind, phase) -> tasks and when their tiles move; the phases of a kind share one where queries stay home
+Lowered = dict[tuple[str, str], Lowering]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A problem whose blocks have homes. inner: the problem whose ranks are `groups`."""
+
+    problem: Problem
+    passes: Passes
+    groups: Groups
+    inner: Problem
+    shards: Shards
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan as its passes made it: neither encoded nor reported on. problem: with the token cap that it promises."""
+
+    problem: Problem
+    placed: Placed
+    lowered: Lowered
+    programs: Mapping[tuple[str, str], ProgramSet]
+    layouts: Mapping[str, Layout]
+    remapping: Remapping | None = None
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """To layouts that other layers want."""
+        return () if self.remapping is None else self.remapping.moves
+
+    def plan(self, report: Mapping[str, Any] = MappingProxyType({})) -> Plan:
+        """The plan as it will be, not sealed yet: its programs can be simulated. Without a report it does not name the
+        hardware, whose digest takes long."""
+        problem, hardware = self.problem, self.problem.hardware
+        header = _header(problem, self.layouts, next(iter(self.lowered.values())).sets)
+        digest = hardware.digest() if hardware is not None and report else ""
+        request = Request(problem.batch, problem.cluster, problem.model, problem.policy, digest)
+        return Plan(header, request, self.layouts, self.programs, self.moves, report)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A sealed plan, the placement it was made from, and what its report says of the search that found that."""
+
+    plan: Plan
+    placed: Placed
+    search: Mapping[str, Any] | None = None
+
+
+class SearchPass(Pass, Protocol):
+    """Finds the passes of a plan."""
+
+    @abstractmethod
+    def __call__(self, problem: Problem, watch: Watch) -> Made:
+        """The plan; its report has `search`. Raises ConfigError, CapacityError."""
+        ...
+
+
+def place(problem: Problem, passes: Passes, watch: Watch) -> Placed:
+    """Runs the passes up to placement. Raises ConfigError, CapacityError."""
+    groups, inner = grouped(problem, passes)
+    with watch("shard"):
+        shards = passes.shard(inner)
+    with watch("place"), _in_groups(groups):
+        placement = passes.place(inner, shards)
+    if placement.groups is not None:
+        groups = unequal_groups(passes, placement.groups)
+    return Placed(problem, passes, groups, inner, shards, placement)
+
+
+def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem]:
+    """The groups of ranks that placement takes for ranks, and the problem in which they are. Raises ConfigError,
+    CapacityError."""
+    groups = Groups.single(problem.ranks) if passes.inner is None else passes.inner.groups(problem)
+    return groups, virtual_problem(problem, groups)
+
+
+def schedule(placed: Placed, watch: Watch) -> Lowered:
+    """The tasks of every kind and phase and when their tiles move. Raises ConfigError, CapacityError."""
+    with watch("schedule"):
+        return _schedule(placed.inner, placed.passes, placed.placement, placed.groups)
+
+
+def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None) -> Draft:
+    """Runs the passes after placement, or after `schedule`. Raises ConfigError, CapacityError."""
+    if lowered is None:
+        lowered = schedule(placed, watch)
+    problem = _with_own_cap(placed.problem, placed.passes, lowered)
+    with watch("lower"):
+        programs = _lower(lowered)
+        layouts = _layouts(problem, lowered, placed.passes.reshuffle)
+    if placed.passes.remap is None:
+        return Draft(problem, placed, lowered, programs, layouts)
+    with watch("remap"):
+        remapping = placed.passes.remap(problem, layouts[_home_layout(layouts)])
+    return Draft(problem, placed, lowered, programs, {**layouts, **remapping.layouts}, remapping)
+
+
+def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None) -> Plan:
+    """Encodes and reports. search: what the report says of the search that found the draft.
+
+    Raises CapacityError where the plan breaks a promise of the policy."""
+    problem, placed = draft.problem, draft.placed
+    with watch("encode"):
+        parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks)
+    with watch("report"):
+        report = build_report(problem, placed.shards, placed.placement, draft.lowered, parts)
+        if draft.remapping is not None:
+            report |= {"remap": draft.remapping.said}
+        if search is not None:
+            report |= {"search": search, "termination": report["termination"] | {"limit": search["stopped"]}}
+    _check_promises(problem, report, draft.programs, draft.layouts)
+    with watch("seal"):
+        return codec.seal(draft.plan(report), parts)
+
+
+@contextmanager
+def _in_groups(groups: Groups) -> Iterator[None]:
+    """Says of a refusal that ranks are groups where they are."""
+    try:
+        yield
+    except CapacityError as error:
+        if not groups.split:
+            raise
+        raise CapacityError(
+            f"{error} (heads are split: each rank here is a group of {groups.sizes[0]}, with their tokens and caps)"
+        ) from error
+
+
+class Watch:
+    """Milliseconds per step, where somebody wants them."""
+
+    def __init__(self, timings: dict[str, float] | None) -> None:
+        self._timings = timings
+
+    @contextmanager
+    def __call__(self, step: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self._timings is not None:
+            self._timings[step] = (time.perf_counter() - start) * 1e3
+
+
+#: nobody wants them
+SILENT = Watch(None)
+
+
+def check_request(problem: Problem) -> None:
+    """Refuses what no recipe can plan. Raises ConfigError, CapacityError."""
+    for kind in problem.batch.kinds:
+        problem.model.layers_of(kind)
+    ranks = problem.ranks
+    for sequence, homes in problem.batch.home_ranks.items():
+        if max(homes) >= ranks:
+            raise ConfigError(
+                f"batch.sequences[{sequence}].home_ranks",
+                homes,
+                f"must be ranks below {ranks}",
+                "correct the ranks",
+            )
+    _check_memory(problem)
+
+
+def _check_memory(problem: Problem) -> None:
+    """Refuses before planning what cannot fit: the home rows of the fullest rank, which holds at least the mean."""
+    rows = min(problem.token_cap, -(-problem.batch.tokens // problem.ranks))
+    cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
+    inner = problem.policy.recipe.step("inner")
+    projects = inner is not None and inner.params.get("project") is True
+    need = rows * _home_row_bytes(problem.model, "backward", projects)
+    if need > cap * 2**30:
+        raise CapacityError(
+            f"{rows} tokens, the least that the fullest rank can hold, need {need / 2**30:.2f} GiB of home rows for "
+            f"one attention call, the cap is {cap} GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
+        )
+
+
+def unequal_groups(passes: Passes, first: Ints) -> Groups:
+    """The groups that a placement made; first: int64 [groups + 1]. Raises ConfigError."""
+    if passes.inner is not None:
+        rule = "the placement makes groups of its own"
+        raise ConfigError(
+            "recipe.steps.inner", type(passes.inner).__name__.lower(), rule, "leave `inner` out"
+        )
+    return Groups(first)
+
+
+def _with_own_cap(problem: Problem, passes: Passes, lowered: Lowered) -> Problem:
+    """Strategies without a token cap promise what they came to, unless the policy names one."""
+    if problem.policy.token_cap is not None or not passes.place.own_cap:
+        return problem
+    low = next(iter(lowered.values()))
+    rows = low.home if low.groups.split else low.rows
+    cap = max(int(rows.per_rank.max()), problem.token_cap)
+    return replace(problem, policy=replace(problem.policy, token_cap=cap))
+
+
+def _schedule(problem: Problem, passes: Passes, placement: Placement, groups: Groups) -> Lowered:
+    """The tasks of every kind and phase and when their tiles move; `problem` has groups for ranks."""
+    if placement.execution is not None and passes.route.rings:
+        rule = "the placement says who computes, and what that adds up does not go around rings"
+        raise ConfigError("recipe.steps.route", "ring", rule, "use star, node or tree")
+    rows = Rows(placement.starts, placement.home, len(groups))
+    heads = HeadGroups.of(problem.model, placement.head_groups)
+    sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
+    exchange = plan_exchange(
+        problem.batch.tokens, rows, groups, sets, passes.schedule.exchange, passes.reshuffle
+    )
+    site = Site(rows, problem.batch, problem.cluster)
+    lowered: Lowered = {}
+    for kind, bands in problem.bands.items():
+        if placement.execution is None:
+            found = find_tasks(bands, rows)
+            if placement.groups is not None:
+                check_groups(groups, len(found[2]))
+            low = _scheduled(passes, site, found, None, exchange, groups, sets, heads)
+            lowered |= {(kind, phase): low for phase in PHASES}
+            continue
+        cells = cut_cells(bands, rows.starts)
+        for phase in PHASES:
+            execution = placement.execution[kind, phase]
+            if phase == PHASES[1] and execution is placement.execution[kind, PHASES[0]]:
+                lowered[kind, phase] = lowered[kind, PHASES[0]]
+                continue
+            found = placed_tasks(cells, execution, rows, heads)
+            division = None if execution.division is None else execution.division.reshape(-1)
+            low = _scheduled(passes, site, found, division, exchange, groups, sets, heads)
+            lowered[kind, phase] = low
+    return lowered
+
+
+def _scheduled(
+    passes: Passes,
+    site: Site,
+    found: tuple[Tasks, Members, Edges],
+    division: Ints | None,
+    exchange: Exchange | None,
+    groups: Groups,
+    sets: HeadSets,
+    heads: HeadGroups,
+) -> Lowering:
+    """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
+    tasks, members, edges = found
+    routed = _routed(passes, edges, site)
+    if division is not None:
+        routed = replace(routed, division=_first_needed(tasks, routed, division))
+    schedule, overlap = (
+        passes.schedule(routed, len(groups)),
+        passes.inner is not None and passes.inner.overlap,
+    )
+    if overlap:
+        schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))
+    tasks = tasks.arriving(schedule.routed.arrives)
+    tasks, members, parts, stage = program_order(tasks, members, schedule, site.rows, division)
+    low = Lowering(site.rows, tasks, members, parts, stage, schedule, exchange, groups, sets, heads)
+    return overlapped(low) if overlap else low
+
+
+def _first_needed(tasks: Tasks, routed: Routed, division: Ints) -> Ints:
+    """int32 [edges]: the first division with a task that needs the edge's rows."""
+    first = np.full(len(routed.edges), np.iinfo(np.int32).max, np.int32)
+    for edge in (tasks.edge, tasks.query_edge):
+        some = np.flatnonzero(edge >= 0)
+        np.minimum.at(first, routed.arrives[edge[some]], division[some])
+    depth, parent = depths(routed.edges.parent), routed.edges.parent
+    for level in range(int(depth.max(initial=0)), 0, -1):  # what is passed on must have come
+        relays = np.flatnonzero(depth == level)
+        np.minimum.at(first, parent[relays], first[relays])
+    return first
+
+
+def _head_sets(problem: Problem, passes: Passes, groups: Groups) -> HeadSets:
+    """The heads of every rank, all at once or in stages."""
+    of = HeadSets.of if passes.inner is None else passes.inner.head_sets
+    return of(problem.model, groups)
+
+
+def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
+    """The heads of work rows where tasks have some of the heads: all tiles have equally many of either side."""
+    if passes.inner is not None or passes.reshuffle:
+        step = "reshuffle" if passes.inner is None else "inner"
+        rule = "cannot be used where the placement splits heads"
+        raise ConfigError(f"recipe.steps.{step}", "on", rule, "leave it out or use one head group")
+    zero, ones = np.zeros(rows.ranks, np.int64), np.ones(rows.ranks, np.int64)
+    q, kv = (max(len(heads.sets[number - 1]) for number in side) for side in (heads.query, heads.key))
+    return HeadSets(heads.sets, zero, zero, q * ones, kv * ones, np.zeros(rows.ranks, bool))
+
+
+def _routed(passes: Passes, edges: Edges, site: Site) -> Routed:
+    """How the tiles travel that the schedule makes of the edges. Only KV rows are shared, so only these have routes."""
+    route = passes.route if not (edges.lane & 1).any() else KeysOnly(passes.route)
+    star = None if passes.route.by_block else passes.schedule.tiles(edges, passes.route.relays)
+    if star is None:
+        return route(edges, site)
+    routed = route(star.edges, site)
+    return replace(routed, arrives=routed.arrives[star.arrives])
+
+
+def _lower(lowered: Lowered) -> dict[tuple[str, str], ProgramSet]:
+    return {(kind, phase): _lower_phase(low, phase) for (kind, phase), low in lowered.items()}
+
+
+def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
+    if low.exchange is not None and low.sets.stages is not None:
+        return lower_stages(low, low.exchange, low.sets.stages, phase)
+    return lower_forward(low) if phase == "forward" else lower_backward(low)
+
+
+def _layouts(problem: Problem, lowered: Lowered, reshuffle: bool) -> dict[str, Layout]:
+    """Home rows; beside the loader's also the attention layout, where one rank has each of its rows."""
+    low = next(iter(lowered.values()))
+    layouts = {}
+    if not (reshuffle and low.groups.split):
+        rows = low.rows if reshuffle else low.home
+        layouts["attention"] = rows.layout("attention", problem.batch)
+    if reshuffle:
+        layouts["loader"] = low.home.layout("loader", problem.batch)
+    return layouts
+
+
+def _home_layout(layouts: Mapping[str, Layout]) -> str:
+    return "loader" if "loader" in layouts else "attention"
+
+
+def _header(problem: Problem, layouts: Mapping[str, Layout], sets: HeadSets) -> Header:
+    model = problem.model
+    return Header(
+        ranks=problem.ranks,
+        kinds=problem.batch.kinds,
+        recipe=problem.policy.recipe.name,
+        seed=problem.policy.seed,
+        home_layout=_home_layout(layouts),
+        layouts=tuple(layouts),
+        head_sets=sets.sets,
+        q_heads=model.q_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.value_dim,
+        dtype=model.dtype,
+        engines={"apportion": __version__},
+        diagonals={kind: problem.batch.diagonals(kind) for kind in problem.batch.kinds},
+    )
+
+
+def _check_promises(
+    problem: Problem,
+    report: Mapping[str, Any],
+    programs: Mapping[tuple[str, str], ProgramSet],
+    layouts: Mapping[str, Layout],
+) -> None:
+    """A promise of the policy that this plan cannot keep is an error here, with the numbers."""
+    tolerance, found = problem.policy.tolerance, report["imbalance"]["compute"]
+    if tolerance is not None and found > tolerance:
+        raise CapacityError(
+            f"compute imbalance {found:.4f} is above the tolerance {tolerance}: the heaviest piece is "
+            f"{report['heaviest_piece_over_mean']:.2f} of the mean load and no plan of these pieces is below "
+            f"{report['imbalance_bound'] - 1:.4f}; use smaller blocks where the recipe "
+            f"has any, another recipe, or a higher policy.tolerance"
+        )
+    cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
+    rows = layouts[_home_layout(layouts)].rows_per_rank
+    for (kind, phase), program in programs.items():
+        projects = bool((program["instructions"]["op"] == Op.PROJECT).any())
+        home = rows * _home_row_bytes(problem.model, phase, projects)
+        peak = int((home + _arena_bytes(problem, program)).max())
+        if peak > cap * 2**30:
+            raise CapacityError(
+                f"the {phase} of kind {kind} needs {peak / 2**30:.2f} GiB of home and work rows on its fullest rank, "
+                f"the cap is {cap} GiB: use more ranks, smaller blocks, fewer buffers or a higher memory_cap_gib"
+            )
+
+
+def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
+    """Bytes of one home row of all tensors that the phase takes and gives."""
+    qkv, gradients = (Tensor.Q, Tensor.KV), (Tensor.DQ, Tensor.DKV)
+    taken, given = ((Tensor.X,), (Tensor.DX,)) if projects else (qkv, gradients)
+    forward = (*taken, Tensor.O)
+    backward = (*forward, Tensor.DO, Tensor.DELTA, *given)
+    return sum(model.row_bytes(tensor) for tensor in (forward if phase == "forward" else backward))
+
+
+def _arena_bytes(problem: Problem, program: ProgramSet) -> Ints:
+    """int64 [ranks]: bytes of all work arenas."""
+    arenas = program["arenas"]
+    of_head = np.array([problem.model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
+    size = arenas["rows"].astype(np.int64) * arenas["heads"] * of_head[arenas["tensor"]]
+    return exact_sums(arenas.rank_of_row(), size, problem.ranks)

@@ -1,0 +1,153 @@
+"""The passes of each step, by name. Listing them imports none.
+
+Third parties add theirs through the entry point group `apportion.passes`: "step.pass" = a pass class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from typing import Any, Protocol
+
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.policy import Step
+from apportion.planner import plugins
+from apportion.planner.problem import Pass
+
+#: step -> pass name -> where its class is; the fields of the class are the pass's parameters
+_BUILT_IN = {
+    "pack": {
+        "sequential": "passes.pack:Sequential",
+        "balanced": "passes.pack:Balanced",
+        "wlb": "passes.pack:Wlb",
+    },
+    "inner": {"ulysses": "passes.groups:Ulysses", "upipe": "passes.upipe:UPipe"},
+    "shard": {"blocks": "passes.shard:Blocks", "sequences": "passes.sequences:Sequences"},
+    "place": {
+        "lpt": "passes.place:Lpt",
+        "zigzag": "passes.zigzag:ZigZag",
+        "contiguous": "passes.contiguous:Contiguous",
+        "whole": "passes.whole:Whole",
+        "hybrid_dp": "passes.hybrid:HybridDp",
+        "megatron_hybrid": "passes.hybrid:MegatronHybrid",
+        "wlb": "passes.wlb:Wlb",
+        "flexsp": "passes.flexsp:FlexSp",
+        "zeppelin": "passes.zeppelin.placement:Zeppelin",
+        "distca": "passes.distca.placement:Distca",
+        "dcp": "passes.dcp.placement:Dcp",
+        "blend": "passes.blend.placement:Blend",
+    },
+    "route": {
+        "star": "passes.route:Star",
+        "node": "passes.route:Node",
+        "tree": "passes.route:Tree",
+        "ring": "passes.route:Ring",
+    },
+    "schedule": {
+        "matchings": "passes.schedule:Matchings",
+        "ring": "passes.schedule:Ring",
+        "gather": "passes.schedule:Gather",
+        "queues": "passes.queues:Queues",
+        "divisions": "passes.divisions:Divisions",
+    },
+    "remap": {"flow": "passes.remap:Flow"},
+    "search": {"portfolio": "search:Portfolio"},
+}
+#: step -> what its passes are called with and say of themselves
+_CONTRACTS = {
+    "pack": "passes.pack:PackPass",
+    "inner": "passes.groups:InnerPass",
+    "shard": "problem:ShardPass",
+    "place": "problem:PlacePass",
+    "route": "passes.route:RoutePass",
+    "schedule": "passes.schedule:SchedulePass",
+    "remap": "passes.remap:RemapPass",
+    "search": "pipeline:SearchPass",
+}
+STEPS = tuple(_BUILT_IN)
+
+
+def names(step: str) -> list[str]:
+    """Names of the passes of a step."""
+    return [*_BUILT_IN[step], *_plugged_passes()[step]]
+
+
+def find_pass(step: str, name: str) -> type[Any]:
+    """The class of a pass, which keeps the contract of its step. Raises UnknownNameError, ConfigError."""
+    if name in _BUILT_IN[step]:
+        return _imported(_BUILT_IN[step][name])
+    plugged = _plugged_passes()[step]
+    if name not in plugged:
+        raise UnknownNameError(
+            f"recipe.steps.{step}", name, f"the passes are {', '.join(names(step))}", "name one of these"
+        )
+    added: type[Any] = plugins.load(plugged[name], type)
+    if wrong := broken(step, added):
+        raise plugins.misnamed(plugged[name], f"brings {added.__name__}, {wrong}", "see CONTRIBUTING.md")
+    return added
+
+
+def broken(step: str, found: type[Any]) -> str | None:
+    """What a class lacks to be a pass of the step, or has misspelled; None where it is one."""
+    contract = _imported(_CONTRACTS[step])
+    if not is_dataclass(found):
+        return "which is no dataclass"
+    members = _members(contract)
+    held = {name for one in found.__mro__ for name in vars(one)} - getattr(
+        found, "__abstractmethods__", frozenset()
+    )
+    for member in sorted(members - held):
+        return f"which has no {member}: {contract.__name__} says what it is"
+    own = {name for one in found.__mro__[:-1] if one not in contract.__mro__ for name in vars(one)}
+    for name in sorted(own - members - {field.name for field in fields(found)}):
+        near = get_close_matches(name, members, 1, 0.8)
+        if near and not name.startswith("_"):
+            return f"which has {name}: {near[0]} is meant, or another name is needed"
+    return None
+
+
+def _members(contract: type[Any]) -> set[str]:
+    told = {name for one in contract.__mro__ if issubclass(one, Protocol) for name in vars(one)}
+    return {name for name in told if not name.startswith("_") or name == "__call__"}
+
+
+def _imported(where: str) -> type[Any]:
+    module, _, held = where.partition(":")
+    found: type[Any] = getattr(import_module(f"apportion.planner.{module}"), held)
+    return found
+
+
+def build(step: Step) -> Pass:
+    """The pass of a recipe's step. Raises UnknownNameError, ConfigError."""
+    found = find_pass(step.step, step.name)
+    known = [field.name for field in fields(found)]
+    for parameter in step.params:
+        if parameter not in known:
+            rule = f"has the parameters {', '.join(known)}" if known else "has no parameters"
+            where = f"recipe.steps.{step.step}.{step.name}"
+            raise ConfigError(where, parameter, rule, "leave it out or correct it")
+    made: Pass = found(**step.params)
+    return made
+
+
+def parameters(step: str, name: str) -> Iterator[tuple[str, Any]]:
+    """The parameters of a pass and their defaults."""
+    for field in fields(find_pass(step, name)):
+        yield field.name, field.default
+
+
+@cache
+def _plugged_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
+    added: dict[str, dict[str, EntryPoint]] = {step: {} for step in _BUILT_IN}
+    for name, point in plugins.found("apportion.passes").items():
+        step, _, short = name.partition(".")
+        if step not in _BUILT_IN or not short or short in _BUILT_IN[step]:
+            raise plugins.misnamed(
+                point, f"brings {name!r}, which is not step.pass or is taken", "name it anew"
+            )
+        added[step][short] = point
+    return added

@@ -1,0 +1,24 @@
+"""The passes of a recipe, ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from apportion.planner.passes.groups import InnerPass
+from apportion.planner.passes.remap import RemapPass
+from apportion.planner.passes.route import RoutePass
+from apportion.planner.passes.schedule import SchedulePass
+from apportion.planner.problem import PlacePass, ShardPass
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One for each step of a plan; reshuffle: whether the loader's rows are others than attention's."""
+
+    inner: InnerPass | None
+    shard: ShardPass
+    place: PlacePass
+    route: RoutePass
+    schedule: SchedulePass
+    reshuffle: bool
+    remap: RemapPass | None
