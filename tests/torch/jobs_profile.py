@@ -22,7 +22,7 @@ def both_links(comm, sizes, node):
 
 def lone_task(comm):
     """Largest errors of O, dQ and dKV of one task whose queries see keys up to 25 rows behind them and 3 ahead."""
-    from apportion.backends.torch.stage.lone import Shape, lone_task
+    from apportion.backends.torch.lone import Shape, lone_task
 
     rows, keys, generator = 40, 24, torch.Generator().manual_seed(0)
     q, do = (torch.randn(rows, 4, 16, generator=generator) for _ in range(2))

@@ -197,7 +197,7 @@ class _Arena:
 
     def stage_task(self, rows: int, keys: int, causal: bool) -> tuple[Work, Work]:
         """Its forward and its backward, one launch and two."""
-        from apportion.backends.torch.stage.lone import Shape, lone_task
+        from apportion.backends.torch.lone import Shape, lone_task
 
         (q, do, _), (k, v, *_), band = self.queries, self.keys, self._band(rows, keys, causal)
         return lone_task(q[:rows], k[:keys], v[:keys], do[:rows], Shape(rows, keys, band.dmin, band.dmax))
