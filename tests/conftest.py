@@ -1,11 +1,21 @@
-"""What holds for every test: property tests draw the same examples in every run and are not timed."""
+"""What holds for every test: property tests draw the same examples in every run and are not timed; plans that are made
+in its process are checked after each step."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
+
+from apportion.planner.checks import checked_steps
 
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
 settings.load_profile("steady")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_are_checked():
+    with checked_steps():
+        yield
 
 
 def pytest_addoption(parser):

@@ -23,6 +23,7 @@ from apportion.ir.isa import PHASES, Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request
 from apportion.ir.version import __version__
+from apportion.planner.checks import Checks
 from apportion.planner.passes.cells import HeadGroups, cut_cells
 from apportion.planner.passes.exchange import Exchange, plan_exchange
 from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virtual_problem
@@ -102,10 +103,13 @@ class SearchPass(Pass, Protocol):
 def place(problem: Problem, passes: Passes, watch: Watch) -> Placed:
     """Runs the passes up to placement. Raises ConfigError, CapacityError."""
     groups, inner = grouped(problem, passes)
+    checks = Checks(passes)
     with watch("shard"):
         shards = passes.shard(inner)
+        checks.shards(inner, shards)
     with watch("place"), _in_groups(groups):
         placement = passes.place(inner, shards)
+        checks.placement(inner, shards, placement)
     if placement.groups is not None:
         groups = unequal_groups(passes, placement.groups)
     return Placed(problem, passes, groups, inner, shards, placement)
@@ -254,6 +258,7 @@ def _schedule(problem: Problem, passes: Passes, placement: Placement, groups: Gr
     for kind, bands in problem.bands.items():
         if placement.execution is None:
             found = find_tasks(bands, rows)
+            Checks(passes).tasks(bands, rows.starts, found[0], found[2], len(heads))
             if placement.groups is not None:
                 check_groups(groups, len(found[2]))
             low = _scheduled(passes, site, found, None, exchange, groups, sets, heads)
@@ -266,6 +271,7 @@ def _schedule(problem: Problem, passes: Passes, placement: Placement, groups: Gr
                 lowered[kind, phase] = lowered[kind, PHASES[0]]
                 continue
             found = placed_tasks(cells, execution, rows, heads)
+            Checks(passes).tasks(bands, rows.starts, found[0], found[2], len(heads))
             division = None if execution.division is None else execution.division.reshape(-1)
             low = _scheduled(passes, site, found, division, exchange, groups, sets, heads)
             lowered[kind, phase] = low
@@ -284,18 +290,21 @@ def _scheduled(
 ) -> Lowering:
     """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
     tasks, members, edges = found
-    routed = _routed(passes, edges, site)
+    routed, checks = _routed(passes, edges, site), Checks(passes)
+    checks.routed(edges, routed, len(groups))
     if division is not None:
         routed = replace(routed, division=_first_needed(tasks, routed, division))
     schedule, overlap = (
         passes.schedule(routed, len(groups)),
         passes.inner is not None and passes.inner.overlap,
     )
+    checks.schedule(routed, schedule)
     if overlap:
         schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))
     tasks = tasks.arriving(schedule.routed.arrives)
     tasks, members, parts, stage = program_order(tasks, members, schedule, site.rows, division)
     low = Lowering(site.rows, tasks, members, parts, stage, schedule, exchange, groups, sets, heads)
+    checks.lowering(low)
     return overlapped(low) if overlap else low
 
 

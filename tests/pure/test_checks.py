@@ -1,0 +1,135 @@
+"""Between steps: a fault is found in the step that made it, and the plans are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion.ir.errors import VerifyError
+from apportion.planner import pipeline
+from apportion.planner.checks import Checks, checked_steps
+from apportion.planner.passes.place import Lpt
+from apportion.planner.passes.route import Node, Routed, Site
+from apportion.planner.passes.schedule import Matchings, Schedule
+from apportion.planner.passes.shard import Blocks
+from apportion.planner.passes.tasks import Edges
+from apportion.planner.pipeline import SILENT, Placed
+from apportion.planner.problem import Placement, PlacePass, Problem, ShardPass, Shards
+from apportion.planner.recipes import passes_of
+
+RECIPE = ap.Recipe(
+    "mine",
+    {
+        "shard": {"blocks": {"block": 64}},
+        "place": {"lpt": {}},
+        "route": {"node": {}},
+        "schedule": {"matchings": {"coalesce": 1}},
+    },
+)
+
+
+def problem() -> Problem:
+    policy = ap.Policy(RECIPE, token_cap=1000)
+    return Problem(ap.Batch.from_lengths([900, 70, 300]), ap.Cluster(2, 2), ap.Model(4, 2, 8), policy)
+
+
+def placed(**passes: object) -> Placed:
+    with checked_steps():
+        return pipeline.place(problem(), replace(passes_of(RECIPE), **passes), SILENT)
+
+
+@dataclass(frozen=True)
+class Shortened(ShardPass):
+    """Loses the last token."""
+
+    def __call__(self, problem: Problem) -> Shards:
+        made = Blocks(64)(problem)
+        return replace(made, starts=made.starts - (made.starts == made.starts[-1]))
+
+
+@dataclass(frozen=True)
+class Outside(PlacePass):
+    """Gives a block to a rank that is not there."""
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        made = Lpt()(problem, shards)
+        return replace(made, home=np.where(np.arange(len(made.home)) == 3, problem.ranks, made.home))
+
+
+@dataclass(frozen=True)
+class Idle(PlacePass):
+    """Forgets work."""
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        made = Lpt()(problem, shards)
+        return replace(made, weight=made.weight - (np.arange(len(made.home)) == 2))
+
+
+class Loose(Node):
+    """Passes tiles on from ranks that have not got them."""
+
+    def __call__(self, edges: Edges, site: Site) -> Routed:
+        made = super().__call__(edges, site)
+        relays = made.edges.parent >= 0
+        assert relays.any()
+        return replace(made, edges=replace(made.edges, src=np.where(relays, made.edges.home, made.edges.src)))
+
+
+class AtOnce(Matchings):
+    """Passes tiles on before they come."""
+
+    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+        made = super().__call__(routed, ranks)
+        return replace(made, round=np.zeros_like(made.round))
+
+
+@pytest.mark.parametrize(
+    ("passes", "fault"),
+    [
+        ({"shard": Shortened()}, r"shard \(Shortened\(\)\): starts, from 0 to 1270 is wrong"),
+        ({"place": Outside()}, r"place \(Outside\(\)\): home is wrong in 1 rows, first row 3"),
+        ({"place": Idle()}, r"place \(Idle\(\)\): weight, of all blocks is wrong"),
+    ],
+)
+def test_a_fault_is_found_where_it_is_made(passes: dict, fault: str) -> None:
+    with pytest.raises(VerifyError, match=fault):
+        placed(**passes)
+
+
+@pytest.mark.parametrize(
+    ("passes", "fault"),
+    [
+        ({"route": Loose()}, r"route \(Loose\(.*: parent, to where its children begin is wrong"),
+        ({"schedule": AtOnce(1)}, r"schedule \(AtOnce\(.*: round, behind its parent's is wrong"),
+    ],
+)
+def test_a_fault_of_a_schedule_too(passes: dict, fault: str) -> None:
+    held = placed(**passes)
+    with checked_steps(), pytest.raises(VerifyError, match=fault):
+        pipeline.schedule(held, SILENT)
+
+
+def test_tasks_and_their_stages() -> None:
+    held = placed()
+    low = pipeline.schedule(held, SILENT)["default", "forward"]
+    checks, bands = Checks(held.passes), held.problem.bands["default"]
+    star = replace(low.tasks, edge=np.full(len(low.tasks), -1), query_edge=np.full(len(low.tasks), -1))
+    none = low.edges.take(np.zeros(0, np.int64))
+    with checked_steps():
+        checks.lowering(low)
+        checks.tasks(bands, low.rows.starts, star, none, 1)
+        with pytest.raises(VerifyError, match="stage, behind its tiles' is wrong"):
+            checks.lowering(replace(low, stage=np.zeros_like(low.stage)))
+        with pytest.raises(VerifyError, match="tasks, pairs of all is wrong"):
+            checks.tasks(bands, low.rows.starts, star.take(np.arange(1, len(star))), none, 1)
+
+
+def test_the_plans_are_the_same() -> None:
+    given = problem()
+    whole = [given.batch, given.cluster, given.model]
+    with checked_steps():
+        checked = ap.plan(*whole, policy=given.policy)
+    assert checked.id == ap.plan(*whole, policy=given.policy).id
