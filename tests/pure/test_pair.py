@@ -23,7 +23,7 @@ from apportion.ir.segments import Cuts, agreed_cuts, own_cuts, segment_ends
 from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.nano import nano_batches
-from apportion.planner.recipes import find_recipe, passes_of
+from apportion.planner.recipes import find_recipe, has_own_cap
 from apportion.planner.simulate import pair, simulate
 from apportion.planner.simulate.pair import simulate_pair, simulate_pair_with
 
@@ -40,8 +40,7 @@ FETCH = (
 
 
 def plan_with(batch, recipe, ranks, model):
-    passes = passes_of(recipe)
-    cap = None if getattr(passes.place, "own_cap", False) else batch.tokens
+    cap = None if has_own_cap(recipe) else batch.tokens
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 
 
