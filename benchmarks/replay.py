@@ -251,7 +251,8 @@ class Elsewhere:
     """What this file prints in another process, begun now, with the package that is there."""
 
     def __init__(self, arguments: Sequence[str], package: Path = ROOT, **changes: str) -> None:
-        path = os.pathsep.join(map(str, (package, package / "tests/plugin")))  # whose plug-in may be installed
+        own = package, package / "tests/plugin"  # which may be installed
+        path = os.pathsep.join(map(str, own))
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **changes}
         command = [sys.executable, str(Path(__file__).resolve()), *arguments]
         self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
