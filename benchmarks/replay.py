@@ -131,23 +131,22 @@ def meaning(plan: Any) -> dict[str, list[Rows]]:
         + [_ranked(move.table) for move in plan.moves],
         "tasks": [_sorted(_spelled(plan, key, name)) for key in _keys(plan) for name in ("tasks", "grads")],
         "transfers": [_sorted(_spelled(plan, key, "transfers")) for key in _keys(plan)],
-        "order": [
-            rows
-            for key in _keys(plan)
-            for rows in (
-                _ranked(plan.programs[key]["instructions"]),
-                *(_spelled(plan, key, name) for name in ("transfers", "tasks", "grads", "rowops")),
-            )
-        ],
-        "memory": [
-            rows
-            for key in _keys(plan)
-            for rows in (
-                _ranked(plan.programs[key]["arenas"]),
-                *(_spelled(plan, key, name, True) for name in ("transfers", "tasks", "grads", "rowops")),
-            )
-        ],
+        "order": _programs(plan, "instructions", memory=False),
+        "memory": _programs(plan, "arenas", memory=True),
     }
+
+
+def _programs(plan: Any, table: str, memory: bool) -> list[Rows]:
+    """A table and all lists, in the order of the programs."""
+    lists = ("transfers", "tasks", "grads", "rowops")
+    return [
+        rows
+        for key in _keys(plan)
+        for rows in (
+            _ranked(plan.programs[key][table]),
+            *(_spelled(plan, key, name, memory) for name in lists),
+        )
+    ]
 
 
 def _keys(plan: Any) -> list[tuple[str, str]]:

@@ -74,10 +74,13 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
     default anywhere. A checkpoint's own: what a trainer lays over them (documents, trees) it must say itself. Raises
     ConfigError."""
     text = _text(config)
-    for field, ahead in (("use_bidirectional_attention", bool), ("is_causal", lambda told: told is False)):
-        if ahead(text.get(field)):
-            rule = "tokens see what comes after them, by a rule of the model's own"
-            raise ConfigError(field, text[field], rule, "give masks= to the loader")
+    ahead = {
+        "use_bidirectional_attention": bool(text.get("use_bidirectional_attention")),
+        "is_causal": text.get("is_causal") is False,
+    }
+    for field in filter(ahead.__getitem__, ahead):
+        rule = "tokens see what comes after them, by a rule of the model's own"
+        raise ConfigError(field, text[field], rule, "give masks= to the loader")
     found = {kind: _mask(text, kind) for kind in sorted(set(_layer_types(text)))}
     if len(found) > 1:
         return found

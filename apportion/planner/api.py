@@ -49,11 +49,13 @@ def plan(
 def make(problem: Problem, watch: Watch) -> Made:
     """Runs all passes of the problem's recipe. Raises ConfigError, CapacityError."""
     recipe = problem.policy.recipe
-    search = search_of(recipe)
-    check_request(problem)
-    if search is not None:
+    if recipe.step("search") is not None:
+        search = search_of(recipe)
+        check_request(problem)
         return search(problem, watch)
-    placed = place(problem, passes_of(recipe), watch)
+    passes = passes_of(recipe)
+    check_request(problem)
+    placed = place(problem, passes, watch)
     return Made(seal(draft(placed, watch), watch), placed)
 
 

@@ -8,10 +8,11 @@ The verifier proves finished plans, and shares nothing with this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from apportion.planner.passes.tasks import Edges, Tasks
 from apportion.planner.problem import Ints, Placement, Problem, Shards
 from apportion.planner.steps import Passes
 
+_Given = ParamSpec("_Given")
 _ON: ContextVar[bool] = ContextVar("checked steps", default=False)
 
 
@@ -39,26 +41,33 @@ def checked_steps() -> Iterator[None]:
         _ON.reset(before)
 
 
+def _where_on(check: Callable[_Given, None]) -> Callable[_Given, None]:
+    @wraps(check)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
+        if _ON.get():
+            check(*args, **kwargs)
+
+    return checked
+
+
 class Checks:
     """Of one recipe's passes; nothing is looked at unless steps are checked."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
 
+    @_where_on
     def shards(self, problem: Problem, shards: Shards) -> None:
         """Blocks are the batch's tokens, one after another; pieces are numbered."""
-        if not _ON.get():
-            return
         must = _Must("shard", self._passes.shard)
         must.span("starts", shards.starts, problem.batch.tokens)
         must.all("piece", (shards.piece >= 0) & (shards.piece < len(shards.piece)))
         must.that("piece, weight", len(shards.piece) == len(shards.weight) == len(shards.starts) - 1)
         must.all("weight", shards.weight >= 0)
 
+    @_where_on
     def placement(self, problem: Problem, shards: Shards, placed: Placement) -> None:
-        """Every block has a home; the shards' cuts and work are kept, and so are the caps."""
-        if not _ON.get():
-            return
+        """Every block has a home; the work is kept, and the token cap where there is one."""
         must = _Must("place", self._passes.place)
         must.span("starts", placed.starts, problem.batch.tokens)
         homes = problem.ranks if placed.groups is None else len(placed.groups) - 1
@@ -67,6 +76,8 @@ class Checks:
         must.that("home, weight", len(placed.home) == len(placed.weight) == len(placed.starts) - 1)
         must.all("home", (placed.home >= 0) & (placed.home < homes))
         must.that("weight, of all blocks", int(placed.weight.sum()) == int(shards.weight.sum()))
+        if placed.groups is None and not self._passes.place.own_cap:
+            must.all("tokens, of each rank", placed.rank_sums(placed.lengths, homes) <= problem.token_cap)
         for (kind, phase), execution in (placed.execution or {}).items():
             cells = len(cut_cells(problem.bands[kind], placed.starts))
             where = f"execution of {kind} {phase}"
@@ -75,10 +86,9 @@ class Checks:
                 f"{where}, rank", (execution.rank.reshape(-1) >= 0) & (execution.rank.reshape(-1) < homes)
             )
 
+    @_where_on
     def tasks(self, bands: Ints, starts: Ints, tasks: Tasks, edges: Edges, groups: int) -> None:
         """Tasks are all that the masks allow, once for each head group; each has what it needs."""
-        if not _ON.get():
-            return
         must = _Must("place", self._passes.place)
         work = cut_cells(bands, starts).work.sum()
         must.that("tasks, pairs of all", int(tasks.work.sum()) == int(work) * groups)
@@ -90,10 +100,9 @@ class Checks:
             must.all("tasks, edge to where they run", edges.dst[edge[some]] == tasks.exec[some])
         must.all("edges, from home", edges.src == edges.home)
 
+    @_where_on
     def routed(self, star: Edges, routed: Routed, ranks: int) -> None:
         """What the star brings still comes, from home over ranks that have it."""
-        if not _ON.get():
-            return
         must, edges = _Must("route", self._passes.route), routed.edges
         must.all("ranks", (edges.src != edges.dst) & (edges.dst >= 0) & (edges.dst < ranks))
         must.all("parent, before its children", edges.parent < np.arange(len(edges)))
@@ -101,16 +110,16 @@ class Checks:
         must.all("parent, to where its children begin", edges.dst[edges.parent[relays]] == edges.src[relays])
         must.all("roots begin at home", (edges.parent >= 0) | (edges.src == edges.home))
         must.that("arrives", len(routed.arrives) == len(star))
-        comes = edges.take(routed.arrives) if (edges.parent < 0).all() else None
-        must.all("arrives, where it is needed", edges.dst[routed.arrives] == star.dst)
-        if comes is not None:
-            inside = (comes.row <= star.row) & (comes.row + comes.rows >= star.row + star.rows)
-            must.all("arrives, with all its rows", inside & (comes.home == star.home))
+        home, row, rows, dst = (
+            column[routed.arrives] for column in (edges.home, edges.row, edges.rows, edges.dst)
+        )
+        must.all("arrives, where it is needed", dst == star.dst)
+        inside = (row <= star.row) & (row + rows >= star.row + star.rows)
+        must.all("arrives, with all its rows", inside & (home == star.home))
 
+    @_where_on
     def schedule(self, routed: Routed, made: Schedule) -> None:
         """Every edge has a round, relays behind what they pass on."""
-        if not _ON.get():
-            return
         must, edges = _Must("schedule", self._passes.schedule), made.edges
         must.that("edges", len(edges) == len(routed.edges) == len(made.round))
         must.all("round", (made.round >= 0) & (made.round < max(made.rounds, 1)))
@@ -119,10 +128,9 @@ class Checks:
         must.all("when, never falling", np.diff(made.when) >= 0)
         must.that("channel", len(made.channel) == made.rounds)
 
+    @_where_on
     def lowering(self, low: Lowering) -> None:
         """Tasks run behind the rounds that bring their tiles."""
-        if not _ON.get():
-            return
         must, made = _Must("schedule", self._passes.schedule), low.schedule
         must.all("stage", (low.stage >= 0) & (low.stage < made.stages))
         for edge in (low.tasks.edge, low.tasks.query_edge):

@@ -298,9 +298,9 @@ def passes_of(recipe: Recipe) -> Passes:
     )
 
 
-def search_of(recipe: Recipe) -> SearchPass | None:
+def search_of(recipe: Recipe) -> SearchPass:
     """What finds the passes of a recipe that searches. Raises as `passes_of`."""
-    return cast(SearchPass | None, _built(recipe).get("search"))
+    return cast(SearchPass, _built(recipe)["search"])
 
 
 def pack_of(recipe: Recipe) -> PackPass | None:

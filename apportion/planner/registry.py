@@ -97,9 +97,8 @@ def broken(step: str, found: type[Any]) -> str | None:
     if not is_dataclass(found):
         return "which is no dataclass"
     members = _members(contract)
-    held = {name for one in found.__mro__ for name in vars(one)} - getattr(
-        found, "__abstractmethods__", frozenset()
-    )
+    open_: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
+    held = {name for one in found.__mro__ for name in vars(one)} - open_
     for member in sorted(members - held):
         return f"which has no {member}: {contract.__name__} says what it is"
     own = {name for one in found.__mro__[:-1] if one not in contract.__mro__ for name in vars(one)}

@@ -72,7 +72,7 @@ class Meters:
         self._now = None
 
     def end(self) -> None:
-        """The iteration that runs, if one does: its last batch came back for another."""
+        """Of the iteration that runs, if one does: the trainer is done with its last batch."""
         if self._now is not None:
             (tokens, spent_s), (own, since_s) = self._ended, self._now
             self._ended, self._now = (tokens + own, spent_s + time.monotonic() - since_s), None

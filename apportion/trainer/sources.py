@@ -208,9 +208,8 @@ class LocalFeed:
         self._job, self._rank, self._lock = job, rank, Lock()
         self._planner, self._planned = Planner(workers=1), dict[int, Future[Done]]()
         self._begun_s = time.monotonic()
-        self._there_s = (
-            0.0 if job.digest in LocalFeed._seen else None
-        )  # compiled there; None: nobody has said it
+        # seconds compiled there; None: nobody has said how many
+        self._there_s = 0.0 if job.digest in LocalFeed._seen else None
         self._told = False
 
     @property
