@@ -51,13 +51,13 @@ for name, command in (
     ("precompute", precompute.precompute),
     ("profile", hardware.profile),
     ("recipes", catalogue.recipes),
-    ("solvers", catalogue.solvers),
     ("demo", house.demo),
     ("selftest", house.selftest),
     ("warmup", house.warmup),
     ("version", house.version),
 ):
     app.command(name)(command)
+app.add_typer(catalogue.solvers, name="solvers")
 app.add_typer(jobs.app, name="job")
 app.add_typer(bench.app, name="bench")
 app.add_typer(stores.app, name="store")

@@ -140,11 +140,11 @@ def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
 
 def recipe_of(name: str, block: str | None = None) -> Recipe:
     """The recipe of that name or file, with its block size replaced where `block` is given."""
-    from apportion.ir.policy import Recipe
+    from apportion.ir import fields
     from apportion.planner import recipes
 
     is_file = Path(name).suffix in (".yaml", ".yml", ".json")
-    recipe = Recipe.load(name) if is_file else recipes.find_recipe(name)
+    recipe = recipes.find_recipe(fields.load(name) if is_file else name)
     return recipe if block is None else recipes.with_block(recipe, _block(block))
 
 

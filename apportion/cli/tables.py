@@ -138,8 +138,10 @@ def recipe_file(row: Record) -> str:
     facts = [row["summary"], f"from: {_source(row)}", f"needs: {row['needs'] or 'nothing'}"]
     for step, held in row["parameters"].items():
         (name,) = row["steps"][step]
-        told = ", ".join(f"{parameter}: {_yaml(default)}" for parameter, default in held.items())
-        facts.append(f"{step} {name} has {told or 'no parameters'}")
+        facts.append(f"{step} {name} has {'these parameters:' if held else 'no parameters'}")
+        facts += [
+            f"  {parameter}: {_yaml(one['default'])}  # {one['takes']}" for parameter, one in held.items()
+        ]
     steps = {"name": row["name"], "steps": row["steps"]}
     body = yaml.safe_dump(steps, sort_keys=False, default_flow_style=None)
     return "".join(f"# {fact}\n" for fact in facts) + body.rstrip("\n")
@@ -160,9 +162,26 @@ def _source(row: Record) -> str:
 def solvers_table(rows: Sequence[Record]) -> Table:
     """What solvers there are."""
     return _catalogue(
-        ("solver", "problem", "how", "from", "needs"),
-        [(row["name"], row["kind"], row["summary"], row["source"], _needs(row)) for row in rows],
+        ("solver", "problem", "how", "taken by", "from", "needs"),
+        [
+            (row["name"], row["kind"], row["summary"], ", ".join(row["steps"]), row["source"], _needs(row))
+            for row in rows
+        ],
     )
+
+
+def compared_table(rows: Sequence[Record]) -> Table:
+    """Solvers beside the optimum."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("problem", "solver"):
+        table.add_column(title)
+    for title in ("solved", "optimal", "said so", "mean", "worst", "ms"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        ratios = ["-" if row[name] is None else f"{row[name]:.4f}" for name in ("mean", "worst")]
+        counts = [f"{row[name]}/{row['problems']}" for name in ("solved", "optimal", "proven")]
+        table.add_row(row["kind"], row["solver"], *counts, *ratios, f"{row['ms']:.2f}")
+    return table
 
 
 def _needs(row: Record) -> str:

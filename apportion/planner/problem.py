@@ -19,6 +19,7 @@ from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 from apportion.planner.cost import CostModel
 from apportion.planner.solvers.status import Termination
+from apportion.planner.solvers.use import Use
 
 Ints = NDArray[np.integer[Any]]
 
@@ -93,8 +94,8 @@ class Pass(Protocol):
 
     @property
     def deterministic(self) -> bool:
-        """Whether equal requests give equal results on every machine: not where a clock ends a search."""
-        return True
+        """Whether equal requests give equal results on every machine: not where a clock ends a search, or a solver."""
+        return all(one.deterministic for one in vars(self).values() if isinstance(one, Use))
 
 
 @dataclass(frozen=True)

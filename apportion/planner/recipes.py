@@ -8,14 +8,16 @@ Third parties add recipes through the entry point group `apportion.recipes`: a n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Any, cast
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.policy import Recipe, Step
-from apportion.planner import plugins, registry
+from apportion.planner import options, plugins, registry
 from apportion.planner.passes.groups import InnerPass
 from apportion.planner.passes.pack import PackPass
 from apportion.planner.passes.remap import RemapPass
@@ -250,11 +252,13 @@ def _plugged_recipes() -> Mapping[str, Entry]:
 
 
 def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
-    """The recipe of that name, or the one given as data. Raises UnknownNameError, ConfigError."""
+    """The recipe of that name, or the one given as data, which is checked. Raises UnknownNameError, ConfigError."""
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, Mapping):
-        return Recipe.from_data(recipe)
+        given = Recipe.from_data(recipe)
+        check(given)
+        return given
     if not isinstance(recipe, str):
         rule = "must be a name, a Recipe or its data"
         raise ConfigError("recipe", recipe, rule, "use fcp")
@@ -264,6 +268,32 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
             "recipe", recipe, f"there is {', '.join(known)}", "name one of these, or give a Recipe"
         )
     return known[recipe].recipe
+
+
+def check(recipe: Recipe) -> None:
+    """Raises UnknownNameError for a step, pass or solver that there is not, ConfigError for a parameter or what does
+    not go together."""
+    if recipe.step("search") is None:
+        passes_of(recipe)
+    else:
+        search_of(recipe)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of all recipes that can be planned here, with the passes and solvers of plug-ins."""
+    steps: dict[str, Any] = {step: _step_schema(step) for step in STEPS}
+    steps |= {step: {"type": "boolean", "default": False} for step in _SWITCHES}
+    base = json.loads(files("apportion.schemas").joinpath("recipe.schema.json").read_text("utf-8"))
+    held = {"type": "object", "additionalProperties": False, "properties": steps}
+    return {**base, "properties": {**base["properties"], "steps": held}}
+
+
+def _step_schema(step: str) -> dict[str, Any]:
+    """One pass, with its parameters or with null."""
+    held = {name: options.schema(registry.find_pass(step, name)) for name in registry.names(step)}
+    passes = {name: {"anyOf": [one, {"type": "null"}]} for name, one in held.items()}
+    one = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
+    return {**one, "properties": passes}
 
 
 def with_block(recipe: Recipe, block: int | str) -> Recipe:

@@ -5,7 +5,7 @@ Third parties add theirs through the entry point group `apportion.passes`: "step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -13,10 +13,12 @@ from importlib import import_module
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol
 
-from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.errors import UnknownNameError
 from apportion.ir.policy import Step
 from apportion.planner import plugins
+from apportion.planner.options import read
 from apportion.planner.problem import Pass
+from apportion.planner.solvers.use import Use
 
 #: step -> pass name -> where its class is; the fields of the class are the pass's parameters
 _BUILT_IN = {
@@ -120,23 +122,20 @@ def _imported(where: str) -> type[Any]:
     return found
 
 
+def users_of(kind: str) -> list[str]:
+    """ "step pass" of the passes that take a solver of that kind."""
+    held = [(step, name, find_pass(step, name)) for step in STEPS for name in names(step)]
+    return [
+        f"{step} {name}"
+        for step, name, found in held
+        if any(isinstance(field.default, Use) and field.default.kind == kind for field in fields(found))
+    ]
+
+
 def build(step: Step) -> Pass:
     """The pass of a recipe's step. Raises UnknownNameError, ConfigError."""
-    found = find_pass(step.step, step.name)
-    known = [field.name for field in fields(found)]
-    for parameter in step.params:
-        if parameter not in known:
-            rule = f"has the parameters {', '.join(known)}" if known else "has no parameters"
-            where = f"recipe.steps.{step.step}.{step.name}"
-            raise ConfigError(where, parameter, rule, "leave it out or correct it")
-    made: Pass = found(**step.params)
+    made: Pass = read(find_pass(step.step, step.name), f"recipe.{step.step}.{step.name}", step.params)
     return made
-
-
-def parameters(step: str, name: str) -> Iterator[tuple[str, Any]]:
-    """The parameters of a pass and their defaults."""
-    for field in fields(find_pass(step, name)):
-        yield field.name, field.default
 
 
 @cache

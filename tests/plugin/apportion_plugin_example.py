@@ -19,16 +19,20 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 
 
 def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
-    """The largest items first, each to the bin with most room, whatever they weigh."""
-    speeds = np.ones(problem.bins) if problem.speeds is None else problem.speeds
-    bound = float(problem.weights.sum() / speeds.sum())
+    """The least free items first, of these the largest, each to the bin with most room, whatever they weigh."""
+    bound = float(problem.weights.sum() / problem.rates.sum())
     used, bins = np.zeros(problem.bins, np.int64), np.full(len(problem.sizes), -1)
-    for item in np.lexsort((-problem.weights, -problem.sizes)):
-        bins[item] = used.argmin()
-        used[bins[item]] += problem.sizes[item]
-    if used.max() > problem.cap:
+    allowed = problem.allowed or [None] * len(bins)
+    free = np.array([problem.bins if only is None else len(only) for only in allowed], np.int64)
+    first = [only or range(problem.bins) for only in allowed]
+    for item in np.lexsort((-problem.weights, -problem.sizes, free)):
+        best = min(first[item], key=used.__getitem__)
+        if used[best] + problem.sizes[item] <= problem.cap:
+            bins[item] = best
+            used[best] += problem.sizes[item]
+    if (bins < 0).any():
         return Partition(bins, Termination(Status.NO_SOLUTION, bound))
-    value = float((np.bincount(bins, problem.weights, problem.bins) / speeds).max())
+    value = float((np.bincount(bins, problem.weights, problem.bins) / problem.rates).max())
     return Partition(bins, Termination(Status.FEASIBLE, bound, value))
 
 

@@ -100,7 +100,7 @@ def test_a_deadline_is_recorded_and_not_reproducible() -> None:
     assert not is_deterministic(auto(deadline_ms=5))
     assert is_deterministic(find_recipe("fcp"))
     steps = find_recipe("dcp").to_data()["steps"]
-    cut = {"name": "cut", "steps": steps | {"place": {"dcp": {"solver": "mtkahypar", "deadline_s": 1}}}}
+    cut = {"name": "cut", "steps": steps | {"place": {"dcp": {"solver": {"mtkahypar": {"deadline_s": 1}}}}}}
     assert is_deterministic(find_recipe("dcp"))
     assert not is_deterministic(find_recipe(cut))
     assert not is_deterministic(auto(candidates=["fcp", cut]))

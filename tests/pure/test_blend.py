@@ -9,6 +9,7 @@ from test_reference_matrix import LAYERS, SEQUENCES, compare
 import apportion as ap
 from apportion.ir.batch import Sequence
 from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.policy import Step
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes.blend.placement import UNEVEN, Blend, token_shares
 from apportion.planner.passes.blend.profile import profile
@@ -18,7 +19,9 @@ from apportion.planner.passes.place import Lpt
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.passes.shard import Blocks, row_areas, row_weights
 from apportion.planner.problem import Placement, Problem
-from apportion.planner.solvers.lpt import lpt
+from apportion.planner.registry import build
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.use import PartitionSolver
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
@@ -210,19 +213,12 @@ def test_home_ranks_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("make", "field"),
-    [
-        (lambda: Blend(head=1.5), "recipe.place.blend.head"),
-        (lambda: Blend(head=True), "recipe.place.blend.head"),
-        (lambda: Blend(head="all"), "recipe.place.blend.head"),
-        (lambda: Blend(grain=-1), "recipe.place.blend.grain"),
-        (lambda: Blend(grain=2.5), "recipe.place.blend.grain"),
-    ],
+    ("parameter", "value"), [("head", 1.5), ("head", True), ("head", "all"), ("grain", -1), ("grain", 2.5)]
 )
-def test_parameters_are_checked(make, field):
+def test_parameters_are_checked(parameter, value):
     with pytest.raises(ConfigError) as caught:
-        make()
-    assert caught.value.field == field
+        build(Step("place", "blend", {parameter: value}))
+    assert caught.value.field == f"recipe.place.blend.{parameter}"
 
 
 # ------------------------------------------------------------------------------------------------ several kinds
@@ -236,7 +232,10 @@ def test_kinds_share_a_layout_that_none_of_them_waits_for_long(seed):
     least = sum(made.layers[kind] * made.batch.area(kind) for kind in GEMMA) / 16
     assert busiest(made, placement) <= 1.05 * least
     shards = Blocks()(made)
-    pieces = lpt(shards.per_piece(shards.weight), shards.per_piece(shards.lengths), 16, made.token_cap)
+    case = PartitionProblem(
+        shards.per_piece(shards.weight), shards.per_piece(shards.lengths), 16, made.token_cap
+    )
+    pieces = PartitionSolver("lpt")(case)
     by_sum = Placement(shards.starts, pieces.bin[shards.piece], shards.weight, 0.0)
     for some in (placement, Lpt()(made, shards)):
         assert busiest(made, some) < busiest(made, by_sum)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
+import apportion as ap
 from apportion import cli
 from apportion.cli import hardware as profiling
 from apportion.ir.hardware import Hardware
@@ -280,10 +282,59 @@ def test_an_unknown_recipe_is_refused_with_the_names_once(run: Cli, command: lis
 
 
 def test_a_recipe_tells_its_parameters_and_their_defaults(run: Cli) -> None:
-    assert "# schedule queues has proxies: 1, local: last" in run("recipes", "zeppelin").out
+    said = run("recipes", "zeppelin").out
+    assert "# schedule queues has these parameters:\n#   proxies: 1  # an integer of at least 1\n" in said
     record = run("recipes", "zeppelin", "--json").json
     assert record["section"] == "3"
-    assert record["parameters"]["remap"] == {"objective": "two_sided", "when": "pays"}
+    remap = record["parameters"]["remap"]
+    assert remap["objective"] == {"default": "two_sided", "takes": "paper, sum or two_sided"}
+    assert remap["solver"]["default"] == "flow"
+
+
+def test_the_schema_of_recipes_takes_what_the_planner_takes(run: Cli) -> None:
+    schema = json.loads(run("recipes", "--schema").out)
+    check = jsonschema.Draft202012Validator(schema)
+    for entry in entries().values():
+        check.validate(entry.recipe.to_data())
+    steps = find_recipe("fcp").to_data()["steps"]
+    for place in (
+        {"lpt": {"solver": "ilp"}},
+        {"lpt": {"solver": {"ilp": {"steps": 9}}}},
+        {"lpt": None},
+    ):
+        recipe = {"name": "mine", "steps": {**steps, "place": place}}
+        check.validate(recipe)
+        find_recipe(recipe)
+    for wrong in (
+        {"place": {"lpt": {"solver": "nope"}}},
+        {"place": {"lpt": {"solver": {"ilp": {"nodes": 9}}}}},
+        {"place": {"lpt": {"slover": "lpt"}}},
+        {"place": {"lptt": {}}},
+        {"plaice": {"lpt": {}}},
+        {"schedule": {"matchings": {"buffers": 0}}},
+        {"schedule": {"matchings": {"local": "never"}}},
+    ):
+        recipe = {"name": "mine", "steps": {**steps, **wrong}}
+        assert not check.is_valid(recipe)
+        with pytest.raises(ap.ConfigError):
+            find_recipe(recipe)
+
+
+def test_solvers_are_compared_with_the_optimum(run: Cli) -> None:
+    rows = run("solvers", "compare", "--problems", "8", "--json").json["solvers"]
+    held = {(row["kind"], row["solver"]): row for row in rows}
+    for key in (
+        ("partition", "ilp"),
+        ("colouring", "flow"),
+        ("colouring", "matching"),
+        ("transport", "flow"),
+    ):
+        assert held[key]["optimal"] == held[key]["solved"] == held[key]["problems"]
+    assert held["partition", "lpt"]["worst"] > 1
+    assert "partition" in run("solvers", "compare", "--problems", "2", "--kind", "partition").out
+    refused = run("solvers", "compare", "--kind", "nope")
+    assert refused.code == 2
+    assert "colouring" in refused.err
 
 
 def test_solvers_say_what_they_need(run: Cli) -> None:
@@ -291,6 +342,7 @@ def test_solvers_say_what_they_need(run: Cli) -> None:
     assert {"lpt", "matching", "flow", "ilp"} <= set(rows)
     assert rows["ilp"]["extra"] == "solvers"
     assert all(row["source"] for row in rows.values())
+    assert "place lpt" in rows["lpt"]["steps"]
     assert "lpt" in run("solvers").out
 
 

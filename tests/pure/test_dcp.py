@@ -16,15 +16,15 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.isa import PHASES
 from apportion.ir.model import Model
 from apportion.ir.plan import Plan
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.policy import Policy, Recipe, Step
 from apportion.planner.passes.cells import cut_cells
 from apportion.planner.passes.dcp import placement as dcp
 from apportion.planner.passes.dcp.cells import Heads, divide, hyperedges, traffic
 from apportion.planner.passes.dcp.placement import Dcp
-from apportion.planner.passes.divisions import Divisions
 from apportion.planner.passes.shard import Blocks
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipes import find_recipe
+from apportion.planner.registry import build
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=16, dtype="bf16", layers=1)
 # tokens: 16, a float32 output row with its LSE: 4 x (16 + 1), and so on, for each of the heads
@@ -322,7 +322,7 @@ def test_the_engine_s_plan_equals_dense_attention() -> None:
 
 
 def test_a_deadline_that_cuts_the_engine_is_reported() -> None:
-    plan = planned(batch_of("causal", "full"), MODEL, 4, solver="mtkahypar", deadline_s=0.0)
+    plan = planned(batch_of("causal", "full"), MODEL, 4, solver={"mtkahypar": {"deadline_s": 0.0}})
     assert plan.report["termination"]["limit"] == "time"
 
 
@@ -335,8 +335,8 @@ def test_a_deadline_that_cuts_the_engine_is_reported() -> None:
         ({"divisions": 0}, "recipe.place.dcp.divisions"),
         ({"tries": 4}, "recipe.place.dcp.tries"),
         ({"epsilon_compute": 0.1}, "recipe.place.dcp.epsilon_compute"),
-        ({"epsilon_tokens": [0.1, -1]}, "recipe.place.dcp.epsilon_tokens[1]"),
-        ({"deadline_s": -1}, "recipe.place.dcp.deadline_s"),
+        ({"epsilon_tokens": [0.1, -1]}, "recipe.place.dcp.epsilon_tokens"),
+        ({"solver": {"greedy": {"deadline_s": -1}}}, "recipe.place.dcp.solver.greedy.deadline_s"),
         ({"solver": "patoh"}, "solver of kind hypergraph"),
         ({"divisions": 5, "count": 2}, "recipe.schedule.divisions.count"),
     ],
@@ -349,4 +349,4 @@ def test_wrong_parameters_name_their_field(params: dict, field: str) -> None:
 
 def test_a_division_is_a_positive_number() -> None:
     with pytest.raises(ap.ConfigError, match=r"divisions\.buffers"):
-        Divisions(buffers=0)
+        build(Step("schedule", "divisions", {"buffers": 0}))

@@ -12,6 +12,7 @@ import apportion as ap
 from apportion.ir.batch import Sequence
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 from apportion.ir.isa import Tensor
+from apportion.ir.policy import Step
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes.cells import cut_cells
 from apportion.planner.passes.distca.communication import (
@@ -23,6 +24,7 @@ from apportion.planner.passes.distca.communication import (
 from apportion.planner.passes.distca.placement import Distca, forward_bytes
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.problem import Problem
+from apportion.planner.registry import build
 from apportion.planner.simulate import simulate
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
@@ -310,7 +312,7 @@ def test_caps_that_homes_alone_break_are_refused():
 )
 def test_parameters_are_checked(field, value, error):
     with pytest.raises(error, match=f"recipe.place.distca.{field}"):
-        Distca(**{field: value})
+        build(Step("place", "distca", {field: value}))
 
 
 # ------------------------------------------------------------------------------------------------ plans

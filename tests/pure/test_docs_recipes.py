@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from apportion.planner import recipes, registry
+from apportion.planner import options, recipes, registry
 from benchmarks import pictures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,10 +27,10 @@ def told(value: Any) -> str:
 
 def test_every_parameter_is_there_once_with_its_default() -> None:
     known = Counter(
-        (f"{step} {name}", parameter, told(default))
+        (f"{step} {name}", one.name, told(one.default))
         for step, held in registry._BUILT_IN.items()
         for name in held
-        for parameter, default in registry.parameters(step, name)
+        for one in options.parameters(registry.find_pass(step, name))
     )
     written = Counter(ROWS)
     assert {"missing or changed": known - written, "gone or twice": written - known} == {

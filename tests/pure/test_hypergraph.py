@@ -43,7 +43,7 @@ def long_sequence(blocks=24, nodes=1, per_node=4, slack=0.05) -> HypergraphProbl
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (4, 1)])
 def test_both_weights_are_even_on_nodes_and_ranks(name, nodes, per_node):
     problem = long_sequence(nodes=nodes, per_node=per_node)
-    found = SOLVERS[name].load()(problem, Budget())
+    found = SOLVERS["hypergraph", name].load()(problem, Budget())
     assert found.termination.status is Status.FEASIBLE
     assert found.tokens_imbalance == 0
     assert found.flops_imbalance <= 1.05**2 - 1
@@ -55,7 +55,7 @@ def test_both_weights_are_even_on_nodes_and_ranks(name, nodes, per_node):
 @pytest.mark.parametrize("name", ENGINES)
 def test_slow_ranks_get_less_compute_and_as_many_tokens(name):
     problem = replace(long_sequence(), speeds=np.array([1.0, 1.0, 0.5, 0.5]))
-    found = SOLVERS[name].load()(problem, Budget())
+    found = SOLVERS["hypergraph", name].load()(problem, Budget())
     load = np.bincount(found.rank, problem.flops)
     assert (load <= problem.flops_caps[1]).all()
     assert load[2:].sum() < 0.36 * load.sum()
@@ -67,7 +67,7 @@ def test_fixed_vertices_stay(name):
     problem = long_sequence()
     fixed = np.full(len(problem.flops), -1)
     fixed[:24], fixed[-5:] = np.arange(24) % 4, 2
-    found = SOLVERS[name].load()(replace(problem, fixed=fixed), Budget())
+    found = SOLVERS["hypergraph", name].load()(replace(problem, fixed=fixed), Budget())
     assert (found.rank[:24] == np.arange(24) % 4).all()
     assert (found.rank[-5:] == 2).all()
 

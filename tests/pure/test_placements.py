@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import apportion as ap
 from apportion.ir import bands as band_algebra
 from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.policy import Step
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes import wlb
 from apportion.planner.passes.contiguous import Contiguous
@@ -20,6 +21,7 @@ from apportion.planner.passes.whole import Whole
 from apportion.planner.passes.wlb import Wlb, busiest_us, query_pieces
 from apportion.planner.passes.zigzag import ZigZag
 from apportion.planner.problem import Problem
+from apportion.planner.registry import build
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
@@ -340,19 +342,19 @@ def test_an_explicit_cap_is_obeyed_or_refused_with_numbers(this):
 
 
 @pytest.mark.parametrize(
-    ("make", "field"),
+    ("name", "parameter", "value"),
     [
-        (lambda: ZigZag("rank"), "recipe.place.zigzag.over"),
-        (lambda: Wlb("chunk"), "recipe.place.wlb.shard"),
-        (lambda: HybridDp(capacity=0), "recipe.place.hybrid_dp.capacity"),
-        (lambda: HybridDp(capacity=True), "recipe.place.hybrid_dp.capacity"),
-        (lambda: MegatronHybrid(capacity=1.5), "recipe.place.megatron_hybrid.capacity"),
+        ("zigzag", "over", "rank"),
+        ("wlb", "shard", "chunk"),
+        ("hybrid_dp", "capacity", 0),
+        ("hybrid_dp", "capacity", True),
+        ("megatron_hybrid", "capacity", 1.5),
     ],
 )
-def test_parameters_are_checked(make, field):
+def test_parameters_are_checked(name, parameter, value):
     with pytest.raises(ConfigError) as caught:
-        make()
-    assert caught.value.field == field
+        build(Step("place", name, {parameter: value}))
+    assert caught.value.field == f"recipe.place.{name}.{parameter}"
 
 
 @pytest.mark.parametrize("this", [Sequences(), *PLACES], ids=str)

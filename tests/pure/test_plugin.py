@@ -6,18 +6,36 @@ from pathlib import Path
 import pytest
 
 import apportion as ap
+from apportion.ir.fields import load
 from apportion.planner import plugins
 from apportion.planner.passes.route import RoutePass
 from apportion.planner.problem import PlacePass
-from apportion.planner.recipes import entries
+from apportion.planner.recipes import entries, find_recipe
 from apportion.planner.registry import STEPS, broken, find_pass, names
 from apportion.planner.solvers import kit
 from apportion.planner.solvers.registry import GROUP, SOLVERS, find_solver, list_solvers
 
 
 def test_its_solver_is_listed_and_keeps_the_contract():
-    assert [entry.name for entry in list_solvers()] == [*SOLVERS, "emptiest"]
+    assert [entry.name for entry in list_solvers()] == [*(name for _, name in SOLVERS), "emptiest"]
     kit.check(find_solver("partition", "emptiest"))
+
+
+def test_its_solver_runs_from_a_recipe_file(tmp_path):
+    """By name, in a placement and in a packing; the plan is another than LPT's."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\nsteps:\n  shard: {blocks: {block: 64}}\n  place: {lpt: {solver: emptiest}}\n"
+        "  schedule: {matchings: {}}\n"
+    )
+    batch, cluster = ap.Batch.from_lengths([1000, 300, 700]), ap.Cluster(nodes=1, ranks_per_node=4)
+    recipe = find_recipe(load(file))
+    usual = find_recipe({"name": "mine", "steps": {**recipe.to_data()["steps"], "place": {"lpt": {}}}})
+    policies = [ap.Policy(one, token_cap=1000) for one in (recipe, usual)]
+    own, other = (ap.plan(batch, cluster, ap.Model(), policy=policy) for policy in policies)
+    rows = [next(iter(plan.layouts.values())).rows_per_rank.tolist() for plan in (own, other)]
+    assert rows[0] != rows[1]
+    assert own.report["termination"]["solver"]["status"] == "FEASIBLE"
 
 
 def test_its_recipe_uses_its_pass():
@@ -90,15 +108,20 @@ def install(folder: Path, name: str, value: str, module: str = "") -> None:
 @pytest.mark.parametrize(
     ("name", "value", "module", "fault"),
     [
-        ("mine", "no_such_module:ENTRY", "", "broken 2.0 cannot be loaded: ModuleNotFoundError"),
-        ("mine", "broken_plugin:ENTRY", "ENTRY = 3", "broken 2.0 gives a int where a Entry is expected"),
-        ("mine", "broken_plugin:ENTRY", "1 / 0", "broken 2.0 cannot be loaded: ZeroDivisionError"),
+        ("partition.mine", "no_such_module:ENTRY", "", "broken 2.0 cannot be loaded: ModuleNotFoundError"),
         (
-            "lpt",
+            "partition.mine",
+            "broken_plugin:ENTRY",
+            "ENTRY = 3",
+            "broken 2.0 gives a int where a Entry is expected",
+        ),
+        ("partition.mine", "broken_plugin:ENTRY", "1 / 0", "broken 2.0 cannot be loaded: ZeroDivisionError"),
+        (
+            "partition.lpt",
             "broken_plugin:ENTRY",
             "from apportion.planner.solvers.registry import Entry\n"
             "ENTRY = Entry('lpt', 'partition', 'broken_plugin:solve', '', '')",
-            "broken 2.0 adds solver lpt",
+            "broken 2.0 adds partition solver lpt",
         ),
     ],
 )
@@ -108,5 +131,5 @@ def test_a_broken_package_is_named(tmp_path, monkeypatch, name, value, module, f
     monkeypatch.delitem(__import__("sys").modules, "broken_plugin", raising=False)
     with pytest.raises(ap.ConfigError, match=fault):
         list_solvers()
-    assert find_solver("partition").name == "lpt"
+    assert find_solver("partition", "lpt").name == "lpt"
     assert name in plugins.found(GROUP)

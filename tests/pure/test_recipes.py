@@ -231,7 +231,7 @@ def test_a_tile_crosses_to_a_node_once() -> None:
         (BLOCKS | {"schedule": {"gather": {"local": "no"}}}, "recipe.schedule.gather.local"),
         (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": 0}}}, "recipe.inner.ulysses.degree"),
         (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": 3}}}, "recipe.inner.ulysses.degree"),
-        (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"size": 2}}}, "recipe.steps.inner.ulysses"),
+        (BLOCKS | MATCHINGS | {"inner": {"ulysses": {"size": 2}}}, "recipe.inner.ulysses"),
     ],
 )
 def test_wrong_parameters_name_their_field(recipe: dict, field: str) -> None:

@@ -12,10 +12,12 @@ from apportion.backends import reference
 from apportion.ir import codec, text
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.plan import Move, Table
+from apportion.ir.policy import Step
 from apportion.ir.verify import verify
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.remap import LINEAR, Flow, even_parameters, even_tokens, row_costs
 from apportion.planner.problem import Problem
+from apportion.planner.registry import build
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
@@ -198,7 +200,7 @@ def test_ranks_that_share_a_nic_pay_more():
 def test_parameters():
     for wrong in ({"objective": "none"}, {"when": "never"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            Flow(**wrong)
+            build(Step("remap", "flow", wrong))
     with pytest.raises(ConfigError, match="remap"):
         planned([8], 1, 2, remap={"flow": {"cost": 1}})
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 import apportion as ap
+from apportion.ir.policy import Step
 from apportion.planner.passes.flexsp import FlexSp, feasible_degrees, grouping_problem
 from apportion.planner.problem import Placement, Problem, Shards
 from apportion.planner.recipes import find_recipe
+from apportion.planner.registry import build
 from apportion.planner.solvers import ilp
 
 LENGTHS = np.rint(2000 * np.exp(1.2 * np.random.default_rng(0).standard_normal(24))).astype(int).tolist()
@@ -97,15 +99,17 @@ def test_equal_requests_have_equal_plans():
     assert ap.plan(*request, recipe="flexsp").id == ap.plan(*request, recipe="flexsp").id
 
 
-@pytest.mark.parametrize("name", ["capacity", "gap", "nodes", "deadline_s"])
+@pytest.mark.parametrize("name", ["gap", "steps", "deadline_s"])
 def test_wrong_parameters_are_named(name):
-    with pytest.raises(ap.ConfigError, match=rf"recipe\.place\.flexsp\.{name} = -1: must be"):
-        FlexSp(**{name: -1})
+    with pytest.raises(ap.ConfigError, match=rf"recipe\.place\.flexsp\.solver\.ilp\.{name} = -1: must be"):
+        build(Step("place", "flexsp", {"solver": {"ilp": {name: -1}}}))
+    with pytest.raises(ap.ConfigError, match=r"recipe\.place\.flexsp\.capacity = -1: must be"):
+        build(Step("place", "flexsp", {"capacity": -1}))
 
 
 def test_an_unknown_solver_is_named():
     with pytest.raises(ap.ConfigError, match="there is ilp"):
-        place(problem(), solver="nope")
+        build(Step("place", "flexsp", {"solver": "nope"}))
 
 
 def test_home_ranks_are_refused():

@@ -13,6 +13,7 @@ from apportion.backends import reference
 from apportion.ir import bands
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES
+from apportion.ir.policy import Step
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.queues import Queues
@@ -22,6 +23,7 @@ from apportion.planner.passes.tasks import find_tasks
 from apportion.planner.passes.zeppelin.placement import Zeppelin
 from apportion.planner.passes.zeppelin.route import INTER, INTRA, LOCAL, QueueRings
 from apportion.planner.problem import Problem
+from apportion.planner.registry import build
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
@@ -165,9 +167,9 @@ def test_refusals():
         place(Zeppelin(cap="paper", capacity=100), problem([40, 40, 40], 1, 2, token_cap=60))
     for wrong in ({"cap": "none"}, {"capacity": 0}, {"parts": 0}, {"inter_tokens": -1}):
         with pytest.raises(ConfigError, match=f"zeppelin.{next(iter(wrong))}"):
-            Zeppelin(**wrong)
+            build(Step("place", "zeppelin", wrong))
     with pytest.raises(ConfigError, match="proxies"):
-        Queues(proxies=0)
+        build(Step("schedule", "queues", {"proxies": 0}))
     homes = ap.Batch.from_lengths([8], home_ranks=[[0]])
     with pytest.raises(ConfigError, match="home_ranks"):
         place(Zeppelin(), Problem(homes, ap.Cluster(1, 2), MODEL, ap.Policy(RECIPE)))

@@ -186,6 +186,13 @@ def test_wrong_batches_name_the_field(member: Caller, body: object, field: str |
     assert field is None or field in answer.json["field"]
 
 
+def with_steps(**steps: object) -> dict[str, object]:
+    """A job with other steps in its recipe."""
+    data = JOB.to_data()
+    recipe = data["policy"]["recipe"]
+    return data | {"policy": data["policy"] | {"recipe": recipe | {"steps": recipe["steps"] | steps}}}
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -200,6 +207,10 @@ def test_wrong_batches_name_the_field(member: Caller, body: object, field: str |
         ({"job": {}}, "cluster"),
         ({"job": JOB.to_data() | {"tokens_per_rank": -1}}, "tokens_per_rank"),
         ({"job": JOB.to_data() | {"hardware": "/etc/passwd"}}, "hardware"),
+        ({"job": with_steps(place={"lptt": {}})}, "recipe.steps.place"),
+        ({"job": with_steps(place={"lpt": {"solver": "nope"}})}, "solver of kind partition"),
+        ({"job": with_steps(place={"lpt": {"cap": 1}})}, "recipe.place.lpt"),
+        ({"job": with_steps(schedule={"matchings": {"buffers": 0}})}, "recipe.schedule.matchings.buffers"),
         ({"jobs": 1}, "jobs"),
     ],
 )

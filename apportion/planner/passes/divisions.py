@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import MAX_COUNT, integer
 from apportion.ir.jit import jit
+from apportion.planner.options import Count
 from apportion.planner.passes.route import Routed, depths
 from apportion.planner.passes.schedule import Schedule, SchedulePass, degrees
 
@@ -28,14 +28,8 @@ class Divisions(SchedulePass):
     travel while this one is computed. Raises ConfigError.
     """
 
-    count: int = 4
-    buffers: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("count", "buffers"):
-            object.__setattr__(
-                self, name, integer(f"recipe.schedule.divisions.{name}", getattr(self, name), 1, MAX_COUNT)
-            )
+    count: Count = 4
+    buffers: Count = 2
 
     def __call__(self, routed: Routed, ranks: int) -> Schedule:
         edges = routed.edges

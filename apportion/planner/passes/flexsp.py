@@ -8,21 +8,20 @@ groups   the longest     |  long     | ...   |    |        powers of two, larges
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError
-from apportion.ir.fields import integer, name, number
 from apportion.ir.isa import PHASES, Tensor
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
-from apportion.planner.solvers.registry import find_solver
-from apportion.planner.solvers.status import Budget
+from apportion.planner.solvers.use import GroupingSolver
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -47,46 +46,25 @@ _SENT = {
 
 @dataclass(frozen=True)
 class FlexSp(PlacePass):
-    """Sizes of groups and their sequences by the solver of kind `grouping` of that name, so that the slowest group is
-    quick: attention and the all-to-all of its heads, forward and backward.
+    """Sizes of groups and their sequences by a solver of kind `grouping`, so that the slowest group is quick: attention
+    and the all-to-all of its heads, forward and backward.
 
     capacity: tokens of a rank at most, so that a group of P ranks holds P times as many; default the policy's token
     cap, else twice the mean or as many as the longest sequence makes necessary.
-    gap, nodes, deadline_s: when the solver may stop: so near to its bound, after so many nodes of a search tree (None:
-    its default), and (not by default: it makes plans depend on the machine's speed) at a wall clock.
+    solver: its `steps` are nodes of a search tree.
     All ranks are planned alike; where speeds differ, the slowest groups get the fastest places of their size.
     Raises ConfigError, CapacityError, MissingDependencyError, UnknownNameError.
     """
 
-    capacity: int | None = None
-    solver: str = "ilp"
-    gap: float = 0.01
-    nodes: int | None = None
-    deadline_s: float | None = None
+    capacity: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
+    solver: GroupingSolver = GroupingSolver("ilp")
     own_cap: ClassVar[bool] = True
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether no wall clock can cut what the solver finds."""
-        return self.deadline_s is None
-
-    def __post_init__(self) -> None:
-        if self.capacity is not None:
-            integer("recipe.place.flexsp.capacity", self.capacity, 1, MOST_TOKENS)
-        if self.nodes is not None:
-            integer("recipe.place.flexsp.nodes", self.nodes, 0)
-        name("recipe.place.flexsp.solver", self.solver)
-        number("recipe.place.flexsp.gap", self.gap)
-        if self.deadline_s is not None:
-            number("recipe.place.flexsp.deadline_s", self.deadline_s)
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "flexsp")
         axis = problem.batch.starts
         case = grouping_problem(problem, self.capacity)
-        found = find_solver("grouping", self.solver).load()(
-            case, Budget(self.deadline_s, self.nodes, self.gap)
-        )
+        found = self.solver(case)
         if not found.termination.solved:
             raise _no_mix(case, found)
         group, first = _laid_out(problem, found)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.model import Model
+from apportion.planner.options import Count
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.problem import Pass, Problem
 
@@ -260,15 +261,8 @@ class Ulysses(InnerPass):
 
     name: ClassVar[str] = "ulysses"
 
-    degree: int | Literal["auto", "node"] = "auto"
+    degree: Count | Literal["auto", "node"] = "auto"
     overlap: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.overlap, bool):
-            raise ConfigError(self._field("overlap"), self.overlap, "is a switch", "write true or false")
-        if self.degree not in ("auto", "node") and (type(self.degree) is not int or self.degree < 1):
-            rule = "must be a positive integer, node or auto"
-            raise ConfigError(self._field("degree"), self.degree, rule, "use 8")
 
     def _field(self, name: str) -> str:
         """A parameter as errors name it."""

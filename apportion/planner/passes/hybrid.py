@@ -13,13 +13,15 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.errors import CapacityError
+from apportion.planner.options import Count
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.passes.whole import spread
 from apportion.planner.passes.zigzag import deal, placed
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
-from apportion.planner.solvers.lpt import lpt
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.use import PartitionSolver
 
 Ints = NDArray[np.integer[Any]]
 
@@ -30,14 +32,13 @@ class HybridDp(PlacePass):
 
     A sequence of L tokens gets ceil(L / capacity) ranks: long ones, longest first, the consecutive ranks that have the
     least work, cut zig-zag; the others stay whole and fill the ranks by LPT (see `Whole`), work over speed.
-    capacity: tokens of a rank, default the mean rounded up. Raises ConfigError, CapacityError.
+    capacity: tokens of a rank, default the mean rounded up. solver: of kind partition. Raises
+    ConfigError, CapacityError.
     """
 
-    capacity: int | None = None
+    capacity: Count | None = None
+    solver: PartitionSolver = PartitionSolver("lpt")
     own_cap: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _check_capacity("hybrid_dp", self.capacity)
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "hybrid_dp")
@@ -46,7 +47,7 @@ class HybridDp(PlacePass):
         weight = row_weights(problem, axis)
         first, load, used = _windows(problem, size, weight)
         short = size == 1
-        first[short] = spread(problem, weight[short], lengths[short], load, used)
+        first[short] = spread(problem, weight[short], lengths[short], load, used, self.solver)
         return placed(problem, *deal(axis, first, size), "hybrid_dp", weight[short])
 
 
@@ -62,28 +63,16 @@ class MegatronHybrid(PlacePass):
     capacity: tokens of a rank, default the mean rounded up. Raises ConfigError, CapacityError.
     """
 
-    capacity: int | None = None
+    capacity: Count | None = None
+    solver: PartitionSolver = PartitionSolver("lpt")
     own_cap: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _check_capacity("megatron_hybrid", self.capacity)
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "megatron_hybrid")
         needed = _ranks_needed(problem, self.capacity, 1 << problem.ranks.bit_length() - 1)
         wanted = np.int64(1) << np.frexp(needed - 1)[1].astype(np.int64)
-        first, size = _turns(problem.batch.lengths, wanted, problem.ranks)
+        first, size = _turns(problem.batch.lengths, wanted, problem.ranks, self.solver)
         return placed(problem, *deal(problem.batch.starts, first, size), "megatron_hybrid")
-
-
-def _check_capacity(name: str, capacity: int | None) -> None:
-    if capacity is not None and (type(capacity) is not int or capacity < 1):
-        raise ConfigError(
-            f"recipe.place.{name}.capacity",
-            capacity,
-            "must be a positive number of tokens",
-            "leave it out for the mean of the ranks",
-        )
 
 
 def _ranks_needed(problem: Problem, capacity: int | None, most: int) -> Ints:
@@ -117,7 +106,7 @@ def _windows(problem: Problem, size: Ints, weight: Ints) -> tuple[Ints, Ints, In
     return first, load, used
 
 
-def _turns(lengths: Ints, wanted: Ints, ranks: int) -> tuple[Ints, Ints]:
+def _turns(lengths: Ints, wanted: Ints, ranks: int, solver: PartitionSolver) -> tuple[Ints, Ints]:
     """First rank and number of ranks of each sequence's group. A turn serves at least one size, so they are few."""
     first, size = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     waiting = np.unique(wanted)[::-1].tolist()
@@ -128,7 +117,7 @@ def _turns(lengths: Ints, wanted: Ints, ranks: int) -> tuple[Ints, Ints]:
             members = np.flatnonzero(wanted == degree)
             count = min(len(members), free // degree)
             if count:
-                group[members] = len(groups) + _cheapest(lengths[members], count)
+                group[members] = len(groups) + _cheapest(lengths[members], count, solver)
                 groups += [degree] * count
                 free -= degree * count
         served = set(groups)
@@ -139,9 +128,9 @@ def _turns(lengths: Ints, wanted: Ints, ranks: int) -> tuple[Ints, Ints]:
     return first, size
 
 
-def _cheapest(lengths: Ints, groups: int) -> Ints:
-    """The group of each sequence, longest first to the least loaded; all have one degree, so L^2 is the price."""
-    return lpt(lengths**2, lengths, groups, int(lengths.sum())).bin
+def _cheapest(lengths: Ints, groups: int, solver: PartitionSolver) -> Ints:
+    """The group of each sequence; all groups have one degree, so L^2 is the price."""
+    return solver(PartitionProblem(lengths**2, lengths, groups, int(lengths.sum()))).bin
 
 
 def _widened(groups: list[int], ranks: int) -> Ints:

@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import MAX_COUNT, integer, sequence
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
+from apportion.planner.options import Count
 from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import MOST_TOKENS, Pass, Problem
-from apportion.planner.solvers.lpt import lpt
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.use import PartitionSolver
 
 Ints = NDArray[np.integer[Any]]
 
@@ -59,11 +60,8 @@ class Sequential(PackPass):
     a microbatch over the ranks; without it, and below it where both are given, `policy.token_cap`.
     """
 
-    microbatches: int | Literal["auto"] = "auto"
-    tokens_per_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_common("sequential", self.microbatches, self.tokens_per_rank)
+    microbatches: Count | Literal["auto"] = "auto"
+    tokens_per_rank: Count | None = None
 
     def __call__(
         self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
@@ -81,16 +79,14 @@ class Sequential(PackPass):
 
 @dataclass(frozen=True)
 class Balanced(PackPass):
-    """Longest processing time first over the attention work of the sequences, under the cap (`solvers.lpt`).
+    """Longest processing time first over the attention work of the sequences, under the cap.
 
-    microbatches, tokens_per_rank: as in `Sequential`.
+    microbatches, tokens_per_rank: as in `Sequential`. solver: of kind partition.
     """
 
-    microbatches: int | Literal["auto"] = "auto"
-    tokens_per_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_common("balanced", self.microbatches, self.tokens_per_rank)
+    microbatches: Count | Literal["auto"] = "auto"
+    tokens_per_rank: Count | None = None
+    solver: PartitionSolver = PartitionSolver("lpt")
 
     def __call__(
         self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
@@ -98,7 +94,7 @@ class Balanced(PackPass):
         """Raises CapacityError for a sequence longer than a microbatch, or sequences that so many do not hold."""
         room = capacity(batch, cluster, policy, self.tokens_per_rank)
         pairs = row_weights(Problem(batch, cluster, model, policy), batch.starts)
-        bins = _spread(pairs, batch.lengths, self.microbatches, room)
+        bins = _spread(pairs, batch.lengths, self.microbatches, room, self.solver)
         return Packing(_members(bins, np.arange(len(bins))), _none())
 
 
@@ -108,7 +104,7 @@ class Wlb(PackPass):
     predicted time of attention *and* linear layers is balanced, so microbatches have unequal numbers of tokens, up to
     the cap. The times are those of the cost model.
 
-    microbatches, tokens_per_rank: as in `Sequential`.
+    microbatches, tokens_per_rank, solver: as in `Balanced`.
     defer: let outliers wait until there is one for every microbatch (WLB-LLM's Algorithm 1). That changes the order of
     the training data, which is why DistCA's comparison (section 6.1) leaves it out; the deferred sequences are
     returned, and the caller puts them in front of the next iteration's batch.
@@ -116,13 +112,13 @@ class Wlb(PackPass):
     queue of its own.
     """
 
-    microbatches: int | Literal["auto"] = "auto"
-    tokens_per_rank: int | None = None
+    microbatches: Count | Literal["auto"] = "auto"
+    tokens_per_rank: Count | None = None
     defer: bool = False
-    outlier_tokens: int | tuple[int, ...] | None = None
+    outlier_tokens: Count | tuple[Count, ...] | None = None
+    solver: PartitionSolver = PartitionSolver("lpt")
 
     def __post_init__(self) -> None:
-        _check_common("wlb", self.microbatches, self.tokens_per_rank)
         object.__setattr__(
             self, "outlier_tokens", _levels(self.defer, self.microbatches, self.outlier_tokens)
         )
@@ -135,7 +131,7 @@ class Wlb(PackPass):
         waits = self._waiting(batch.lengths)
         kept = np.flatnonzero(~waits)
         weights = work(Problem(batch, cluster, model, policy, hardware))[kept]
-        bins = _spread(weights, batch.lengths[kept], self.microbatches, room)
+        bins = _spread(weights, batch.lengths[kept], self.microbatches, room, self.solver)
         return Packing(_members(bins, kept), np.flatnonzero(waits))
 
     def _waiting(self, lengths: Ints) -> NDArray[np.bool_]:
@@ -215,24 +211,26 @@ def _even(starts: Ints, count: int) -> list[int]:
 # ---------------------------------------------------------------------------------------------- by work
 
 
-def _spread(weights: Ints, lengths: Ints, wanted: int | Literal["auto"], room: int) -> Ints:
+def _spread(
+    weights: Ints, lengths: Ints, wanted: int | Literal["auto"], room: int, solver: PartitionSolver
+) -> Ints:
     """int64 [sequences]: the microbatch of each; as many as wanted, or the fewest that a packing was found for."""
     if wanted != "auto":
         _check_count(len(lengths), wanted)
-        bins = _packed(weights, lengths, wanted, room)
+        bins = _packed(weights, lengths, wanted, room, solver)
         if bins is None:
             raise _no_packing(int(lengths.sum()), len(lengths), wanted, room)
         return bins
     count = max(1, -(-int(lengths.sum()) // room))
-    while (bins := _packed(weights, lengths, count, room)) is None:
+    while (bins := _packed(weights, lengths, count, room, solver)) is None:
         count += 1
     return bins
 
 
-def _packed(weights: Ints, lengths: Ints, count: int, room: int) -> Ints | None:
+def _packed(weights: Ints, lengths: Ints, count: int, room: int, solver: PartitionSolver) -> Ints | None:
     """By work; where that leaves a sequence without room, by length. None where that does, too."""
     # a sequence without work weighs a little, or all such would go to the same microbatch
-    found = lpt(np.maximum(weights, 1), lengths, count, room).bin
+    found = solver(PartitionProblem(np.maximum(weights, 1), lengths, count, room)).bin
     return found if (found >= 0).all() else _best_fit(lengths, count, room)
 
 
@@ -268,19 +266,11 @@ def _none() -> Ints:
 # ---------------------------------------------------------------------------------------------- checks
 
 
-def _check_common(name: str, microbatches: object, tokens_per_rank: object) -> None:
-    if microbatches != "auto" and (type(microbatches) is not int or microbatches < 1):
-        rule = "must be a positive integer or auto"
-        raise ConfigError(f"recipe.pack.{name}.microbatches", microbatches, rule, "use auto")
-    if tokens_per_rank is not None:
-        integer(f"recipe.pack.{name}.tokens_per_rank", tokens_per_rank, 1, MAX_COUNT)
-
-
-def _levels(defer: bool, microbatches: object, tokens: object) -> tuple[int, ...] | None:
+def _levels(
+    defer: bool, microbatches: int | Literal["auto"], tokens: int | tuple[int, ...] | None
+) -> tuple[int, ...] | None:
     """The lengths at which queues of outliers begin, None where nothing is deferred."""
     where = "recipe.pack.wlb"
-    if type(defer) is not bool:
-        raise ConfigError(f"{where}.defer", defer, "must be true or false", "write false")
     if not defer:
         if tokens is not None:
             raise ConfigError(f"{where}.outlier_tokens", tokens, "is for defer: true", "leave it out")
@@ -288,10 +278,7 @@ def _levels(defer: bool, microbatches: object, tokens: object) -> tuple[int, ...
     if microbatches == "auto":
         rule = "must be a number with defer: outliers wait for one in every microbatch"
         raise ConfigError(f"{where}.microbatches", microbatches, rule, "give the number")
-    listed = [tokens] if isinstance(tokens, int) else sequence(f"{where}.outlier_tokens", tokens)
-    levels = tuple(
-        integer(f"{where}.outlier_tokens[{i}]", level, 1, MAX_COUNT) for i, level in enumerate(listed)
-    )
+    levels = (tokens,) if isinstance(tokens, int) else tokens or ()
     if not levels or list(levels) != sorted(set(levels)):
         raise ConfigError(f"{where}.outlier_tokens", levels, "must be lengths that rise", "write 65536")
     return levels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,39 +12,47 @@ from numpy.typing import NDArray
 from apportion.ir.errors import CapacityError
 from apportion.planner.passes.kinds import lightest
 from apportion.planner.passes.shard import row_areas, row_weights
-from apportion.planner.problem import Placement, PlacePass, Problem, Shards
-from apportion.planner.solvers.lpt import LptResult, lpt, makespan_bound
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards, exact_sums
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.lpt import makespan_bound
+from apportion.planner.solvers.use import PartitionSolver
 
 Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
 class Lpt(PlacePass):
-    """LPT over pieces under the token cap (FCP, section 4.1). A piece that fits nowhere whole is cut to fill the
-    room that is left, lightest ranks first; such pieces are the lightest, so little work moves. Several attention kinds
-    are weighed so that their busiest ranks, which need not be the same, have little in sum."""
+    """LPT over pieces under the token cap (FCP, section 4.1), or another solver of kind partition. A piece that fits
+    nowhere whole is cut to fill the room that is left, lightest ranks first; such pieces are the lightest, so little
+    work moves. Several attention kinds are weighed so that their busiest ranks, which need not be the same, have little
+    in sum."""
+
+    solver: PartitionSolver = PartitionSolver("lpt")
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
-        return lightest(problem, lambda factor: _place(problem, shards, factor))
+        return lightest(problem, lambda factor: _place(problem, shards, factor, self.solver))
 
 
-def _place(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Placement:
+def _place(problem: Problem, shards: Shards, factor: Mapping[str, int], solver: PartitionSolver) -> Placement:
     """Where pairs of each kind count so many times."""
     weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
     felt = weights
     if factor != problem.layers:
         felt = shards.per_piece(_rows(problem, shards.starts, factor))
     allowed = _allowed(problem, shards)
-    result = lpt(felt, sizes, problem.ranks, problem.token_cap, problem.speeds, allowed)
+    case = PartitionProblem(felt, sizes, problem.ranks, problem.token_cap, problem.speeds, allowed)
+    result = solver(case)
+    end = None if solver.entry.heuristic else result.termination
     home = result.bin[shards.piece]
     if (home >= 0).all():
-        return Placement(shards.starts, home, shards.weight, makespan_bound(weights, problem.speeds))
-    starts, home = _fill(problem, shards, home, result, allowed)
+        bound = makespan_bound(weights, problem.speeds)
+        return Placement(shards.starts, home, shards.weight, bound, termination=end)
+    starts, home = _fill(problem, shards, case, result.bin)
     weight = row_weights(problem, starts)
     # what was cut is no longer indivisible: it counts by its parts
     cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
     items = np.concatenate([weights[result.bin >= 0], weight[cut]])
-    return Placement(starts, home, weight, makespan_bound(items, problem.speeds))
+    return Placement(starts, home, weight, makespan_bound(items, problem.speeds), termination=end)
 
 
 def _rows(problem: Problem, starts: Ints, factor: Mapping[str, int]) -> Ints:
@@ -67,16 +75,12 @@ def _allowed(problem: Problem, shards: Shards) -> list[tuple[int, ...] | None] |
     return allowed
 
 
-def _fill(
-    problem: Problem,
-    shards: Shards,
-    home: Ints,
-    result: LptResult,
-    allowed: list[tuple[int, ...] | None] | None,
-) -> tuple[Ints, Ints]:
+def _fill(problem: Problem, shards: Shards, case: PartitionProblem, bins: Ints) -> tuple[Ints, Ints]:
     """Cut the blocks without a home along the room that is left; returns starts and homes of the finer blocks."""
-    room = (problem.token_cap - result.used).tolist()
-    order = np.lexsort((np.arange(problem.ranks), result.load / problem.speeds)).tolist()
+    home, allowed, there = bins[shards.piece], case.allowed, bins >= 0
+    room = (problem.token_cap - exact_sums(bins[there], case.sizes[there], problem.ranks)).tolist()
+    load = exact_sums(bins[there], case.weights[there], problem.ranks)
+    order = np.lexsort((np.arange(problem.ranks), load / problem.speeds)).tolist()
     cuts: dict[int, list[tuple[int, int]]] = {}
     for block in np.flatnonzero(home < 0).tolist():
         order = [rank for rank in order if room[rank]]
@@ -99,7 +103,7 @@ def _full(
     problem: Problem,
     shards: Shards,
     only: tuple[int, ...] | None,
-    allowed: list[tuple[int, ...] | None] | None,
+    allowed: Sequence[tuple[int, ...] | None] | None,
 ) -> CapacityError:
     sizes = shards.per_piece(shards.lengths).tolist()
     need = sum(size for size, ranks in zip(sizes, allowed or [], strict=True) if ranks == only)

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import MAX_COUNT, choice, integer
+from apportion.planner.options import Count
 from apportion.planner.passes.route import Routed
-from apportion.planner.passes.schedule import LOCAL, Local, Schedule, SchedulePass, degrees
+from apportion.planner.passes.schedule import Local, Schedule, SchedulePass, degrees
 from apportion.planner.passes.zeppelin.route import Queued, QueueRings
 
 Ints = NDArray[np.integer[Any]]
@@ -30,14 +30,8 @@ class Queues(SchedulePass):
     hides rounds behind whole sequences.
     """
 
-    proxies: int = 1
+    proxies: Count = 1
     local: Local = "last"
-
-    def __post_init__(self) -> None:
-        choice("recipe.schedule.queues.local", self.local, LOCAL)
-        object.__setattr__(
-            self, "proxies", integer("recipe.schedule.queues.proxies", self.proxies, 1, MAX_COUNT)
-        )
 
     @property
     def route(self) -> QueueRings:

@@ -19,14 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
-from apportion.ir.fields import choice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS
 from apportion.ir.model import Model
 from apportion.ir.plan import Layout, Move, Table
 from apportion.planner.problem import Pass, Problem
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
-from apportion.planner.solvers.flow import solve
-from apportion.planner.solvers.status import Budget
+from apportion.planner.solvers.use import TransportSolver
 
 Ints = NDArray[np.integer[Any]]
 
@@ -64,21 +62,18 @@ class Flow(RemapPass):
     objective: "paper", the rank that pays most for what it sends, as printed; "two_sided", for what it sends or for
     what it receives; "sum", all ranks together.
     when: "pays", used only where the linear layers of a layer are predicted to gain more time than its moves take;
-    "always". Raises ConfigError.
+    "always". solver: of kind transport. Raises ConfigError.
     """
 
     objective: Literal["paper", "two_sided", "sum"] = "two_sided"
     when: Literal["pays", "always"] = "pays"
-
-    def __post_init__(self) -> None:
-        choice("recipe.remap.flow.objective", self.objective, tuple(_OBJECTIVES))
-        choice("recipe.remap.flow.when", self.when, ("pays", "always"))
+    solver: TransportSolver = TransportSolver("flow")
 
     def __call__(self, problem: Problem, source: Layout) -> Remapping:
         """Even tokens beside the layout `source`, which callers hold."""
         tokens = source.rows_per_rank.astype(np.int64)
         even, costs = even_tokens(tokens), row_costs(problem.cluster, _row_bytes(problem.model)[1])
-        flows = solve(TransportProblem(tokens - even, costs, _OBJECTIVES[self.objective]), Budget())
+        flows = self.solver(TransportProblem(tokens - even, costs, _OBJECTIVES[self.objective]))
         said = self._said(problem, source, tokens, even, flows)
         if not said["used"]:
             return Remapping(said)

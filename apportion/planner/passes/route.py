@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import ConfigError
-from apportion.ir.fields import MAX_COUNT, choice, integer
 from apportion.ir.jit import jit
+from apportion.planner.options import Count
 from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.tasks import Edges, joined
 from apportion.planner.problem import Pass
@@ -141,10 +140,6 @@ class Node(RoutePass):
 
     proxies: bool = True
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.proxies, bool):
-            raise ConfigError("recipe.route.node.proxies", self.proxies, "is a switch", "write true or false")
-
     def __call__(self, edges: Edges, site: Site) -> Routed:
         if not len(edges):
             return Routed(edges, np.zeros(0, np.int32))
@@ -245,10 +240,7 @@ class Tree(RoutePass):
     """Every tile spreads along a tree in which each rank passes it on to `fanout` others: those that need it, in the
     order of ranks from its home on. Parents carry what their children need."""
 
-    fanout: int = 2
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fanout", integer("recipe.route.tree.fanout", self.fanout, 1, MAX_COUNT))
+    fanout: Count = 2
 
     def __call__(self, edges: Edges, site: Site) -> Routed:
         if not len(edges):
@@ -290,9 +282,6 @@ class Ring(RoutePass):
 
     over: Literal["ranks", "holders"] = "ranks"
     rings: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        choice("recipe.route.ring.over", self.over, ("ranks", "holders"))
 
     @property
     def by_block(self) -> bool:

@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import MAX_COUNT, choice
+from apportion.planner.options import Count
 from apportion.planner.passes.route import Ring as RingRoute
 from apportion.planner.passes.route import Routed, RoutePass, depths, join
 from apportion.planner.passes.tasks import Edges
 from apportion.planner.problem import Pass
-from apportion.planner.solvers.matching import matchings, max_degree
+from apportion.planner.solvers.contracts import ColouringProblem
+from apportion.planner.solvers.matching import max_degree
+from apportion.planner.solvers.use import ColouringSolver
 
 Ints = NDArray[np.integer[Any]]
 
@@ -24,7 +26,6 @@ Ints = NDArray[np.integer[Any]]
 # When tasks run that need no tile: before the first round is waited for, after the last, or spread over the stages so
 # that a rank's work is even.
 Local = Literal["first", "last", "even"]
-LOCAL = ("first", "last", "even")
 
 
 @dataclass(frozen=True)
@@ -147,20 +148,14 @@ class Matchings(SchedulePass):
 
     coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
     local: when tasks run that need no tile. order: which tiles travel first, where they differ: any, or the longest or
-    shortest, so that those of a round are alike.
+    shortest, so that those of a round are alike. solver: of kind colouring.
     """
 
-    coalesce: int | Literal["auto"] = "auto"
-    buffers: int = 3
+    coalesce: Count | Literal["auto"] = "auto"
+    buffers: Count = 3
     local: Local = "even"
     order: Literal["any", "longest", "shortest"] = "any"
-
-    def __post_init__(self) -> None:
-        if self.coalesce != "auto":
-            _positive("coalesce", self.coalesce, " or auto")
-        _positive("buffers", self.buffers)
-        choice("recipe.schedule.matchings.local", self.local, LOCAL)
-        choice("recipe.schedule.matchings.order", self.order, ("any", "longest", "shortest"))
+    solver: ColouringSolver = ColouringSolver("matching")
 
     @property
     def exchange(self) -> Matchings:
@@ -198,10 +193,10 @@ class Matchings(SchedulePass):
 
     def _slot(self, src: Ints, dst: Ints, rows: Ints, ranks: int) -> Ints:
         if self.order == "any" or not len(rows):
-            return matchings(src, dst, ranks)
+            return self._colour(src, dst, ranks)
         by_length = np.argsort(-rows, kind="stable")
         slot = np.empty(len(rows), np.int32)
-        slot[by_length] = matchings(src[by_length], dst[by_length], ranks)
+        slot[by_length] = self._colour(src[by_length], dst[by_length], ranks)
         longest = np.zeros(int(slot.max()) + 1, np.int64)
         np.maximum.at(longest, slot, rows)
         place = np.empty(len(longest), np.int32)
@@ -209,6 +204,9 @@ class Matchings(SchedulePass):
             len(longest)
         )
         return place[slot]
+
+    def _colour(self, src: Ints, dst: Ints, ranks: int) -> Ints:
+        return self.solver(ColouringProblem(src, dst, ranks)).colour
 
     def _coalesce(self, slots: int, rows: Ints, times: int) -> int:
         if self.coalesce != "auto":
@@ -241,10 +239,6 @@ class Ring(SchedulePass):
 
     over: Literal["ranks", "holders"] = "ranks"
     turns: bool = False
-
-    def __post_init__(self) -> None:
-        choice("recipe.schedule.ring.over", self.over, ("ranks", "holders"))
-        _switch("ring.turns", self.turns)
 
     @property
     def route(self) -> RingRoute:
@@ -286,10 +280,6 @@ class Gather(SchedulePass):
     local: Local = "last"
     whole: bool = False
 
-    def __post_init__(self) -> None:
-        choice("recipe.schedule.gather.local", self.local, LOCAL)
-        _switch("gather.whole", self.whole)
-
     def tiles(self, edges: Edges, shared: bool) -> Routed:
         if shared and not self.whole:
             return Routed(edges, np.arange(len(edges), dtype=np.int32))
@@ -303,14 +293,3 @@ class Gather(SchedulePass):
         slots = degrees(routed.edges, round_, np.arange(len(levels)), ranks)
         channel, when = np.zeros(len(levels), np.int64), np.arange(len(levels))
         return Schedule(routed, round_.astype(np.int32), when, channel, slots, len(levels), self.local)
-
-
-def _switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"recipe.schedule.{name}", value, "is a switch", "write true or false")
-
-
-def _positive(name: str, value: int | str, more: str = "") -> None:
-    if type(value) is not int or not 1 <= value <= MAX_COUNT:
-        rule = f"must be a positive integer of at most {MAX_COUNT}{more}"
-        raise ConfigError(f"recipe.schedule.matchings.{name}", value, rule, "use 4, or leave it out")

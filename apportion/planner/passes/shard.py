@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from apportion.ir import bands as band_algebra
 from apportion.ir.batch import Batch
-from apportion.ir.errors import ConfigError
 from apportion.ir.jit import jit
+from apportion.planner.options import Count
 from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums
-from apportion.planner.solvers.lpt import lpt
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.use import PartitionSolver
 
 Ints = NDArray[np.integer[Any]]
 
@@ -40,24 +41,20 @@ class Blocks(ShardPass):
     """Fixed blocks of `block` tokens, or (`auto`) as large as no piece is heavier than half the mean load and LPT's
     busiest rank is within 1 % of it.
 
-    zigzag: tie block i and block m-1-i of a sequence whose last rows see at least twice the keys of its first.
+    zigzag: tie block i and block m-1-i of a sequence whose last rows see at least twice the keys of its first. solver:
+    of kind partition, whose busiest rank is looked at.
     """
 
-    block: int | Literal["auto"] = "auto"
+    block: Count | Literal["auto"] = "auto"
     zigzag: bool = True
-
-    def __post_init__(self) -> None:
-        if self.block != "auto" and (type(self.block) is not int or self.block < 1):
-            raise ConfigError(
-                "recipe.shard.blocks.block", self.block, "must be a positive integer or auto", "use 2048"
-            )
+    solver: PartitionSolver = PartitionSolver("lpt")
 
     def __call__(self, problem: Problem) -> Shards:
         if self.block != "auto":
             return cut(problem, self.block, self.zigzag)
         block = LARGEST_AUTO_BLOCK
         shards = cut(problem, block, self.zigzag)
-        while (factor := _too_coarse(problem, shards)) < 1 and block > 1:
+        while (factor := _too_coarse(problem, shards, self.solver)) < 1 and block > 1:
             block = _smaller(block, factor)
             if not _affordable(problem, block):
                 break
@@ -65,7 +62,7 @@ class Blocks(ShardPass):
         return shards
 
 
-def _too_coarse(problem: Problem, shards: Shards) -> float:
+def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> float:
     """By what factor the block should shrink; 1 where it need not."""
     weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
     mean, heaviest = float(weights.sum() / problem.speeds.sum()), float(weights.max())
@@ -73,8 +70,10 @@ def _too_coarse(problem: Problem, shards: Shards) -> float:
         return AUTO_SHARE * mean / heaviest
     if shards.block_tokens <= min(AUTO_STEP, problem.batch.tokens // (AUTO_BLOCKS * problem.ranks)):
         return 1.0
-    tried = lpt(weights, sizes, problem.ranks, problem.token_cap, problem.speeds)
-    busiest, left_over = float((tried.load / problem.speeds).max()), float(weights[tried.bin < 0].sum())
+    bins = solver(PartitionProblem(weights, sizes, problem.ranks, problem.token_cap, problem.speeds)).bin
+    there = bins >= 0
+    load = exact_sums(bins[there], weights[there], problem.ranks)
+    busiest, left_over = float((load / problem.speeds).max()), float(weights[~there].sum())
     even = busiest <= (1 + AUTO_IMBALANCE) * mean and left_over <= AUTO_IMBALANCE * mean
     return 1.0 if even else AUTO_SHRINK
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice
 from apportion.ir.model import Model
+from apportion.planner.options import Count
 from apportion.planner.passes.groups import Groups, HeadSets, HeadStages, Ulysses
 
 Ints = NDArray[np.integer[Any]]
@@ -44,30 +44,18 @@ class UPipe(Ulysses):
 
     name: ClassVar[str] = "upipe"
 
-    heads: int | Literal["auto"] = "auto"
+    heads: Count | Literal["auto"] = "auto"
     order: Literal["gqa", "natural"] = "gqa"
-    keep: int | Literal["auto"] = "auto"
+    keep: Count | Literal["auto"] = "auto"
     project: bool = False
-    ahead: int = 0
+    ahead: Literal[0, 1] = 0
     hold: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        choice(self._field("order"), self.order, ("gqa", "natural"))
         if self.overlap:
             raise ConfigError(
                 self._field("overlap"), True, "rows of whole stages go in and out", "use ahead: 1"
             )
-        for field in ("heads", "keep"):
-            value = getattr(self, field)
-            if value != "auto" and (type(value) is not int or value < 1):
-                raise ConfigError(self._field(field), value, "must be a positive integer or auto", "use auto")
-        for field in ("project", "hold"):
-            if type(getattr(self, field)) is not bool:
-                value = getattr(self, field)
-                raise ConfigError(self._field(field), value, "is a switch", "write true or false")
-        if type(self.ahead) is not int or self.ahead not in (0, 1):
-            raise ConfigError(self._field("ahead"), self.ahead, "must be 0 or 1", "use 0")
 
     def head_sets(self, model: Model, groups: Groups) -> HeadSets:
         """Who computes which heads when; as Ulysses has it where one stage has them all and nothing is projected.

@@ -12,7 +12,9 @@ from apportion.ir.errors import CapacityError
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
-from apportion.planner.solvers.lpt import LptResult, lpt, makespan_bound
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.lpt import makespan_bound
+from apportion.planner.solvers.use import PartitionSolver
 
 Ints = NDArray[np.integer[Any]]
 
@@ -22,12 +24,13 @@ SLACKS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 
 @dataclass(frozen=True)
 class Whole(PlacePass):
-    """Whole sequences to ranks: LPT by work over speed, no sequence is ever cut.
+    """Whole sequences to ranks: LPT (or another solver of kind partition) by work over speed, no sequence is ever cut.
 
     An explicit token_cap is obeyed or refused; without one, tokens are kept as even as LPT can (see `SLACKS`).
     Raises ConfigError, CapacityError.
     """
 
+    solver: PartitionSolver = PartitionSolver("lpt")
     own_cap: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
@@ -36,7 +39,7 @@ class Whole(PlacePass):
         _refuse_longer_than_cap(problem)
         weight = row_weights(problem, starts)
         idle = np.zeros(problem.ranks, np.int64)
-        home = spread(problem, weight, lengths, idle, idle)
+        home = spread(problem, weight, lengths, idle, idle, self.solver)
         return Placement(starts, home, weight, makespan_bound(weight, problem.speeds))
 
 
@@ -51,17 +54,19 @@ def _refuse_longer_than_cap(problem: Problem) -> None:
         )
 
 
-def spread(problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints) -> Ints:
-    """int64 [items]: the rank of each item that is placed whole, by LPT on ranks that already have something.
+def spread(
+    problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, solver: PartitionSolver
+) -> Ints:
+    """int64 [items]: the rank of each item that is placed whole, on ranks that already have something.
 
     weights, sizes: int64 [items], pairs and tokens; load, used: int64 [ranks], the pairs and tokens already there.
     Raises CapacityError where the policy's token cap is not met, neither by work nor by tokens.
     """
     cap = problem.policy.token_cap
     if cap is None:
-        return _least_slack(problem, weights, sizes, load, used)
+        return _least_slack(problem, weights, sizes, load, used, solver)
     for by in (weights, sizes):
-        home = _fill(problem, by, sizes, load if by is weights else used, used, cap)
+        home = _fill(problem, by, sizes, load if by is weights else used, used, cap, solver)
         if (home >= 0).all():
             return home
     left = home < 0
@@ -72,29 +77,26 @@ def spread(problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints)
     )
 
 
-def _least_slack(problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints) -> Ints:
+def _least_slack(
+    problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, solver: PartitionSolver
+) -> Ints:
     most = int(max(used.max(), sizes.max(initial=0)))
     mean = problem.batch.tokens / problem.ranks
     caps = [max(int(slack * mean), most) for slack in SLACKS]
     for cap in (*dict.fromkeys(caps), problem.batch.tokens + most):
-        home = _fill(problem, weights, sizes, load, used, cap)
+        home = _fill(problem, weights, sizes, load, used, cap, solver)
         if (home >= 0).all():
             break
     return home
 
 
-def _fill(problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, cap: int) -> Ints:
-    """LPT under `cap`, -1 for what fits nowhere. What is already there enters as items with one rank to go to, which
-    LPT places first."""
+def _fill(
+    problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, cap: int, solver: PartitionSolver
+) -> Ints:
+    """The solver's answer under `cap`, -1 for what fits nowhere. What is already there enters as items with one rank
+    to go to."""
     if not used.any():
-        return lpt(weights, sizes, problem.ranks, cap, problem.speeds).bin
-    fixed: list[tuple[int, ...] | None] = [(rank,) for rank in range(problem.ranks)]
-    both: LptResult = lpt(
-        np.concatenate([load, weights]),
-        np.concatenate([used, sizes]),
-        problem.ranks,
-        cap,
-        problem.speeds,
-        fixed + [None] * len(weights),
-    )
-    return both.bin[problem.ranks :]
+        return solver(PartitionProblem(weights, sizes, problem.ranks, cap, problem.speeds)).bin
+    both = np.concatenate([load, weights]), np.concatenate([used, sizes])
+    allowed = [*((rank,) for rank in range(problem.ranks)), *[None] * len(weights)]
+    return solver(PartitionProblem(*both, problem.ranks, cap, problem.speeds, allowed)).bin[problem.ranks :]

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir import bands as band_algebra
-from apportion.ir.errors import ConfigError
-from apportion.ir.fields import MAX_COUNT, integer
 from apportion.ir.isa import PHASES
+from apportion.planner.options import Count
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import deal_evenly
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
@@ -34,15 +33,8 @@ class Wlb(PlacePass):
     """
 
     shard: Literal["auto", "sequence", "document"] = "auto"
-    chunk: int = 128
+    chunk: Count = 128
     own_cap: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.shard not in ("auto", "sequence", "document"):
-            raise ConfigError(
-                "recipe.place.wlb.shard", self.shard, "must be auto, sequence or document", "use auto"
-            )
-        object.__setattr__(self, "chunk", integer("recipe.place.wlb.chunk", self.chunk, 1, MAX_COUNT))
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "wlb")

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.errors import ConfigError
-from apportion.ir.fields import MAX_COUNT, integer
 from apportion.ir.jit import jit
+from apportion.planner.options import Count
 from apportion.planner.passes.refusals import obey_token_cap, refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
@@ -41,15 +40,8 @@ class ZigZag(PlacePass):
     """
 
     over: Literal["sequence", "batch"] = "sequence"
-    chunk: int = 128
+    chunk: Count = 128
     own_cap: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "chunk", integer("recipe.place.zigzag.chunk", self.chunk, 1, MAX_COUNT))
-        if self.over not in ("sequence", "batch"):
-            raise ConfigError(
-                "recipe.place.zigzag.over", self.over, "must be sequence or batch", "use sequence"
-            )
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "zigzag")

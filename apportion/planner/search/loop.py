@@ -9,9 +9,9 @@ from math import inf
 from typing import Any, Literal
 
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError, VerifyError
-from apportion.ir.fields import choice, integer, number
 from apportion.ir.policy import Recipe
 from apportion.planner import pipeline
+from apportion.planner.options import Count, Positive
 from apportion.planner.passes.schedule import Matchings
 from apportion.planner.pipeline import SILENT, Draft, Lowered, Made, Placed, SearchPass, Watch
 from apportion.planner.problem import Problem
@@ -34,29 +34,29 @@ class Portfolio(SearchPass):
     wall clock, so that equal requests may give other plans. Raises ConfigError.
     """
 
-    candidates: Literal["auto"] | Sequence[Any] = "auto"
+    candidates: Literal["auto"] | tuple[str | dict[str, Any], ...] = "auto"
     inner: Literal["auto", "none"] = "auto"
     improve: bool = True
-    steps: int | Literal["auto"] = "auto"
-    deadline_ms: float | None = None
+    steps: Count | Literal["auto"] = "auto"
+    deadline_ms: Positive | None = None
 
     def __post_init__(self) -> None:
-        where = "recipe.search.portfolio"
-        choice(f"{where}.inner", self.inner, ("auto", "none"))
-        if self.steps != "auto":
-            integer(f"{where}.steps", self.steps)
-        if not isinstance(self.improve, bool):
-            raise ConfigError(f"{where}.improve", self.improve, "is a switch", "write true or false")
-        if self.deadline_ms is not None:
-            number(f"{where}.deadline_ms", self.deadline_ms, above=True)
-        if self.candidates != "auto":
-            object.__setattr__(self, "candidates", _named(f"{where}.candidates", self.candidates))
+        where = "recipe.search.portfolio.candidates"
+        if not self.candidates:
+            raise ConfigError(where, [], "must be auto or a list of recipes", "write [fcp, ring]")
+        for recipe in self.named():
+            if recipe.step("search") is not None:
+                raise ConfigError(where, recipe.name, "cannot search itself", "name recipes that plan")
+            passes_of(recipe)
+
+    def named(self) -> tuple[Recipe, ...]:
+        """The candidates that were given."""
+        return () if self.candidates == "auto" else tuple(map(find_recipe, self.candidates))
 
     @property
     def deterministic(self) -> bool:
         """Whether equal requests give equal plans: not where a wall clock ends the search, or that of a candidate."""
-        named = [recipe for recipe in self.candidates if isinstance(recipe, Recipe)]
-        return self.deadline_ms is None and all(is_deterministic(recipe) for recipe in named)
+        return self.deadline_ms is None and all(map(is_deterministic, self.named()))
 
     def __call__(self, problem: Problem, watch: Watch) -> Made:
         """The best candidate; the report of its plan has `search`. Raises ConfigError, CapacityError."""
@@ -79,17 +79,7 @@ class Portfolio(SearchPass):
         """What is tried before the neighbours of the best, and after them."""
         if self.candidates == "auto":
             return portfolio(problem, self.inner)
-        return [Candidate(recipe) for recipe in self.candidates if isinstance(recipe, Recipe)], []
-
-
-def _named(where: str, given: Any) -> tuple[Recipe, ...]:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise ConfigError(where, given, "must be auto or a list of recipes", "write [fcp, ring]")
-    recipes = tuple(find_recipe(recipe) for recipe in given)
-    for recipe in recipes:
-        if recipe.step("search") is not None:
-            raise ConfigError(where, recipe.name, "cannot search itself", "name recipes that plan")
-    return recipes
+        return [Candidate(recipe) for recipe in self.named()], []
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The five kinds of solvers: what goes in and what comes out, as arrays and nothing else.
 
     kind        problem              result        built in
-    partition   PartitionProblem     Partition     lpt
-    colouring   ColouringProblem     Colouring     matching
+    partition   PartitionProblem     Partition     lpt, ilp
+    colouring   ColouringProblem     Colouring     matching, flow
     transport   TransportProblem     Transport     flow
     grouping    GroupingProblem      Grouping      ilp
-    hypergraph  HypergraphProblem    Sides         mtkahypar, greedy
+    hypergraph  HypergraphProblem    Sides         greedy, mtkahypar
 
 A solver is a function (problem, budget) -> result. It is deterministic unless the wall clock cut it, its value does
 not depend on the order of the items, it says why it stopped, and it keeps to the budget. `kit` checks all of that.
@@ -14,6 +14,7 @@ A problem that no answer can serve ends INFEASIBLE; arrays that do not fit toget
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
@@ -33,6 +34,7 @@ class PartitionProblem:
     """K items into `bins` so that the heaviest bin (weight over speed) is light.
 
     weights, sizes: int64 [K], >= 0; cap: the largest sum of sizes in one bin; speeds: float64 [bins], default 1.
+    allowed: for each item the bins that may take it, or None for any; None: any for all.
     """
 
     weights: Ints
@@ -40,17 +42,28 @@ class PartitionProblem:
     bins: int
     cap: int
     speeds: Floats | None = None
+    allowed: Sequence[tuple[int, ...] | None] | None = None
 
     def __post_init__(self) -> None:
         same_length("weights", self.weights, "sizes", self.sizes)
         positive("bins", self.bins)
         if self.speeds is not None and len(self.speeds) != self.bins:
             raise ConfigError("speeds", len(self.speeds), f"must be {self.bins}, one a bin", "leave it out")
+        if self.allowed is not None and len(self.allowed) != len(self.weights):
+            rule = f"must be {len(self.weights)}, one an item"
+            raise ConfigError("allowed", len(self.allowed), rule, "give None where any bin will do")
+
+    @property
+    def rates(self) -> Floats:
+        """float64 [bins]: the speeds."""
+        return np.ones(self.bins) if self.speeds is None else np.asarray(self.speeds, np.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """bin: int64 [K], -1 where no bin had room. The value is the heaviest bin's weight over its speed."""
+    """bin: int64 [K], -1 where no bin had room. The value is the heaviest bin's weight over its speed.
+
+    Without an answer (NO_SOLUTION, INFEASIBLE) the bins are those of the items that found room."""
 
     bin: Ints
     termination: Termination
@@ -274,7 +287,7 @@ R = TypeVar("R", covariant=True)
 
 
 class Solver(Protocol[P, R]):
-    """What an Entry loads."""
+    """What an Entry loads; passes call it through `use`."""
 
     def __call__(self, problem: P, budget: Budget) -> R: ...
 

@@ -3,7 +3,7 @@ optimum by enumeration. Nothing here is shared with a solver."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -75,11 +75,14 @@ class PartitionCases:
     def _drawn(self, draw: Draw, items: int, bins: int) -> PartitionProblem:
         weights, sizes = draw.integers(1, 1000, items), draw.integers(1, 50, items)
         cap = int(max(sizes.max(), sizes.sum() // bins * 1.2 + 1))
-        return PartitionProblem(weights, sizes, bins, cap, draw.choice([0.5, 1.0, 1.0, 2.0], bins))
+        speeds = draw.choice([0.5, 1.0, 1.0, 2.0], bins) if draw.random() < 0.7 else None
+        held = [tuple(np.flatnonzero(draw.random(bins) < 0.7).tolist()) or None for _ in range(items)]
+        return PartitionProblem(weights, sizes, bins, cap, speeds, held if draw.random() < 0.3 else None)
 
     def permuted(self, problem: PartitionProblem, draw: Draw) -> PartitionProblem:
         order = draw.permutation(len(problem.weights))
-        return replace(problem, weights=problem.weights[order], sizes=problem.sizes[order])
+        allowed = None if problem.allowed is None else [problem.allowed[item] for item in order]
+        return replace(problem, weights=problem.weights[order], sizes=problem.sizes[order], allowed=allowed)
 
     def faults(self, problem: PartitionProblem, result: Partition) -> Iterator[str]:
         if len(result.bin) != len(problem.sizes) or result.bin.min() < 0 or result.bin.max() >= problem.bins:
@@ -88,19 +91,25 @@ class PartitionCases:
         used = np.bincount(result.bin, problem.sizes, problem.bins)
         if used.max() > problem.cap:
             yield f"bin {used.argmax()} holds {used.max():.0f}, the cap is {problem.cap}"
+        if not self._allowed(problem, result.bin.tolist()):
+            yield f"bins {result.bin} are not all allowed"
 
     def value(self, problem: PartitionProblem, result: Partition) -> float:
         return self._heaviest(problem, result.bin)
 
     def _heaviest(self, problem: PartitionProblem, bins: Any) -> float:
-        speeds = np.ones(problem.bins) if problem.speeds is None else problem.speeds
-        return float((np.bincount(bins, problem.weights, problem.bins) / speeds).max())
+        return float((np.bincount(bins, problem.weights, problem.bins) / problem.rates).max())
+
+    def _allowed(self, problem: PartitionProblem, bins: Sequence[int]) -> bool:
+        allowed = problem.allowed or [None] * len(bins)
+        return all(only is None or chosen in only for chosen, only in zip(bins, allowed, strict=True))
 
     def optimum(self, problem: PartitionProblem) -> float | None:
         values = [
             self._heaviest(problem, chosen)
             for chosen in product(range(problem.bins), repeat=len(problem.weights))
-            if np.bincount(chosen, problem.sizes, problem.bins).max() <= problem.cap
+            if self._allowed(problem, chosen)
+            and np.bincount(chosen, problem.sizes, problem.bins).max() <= problem.cap
         ]
         return min(values, default=None)
 

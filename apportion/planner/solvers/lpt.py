@@ -8,7 +8,7 @@ room. Without the cap and on equal bins the result is at most 4/3 - 1/(3N) of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,57 +22,23 @@ Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class LptResult:
-    """`bin` of each item, -1 where no bin had room for it; `load` (weights) and `used` (sizes) per bin."""
-
-    bin: Ints
-    load: Ints
-    used: Ints
-    status: Status
-    bound: float
-
-
-def lpt(
-    weights: Ints,
-    sizes: Ints,
-    bins: int,
-    cap: int,
-    speeds: Floats | None = None,
-    allowed: list[tuple[int, ...] | None] | None = None,
-) -> LptResult:
-    """Assign K items to `bins`.
-
-    weights, sizes: int64 [K], >= 0. cap: the largest sum of sizes in one bin. speeds: float64 [bins], default 1.
-    allowed: for each item the bins that may take it, or None for any.
-    Returns a FEASIBLE result with the makespan bound, or NO_SOLUTION with the items that fit nowhere at bin -1.
-    """
-    speed = np.ones(bins) if speeds is None else np.asarray(speeds, np.float64)
-    group, group_ptr, group_bins = _groups(allowed, len(weights))
-    choice = np.diff(group_ptr)
-    choice[0] = bins  # the least free go first, or others take their room
-    order = np.lexsort((np.arange(len(weights)), -sizes, -weights, choice[group]))
-    assigned, load, used = _assign(
-        order, weights, sizes, smallest_left(sizes[order]), speed, cap, group, group_ptr, group_bins
-    )
-    status = Status.FEASIBLE if (assigned >= 0).all() else Status.NO_SOLUTION
-    return LptResult(assigned, load, used, status, makespan_bound(weights, speed))
-
-
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    """LPT behind the contract of its kind. It ends by itself, so the budget is not looked at."""
-    speed = np.ones(problem.bins) if problem.speeds is None else problem.speeds
-    found = lpt(problem.weights, problem.sizes, problem.bins, problem.cap, speed)
-    return Partition(found.bin, _termination(problem, found, float((found.load / speed).max())))
-
-
-def _termination(problem: PartitionProblem, found: LptResult, value: float) -> Termination:
-    if found.status is Status.FEASIBLE:
-        status = Status.OPTIMAL if value <= found.bound else Status.FEASIBLE
-        return Termination(status, min(found.bound, value), value)
-    sizes, cap = problem.sizes, problem.cap
-    hopeless = int(sizes.max()) > cap or int(sizes.sum()) > cap * problem.bins
-    return Termination(Status.INFEASIBLE if hopeless else Status.NO_SOLUTION, found.bound)
+    """LPT. FEASIBLE with the makespan bound, OPTIMAL where it is reached; where some items have no room, these are at
+    bin -1. It ends by itself, so the budget is not looked at."""
+    group, group_ptr, group_bins = _groups(problem.allowed, len(problem.weights))
+    choice = np.diff(group_ptr)
+    choice[0] = problem.bins  # the least free go first, or others take their room
+    weights, sizes, rates = problem.weights, problem.sizes, problem.rates
+    order = np.lexsort((np.arange(len(weights)), -sizes, -weights, choice[group]))
+    assigned, load = _assign(
+        order, weights, sizes, smallest_left(sizes[order]), rates, problem.cap, group, group_ptr, group_bins
+    )
+    bound, value = makespan_bound(weights, rates), float((load / rates).max())
+    if (assigned >= 0).all():
+        status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
+        return Partition(assigned, Termination(status, min(bound, value), value))
+    hopeless = int(sizes.max()) > problem.cap or int(sizes.sum()) > problem.cap * problem.bins
+    return Partition(assigned, Termination(Status.INFEASIBLE if hopeless else Status.NO_SOLUTION, bound))
 
 
 def makespan_bound(weights: Ints, speeds: Floats) -> float:
@@ -95,7 +61,7 @@ def smallest_left(sizes: Ints) -> Ints:
     return np.minimum.accumulate(sizes[::-1])[::-1].copy() if len(sizes) else sizes
 
 
-def _groups(allowed: list[tuple[int, ...] | None] | None, items: int) -> tuple[Ints, Ints, Ints]:
+def _groups(allowed: Sequence[tuple[int, ...] | None] | None, items: int) -> tuple[Ints, Ints, Ints]:
     """Distinct restrictions as CSR; group 0 is `any bin`."""
     group = np.zeros(items, np.int64)
     if allowed is None or not any(allowed):
@@ -118,7 +84,7 @@ def _assign(
     group: Ints,
     group_ptr: Ints,
     group_bins: Ints,
-) -> tuple[Ints, Ints, Ints]:
+) -> tuple[Ints, Ints]:
     bins = len(speed)
     assigned = np.full(len(order), -1, np.int64)
     load, used = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
@@ -146,7 +112,7 @@ def _assign(
         used[best] += sizes[item]
         if where[best] < live:
             _sift(heap, where, live, where[best], load, speed)
-    return assigned, load, used
+    return assigned, load
 
 
 @jit

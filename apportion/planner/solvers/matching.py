@@ -32,14 +32,19 @@ def matchings(src: Ints, dst: Ints, ranks: int) -> Ints:
 
     src, dst: integers [E] in [0, ranks).
     """
-    return _colour(np.ascontiguousarray(src), np.ascontiguousarray(dst), ranks, max_degree(src, dst, ranks))
+    return _coloured(src, dst, ranks, max_degree(src, dst, ranks))
 
 
 def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
     """`matchings` behind the contract of its kind: always OPTIMAL. It ends by itself: no budget is looked at."""
-    colour = matchings(problem.src, problem.dst, problem.ranks)
-    degree = float(max_degree(problem.src, problem.dst, problem.ranks))
-    return Colouring(colour, Termination(Status.OPTIMAL, degree, degree))
+    src, dst, ranks = problem.src, problem.dst, problem.ranks
+    degree = max_degree(src, dst, ranks)
+    end = Termination(Status.OPTIMAL, float(degree), float(degree))
+    return Colouring(_coloured(src, dst, ranks, degree), end)
+
+
+def _coloured(src: Ints, dst: Ints, ranks: int, colours: int) -> Ints:
+    return _colour(np.ascontiguousarray(src), np.ascontiguousarray(dst), ranks, colours)
 
 
 @jit

@@ -1,12 +1,14 @@
 """The solvers there are. Listing them imports no engine.
 
-Third parties add an Entry under the entry point group `apportion.solvers`; built-in names cannot be taken.
+Third parties add theirs through the entry point group `apportion.solvers`: "kind.solver" = an Entry. Built-in names
+cannot be taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -16,13 +18,15 @@ from apportion.ir import fields
 from apportion.ir.errors import ConfigError, MissingDependencyError, UnknownNameError
 from apportion.planner import plugins
 from apportion.planner.solvers.contracts import KINDS, Solver
+from apportion.planner.solvers.status import Budget
 
 GROUP = "apportion.solvers"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One solver. loader: "module:function"; needs: (package, extra of apportion) or None. Raises ConfigError."""
+    """One solver. loader: "module:function"; needs: (package, extra of apportion) or None; budget: what it may spend
+    where nobody says; heuristic: it ends by itself, and proves nothing but by chance. Raises ConfigError."""
 
     name: str
     kind: str
@@ -30,6 +34,8 @@ class Entry:
     source: str
     summary: str
     needs: tuple[str, str] | None = None
+    budget: Budget = Budget()
+    heuristic: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -50,9 +56,14 @@ class Entry:
         """The solver itself. Raises MissingDependencyError."""
         if self.needs and not self.installed:
             raise MissingDependencyError(*self.needs, f"solver {self.name}")
-        module, function = self.loader.split(":")
-        solver: Solver[Any, Any] = getattr(import_module(module), function)
-        return solver
+        return _loaded(self.loader)
+
+
+@cache
+def _loaded(loader: str) -> Solver[Any, Any]:
+    module, function = loader.split(":")
+    solver: Solver[Any, Any] = getattr(import_module(module), function)
+    return solver
 
 
 _HERE = "apportion.planner.solvers"
@@ -63,6 +74,15 @@ _BUILT_IN = (
         f"{_HERE}.lpt:solve",
         "Graham 1969; FCP, section 4.1",
         "longest processing time first under a size cap, bins of unequal speed",
+        heuristic=True,
+    ),
+    Entry(
+        "ilp",
+        "partition",
+        f"{_HERE}.partition_ilp:solve",
+        "the assignment program of makespan scheduling; Huangfu and Hall 2018 (HiGHS)",
+        "exact for small problems: HiGHS, started from LPT; large ones are LPT's",
+        ("pulp", "solvers"),
     ),
     Entry(
         "matching",
@@ -70,6 +90,14 @@ _BUILT_IN = (
         f"{_HERE}.matching:solve",
         "König 1916; FCP, section 4.2",
         "a bipartite multigraph into exactly as many matchings as its largest degree",
+    ),
+    Entry(
+        "flow",
+        "colouring",
+        f"{_HERE}.colouring_flow:solve",
+        "repeated min-cost flows, as FCP, section 4.2, repeats maximum matchings",
+        "as few matchings, each with as many edges as can be, so that the last ones are the emptiest",
+        ("scipy", "solvers"),
     ),
     Entry(
         "flow",
@@ -85,6 +113,15 @@ _BUILT_IN = (
         "FlexSP, section 4",
         "group sizes and sequences to groups: greedy mix, local search, PuLP model on HiGHS, with its own bound",
         ("pulp", "solvers"),
+        Budget(gap=0.01),
+    ),
+    Entry(
+        "greedy",
+        "hypergraph",
+        f"{_HERE}.hypergraph:solve",
+        "DCP, section 4.2; moves after Fiduccia and Mattheyses 1982",
+        "two constraints, nodes then ranks: greedy with affinity, repair of both balances, moves that gain",
+        heuristic=True,
     ),
     Entry(
         "mtkahypar",
@@ -93,18 +130,13 @@ _BUILT_IN = (
         "DCP, section 4.2; Gottesbüren et al. 2022 (Mt-KaHyPar)",
         "tokens placed by our greedy and fixed, compute partitioned by Mt-KaHyPar in a child process, our repair",
         ("mtkahypar", "solvers"),
-    ),
-    Entry(
-        "greedy",
-        "hypergraph",
-        f"{_HERE}.hypergraph:solve",
-        "DCP, section 4.2; moves after Fiduccia and Mattheyses 1982",
-        "two constraints, nodes then ranks: greedy with affinity, repair of both balances, moves that gain",
+        Budget(deadline_s=10.0),
+        heuristic=True,
     ),
 )
 
-#: the built-in solvers; of a kind, the first is the default
-SOLVERS: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _BUILT_IN})
+#: the built-in solvers, by kind and name
+SOLVERS: Mapping[tuple[str, str], Entry] = MappingProxyType({(one.kind, one.name): one for one in _BUILT_IN})
 
 
 def list_solvers() -> tuple[Entry, ...]:
@@ -113,28 +145,26 @@ def list_solvers() -> tuple[Entry, ...]:
     return (*SOLVERS.values(), *added)
 
 
-def find_solver(kind: str, name: str | None = None) -> Entry:
-    """The solver of that kind and name, by default the first built-in one. Raises UnknownNameError."""
+def find_solver(kind: str, name: str) -> Entry:
+    """The solver of that kind and name. Raises UnknownNameError."""
+    if (kind, name) in SOLVERS:
+        return SOLVERS[kind, name]
     if kind not in KINDS:
         raise UnknownNameError("solver kind", kind, f"there is {', '.join(KINDS)}", "name one of these")
-    if name is None:
-        return next(entry for entry in SOLVERS.values() if entry.kind == kind)
     name = fields.name(f"solver of kind {kind}", name)
-    entry = SOLVERS.get(name) or (_load(name) if name in plugins.found(GROUP) else None)
-    if entry is None or entry.kind != kind:
-        known = [entry.name for entry in list_solvers() if entry.kind == kind]
-        raise UnknownNameError(
-            f"solver of kind {kind}", name, f"there is {', '.join(known)}", "name one of these"
-        )
-    return entry
+    if f"{kind}.{name}" in plugins.found(GROUP):
+        return _load(f"{kind}.{name}")
+    known = [entry.name for entry in list_solvers() if entry.kind == kind]
+    rule = f"there is {', '.join(known)}"
+    raise UnknownNameError(f"solver of kind {kind}", name, rule, "name one of these")
 
 
 def _load(name: str) -> Entry:
     point = plugins.found(GROUP)[name]
     entry: Entry = plugins.load(point, Entry)
-    if name in SOLVERS or entry.name != name:
-        rule = f"{plugins.distribution(point)} adds solver {entry.name} under this name"
+    if name != f"{entry.kind}.{entry.name}" or (entry.kind, entry.name) in SOLVERS:
+        rule = f"{plugins.distribution(point)} adds {entry.kind} solver {entry.name} under this name"
         raise ConfigError(
-            f"entry point {GROUP}:{name}", entry.name, rule, "use equal names that no built-in has"
+            f"entry point {GROUP}:{name}", entry.name, rule, "write kind.name, of a name that no built-in has"
         )
     return entry

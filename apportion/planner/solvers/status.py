@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from apportion.ir.errors import ConfigError
+from apportion.planner.options import Amount, Natural
 
 
 class Status(StrEnum):
@@ -66,9 +67,9 @@ class Budget:
     trees), None for the solver's default. gap: good enough when value <= (1 + gap) * bound. Raises ConfigError.
     """
 
-    deadline_s: float | None = None
-    steps: int | None = None
-    gap: float = 0.0
+    deadline_s: Amount | None = None
+    steps: Natural | None = None
+    gap: Amount = 0.0
 
     def __post_init__(self) -> None:
         for name, value in (("deadline_s", self.deadline_s), ("steps", self.steps), ("gap", self.gap)):

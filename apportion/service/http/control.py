@@ -21,6 +21,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.errors import ApportionError, ConfigError
 from apportion.ir.job import Job as Spec
 from apportion.ir.version import __version__
+from apportion.planner.recipes import check as check_recipe
 from apportion.service.engine import Engine, IterationState, JobState
 from apportion.service.http import models
 from apportion.service.http.auth import Keys, given, key_digest, new_key
@@ -153,10 +154,17 @@ async def create_job(call: Admin) -> Response:
     """Create a job.
 
     201 with its key, which is told only here; 200 where the same name, job and key were sent before."""
-    asked, spec = await call.body(models.NewJob, lambda asked: (asked, Spec.from_data(asked.job)))
+    asked, spec = await call.body(models.NewJob, lambda asked: (asked, _checked(asked.job)))
     key = new_key() if asked.key is None else asked.key
     created = await call.engine.create_job(asked.name, spec, asked.lookahead, key_digest(key))
     return reply(models.CreatedJob(asked.name, key, call.url(asked.name)), 201 if created else 200)
+
+
+def _checked(data: Any) -> Spec:
+    """The job, whose recipe the planner knows. Raises ConfigError, UnknownNameError."""
+    spec = Spec.from_data(data)
+    check_recipe(spec.policy.recipe)
+    return spec
 
 
 @router.get("/v1/jobs", **describe("admin", {200: models.JobsReply}))

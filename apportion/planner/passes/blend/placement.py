@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.errors import ConfigError
-from apportion.ir.fields import MAX_COUNT, integer
+from apportion.planner.options import Natural, Share
 from apportion.planner.passes.blend.profile import profile
 from apportion.planner.passes.blend.repair import repair
 from apportion.planner.passes.blend.walk import walk
@@ -52,15 +51,9 @@ class Blend(PlacePass):
     CapacityError.
     """
 
-    head: float = 0.5
-    grain: int = 0
+    head: Share = 0.5
+    grain: Natural = 0
     own_cap: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.head, bool) or not isinstance(self.head, int | float) or not 0 <= self.head <= 1:
-            rule = "must be a number from 0 to 1"
-            raise ConfigError("recipe.place.blend.head", self.head, rule, "use 0.5, or 0 for tails only")
-        object.__setattr__(self, "grain", integer("recipe.place.blend.grain", self.grain, 0, MAX_COUNT))
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "blend")

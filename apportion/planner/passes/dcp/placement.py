@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import MAX_COUNT, integer, number
+from apportion.ir.errors import CapacityError
 from apportion.ir.isa import PHASES
+from apportion.planner.options import Amount, Count
 from apportion.planner.passes.cells import Cells, cut_cells
 from apportion.planner.passes.dcp.cells import Heads, divide
 from apportion.planner.passes.dcp.homes import SPREADS, Blocks, homes
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
-from apportion.planner.solvers.registry import find_solver
-from apportion.planner.solvers.status import Budget, Status, Termination
+from apportion.planner.solvers.status import Status, Termination
+from apportion.planner.solvers.use import HypergraphSolver
 
 Ints = NDArray[np.integer[Any]]
 
@@ -38,38 +39,17 @@ class Dcp(PlacePass):
     hypergraph. epsilon_compute, epsilon_tokens: what nodes, and ranks within a node, may have above the mean, so that a
     rank has at most (1 + first) (1 + second) times the mean: by default 5 and 2 % more (the paper's evaluation: compute
     0.4 and 0.1). Both hold: blocks are cut as finely as that takes. divisions: T of Listing 3. tries: of homes; those
-    that keep no rank's links busy for long are taken. deadline_s: of each call of the solver; a result that it cut says
-    so and is not reproducible. An explicit token_cap is obeyed.
+    that keep no rank's links busy for long are taken. An explicit token_cap is obeyed.
     Raises ConfigError, CapacityError, MissingDependencyError.
     """
 
-    head_groups: int | Literal["kv"] = 1
-    solver: str = "greedy"
-    epsilon_compute: tuple[float, float] = (0.02, 0.029)
-    epsilon_tokens: tuple[float, float] = (0.01, 0.009)
-    divisions: int = 4
-    tries: int = 3
-    deadline_s: float | None = 10.0
+    head_groups: Count | Literal["kv"] = 1
+    solver: HypergraphSolver = HypergraphSolver("greedy")
+    epsilon_compute: tuple[Amount, Amount] = (0.02, 0.029)
+    epsilon_tokens: tuple[Amount, Amount] = (0.01, 0.009)
+    divisions: Count = 4
+    tries: Annotated[int, Meta(ge=1, le=len(SPREADS))] = 3
     own_cap: ClassVar[bool] = True
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether no wall clock can cut what the solver finds."""
-        return self.solver == "greedy" or self.deadline_s is None
-
-    def __post_init__(self) -> None:
-        where = "recipe.place.dcp"
-        if self.head_groups != "kv":
-            object.__setattr__(
-                self, "head_groups", integer(f"{where}.head_groups", self.head_groups, 1, MAX_COUNT)
-            )
-        object.__setattr__(self, "divisions", integer(f"{where}.divisions", self.divisions, 1, MAX_COUNT))
-        object.__setattr__(self, "tries", integer(f"{where}.tries", self.tries, 1, len(SPREADS)))
-        for name in ("epsilon_compute", "epsilon_tokens"):
-            object.__setattr__(self, name, _pair(f"{where}.{name}", getattr(self, name)))
-        find_solver("hypergraph", self.solver)
-        if self.deadline_s is not None:
-            object.__setattr__(self, "deadline_s", number(f"{where}.deadline_s", self.deadline_s))
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         groups = problem.model.kv_heads if self.head_groups == "kv" else self.head_groups
@@ -115,12 +95,11 @@ class Dcp(PlacePass):
         self, problem: Problem, blocks: Blocks, cells: Mapping[str, Cells], heads: Heads
     ) -> dict[tuple[str, str], Sides]:
         """The answers up to the first that does not keep both balances."""
-        solver = find_solver("hypergraph", self.solver).load()
         sides: dict[tuple[str, str], Sides] = {}
         for kind in cells:
             for phase in PHASES:
                 case = self._case(problem, blocks, cells[kind], heads, phase)
-                found: Sides = solver(case, Budget(self.deadline_s))
+                found = self.solver(case)
                 if not found.termination.solved:
                     return sides
                 sides[kind, phase] = found
@@ -147,14 +126,6 @@ class Dcp(PlacePass):
         row_bytes = heads.bytes_of(problem.model, phase)
         division = divide(cells[kind], rank, blocks.home, blocks.lengths, heads, row_bytes, self.divisions)
         return Execution(rank, division)
-
-
-def _pair(field: str, value: Any) -> tuple[float, float]:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ConfigError(
-            field, value, "must be two numbers, of nodes and of ranks in a node", "write [0.02, 0.03]"
-        )
-    return number(f"{field}[0]", value[0]), number(f"{field}[1]", value[1])
 
 
 def _together(ends: list[Termination]) -> Termination:

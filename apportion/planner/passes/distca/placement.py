@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import choice, integer, number
+from apportion.ir.errors import CapacityError
 from apportion.ir.isa import PHASES, Tensor
+from apportion.planner.options import Amount, Bytes, Positive
 from apportion.planner.passes.cells import cut_cells, cut_columns
 from apportion.planner.passes.distca.balance import Balance, Ended, Limits, Site, balance, imbalance
 from apportion.planner.passes.distca.board import Rules, Servers
-from apportion.planner.passes.distca.communication import FORMS, Form
+from apportion.planner.passes.distca.communication import Form
 from apportion.planner.passes.distca.homes import causal_sequences, sequential_homes, token_ranges
 from apportion.planner.passes.distca.ranges import RangeBalance, balance_ranges
 from apportion.planner.passes.refusals import obey_token_cap
@@ -41,8 +42,6 @@ WHERE = "recipe.place.distca"
 NO_CAP = 2**62
 # A policy may ask for less; no plan of whole rows has it.
 LEAST_TOLERANCE = 1e-4
-HEAD_TAIL = ("causal", "all", "none")
-_SWITCHES = ("two_sided", "o_bytes", "kv_free", "kv_ranges")
 _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
 
 
@@ -71,34 +70,19 @@ class Distca(PlacePass):
     loads from the tolerance, or are broken before anything moves.
     """
 
-    tolerance: float = 0.05
-    granularity: int = 128
-    threshold: float = 0.0
+    tolerance: Positive = 0.05
+    granularity: Annotated[int, Meta(ge=1, le=2**20)] = 128
+    threshold: Amount = 0.0
     two_sided: bool = True
     form: Form = "corrected"
     o_bytes: bool = True
     head_tail: Literal["causal", "all", "none"] = "causal"
     kv_free: bool = True
     kv_ranges: bool = False
-    send_bytes: int | None = None
-    receive_bytes: int | None = None
-    buffer_bytes: int | None = None
+    send_bytes: Bytes | None = None
+    receive_bytes: Bytes | None = None
+    buffer_bytes: Bytes | None = None
     own_cap: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tolerance", number(f"{WHERE}.tolerance", self.tolerance, above=True))
-        object.__setattr__(self, "threshold", number(f"{WHERE}.threshold", self.threshold))
-        object.__setattr__(self, "granularity", integer(f"{WHERE}.granularity", self.granularity, 1, 2**20))
-        choice(f"{WHERE}.form", self.form, FORMS)
-        choice(f"{WHERE}.head_tail", self.head_tail, HEAD_TAIL)
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"{WHERE}.{name}", getattr(self, name), "must be true or false", "write one of them"
-                )
-        for name in _CAPS:
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, integer(f"{WHERE}.{name}", getattr(self, name)))
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         starts, home, load, execution = (self._by_keys if self.kv_ranges else self._by_rows)(problem)

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.ir.fields import MAX_COUNT, choice, integer
 from apportion.ir.jit import jit
+from apportion.planner.options import Count
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import placed
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
@@ -49,20 +49,11 @@ class Zeppelin(PlacePass):
     """
 
     cap: Literal["enforce", "paper"] = "enforce"
-    capacity: int | None = None
-    inter_tokens: int | None = None
-    intra_tokens: int | None = None
-    parts: int = 1
+    capacity: Count | None = None
+    inter_tokens: Count | None = None
+    intra_tokens: Count | None = None
+    parts: Count = 1
     own_cap: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        where = "recipe.place.zeppelin"
-        choice(f"{where}.cap", self.cap, ("enforce", "paper"))
-        for field in ("capacity", "inter_tokens", "intra_tokens"):
-            value = getattr(self, field)
-            if value is not None:
-                object.__setattr__(self, field, integer(f"{where}.{field}", value, 1, MAX_COUNT))
-        object.__setattr__(self, "parts", integer(f"{where}.parts", self.parts, 1, MAX_COUNT))
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "zeppelin")

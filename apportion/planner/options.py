@@ -1,0 +1,156 @@
+"""Parameters of passes and solvers: fields of frozen dataclasses, held to their annotations.
+
+    buffers: Annotated[int, Meta(ge=1)] = 3     ->  checked, described, listed by `apportion recipes`, in a JSON Schema
+
+msgspec reads the annotations. What stands between fields (one needs another) a class checks itself, in
+`__post_init__`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Self, TypeVar, get_type_hints
+
+import msgspec
+from msgspec import Meta, inspect
+
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import MAX_COUNT, MAX_INT, suggestion
+
+T = TypeVar("T")
+
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Bytes = Annotated[int, Meta(ge=1, le=MAX_INT)]
+#: a time or a slack: not negative, and finite
+Amount = Annotated[float, Meta(ge=0, le=1e300)]
+Positive = Annotated[float, Meta(gt=0, le=1e300)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Option(ABC):
+    """A value that reads itself from plain data, where a type that msgspec knows does not say it."""
+
+    @abstractmethod
+    def reads(self, where: str, value: Any) -> Self:
+        """What `value` means in place of this default. Raises ConfigError, which names the field `where`."""
+
+    @abstractmethod
+    def says(self) -> str:
+        """What may be written, behind `must be`."""
+
+    @abstractmethod
+    def data(self) -> Any:
+        """This value as it is written."""
+
+    @abstractmethod
+    def schema(self) -> dict[str, Any]:
+        """What may be written, as a JSON Schema."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A field of a dataclass: its default, the values that it takes in words, and as a JSON Schema."""
+
+    name: str
+    default: Any
+    takes: str
+    schema: Mapping[str, Any] = field(hash=False)
+
+
+def read(cls: type[T], where: str, given: Mapping[str, Any], base: T | None = None) -> T:
+    """The instance of a dataclass of options that plain data describes.
+
+    where: its name in errors. base: has what is not given, else the defaults. Raises ConfigError, UnknownNameError.
+    """
+    hints, values = _hints(cls), {} if base is None else {name: getattr(base, name) for name in _hints(cls)}
+    for name, value in given.items():
+        if name not in hints:
+            rule = f"has the parameters {', '.join(hints)}" if hints else "has no parameters"
+            raise ConfigError(where, name, rule, "leave it out or correct it")
+        values[name] = _value(cls, f"{where}.{name}", name, value)
+    return cls(**values)
+
+
+def parameters(cls: type[Any]) -> Iterator[Parameter]:
+    """The parameters of a dataclass of options."""
+    for name, (hint, default) in _hints(cls).items():
+        if isinstance(default, Option):
+            yield Parameter(name, default.data(), default.says(), default.schema())
+        else:
+            yield Parameter(name, default, _says(inspect.type_info(hint)), msgspec.json.schema(hint))
+
+
+def schema(cls: type[Any]) -> dict[str, Any]:
+    """The JSON Schema of what `read` takes."""
+    held = {one.name: {**one.schema, "default": one.default} for one in parameters(cls)}
+    return {"type": "object", "additionalProperties": False, "properties": held}
+
+
+_HINTS: dict[type[Any], Mapping[str, tuple[Any, Any]]] = {}
+
+
+def _hints(cls: type[Any]) -> Mapping[str, tuple[Any, Any]]:
+    """Name -> annotation and default of each field of a dataclass."""
+    if cls not in _HINTS:
+        hints = get_type_hints(cls, include_extras=True)
+        _HINTS[cls] = {one.name: (hints[one.name], one.default) for one in fields(cls)}
+    return _HINTS[cls]
+
+
+def _value(cls: type[Any], where: str, name: str, value: Any) -> Any:
+    hint, default = _hints(cls)[name]
+    if isinstance(default, Option):
+        return default.reads(where, value)
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        pass
+    known = inspect.type_info(hint)
+    if isinstance(value, str) and (listed := _listed(known)):
+        raise UnknownNameError(where, value, f"must be {_says(known)}", suggestion(value[:64], listed))
+    raise ConfigError(
+        where, value, f"must be {_says(known)}", f"leave it out for {msgspec.json.encode(default).decode()}"
+    )
+
+
+def _listed(known: inspect.Type) -> list[str]:
+    """The words among what a type takes."""
+    if isinstance(known, inspect.UnionType):
+        return [word for one in known.types for word in _listed(one)]
+    return [str(value) for value in known.values] if isinstance(known, inspect.LiteralType) else []
+
+
+def _says(known: inspect.Type) -> str:
+    """What a type takes, behind `must be`."""
+    match known:
+        case inspect.UnionType(types=types):
+            return " or ".join(_says(one) for one in types)
+        case inspect.LiteralType(values=values):
+            return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.NoneType():
+            return "null"
+        case inspect.IntType() | inspect.FloatType():
+            return ("an integer" if isinstance(known, inspect.IntType) else "a number") + _range(known)
+        case inspect.TupleType(item_types=types):
+            return f"a list of {len(types)}: " + ", ".join(_says(one) for one in types)
+        case inspect.VarTupleType(item_type=one):
+            return f"a list, each {_says(one)}"
+        case inspect.StrType():
+            return "a name"
+        case inspect.DictType():
+            return "a mapping"
+    return "plain data"
+
+
+def _range(known: inspect.IntType | inspect.FloatType) -> str:
+    low, high = known.ge, known.le
+    if low is not None and high is not None and high < MAX_COUNT:
+        return f" from {low:g} to {high:g}"
+    if known.gt is not None:
+        return f" greater than {known.gt:g}"
+    return "" if low is None else f" of at least {low:g}"

@@ -1,0 +1,128 @@
+"""Solvers as parameters of passes: by name, with what they may spend.
+
+solver: PartitionSolver = PartitionSolver("lpt")                 in a pass; self.solver(problem) calls it
+solver: ilp                                                      in a recipe
+solver: {ilp: {steps: 1000, gap: 0.01, deadline_s: 2.0}}         what is not told is the solver's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from apportion.ir.errors import ConfigError
+from apportion.planner import options
+from apportion.planner.solvers.contracts import (
+    Colouring,
+    ColouringProblem,
+    Grouping,
+    GroupingProblem,
+    HypergraphProblem,
+    Partition,
+    PartitionProblem,
+    Sides,
+    Transport,
+    TransportProblem,
+)
+from apportion.planner.solvers.registry import Entry, find_solver, list_solvers
+from apportion.planner.solvers.status import Budget
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Use(options.Option, Generic[P, R]):
+    """A solver of one kind. budget: what it may spend, None for its own. Raises UnknownNameError."""
+
+    kind: ClassVar[str]
+    name: str
+    budget: Budget | None = None
+
+    def __post_init__(self) -> None:
+        find_solver(self.kind, self.name)
+
+    def __call__(self, problem: P) -> R:
+        """Raises MissingDependencyError, and what the solver raises."""
+        found: R = self.entry.load()(problem, self.spends)
+        return found
+
+    @property
+    def entry(self) -> Entry:
+        return find_solver(self.kind, self.name)
+
+    @property
+    def spends(self) -> Budget:
+        return self.entry.budget if self.budget is None else self.budget
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether no wall clock can cut what it finds."""
+        return self.spends.deadline_s is None
+
+    def reads(self, where: str, value: Any) -> Self:
+        if isinstance(value, str):
+            return type(self)(value)
+        if not isinstance(value, Mapping) or len(value) != 1:
+            raise ConfigError(
+                where, value, f"must be {self.says()}", f"write {self.name}, or {{{self.name}: {{}}}}"
+            )
+        ((name, told),) = value.items()
+        own = find_solver(self.kind, name).budget
+        if told is not None and not isinstance(told, Mapping):
+            raise ConfigError(f"{where}.{name}", told, "must be a mapping of its limits", "write {gap: 0.01}")
+        return type(self)(name, options.read(Budget, f"{where}.{name}", told or {}, own))
+
+    def says(self) -> str:
+        known = ", ".join(self.known())
+        return f"a {self.kind} solver ({known}), alone or as {{name: {{{', '.join(_LIMITS)}}}}}"
+
+    def data(self) -> Any:
+        if self.budget is None:
+            return self.name
+        return {self.name: {name: getattr(self.budget, name) for name in _LIMITS}}
+
+    def schema(self) -> dict[str, Any]:
+        known, limits = self.known(), options.schema(Budget)
+        one = {"type": "object", "minProperties": 1, "maxProperties": 1, "propertyNames": {"enum": known}}
+        told = {**one, "additionalProperties": {"anyOf": [limits, {"type": "null"}]}}
+        return {"anyOf": [{"enum": known}, told]}
+
+    @classmethod
+    def known(cls) -> list[str]:
+        """The solvers of this kind."""
+        return [entry.name for entry in list_solvers() if entry.kind == cls.kind]
+
+
+_LIMITS = [field.name for field in fields(Budget)]
+
+
+class PartitionSolver(Use[PartitionProblem, Partition]):
+    """Items into bins."""
+
+    kind = "partition"
+
+
+class ColouringSolver(Use[ColouringProblem, Colouring]):
+    """Edges into matchings."""
+
+    kind = "colouring"
+
+
+class TransportSolver(Use[TransportProblem, Transport]):
+    """Rows from ranks that have too many to ranks that have too few."""
+
+    kind = "transport"
+
+
+class GroupingSolver(Use[GroupingProblem, Grouping]):
+    """Groups of ranks, and sequences to groups."""
+
+    kind = "grouping"
+
+
+class HypergraphSolver(Use[HypergraphProblem, Sides]):
+    """Vertices with two weights onto ranks."""
+
+    kind = "hypergraph"
