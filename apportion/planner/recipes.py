@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, cast
 
@@ -307,6 +307,7 @@ def with_block(recipe: Recipe, block: int | str) -> Recipe:
     return Recipe(recipe.name, tuple(blocks if step.step == "shard" else step for step in recipe))
 
 
+@lru_cache(256)
 def passes_of(recipe: Recipe) -> Passes:
     """The passes of a recipe that does not search. Raises UnknownNameError for a pass, ConfigError for a step or
     parameter."""

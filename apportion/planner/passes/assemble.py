@@ -242,12 +242,10 @@ class Operands:
         ptr = np.concatenate([[0], np.cumsum(self._count)])
         columns, at = np.zeros((len(TABLES["operands"]), int(ptr[-1])), np.int32), ptr[:-1].copy()
         for held in self._rows:
-            ranges = held.ranges
-            heads = _full(ranges.heads, len(ranges))
-            rank, row, rows, heads = (
-                np.asarray(part, np.int32) for part in (ranges.rank, ranges.row, ranges.rows, heads)
-            )
-            _place(rank, row, rows, heads, int(held.tensor), int(held.space), at, columns)
+            ranges, kind, space = held.ranges, int(held.tensor), int(held.space)
+            rank, row = np.asarray(ranges.rank, np.int32), np.asarray(ranges.row, np.int32)
+            rows, heads = np.asarray(ranges.rows, np.int32), _full(ranges.heads, len(ranges))
+            _place(rank, row, rows, np.asarray(heads, np.int32), kind, space, at, columns)
         return Table(ptr, dict(zip(TABLES["operands"], columns, strict=True)))
 
 
@@ -362,10 +360,7 @@ class Assembler:
         count += per_step
         sorted_already = len(parts) == 1 and bool((key[1:] >= key[:-1]).all())
         order = None if sorted_already else sort_order(key, len(count))
-        columns = {
-            column: _column([part[2][index] for part in parts], [len(part[0]) for part in parts], order)
-            for index, column in enumerate(TABLES[name])
-        }
+        columns = {column: _column(parts, index, order) for index, column in enumerate(TABLES[name])}
         per_rank = per_step.reshape(self.ranks, len(self.steps)).sum(1)
         return Table(np.concatenate([[0], np.cumsum(per_rank)]), columns)
 
@@ -382,16 +377,17 @@ class Assembler:
         return Table(ptr, dict(zip(TABLES["instructions"], columns, strict=True)))
 
 
-def _column(values: list[Column], sizes: list[int], order: Ints | None) -> Ints:
-    """The values of all parts, one after another, then in `order`; int32, which every column of a list fits."""
-    if all(isinstance(value, int) and value == values[0] for value in values):
-        return np.full(sum(sizes), values[0], np.int32)
-    joined = np.concatenate(
-        [_full(value, size) for value, size in zip(values, sizes, strict=True)],
-        dtype=np.int32,
-        casting="unsafe",
-    )
-    return joined if order is None else np.take(joined, order)
+def _column(parts: Sequence[Part], index: int, order: Ints | None) -> Ints:
+    """One column of all parts, one after another, then in `order`; int32, which every column of a list fits."""
+    size, alike = 0, True
+    for rank, _, columns in parts:
+        size += len(rank)
+        alike = alike and isinstance(columns[index], int) and columns[index] == parts[0][2][index]
+    joined, at = np.empty(size, np.int32), 0
+    for rank, _, columns in parts:
+        joined[at : at + len(rank)] = columns[index]
+        at += len(rank)
+    return joined if order is None or alike else np.take(joined, order)
 
 
 def _full(value: Column, size: int) -> Ints:

@@ -68,7 +68,7 @@ class Tasks:
 
     def take(self, order: Ints) -> Tasks:
         """The tasks in another order."""
-        return Tasks(*(np.take(getattr(self, column.name), order) for column in fields(self)))
+        return Tasks(*[np.take(getattr(self, column.name), order) for column in fields(self)])
 
     def arriving(self, arrives: Ints) -> Tasks:
         """The tasks once routes have renumbered the edges; arrives: int32, the new number of each."""
@@ -113,7 +113,7 @@ class Edges:
 
     def take(self, order: Ints) -> Edges:
         """These edges, in this order, in which parents may not come after their children, nor be missing."""
-        taken = Edges(*(np.take(getattr(self, column.name), order) for column in fields(self)))
+        taken = Edges(*[np.take(getattr(self, column.name), order) for column in fields(self)])
         if (taken.parent < 0).all():
             return taken
         place = np.full(len(self) + 1, -1, np.int32)  # parent -1 is the last

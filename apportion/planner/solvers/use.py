@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from apportion.ir.errors import ConfigError
@@ -22,6 +23,7 @@ from apportion.planner.solvers.contracts import (
     Partition,
     PartitionProblem,
     Sides,
+    Solver,
     Transport,
     TransportProblem,
 )
@@ -45,14 +47,18 @@ class Use(options.Option, Generic[P, R]):
 
     def __call__(self, problem: P) -> R:
         """Raises MissingDependencyError, and what the solver raises."""
-        found: R = self.entry.load()(problem, self.spends)
+        found: R = self._solver(problem, self.spends)
         return found
 
-    @property
+    @cached_property
+    def _solver(self) -> Solver[P, R]:
+        return self.entry.load()
+
+    @cached_property
     def entry(self) -> Entry:
         return find_solver(self.kind, self.name)
 
-    @property
+    @cached_property
     def spends(self) -> Budget:
         return self.entry.budget if self.budget is None else self.budget
 
