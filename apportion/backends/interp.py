@@ -28,7 +28,6 @@ from apportion.ir.isa import (
     FIRST_DQ,
     HEADLESS,
     KV_SIDE,
-    OP_LIST,
     OP_NAMES,
     TABLES,
     TENSOR_NAMES,
@@ -139,7 +138,7 @@ class GradTask(NamedTuple):
 
 
 class RowOp(NamedTuple):
-    """Operands of delta, merge, add, copy, clear, project, project_grad and finish; 0 where there is none."""
+    """Operands of all other ops, as their rules name them; 0 where there is none."""
 
     a: int
     b: int
@@ -153,7 +152,7 @@ Row = Transfer | Task | GradTask | RowOp
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction. Exactly one of the lists is filled, the one that `isa.OP_LIST` names for the op."""
+    """One instruction. Exactly one of the lists is filled, the one of the op's rule."""
 
     index: int
     op: Op
@@ -165,13 +164,18 @@ class Step:
     grads: tuple[GradTask, ...] = ()
     rowops: tuple[RowOp, ...] = ()
 
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of its list."""
+        return self.transfers or self.tasks or self.grads or self.rowops
+
     def __str__(self) -> str:
         name = OP_NAMES[self.op]
         if self.op == Op.WAIT:
             return f"wait round {self.round}"
         if self.op == Op.LAUNCH:
             return f"launch round {self.round} channel {self.channel} ({len(self.transfers)} transfers)"
-        return f"{name} × {len(self.tasks or self.grads or self.rowops)}"
+        return f"{name} × {len(self.rows)}"
 
 
 class Segments(NamedTuple):
@@ -205,9 +209,14 @@ class Program:
         return tuple(sorted({step.channel for step in self.steps if step.op == Op.LAUNCH}))
 
     @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops of its steps, ascending."""
+        return tuple(sorted({step.op for step in self.steps}))
+
+    @cached_property
     def uses_project(self) -> bool:
         """Whether the program calls the layer's projection: then it takes hidden states and not q, k, v."""
-        return any(step.op in (Op.PROJECT, Op.PROJECT_GRAD) for step in self.steps)
+        return any(op.rule.products for op in self.ops)
 
     @property
     def cuts(self) -> Cuts:
@@ -306,7 +315,7 @@ def _grad(row: tuple[int, ...], kv_of: _KvColumns) -> GradTask:
 
 def _step(index: int, row: tuple[int, ...], lists: Mapping[str, Iterator[Row]]) -> Step:
     op, round_, channel, mode, count = row
-    name = OP_LIST[Op(op)]
+    name = Op(op).rule.list
     if name is None:
         return Step(index, Op(op), round_, channel, mode)
     rows = tuple(islice(lists[name], count))
@@ -325,7 +334,8 @@ def _check_consumed(lists: Mapping[str, Iterator[Row]]) -> None:
 
 
 class Machine(ABC, Generic[View]):
-    """One rank's execution of one program, once. A backend is a subclass with a memory and these twelve ops.
+    """One rank's execution of one program, once. A backend is a subclass with a memory and a method for each op, which
+    has the op's name and takes a `Step`. Raises ExecutionError for a program with an op that it has no method for.
 
     `views[i]` is what `view` returned for operand i; operand 0 means "none" and has no view.
     """
@@ -333,7 +343,17 @@ class Machine(ABC, Generic[View]):
     views: list[View]
 
     def __init__(self, program: Program) -> None:
+        self.require(program)
         self.program = program
+
+    @classmethod
+    def require(cls, program: Program) -> None:
+        """Raises ExecutionError where the program has an op without a method."""
+        for op in program.ops:
+            if not hasattr(cls, OP_NAMES[op]):
+                raise ExecutionError(
+                    f"{cls.__name__} has no handler for the op {OP_NAMES[op]}, which the program uses"
+                )
 
     def bind(self) -> None:
         """Resolves all operands; called once the backend's memory is there."""
@@ -341,9 +361,9 @@ class Machine(ABC, Generic[View]):
 
     @property
     def handlers(self) -> Mapping[Op, Callable[[Step], None]]:
-        """The dispatch table: op -> the method that executes a step of it."""
+        """The dispatch table: op of the program -> the method that executes a step of it."""
         # not kept: bound methods in the machine would be a cycle, and its arenas would wait for the collector
-        return MappingProxyType({op: getattr(self, OP_NAMES[op]) for op in Op})
+        return MappingProxyType({op: getattr(self, OP_NAMES[op]) for op in self.program.ops})
 
     def run(self) -> None:
         """Executes the program from the first instruction to the last."""
@@ -358,39 +378,3 @@ class Machine(ABC, Generic[View]):
     @abstractmethod
     def view(self, operand: Operand) -> View:
         """The operand in this backend's memory."""
-
-    @abstractmethod
-    def launch(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def wait(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def attend(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def attend_grad(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def delta(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def merge(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def add(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def copy(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def clear(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def project(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def project_grad(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def finish(self, step: Step) -> None: ...

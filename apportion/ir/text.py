@@ -32,15 +32,15 @@ from typing import Any
 
 import msgspec
 
-from apportion.ir import codec, sections, structure
+from apportion.ir import codec, sections
 from apportion.ir.errors import ConfigError
 from apportion.ir.forms import FORMS, NONE, SPACE_NAMES, Operand, Row
 from apportion.ir.isa import (
     ALL_TO_ALL,
     FORMAT,
     MOVE_COLUMNS,
-    OP_LIST,
     OP_NAMES,
+    OPERAND_COLUMNS,
     SPAN_COLUMNS,
     TABLES,
     TENSOR_NAMES,
@@ -73,8 +73,8 @@ def format_instruction(program: ProgramSet, index: int) -> str:
     """One instruction of a one-rank program, as its line of text."""
     table = program["instructions"]
     before = slice(0, index)
-    name = OP_LIST[Op(int(table["op"][index]))]
-    same = [OP_LIST.get(Op(int(op))) == name for op in table["op"][before]]
+    name = Op(int(table["op"][index])).rule.list
+    same = [Op(int(op)).rule.list == name for op in table["op"][before]]
     start = int(table["count"][before][same].sum())
     return _Writer(program).instruction(index, start)
 
@@ -183,7 +183,7 @@ class _Writer:
 
     def __init__(self, program: ProgramSet) -> None:
         self.instructions = _rows(program["instructions"], TABLES["instructions"])
-        self.lists = {name: _rows(program[name], TABLES[name]) for name in structure.OPERAND_COLUMNS}
+        self.lists = {name: _rows(program[name], TABLES[name]) for name in OPERAND_COLUMNS}
         self.operands: list[Operand] = _rows(program["operands"], TABLES["operands"])  # type: ignore[assignment]
         self.place = {operand: i for i, operand in reversed(list(enumerate(self.operands)))}
         self.used: list[Operand] = [NONE]
@@ -192,7 +192,7 @@ class _Writer:
     def lines(self) -> Iterator[str]:
         start = dict.fromkeys(self.lists, 0)
         for index, (op, *_, count) in enumerate(self.instructions):
-            name = OP_LIST[Op(op)]
+            name = Op(op).rule.list
             yield self.instruction(index, start[name] if name else 0)
             if name:
                 start[name] += count
@@ -201,7 +201,7 @@ class _Writer:
         """The line of an instruction whose list rows begin at `start`."""
         number, round, channel, mode, count = self.instructions[index]
         op = Op(number)
-        name = OP_LIST[op]
+        name = op.rule.list
         rows = self.lists[name][start : start + count] if name else []
         if op is Op.LAUNCH:
             words = f"launch {round}" + (f" channel {channel}" if channel else "")
@@ -216,8 +216,8 @@ class _Writer:
         return f"send {self.name(operand)} to {peer}" if send else f"receive {self.name(operand)} from {peer}"
 
     def row(self, op: Op, row: Row) -> str:
-        form, columns = FORMS[op], structure.OPERAND_COLUMNS[OP_LIST[op] or ""]
-        value = dict(zip(TABLES[OP_LIST[op] or ""], row, strict=True))
+        form = FORMS[op]
+        value = dict(zip(TABLES[op.rule.list or ""], row, strict=True))
         words = [self.name(value[slot]) for slot in form.reads]
         words += ["->"] if form.reads else []
         words += [self.name(value[slot]) for slot in form.writes]
@@ -225,7 +225,7 @@ class _Writer:
             q, kv = self.operands[value["q"]], self.operands[value["kv"]]
             words.append(_bounds(value["dmin"], value["dmax"], q[3], kv[3]))
         words += [word for word, bit in form.flags.items() if value["first"] & bit]
-        stray = [slot for slot in columns if value[slot] and slot not in form.reads + form.writes]
+        stray = [slot for slot in op.rule.columns if value[slot] and slot not in form.reads + form.writes]
         return " ".join(words + [f"{slot}={self.name(value[slot])}" for slot in stray])
 
     def name(self, index: int) -> str:

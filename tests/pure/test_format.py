@@ -22,7 +22,6 @@ from apportion.ir.columns import DTYPES
 from apportion.ir.diff import diff
 from apportion.ir.isa import (
     MOVE_COLUMNS,
-    OP_LIST,
     OP_NAMES,
     SPAN_COLUMNS,
     TABLES,
@@ -256,7 +255,7 @@ def test_the_prose_lists_every_code_and_column() -> None:
         shown = name if name.startswith("`") else f"`{name}`"
         assert f"| {shown} | {', '.join(f'`{column}`' for column in names)} |" in FORMAT
     for op in Op:
-        assert f"| {int(op)} | {OP_NAMES[op]} | {OP_LIST[op] or '-'} |" in FORMAT
+        assert f"| {int(op)} | {OP_NAMES[op]} | {op.rule.list or '-'} |" in FORMAT
     numbers = "|".join(f" {int(t)} " for t in Tensor if t)
     assert f"| tensor |{numbers}|" in FORMAT
     assert "| " + " | ".join(TENSOR_NAMES[t] for t in Tensor if t) + " |" in FORMAT

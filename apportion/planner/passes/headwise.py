@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import FIRST_DKV, KV_SIDE, TABLES, Op, Space, Tensor
+from apportion.ir.isa import FIRST_DKV, KV_SIDE, OPERAND_COLUMNS, TABLES, Op, Space, Tensor
 from apportion.ir.plan import ProgramSet
-from apportion.ir.structure import OPERAND_COLUMNS
 from apportion.planner.passes.assemble import (
     Assembler,
     Column,

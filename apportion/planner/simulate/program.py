@@ -18,19 +18,16 @@ from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import VerifyError
-from apportion.ir.isa import HEADLESS, KV_SIDE, OP_LIST, TABLES, Op, Tensor
+from apportion.ir.isa import HEADLESS, KV_SIDE, Op, Tensor
 from apportion.ir.model import Model
+from apportion.ir.ops import LIST_OF_OP, LISTS
 from apportion.ir.plan import Plan, ProgramSet, Table
 from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
-#: list -> bool [ops]: whether an op consumes its rows; bool [tensors]: which have KV heads, which have none
-_CONSUMES = {
-    name: np.array([OP_LIST.get(Op(op)) == name if op else False for op in range(max(Op) + 1)])
-    for name in TABLES
-}
+#: bool [tensors]: which have KV heads, which have none
 _KV_SIDE, _HEADLESS = (
     np.array([Tensor(tensor) in group for tensor in range(max(Tensor) + 1)]) for group in (KV_SIDE, HEADLESS)
 )
@@ -237,7 +234,7 @@ class View:
 
     def instruction_of(self, name: str) -> Ints:
         """int64 [rows]: the instruction that consumes each row of a list."""
-        at = np.flatnonzero(_CONSUMES[name][self.instructions["op"]])
+        at = np.flatnonzero(LIST_OF_OP[self.instructions["op"]] == LISTS.index(name))
         return np.repeat(at, self.instructions["count"][at])
 
     @cached_property
