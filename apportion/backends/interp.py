@@ -27,7 +27,6 @@ from apportion.ir.isa import (
     FIRST_DKV,
     FIRST_DQ,
     HEADLESS,
-    KV_SIDE,
     OP_NAMES,
     TABLES,
     TENSOR_NAMES,
@@ -40,9 +39,6 @@ from apportion.ir.segments import Cuts, Ints, own_cuts, segment_ends
 
 View = TypeVar("View")
 
-#: accumulators are float32 in arenas and on the wire (float64 for float64); the others have the model's dtype
-ACCUMULATORS = frozenset({Tensor.O, Tensor.DX, Tensor.DQ, Tensor.DKV, Tensor.DELTA})
-
 
 class Component(NamedTuple):
     """One array of a tensor: [rows, heads, width], [rows, heads] where width is 0; X, dX: [rows, width]."""
@@ -53,22 +49,12 @@ class Component(NamedTuple):
 
 
 def components(tensor: Tensor, header: Header, hidden: int = 0) -> tuple[Component, ...]:
-    """The arrays of a tensor, in the order in which they move. `hidden` is the width of X and dX.
-
-    A row of X is a token's hidden state with its position id, so that rows can be projected wherever they go.
-    """
-    qk, v = header.head_dim, header.v_head_dim
-    return {
-        Tensor.X: (Component("x", hidden), Component("position", 0, integer=True)),
-        Tensor.Q: (Component("q", qk),),
-        Tensor.KV: (Component("k", qk), Component("v", v)),
-        Tensor.O: (Component("o", v), Component("lse", 0)),
-        Tensor.DX: (Component("dx", hidden),),
-        Tensor.DQ: (Component("dq", qk),),
-        Tensor.DKV: (Component("dk", qk), Component("dv", v)),
-        Tensor.DO: (Component("do", v),),
-        Tensor.DELTA: (Component("lse", 0), Component("delta", 0)),
-    }[tensor]
+    """The arrays of a tensor, in the order in which they move. `hidden` is the width of X and dX."""
+    contents = tensor.contents
+    widths = contents.widths(header.head_dim, header.v_head_dim, hidden)
+    return tuple(
+        Component(part.name, width, part.integer) for part, width in zip(contents.parts, widths, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +256,7 @@ def _heads(header: Header, tensor: Tensor, heads: int) -> tuple[int, ...]:
         raise ExecutionError(f"an operand names head set {heads}; the plan has {len(header.head_sets)}")
     if heads:
         return tuple(header.head_sets[heads - 1])
-    return tuple(range(header.kv_heads if tensor in KV_SIDE else header.q_heads))
+    return tuple(range(header.heads_of(tensor)))
 
 
 def _evenly_spaced(columns: tuple[int, ...]) -> slice | tuple[int, ...]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from apportion.backends.interp import Machine, Operand, Program, Step, Transfer, compile_program, components
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.isa import KV_SIDE, OP_NAMES, Op, Tensor
+from apportion.ir.isa import OP_NAMES, Op, Tensor
 
 Zeros = NDArray[np.float64]
 
@@ -97,7 +97,7 @@ class NullBackend:
 
     def _shapes(self, tensor: Tensor) -> list[tuple[int, ...]]:
         header = self.piece.header
-        lead = (self.rows, header.kv_heads if tensor in KV_SIDE else header.q_heads)
+        lead = (self.rows, header.heads_of(tensor))
         return [(*lead, part.width) if part.width else lead for part in components(tensor, header)]
 
     def _zeros(self, tensor: Tensor) -> tuple[Zeros, ...]:

@@ -26,7 +26,7 @@ from apportion.backends.local_ranks import (
 )
 from apportion.backends.numpy_kernels import Floats, Scores
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.isa import HEADLESS, KV_SIDE, TENSOR_NAMES, Tensor
+from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Tensor
 from apportion.ir.plan import Layout, Plan
 
 __all__ = [
@@ -236,8 +236,7 @@ def _check_shapes(plan: Plan, layer: Layer, given: Mapping[Tensor, Arrays]) -> N
 
 
 def _shape_of_row(plan: Plan, tensor: Tensor, width: int) -> tuple[int, ...]:
-    heads = plan.header.kv_heads if tensor in KV_SIDE else plan.header.q_heads
-    return (() if tensor in HEADLESS else (heads,)) + ((width,) if width else ())
+    return (() if tensor in HEADLESS else (plan.header.heads_of(tensor),)) + ((width,) if width else ())
 
 
 def _forward(

@@ -1,4 +1,4 @@
-"""Tables of ops for loops over columns: by code, derived from the rules of `ir.isa`."""
+"""Tables of ops and tensors for loops over columns: by code, derived from `ir.isa`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import OPERAND_COLUMNS, RULES, Rule
+from apportion.ir.isa import HEADLESS, KV_SIDE, OPERAND_COLUMNS, RULES, Rule, Tensor
 
 Ints = NDArray[np.integer[Any]]
 
@@ -27,3 +27,5 @@ def list_table(rules: Mapping[int, Rule]) -> Ints:
 
 
 LIST_OF_OP = list_table(RULES)
+#: bool [tensors]: whether its heads are KV heads; whether it has none
+IS_KEY, IS_HEADLESS = (np.array([tensor in group for tensor in Tensor]) for group in (KV_SIDE, HEADLESS))

@@ -24,7 +24,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice
-from apportion.ir.isa import TABLES, VERSION
+from apportion.ir.isa import TABLES, VERSION, Tensor
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 
@@ -181,6 +181,12 @@ class Header:
     version: tuple[int, int] = VERSION
     #: kind -> distinct (dmin, dmax) of its masks, sorted; of too many none. None: a plan of version 1.0 does not say
     diagonals: Mapping[str, tuple[tuple[int, int], ...]] | None = None
+
+    def heads_of(self, tensor: Tensor) -> int:
+        """How many heads a tensor has; 1 where it has none."""
+        if tensor.contents.side is None:
+            return 1
+        return self.kv_heads if tensor.contents.side == "key" else self.q_heads
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from apportion.ir.bands import INF, MAX_DIAGONALS
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import MAX_RANKS, OP_NAMES, OPERAND_COLUMNS, TABLES, Op, Space, Tensor
-from apportion.ir.ops import LIST_OF_OP, LISTS
+from apportion.ir.ops import IS_KEY, LIST_OF_OP, LISTS
 from apportion.ir.packed import encoded
 from apportion.ir.plan import Header, Ints, Table
 
@@ -212,9 +212,9 @@ def _check_operand_table(header: Header, operands: _Place) -> None:
     operands.refuse(blank, "only operand 0 may be none or have no rows")
     foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     if foreign.any():
-        kv_side = np.isin(operands["tensor"], (Tensor.KV, Tensor.DKV))
         operands.refuse(
-            kv_side & foreign[operands["heads"]], f"its heads go beyond {header.kv_heads} KV heads"
+            IS_KEY[operands["tensor"]] & foreign[operands["heads"]],
+            f"its heads go beyond {header.kv_heads} KV heads",
         )
 
 

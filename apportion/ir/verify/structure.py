@@ -12,6 +12,7 @@ import numpy as np
 from apportion.ir import structure
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Rule, Tensor
+from apportion.ir.ops import IS_HEADLESS
 from apportion.ir.sections import diagonals_of
 from apportion.ir.verify.report import Violation, at_instruction, describe_operand, span
 from apportion.ir.verify.scan import (
@@ -28,8 +29,6 @@ from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import WORK, Program
 
 RULE, OPERANDS_RULE = "structure", "operands"
-T = Tensor
-_BACKWARD_ONLY = (T.DX, T.DQ, T.DKV, T.DO, T.DELTA)
 
 
 def check(subject: Subject) -> Iterator[Violation]:
@@ -96,7 +95,7 @@ def _operands(program: Program) -> Iterator[Violation]:
     tensor, rank, work = table["tensor"], table.rank, table["space"] == WORK
     arena_rows, arena_heads = program.arena_rows[rank, tensor], program.arena_heads[rank, tensor]
     limit = np.where(work, arena_rows, program.home_rows[rank])
-    headless = (tensor == T.X) | (tensor == T.DX)
+    headless = IS_HEADLESS[tensor]
     checks = [
         (table["row"] + table["rows"] > limit, "ends after the last of {} rows", limit),
         (~work & (table["col"] != 0), "is at home, where the column must be 0", limit),
@@ -112,7 +111,7 @@ def _operands(program: Program) -> Iterator[Violation]:
         ),
     ]
     for wrong, message, number in checks:
-        for operand in np.flatnonzero(wrong & (tensor != T.NONE)).tolist():
+        for operand in np.flatnonzero(wrong & (tensor != Tensor.NONE)).tolist():
             yield operand_violation(program, operand, message.format(number[operand]))
 
 
@@ -123,9 +122,9 @@ def _phase(program: Program) -> Iterator[Violation]:
         for at in np.flatnonzero(instructions["op"] == op).tolist():
             message = f"{OP_NAMES[op]} does not belong to a {program.phase} program"
             yield at_instruction(OPERANDS_RULE, program, at, message)
-    if program.phase == "forward":
-        for operand in np.flatnonzero(np.isin(program["operands"]["tensor"], _BACKWARD_ONLY)).tolist():
-            yield operand_violation(program, operand, "names a tensor of the backward phase")
+    foreign = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
+    for operand in np.flatnonzero(np.isin(program["operands"]["tensor"], foreign)).tolist():
+        yield operand_violation(program, operand, "names a tensor of the backward phase")
 
 
 def _lists(subject: Subject, program: Program) -> Iterator[Violation]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.isa import HEADLESS, KV_SIDE, TABLES, TASK_LIST, Op, Space, Tensor
 from apportion.ir.jit import lean
-from apportion.ir.ops import LIST_OF_OP, LISTS, NO_LIST
+from apportion.ir.ops import IS_KEY, LIST_OF_OP, LISTS, NO_LIST
 from apportion.ir.plan import Ints, ProgramSet, Table
 from apportion.ir.sorting import stable_order
 from apportion.ir.verify.meeting import Meeting, meet
@@ -19,7 +19,6 @@ from apportion.ir.verify.meeting import Meeting, meet
 Bools = NDArray[np.bool_]
 
 HOME, WORK = int(Space.HOME), int(Space.WORK)
-KV_TENSORS = tuple(sorted(KV_SIDE))
 _KV_BITS, _HEADLESS_BITS = (sum(1 << tensor for tensor in some) for some in (KV_SIDE, HEADLESS))
 _TENSORS = max(Tensor) + 1
 
@@ -105,9 +104,7 @@ class Program:
     @cached_property
     def kv_side(self) -> Bools:
         """bool [operands]: whether an operand's heads are KV heads."""
-        tensor = self["operands"]["tensor"]
-        side: Bools = (tensor == KV_TENSORS[0]) | (tensor == KV_TENSORS[1])
-        return side
+        return IS_KEY[self["operands"]["tensor"]]
 
     @cached_property
     def head_count(self) -> Ints:

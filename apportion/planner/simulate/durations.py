@@ -19,16 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.bands import area
-from apportion.ir.isa import FIRST_DKV, FIRST_DQ, OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Tensor, Use
+from apportion.ir.isa import OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Tensor, Use
 from apportion.ir.jit import jit
 from apportion.ir.messages import Bools
 from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes
 from apportion.planner.simulate.program import Floats, Ints, View
 
-#: phase -> accumulators of its tasks: column, tensor, a tensor of that shape in the model's dtype, flag of a first task
-_ACCUMULATORS = {
-    "forward": (("o", Tensor.O, Tensor.DO, 1),),
-    "backward": (("dq", Tensor.DQ, Tensor.Q, FIRST_DQ), ("dkv", Tensor.DKV, Tensor.KV, FIRST_DKV)),
+#: phase -> what its attention tasks add up: operands of rows of their list
+_SUMS = {
+    phase: {
+        a.column: a
+        for rule in RULES.values()
+        if rule.list == name
+        for a in rule.arguments
+        if a.use is Use.ADD
+    }
+    for phase, name in TASK_LIST.items()
 }
 
 
@@ -125,9 +131,10 @@ def _accumulated(view: View, of: Ints) -> Ints:
     table, found, model = view.source[TASK_LIST[view.phase]], view.operands, view.model
     first, most = found.ptr[view.rank_of], int(np.diff(found.ptr).max())
     moved = np.zeros(len(first), np.int64)
-    for column, tensor, result, flag in _ACCUMULATORS[view.phase]:
-        held = _Held(first, found.bytes, most, model.row_bytes(tensor, 1), model.row_bytes(result, 1))
-        _accumulate(moved, of, table.wide(column), (table["first"] & flag) > 0, held)
+    for column, argument in _SUMS[view.phase].items():
+        (tensor,) = argument.tensors
+        held = _Held(first, found.bytes, most, model.row_bytes(tensor, 1), model.result_bytes(tensor))
+        _accumulate(moved, of, table.wide(column), (table["first"] & argument.flag) > 0, held)
     return moved
 
 
@@ -174,7 +181,7 @@ def _row_bytes(view: View) -> Ints:
     op, count = (view.instructions.wide(name) for name in ("op", "count"))
     a, b, c, d, first = (table.wide(name) for name in ("a", "b", "c", "d", "first"))
     moved = _passed(op, count, found.ptr[view.rank_of], _Rows(a, b, c, d, first), found.bytes, _PASSES)
-    output = model.row_bytes(Tensor.DO, 1) + model.accumulator_bytes  # of a head, and its LSE
+    output = model.result_bytes(Tensor.O) + model.accumulator_bytes  # of a head, and its LSE
     return moved + np.where(np.isin(op, _FINISHES), moved // model.row_bytes(Tensor.O, 1) * output, 0)
 
 

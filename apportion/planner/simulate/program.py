@@ -18,19 +18,15 @@ from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import VerifyError
-from apportion.ir.isa import HEADLESS, KV_SIDE, Op, Tensor
+from apportion.ir.isa import Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.ops import LIST_OF_OP, LISTS
+from apportion.ir.ops import IS_HEADLESS, IS_KEY, LIST_OF_OP, LISTS
 from apportion.ir.plan import Plan, ProgramSet, Table
 from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
-#: bool [tensors]: which have KV heads, which have none
-_KV_SIDE, _HEADLESS = (
-    np.array([Tensor(tensor) in group for tensor in range(max(Tensor) + 1)]) for group in (KV_SIDE, HEADLESS)
-)
 #: what an instruction is to the event loop
 WORK, LAUNCH, WAIT = range(3)
 
@@ -215,8 +211,8 @@ class View:
         """int64 [tensors, none and head sets] each: heads of an operand, and bytes of one of its rows."""
         head = self.plan.header
         sets = [len(members) for members in head.head_sets]
-        heads = np.where(_KV_SIDE[:, None], [head.kv_heads, *sets], [head.q_heads, *sets])
-        heads[_HEADLESS] = 1
+        heads = np.where(IS_KEY[:, None], [head.kv_heads, *sets], [head.q_heads, *sets])
+        heads[IS_HEADLESS] = 1
         per_head = [self.model.row_bytes(Tensor(t), 1) for t in range(max(Tensor) + 1)]
         return heads, heads * np.array(per_head)[:, None]
 

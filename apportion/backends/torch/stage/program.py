@@ -40,7 +40,7 @@ from apportion.backends.torch.stage.tiles import Ints, shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
 from apportion.backends.torch.stage.worklists import Columns, WorkList, work_list
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import KV_SIDE, OP_NAMES, Op, Space
+from apportion.ir.isa import OP_NAMES, Op, Space
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.plan import ProgramSet
 
@@ -346,7 +346,7 @@ class _Builder:
         yield from self._move(list(moved(source, named, rows)))
 
     def _all(self, tensor: Name) -> tuple[tuple[int, ...], slice]:
-        heads = self._header.kv_heads if tensor in KV_SIDE else self._header.q_heads
+        heads = self._header.heads_of(tensor)
         return tuple(range(heads)), slice(0, heads, 1)
 
     def _widths(self) -> Mapping[str, int]:
