@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -27,7 +27,10 @@ from apportion.backends.local_ranks import (
 from apportion.backends.numpy_kernels import Floats, Scores
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Tensor
-from apportion.ir.plan import Layout, Plan
+from apportion.ir.plan import Layout
+
+if TYPE_CHECKING:
+    from apportion.ir.codec import Plan  # which loads compiled loops; executing has none
 
 __all__ = [
     "Kernels",

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from apportion.cli import svg
 from apportion.cli.mask_cells import Axis, axis_of, owners
 from apportion.cli.output import count
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import ATTENTION, PHASES, Op
-from apportion.ir.plan import Plan
 from apportion.planner.simulate import Run, simulate
 
 Ints = NDArray[np.int64]

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 
 from apportion.ir import codec, sections, structure, wire
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.ir.forms import NONE, Operand, Row
 from apportion.ir.isa import HEADLESS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION, Space, Tensor
-from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request, Table
+from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request, Table
 
 
 class DraftProgram:

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, suggestion
 from apportion.ir.masks import Causal, Chunked, Mask, SlidingWindow
-from apportion.ir.model import Model
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _WINDOW_OF = MappingProxyType({SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"})
@@ -53,20 +52,36 @@ def is_config(data: Any) -> bool:
     return isinstance(data, Mapping) and ("model_type" in data or "num_attention_heads" in data)
 
 
-def model_of(config: Mapping[str, Any]) -> Model:
+class ModelFields(TypedDict):
+    """Fields of `ir.model.Model`."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int | None
+    dtype: str
+    hidden: int
+    ffn: int
+    layers: int | dict[str, int]
+
+
+def model_fields(config: Mapping[str, Any]) -> ModelFields:
     """What planning must know of the layers. Attention kinds are the distinct layer types; where there is one, `layers`
     is a number. Of MLA the heads as training has them: as many of K as of Q. Raises ConfigError."""
     text = _text(config)
     heads, hidden = _count(text, "num_attention_heads"), _count(text, "hidden_size")
     kinds = Counter(_layer_types(text))
-    return Model(
-        heads,
-        *_widths(text, heads, hidden),
-        _dtype(text, config),
-        hidden,
-        _count(text, "intermediate_size"),
-        dict(sorted(kinds.items())) if len(kinds) > 1 else kinds.total(),
-    )
+    kv_heads, head_dim, v_head_dim = _widths(text, heads, hidden)
+    return {
+        "q_heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
+        "dtype": _dtype(text, config),
+        "hidden": hidden,
+        "ffn": _count(text, "intermediate_size"),
+        "layers": dict(sorted(kinds.items())) if len(kinds) > 1 else kinds.total(),
+    }
 
 
 def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from apportion.ir.codec import Plan
 from apportion.ir.draft import Draft, DraftProgram
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.forms import FORMS, NONE, OPS, SPACES, TENSORS, Form, Operand, Row
 from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_NAMES, PHASES, SPAN_COLUMNS, TABLES, VERSION, Op
-from apportion.ir.plan import Plan
 
 _INT = r"(\d{1,15})"
 _NAME = r'("(?:[^"\\]|\\.)*"|[\w.-]+)'

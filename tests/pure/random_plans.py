@@ -6,9 +6,10 @@ import numpy as np
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.isa import MOVE_COLUMNS, OPERAND_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request, Table
+from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request, Table
 from apportion.ir.policy import Policy, Recipe
 from apportion.ir.sections import diagonals_of
 

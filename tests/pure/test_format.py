@@ -17,7 +17,7 @@ from random_plans import random_plan
 
 from apportion.ir import codec, masks
 from apportion.ir.bands import INF
-from apportion.ir.codec import Slice
+from apportion.ir.codec import Plan, Slice
 from apportion.ir.columns import DTYPES
 from apportion.ir.diff import diff
 from apportion.ir.isa import (
@@ -30,7 +30,6 @@ from apportion.ir.isa import (
     Op,
     Tensor,
 )
-from apportion.ir.plan import Plan
 from apportion.ir.text import format_plan, parse
 from apportion.ir.wire import MAX_BYTES
 

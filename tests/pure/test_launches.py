@@ -13,10 +13,10 @@ from test_simulate import PLANS, STRATEGIES, Unit, plan_of
 from apportion.ir import text
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, Op, Space, Tensor
 from apportion.ir.messages import find_messages
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.planner import api
 from apportion.planner.simulate import Run, simulate, simulate_with
 

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.isa import Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.ops import IS_HEADLESS, IS_KEY, LIST_OF_OP, LISTS
-from apportion.ir.plan import Plan, ProgramSet, Table
+from apportion.ir.plan import ProgramSet, Table
 from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
