@@ -10,7 +10,7 @@ from typing import Any
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer, known, load, mapping, name, suggestion
-from apportion.ir.hf_config import is_config, model_fields
+from apportion.ir.hf_fields import is_config, model_fields
 from apportion.ir.isa import Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
@@ -97,11 +97,6 @@ class Model:
         """The model of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
         return Model(**known("model", data, [item.name for item in fields(Model)]))
 
-    @staticmethod
-    def from_config(config: Mapping[str, Any]) -> Model:
-        """The model of the data of a Hugging Face `config.json`, see `ir.hf_config`. Raises ConfigError."""
-        return Model(**model_fields(config))
-
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -111,7 +106,7 @@ class Model:
     def load(path: str | Path) -> Model:
         """The model of a JSON or YAML file, or of the `config.json` of a Hugging Face model. Raises ConfigError."""
         data = load(path)
-        return Model.from_config(data) if is_config(data) else Model.from_data(data)
+        return Model(**model_fields(data)) if is_config(data) else Model.from_data(data)
 
 
 def _layers(layers: Any) -> int | dict[str, int]:

@@ -19,8 +19,7 @@ from torch.nn.functional import one_hot
 
 from apportion.backends.torch.arrays import DTYPES
 from apportion.ir.errors import ConfigError, MissingDependencyError
-from apportion.ir.hf_config import masks_of
-from apportion.ir.model import Model
+from apportion.ir.hf_config import masks_of, model_of
 from apportion.trainer.attention import PlanHandle, planned_attention
 from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.loader import PlannedLoader
@@ -89,7 +88,7 @@ def loader(dataset: Any, model: Any, *, dtype: str | None = None, **options: Any
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
         options["masks"] = masks_of(config)
     options = {"rows_multiple": 1, "drop_last": options.get("stream", "train") == "train", **options}
-    return PlannedLoader(dataset, model=replace(Model.from_config(config), dtype=dtype or own), **options)
+    return PlannedLoader(dataset, model=replace(model_of(config), dtype=dtype or own), **options)
 
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.hf_config import masks_of
+from apportion.ir.hf_config import masks_of, model_of
 from apportion.ir.masks import Causal, Chunked, Mask, SlidingWindow
 from apportion.ir.model import Model
 
@@ -97,17 +97,13 @@ def test_a_window_that_is_null_or_switched_off_is_none() -> None:
     assert masks_of(without) == SlidingWindow(4096)  # as the class of the model has it
     switched = changed(QWEN2, use_sliding_window=True)
     assert masks_of(switched) == slide(32768)
-    assert Model.from_config(switched).layers == {"full_attention": 21, "sliding_attention": 3}
+    assert model_of(switched).layers == {"full_attention": 21, "sliding_attention": 3}
 
 
 def test_heads_and_dtypes_that_are_not_said_have_their_usual_values() -> None:
     bare = changed(LLAMA, num_key_value_heads=None, torch_dtype=None, head_dim=None)
-    assert (
-        Model.from_config(bare).kv_heads,
-        Model.from_config(bare).head_dim,
-        Model.from_config(bare).dtype,
-    ) == (32, 128, "bf16")
-    assert Model.from_config(changed(LLAMA, dtype="torch.float32")).dtype == "fp32"  # wins over torch_dtype
+    assert (model_of(bare).kv_heads, model_of(bare).head_dim, model_of(bare).dtype) == (32, 128, "bf16")
+    assert model_of(changed(LLAMA, dtype="torch.float32")).dtype == "fp32"  # wins over torch_dtype
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_heads_and_dtypes_that_are_not_said_have_their_usual_values() -> None:
 )
 def test_what_cannot_be_planned_is_named(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        Model.from_config(config)
+        model_of(config)
 
 
 def test_models_that_look_ahead_need_masks_of_their_own() -> None:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import apportion as ap
+from apportion.ir.hf_config import model_of
 from apportion.ir.job import Job
-from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 from apportion.planner.recipes import find_recipe
 from apportion.trainer import hf
@@ -86,7 +86,7 @@ class Documents:
 def loader(model, ranks, comm=None, lengths=LENGTHS, tokens=None, microbatches=1, dtype="fp32", **options):
     """An `hf.loader` whose plans are made in this process."""
     tokens = -(-sum(lengths) // ranks) if tokens is None else tokens
-    shape = replace(Model.from_config(model.config.to_dict()), dtype=dtype)
+    shape = replace(model_of(model.config.to_dict()), dtype=dtype)
     job = Job(ap.Cluster(1, ranks), shape, Policy(find_recipe("fcp")), tokens, microbatches)
     options = {"shuffle": False, "communicator": comm, **options}
     return hf.loader(Documents(lengths), model, dtype=dtype, source=HereSource(job), **options)
