@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from apportion.ir import masks
     from apportion.ir.batch import Batch, Sequence
     from apportion.ir.cluster import Cluster
-    from apportion.ir.codec import Slice
+    from apportion.ir.codec import Plan, Slice
     from apportion.ir.errors import (
         ApportionError,
         CapacityError,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from apportion.ir.iteration import IterationPlan
     from apportion.ir.job import Job
     from apportion.ir.model import Model
-    from apportion.ir.plan import Layout, Plan
+    from apportion.ir.plan import Layout
     from apportion.ir.policy import Policy, Recipe
     from apportion.ir.verify import verify
     from apportion.planner.api import plan
@@ -55,7 +55,7 @@ _HOMES = {
     "apportion.ir": ("masks",),
     "apportion.ir.batch": ("Batch", "Sequence"),
     "apportion.ir.cluster": ("Cluster",),
-    "apportion.ir.codec": ("Slice",),
+    "apportion.ir.codec": ("Plan", "Slice"),
     "apportion.ir.errors": (
         "ApportionError",
         "CapacityError",
@@ -71,7 +71,7 @@ _HOMES = {
     "apportion.ir.iteration": ("IterationPlan",),
     "apportion.ir.job": ("Job",),
     "apportion.ir.model": ("Model",),
-    "apportion.ir.plan": ("Layout", "Plan"),
+    "apportion.ir.plan": ("Layout",),
     "apportion.ir.policy": ("Policy", "Recipe"),
     "apportion.ir.verify": ("verify",),
     "apportion.planner.api": ("plan",),

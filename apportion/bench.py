@@ -17,10 +17,10 @@ import numpy as np
 from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError, ConfigError
 from apportion.ir.masks import Mask
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Recipe
 from apportion.ir.verify import verify
 from apportion.ir.workload import Workload, lognormal_lengths, sample

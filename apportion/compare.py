@@ -17,9 +17,9 @@ import numpy as np
 from apportion.bench import Job, Times, timed_plan, timed_verify, warm_up
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError, ConfigError, VerifyError
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Recipe
 from apportion.planner.simulate import simulate
 

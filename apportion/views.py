@@ -12,8 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from apportion.ir.codec import Plan
 from apportion.ir.pairs import pairs
-from apportion.ir.plan import Plan, ProgramSet
+from apportion.ir.plan import ProgramSet
 
 Record = Mapping[str, Any]
 

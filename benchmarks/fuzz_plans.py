@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.progress import track
 
 from apportion.ir import codec
+from apportion.ir.codec import Plan
 from apportion.ir.columns import BITS, DTYPES, OFFSET
 from apportion.ir.errors import ApportionError, DecodeError
-from apportion.ir.plan import Plan
 from apportion.ir.verify import check
 
 GOLDEN = Path(__file__).resolve().parents[1] / "apportion/schemas/golden"

@@ -30,10 +30,10 @@ from torch.multiprocessing import spawn
 from apportion.backends.torch.profile import profile, profile_links, with_links
 from apportion.ir import masks
 from apportion.ir.batch import Batch
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError
 from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Recipe, Step
 from apportion.planner import api, recipes
 from apportion.planner.simulate import simulate

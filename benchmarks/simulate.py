@@ -14,9 +14,9 @@ from time import perf_counter
 from typing import Any
 
 from apportion.bench import Source, cluster_of
+from apportion.ir.codec import Plan
 from apportion.ir.jit import HAS_NUMBA
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.planner import api
 from apportion.planner.recipes import find_recipe, with_block
 from apportion.planner.simulate import Simulation, simulate

@@ -20,10 +20,10 @@ from typing import Any
 
 from apportion.bench import Job, Source, Times, cluster_of, timed_plan, timed_verify
 from apportion.cli.house import versions
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError, UnknownNameError
 from apportion.ir.isa import PHASES
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Recipe, Step
 from apportion.planner.recipes import find_recipe, with_block
 

@@ -27,8 +27,6 @@ from apportion.ir.isa import (
     FIRST_DKV,
     FIRST_DQ,
     HEADLESS,
-    KV_SIDE,
-    OP_LIST,
     OP_NAMES,
     TABLES,
     TENSOR_NAMES,
@@ -41,9 +39,6 @@ from apportion.ir.segments import Cuts, Ints, own_cuts, segment_ends
 
 View = TypeVar("View")
 
-#: accumulators are float32 in arenas and on the wire (float64 for float64); the others have the model's dtype
-ACCUMULATORS = frozenset({Tensor.O, Tensor.DX, Tensor.DQ, Tensor.DKV, Tensor.DELTA})
-
 
 class Component(NamedTuple):
     """One array of a tensor: [rows, heads, width], [rows, heads] where width is 0; X, dX: [rows, width]."""
@@ -54,22 +49,12 @@ class Component(NamedTuple):
 
 
 def components(tensor: Tensor, header: Header, hidden: int = 0) -> tuple[Component, ...]:
-    """The arrays of a tensor, in the order in which they move. `hidden` is the width of X and dX.
-
-    A row of X is a token's hidden state with its position id, so that rows can be projected wherever they go.
-    """
-    qk, v = header.head_dim, header.v_head_dim
-    return {
-        Tensor.X: (Component("x", hidden), Component("position", 0, integer=True)),
-        Tensor.Q: (Component("q", qk),),
-        Tensor.KV: (Component("k", qk), Component("v", v)),
-        Tensor.O: (Component("o", v), Component("lse", 0)),
-        Tensor.DX: (Component("dx", hidden),),
-        Tensor.DQ: (Component("dq", qk),),
-        Tensor.DKV: (Component("dk", qk), Component("dv", v)),
-        Tensor.DO: (Component("do", v),),
-        Tensor.DELTA: (Component("lse", 0), Component("delta", 0)),
-    }[tensor]
+    """The arrays of a tensor, in the order in which they move. `hidden` is the width of X and dX."""
+    contents = tensor.contents
+    widths = contents.widths(header.head_dim, header.v_head_dim, hidden)
+    return tuple(
+        Component(part.name, width, part.integer) for part, width in zip(contents.parts, widths, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +124,7 @@ class GradTask(NamedTuple):
 
 
 class RowOp(NamedTuple):
-    """Operands of delta, merge, add, copy, clear, project, project_grad and finish; 0 where there is none."""
+    """Operands of all other ops, as their rules name them; 0 where there is none."""
 
     a: int
     b: int
@@ -153,7 +138,7 @@ Row = Transfer | Task | GradTask | RowOp
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction. Exactly one of the lists is filled, the one that `isa.OP_LIST` names for the op."""
+    """One instruction. Exactly one of the lists is filled, the one of the op's rule."""
 
     index: int
     op: Op
@@ -165,13 +150,18 @@ class Step:
     grads: tuple[GradTask, ...] = ()
     rowops: tuple[RowOp, ...] = ()
 
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of its list."""
+        return self.transfers or self.tasks or self.grads or self.rowops
+
     def __str__(self) -> str:
         name = OP_NAMES[self.op]
         if self.op == Op.WAIT:
             return f"wait round {self.round}"
         if self.op == Op.LAUNCH:
             return f"launch round {self.round} channel {self.channel} ({len(self.transfers)} transfers)"
-        return f"{name} × {len(self.tasks or self.grads or self.rowops)}"
+        return f"{name} × {len(self.rows)}"
 
 
 class Segments(NamedTuple):
@@ -205,9 +195,14 @@ class Program:
         return tuple(sorted({step.channel for step in self.steps if step.op == Op.LAUNCH}))
 
     @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops of its steps, ascending."""
+        return tuple(sorted({step.op for step in self.steps}))
+
+    @cached_property
     def uses_project(self) -> bool:
         """Whether the program calls the layer's projection: then it takes hidden states and not q, k, v."""
-        return any(step.op in (Op.PROJECT, Op.PROJECT_GRAD) for step in self.steps)
+        return any(op.rule.products for op in self.ops)
 
     @property
     def cuts(self) -> Cuts:
@@ -261,7 +256,7 @@ def _heads(header: Header, tensor: Tensor, heads: int) -> tuple[int, ...]:
         raise ExecutionError(f"an operand names head set {heads}; the plan has {len(header.head_sets)}")
     if heads:
         return tuple(header.head_sets[heads - 1])
-    return tuple(range(header.kv_heads if tensor in KV_SIDE else header.q_heads))
+    return tuple(range(header.heads_of(tensor)))
 
 
 def _evenly_spaced(columns: tuple[int, ...]) -> slice | tuple[int, ...]:
@@ -306,7 +301,7 @@ def _grad(row: tuple[int, ...], kv_of: _KvColumns) -> GradTask:
 
 def _step(index: int, row: tuple[int, ...], lists: Mapping[str, Iterator[Row]]) -> Step:
     op, round_, channel, mode, count = row
-    name = OP_LIST[Op(op)]
+    name = Op(op).rule.list
     if name is None:
         return Step(index, Op(op), round_, channel, mode)
     rows = tuple(islice(lists[name], count))
@@ -325,7 +320,8 @@ def _check_consumed(lists: Mapping[str, Iterator[Row]]) -> None:
 
 
 class Machine(ABC, Generic[View]):
-    """One rank's execution of one program, once. A backend is a subclass with a memory and these twelve ops.
+    """One rank's execution of one program, once. A backend is a subclass with a memory and a method for each op, which
+    has the op's name and takes a `Step`. Raises ExecutionError for a program with an op that it has no method for.
 
     `views[i]` is what `view` returned for operand i; operand 0 means "none" and has no view.
     """
@@ -333,7 +329,17 @@ class Machine(ABC, Generic[View]):
     views: list[View]
 
     def __init__(self, program: Program) -> None:
+        self.require(program)
         self.program = program
+
+    @classmethod
+    def require(cls, program: Program) -> None:
+        """Raises ExecutionError where the program has an op without a method."""
+        for op in program.ops:
+            if not hasattr(cls, OP_NAMES[op]):
+                raise ExecutionError(
+                    f"{cls.__name__} has no handler for the op {OP_NAMES[op]}, which the program uses"
+                )
 
     def bind(self) -> None:
         """Resolves all operands; called once the backend's memory is there."""
@@ -341,9 +347,9 @@ class Machine(ABC, Generic[View]):
 
     @property
     def handlers(self) -> Mapping[Op, Callable[[Step], None]]:
-        """The dispatch table: op -> the method that executes a step of it."""
+        """The dispatch table: op of the program -> the method that executes a step of it."""
         # not kept: bound methods in the machine would be a cycle, and its arenas would wait for the collector
-        return MappingProxyType({op: getattr(self, OP_NAMES[op]) for op in Op})
+        return MappingProxyType({op: getattr(self, OP_NAMES[op]) for op in self.program.ops})
 
     def run(self) -> None:
         """Executes the program from the first instruction to the last."""
@@ -358,39 +364,3 @@ class Machine(ABC, Generic[View]):
     @abstractmethod
     def view(self, operand: Operand) -> View:
         """The operand in this backend's memory."""
-
-    @abstractmethod
-    def launch(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def wait(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def attend(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def attend_grad(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def delta(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def merge(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def add(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def copy(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def clear(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def project(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def project_grad(self, step: Step) -> None: ...
-
-    @abstractmethod
-    def finish(self, step: Step) -> None: ...

@@ -19,7 +19,7 @@ from apportion.backends import numpy_kernels as kernels
 from apportion.backends.interp import Machine, Operand, Program, Step, components
 from apportion.backends.numpy_kernels import Band, Floats, Partial, Scores
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, Op, Space, Tensor
+from apportion.ir.isa import ALL_TO_ALL, HEADLESS, Op, Space, Tensor
 
 Array = NDArray[Any]
 Arrays = tuple[Array, ...]
@@ -170,8 +170,8 @@ class Rank(Machine[View]):
         super().__init__(program)
         self.rank, self.at, self._layer, self._network = rank, 0, layer, network
         self._partials = {Tensor.O} if phase == "forward" else {Tensor.DQ, Tensor.DKV, Tensor.DX}
-        heads = program.header.q_heads, program.header.kv_heads
-        self.home = {t: given.get(t) or self._empty(t, rows, heads[t in KV_SIDE]) for t in self._tensors()}
+        heads_of = program.header.heads_of
+        self.home = {t: given.get(t) or self._empty(t, rows, heads_of(t)) for t in self._tensors()}
         self._work = {a.tensor: self._empty(a.tensor, a.rows, a.heads) for a in program.arenas}
         self.dsinks = np.zeros(program.header.q_heads)
         self._flights: dict[int, Flight] = {}

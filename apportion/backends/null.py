@@ -8,17 +8,17 @@ null.calls                                      # every instruction of both prog
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.backends.interp import Machine, Operand, Program, Step, compile_program, components
+from apportion.backends.interp import Machine, Operand, Program, Step, Transfer, compile_program, components
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.isa import KV_SIDE, OP_NAMES, Tensor
+from apportion.ir.isa import OP_NAMES, Op, Tensor
 
 Zeros = NDArray[np.float64]
 
@@ -97,7 +97,7 @@ class NullBackend:
 
     def _shapes(self, tensor: Tensor) -> list[tuple[int, ...]]:
         header = self.piece.header
-        lead = (self.rows, header.kv_heads if tensor in KV_SIDE else header.q_heads)
+        lead = (self.rows, header.heads_of(tensor))
         return [(*lead, part.width) if part.width else lead for part in components(tensor, header)]
 
     def _zeros(self, tensor: Tensor) -> tuple[Zeros, ...]:
@@ -123,32 +123,24 @@ class Recorder(Machine[str]):
     def view(self, operand: Operand) -> str:
         return str(operand)
 
-    def _note(self, step: Step, operands: tuple[int, ...] = (), **more: Any) -> None:
-        names = tuple(self.views[i] for i in operands if i)
-        call = Call(
-            self._rank, self._kind, self._phase, step.index, OP_NAMES[step.op], step.round, names, **more
-        )
-        self._record(call)
+    @property
+    def handlers(self) -> Mapping[Op, Callable[[Step], None]]:
+        return dict.fromkeys(self.program.ops, self._note_rows)
 
-    def _note_rowops(self, step: Step) -> None:
-        for row in step.rowops:
-            self._note(step, (row.a, row.b, row.c, row.d))
+    @classmethod
+    def require(cls, program: Program) -> None:
+        """All ops are noted alike."""
 
-    def launch(self, step: Step) -> None:
-        for transfer in step.transfers:
-            self._note(step, (transfer.operand,), peer=transfer.peer, send=transfer.send)
-        if not step.transfers:
+    def _note_rows(self, step: Step) -> None:
+        for row in step.rows:
+            named = tuple(self.views[i] for name in step.op.rule.columns if (i := getattr(row, name)))
+            more = {"peer": row.peer, "send": row.send} if isinstance(row, Transfer) else {}
+            self._note(step, named, **more)
+        if not step.rows:
             self._note(step)
 
-    def wait(self, step: Step) -> None:
-        self._note(step)
-
-    def attend(self, step: Step) -> None:
-        for task in step.tasks:
-            self._note(step, (task.q, task.kv, task.o))
-
-    def attend_grad(self, step: Step) -> None:
-        for task in step.grads:
-            self._note(step, (task.q, task.kv, task.do, task.delta, task.dq, task.dkv))
-
-    delta = merge = add = copy = clear = project = project_grad = finish = _note_rowops
+    def _note(self, step: Step, operands: tuple[str, ...] = (), **more: Any) -> None:
+        name = OP_NAMES[step.op]
+        self._record(
+            Call(self._rank, self._kind, self._phase, step.index, name, step.round, operands, **more)
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -26,8 +26,11 @@ from apportion.backends.local_ranks import (
 )
 from apportion.backends.numpy_kernels import Floats, Scores
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.isa import HEADLESS, KV_SIDE, TENSOR_NAMES, Tensor
-from apportion.ir.plan import Layout, Plan
+from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Tensor
+from apportion.ir.plan import Layout
+
+if TYPE_CHECKING:
+    from apportion.ir.codec import Plan  # which loads compiled loops; executing has none
 
 __all__ = [
     "Kernels",
@@ -236,8 +239,7 @@ def _check_shapes(plan: Plan, layer: Layer, given: Mapping[Tensor, Arrays]) -> N
 
 
 def _shape_of_row(plan: Plan, tensor: Tensor, width: int) -> tuple[int, ...]:
-    heads = plan.header.kv_heads if tensor in KV_SIDE else plan.header.q_heads
-    return (() if tensor in HEADLESS else (heads,)) + ((width,) if width else ())
+    return (() if tensor in HEADLESS else (plan.header.heads_of(tensor),)) + ((width,) if width else ())
 
 
 def _forward(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
-    from apportion.ir.plan import Plan
+    from apportion.ir.codec import Plan
 
 
 def read_plan(path: Path, check_id: bool = True) -> Plan:

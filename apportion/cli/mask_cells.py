@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from apportion.cli.svg import NOBODY
 from apportion.ir import bands as algebra
+from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
-from apportion.ir.plan import Plan
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import HeadSets
 

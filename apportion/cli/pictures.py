@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from apportion.cli import svg
 from apportion.cli.mask_cells import Axis, axis_of, owners
 from apportion.cli.output import count
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.hardware import Hardware
-from apportion.ir.isa import PHASES, Op
-from apportion.ir.plan import Plan
+from apportion.ir.isa import ATTENTION, PHASES, Op
 from apportion.planner.simulate import Run, simulate
 
 Ints = NDArray[np.int64]
@@ -267,7 +267,7 @@ def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
     run, spans = scene.run, scene.run.spans
     mine = spans.rank == rank
     work, rounds = mine & (spans.stream == 0), mine & (spans.stream > 0)
-    attends, waits = (spans.op == Op.ATTEND) | (spans.op == Op.ATTEND_GRAD), spans.op == Op.WAIT
+    attends, waits = np.isin(spans.op, ATTENTION), spans.op == Op.WAIT
     doing = _most(run, [work & attends, work & ~attends & ~waits, work & waits], scene.steps)
     moving = _most(run, [rounds & (spans.round % 2 == parity) for parity in (0, 1)], scene.steps)
     fills = {0: scene.colours.of(rank), 1: _FILLS[OTHER], 2: _FILLS[WAITING]}

@@ -31,7 +31,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.hardware import Figure, Grid, Hardware, Rows
+from apportion.ir.figures import Figure, Grid, Rows
 
 TILE = 128
 DIM = 128  # head dim of the grids
@@ -226,22 +226,22 @@ class Side:
         return _moved_us(chip, self.once * heads * np.asarray(AXIS))
 
 
-@lru_cache(maxsize=16)
-def hardware_of(chip: Chip) -> Hardware:
-    """The hardware of a chip, its grids from the kernel model."""
-    linear = Figure(
+def linear_of(chip: Chip) -> Figure:
+    """What linear layers reach, in TFLOP/s."""
+    return Figure(
         round(chip.peak_tflops.value * chip.linear.value, 4),
         f"{chip.linear.value:g} of {chip.peak_tflops.value:g} TFLOP/s ({chip.peak_tflops.source}): "
         f"{chip.linear.source}",
         True,
     )
-    return Hardware(
-        chip.name, chip.device, chip.engine, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM,
+
+
+def grids_of(chip: Chip) -> tuple[Grid, Grid]:
+    """Forward and backward, from the kernel model."""
+    return (
         _grid(chip, chip.forward, FORWARD_PRODUCTS, Side(2, True, 2), Side(0, False, 2)),
         _grid(chip, chip.backward, BACKWARD_PRODUCTS, Side(5, False, 3), Side(4, True, 4)),
-        chip.memory_gib, chip.memory_gbs, linear, ROWOP, POST,
-        chip.intra_gbs, chip.inter_gbs, chip.nics_per_node, INTRA_LATENCY, INTER_LATENCY,
-    )  # fmt: skip
+    )
 
 
 def _grid(chip: Chip, achieved: Figure, products: int, queries: Side, keys: Side) -> Grid:

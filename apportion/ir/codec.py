@@ -11,8 +11,9 @@ in other languages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +21,12 @@ from apportion.ir import sections as plain
 from apportion.ir import structure, wire
 from apportion.ir.columns import Gather, encode_table
 from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
+from apportion.ir.fields import choice
 from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id, tree
 from apportion.ir.isa import FORMAT, MAX_RANKS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION
+from apportion.ir.listing import format_plan
 from apportion.ir.parts import join_parts
-from apportion.ir.plan import Header, Ints, Layout, Move, Plan, ProgramSet, Table
+from apportion.ir.plan import Header, Ints, Layout, Move, ProgramSet, Request, Table, checked_rank
 
 SLICE_FORMAT = "apportion.slice"
 
@@ -59,6 +62,74 @@ def section_id(sections: Sections) -> bytes:
     """The id that the sections' bytes have (a damaged plan stores another)."""
     fixed = (sections.header, sections.request, sections.layouts, sections.moves, sections.report)
     return plan_id(map(digest, fixed), sections.tree[-1][0])
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A plan of one microbatch for all ranks. Equal plans have equal ids. Build with `seal`."""
+
+    header: Header
+    request: Request
+    layouts: Mapping[str, Layout]
+    programs: Mapping[tuple[str, str], ProgramSet]  # (kind, phase)
+    moves: tuple[Move, ...] = ()
+    report: Mapping[str, Any] = field(default_factory=dict)
+    sections: Sections | None = None  # as encoded, set by `seal` and `decode`
+
+    @property
+    def id(self) -> bytes:
+        """32 bytes, BLAKE2b over the digests of the encoded sections."""
+        return self.sealed().id
+
+    def sealed(self) -> Sections:
+        """The plan as encoded, once."""
+        sealed = encode_sections(self) if self.sections is None else self.sections
+        object.__setattr__(self, "sections", sealed)
+        return sealed
+
+    def encode(self) -> bytes:
+        """The plan as bytes: a function of request, recipe, seed and version alone."""
+        return encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Plan:
+        """The plan in `data`. Raises DecodeError (VersionError for an unknown major version)."""
+        return decode(data)
+
+    def for_rank(self, rank: int) -> Slice:
+        """The rank's slice: its part, the header and the proof that it belongs to this plan's id.
+        Raises ConfigError where the plan has no such rank."""
+        return slice_plan(self, checked_rank(rank, self.header.ranks))
+
+    def text(self, rank: int | None = None) -> str:
+        """The plan, or one rank of it, as text; the whole text parses back with `ir.text.parse`."""
+        return format_plan(self, rank)
+
+    def layout(self, name: str) -> Layout:
+        """The layout of that name. Raises UnknownNameError."""
+        if name not in self.layouts:
+            raise UnknownNameError(
+                "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
+            )
+        return self.layouts[name]
+
+    def program(self, rank: int, kind: str, phase: str) -> ProgramSet:
+        """One rank's program of one attention kind and phase, as one-rank tables.
+
+        Raises ConfigError where the plan has no such rank, UnknownNameError for a kind or phase it does not have.
+        """
+        choice("kind", kind, dict.fromkeys(kind for kind, _ in self.programs))
+        choice("phase", phase, [held for of, held in self.programs if of == kind])
+        return self.programs[kind, phase].rank(checked_rank(rank, self.header.ranks))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
 
 
 # ---------------------------------------------------------------------------------------------- encode
@@ -184,7 +255,7 @@ def seal(plan: Plan, parts: list[bytes] | None = None) -> Plan:
 
 def encode(plan: Plan) -> bytes:
     """The plan as bytes."""
-    return encode_wire(plan._sealed(), plan.header.version)
+    return encode_wire(plan.sealed(), plan.header.version)
 
 
 def encode_wire(sections: Sections, version: Sequence[int] = VERSION) -> bytes:
@@ -406,7 +477,7 @@ def encode_slices(plan: Plan) -> list[bytes]:
 
 
 def _slice_wires(plan: Plan, ranks: Iterable[int]) -> Iterator[wire.SliceWire]:
-    s: Sections = plan._sealed()
+    s: Sections = plan.sealed()
     digests = [digest(s.request), digest(s.report)]
     for rank in ranks:
         yield wire.SliceWire(

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 
 from apportion.ir import codec, sections, structure, wire
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.ir.forms import NONE, Operand, Row
-from apportion.ir.isa import HEADLESS, KV_SIDE, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION, Space
-from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request, Table
+from apportion.ir.isa import HEADLESS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION, Space, Tensor
+from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request, Table
 
 
 class DraftProgram:
@@ -54,10 +55,8 @@ def _extents(operands: Iterable[Operand], header: Header) -> list[Row]:
 
 
 def _head_count(tensor: int, heads: int, header: Header) -> int:
-    if tensor in HEADLESS:
-        return 1
-    if heads == 0:
-        return header.kv_heads if tensor in KV_SIDE else header.q_heads
+    if tensor in HEADLESS or heads == 0:
+        return header.heads_of(Tensor(tensor))
     return len(header.head_sets[heads - 1]) if heads <= len(header.head_sets) else 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Space
+from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Rule, Space, Use
 
 Row = tuple[int, ...]
 Operand = tuple[int, int, int, int, int, int]  # tensor, space, row, rows, col, heads
@@ -27,18 +27,16 @@ class Form:
     flags: Mapping[str, int]  # word -> bit of `first`
 
 
-_FIRST = MappingProxyType({"first": 1})
+def form_of(rule: Rule) -> Form:
+    """What is read stands before the arrow. Each sum has its flag where a row has several."""
+    reads = tuple(argument.column for argument in rule.arguments if argument.use.reads)
+    writes = tuple(argument.column for argument in rule.arguments if not argument.use.reads)
+    sums = [argument for argument in rule.arguments if argument.use is Use.ADD]
+    several = {f"first_{argument.column}": argument.flag for argument in sums}
+    return Form(reads, writes, several if len(sums) > 1 else {"first": 1})
+
+
+#: ops that are written as rows; a launch and a wait have a form of their own
 FORMS: Mapping[Op, Form] = MappingProxyType(
-    {
-        Op.ATTEND: Form(("q", "kv"), ("o",), _FIRST),
-        Op.ATTEND_GRAD: Form(("q", "kv", "do", "delta"), ("dq", "dkv"), {"first_dq": 1, "first_dkv": 2}),
-        Op.DELTA: Form(("a", "b"), ("c",), _FIRST),
-        Op.MERGE: Form(("a",), ("c",), _FIRST),
-        Op.ADD: Form(("a",), ("c",), _FIRST),
-        Op.COPY: Form(("a",), ("c",), _FIRST),
-        Op.CLEAR: Form((), ("c",), _FIRST),
-        Op.PROJECT: Form(("a",), ("b", "c"), _FIRST),
-        Op.PROJECT_GRAD: Form(("a", "b", "c"), ("d",), _FIRST),
-        Op.FINISH: Form((), ("c",), _FIRST),
-    }
+    {op: form_of(op.rule) for op in Op if op.rule.list not in (None, "transfers")}
 )

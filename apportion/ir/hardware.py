@@ -15,20 +15,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from apportion.ir.chips import (
+    AXIS,
+    CHIPS,
+    DIM,
+    INTER_LATENCY,
+    INTRA_LATENCY,
+    KV_HEADS,
+    POST,
+    Q_HEADS,
+    ROWOP,
+    TILE,
+    Chip,
+    grids_of,
+    linear_of,
+)
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import choice, integer, known, load, mapping, name, number, sequence, suggestion
+from apportion.ir.fields import choice, integer, known, load, mapping, name, sequence, suggestion
+from apportion.ir.figures import LEAST, Figure, Grid, described, figure_in
 from apportion.ir.hashing import digest
 from apportion.ir.model import ELEMENT_BYTES
-
-Rows = tuple[tuple[float, ...], ...]
 
 VERSION = 1
 #: engines of executors that grids can be of: all tasks of an instruction in one kernel, a flash kernel of a library for
@@ -37,8 +49,6 @@ ENGINES = ("stage", "flash", "plain")
 MAX_AXIS = 64  # points of a grid's axis
 MAX_ROWS = 2**20  # of the largest task on the axis
 MAX_FILE_BYTES = 2**22  # four grids of 64 x 64 times are some 300 KB
-LEAST, MOST = 1e-6, 1e12  # of times and figures that must be above 0: sums of products stay finite
-_MAX_TEXT = 400
 _MAX_VERSIONS = 32
 _CLOSE = 0.1  # links of a cluster within this are taken to be the hardware's
 
@@ -51,59 +61,6 @@ _SHARED = (
     "inter_latency_us",
     "memory_gib",
 )
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number with where it comes from; `assumed`: nobody measured or published it for this hardware."""
-
-    value: float
-    source: str
-    assumed: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "value", float(self.value))  # 8 and 8.0 have one digest
-
-    @staticmethod
-    def from_data(field: str, data: Any) -> Figure:
-        data = known(field, data, ("value", "source", "assumed"), ("value", "source"))
-        value = number(f"{field}.value", data["value"])
-        return Figure(
-            value, _text(f"{field}.source", data["source"]), _flag(field, data.get("assumed", False))
-        )
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Microseconds of one attention task inside an instruction, of one phase.
-
-    full, causal: [axis][axis], rows of queries by rows of keys, each result written once in the dtype of the grids. Of
-    rows x keys pairs, `causal` allows all but the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows -
-    keys)). No time falls along an axis and none in `causal` exceeds that in `full`.
-    launch_us: once a kernel. tile_us: one kernel tile on one multiprocessor, of which an instruction's
-    longest chain is made; 0 where the grids hold it already.
-    """
-
-    full: Rows
-    causal: Rows
-    launch_us: float
-    tile_us: float
-    source: str
-    assumed: bool = False
-
-    @staticmethod
-    def from_data(field: str, data: Any, points: int) -> Grid:
-        data = known(field, data, [item.name for item in fields(Grid)], [f.name for f in fields(Grid)[:5]])
-        full, causal = (_rows(f"{field}.{kind}", data[kind], points) for kind in ("full", "causal"))
-        _check_below(field, causal, full)
-        return Grid(
-            _tuples(full),
-            _tuples(causal),
-            _figure_in(f"{field}.launch_us", data["launch_us"]),
-            _figure_in(f"{field}.tile_us", data["tile_us"]),
-            _text(f"{field}.source", data["source"]),
-            _flag(field, data.get("assumed", False)),
-        )
 
 
 @dataclass(frozen=True)
@@ -124,10 +81,10 @@ class Measured:
                 f"{field}.versions", len(versions), f"must be at most {_MAX_VERSIONS}", "list fewer"
             )
         checked = {
-            name(f"{field}.versions", key): _text(f"{field}.versions.{key}", text)
+            name(f"{field}.versions", key): described(f"{field}.versions.{key}", text)
             for key, text in versions.items()
         }
-        device, date = (_text(f"{field}.{key}", data[key]) for key in ("device", "date"))
+        device, date = (described(f"{field}.{key}", data[key]) for key in ("device", "date"))
         return Measured(device, checked, date)
 
 
@@ -229,8 +186,6 @@ class Hardware:
     @staticmethod
     def builtin() -> tuple[str, ...]:
         """Names that `load` knows without a file."""
-        from apportion.ir.chips import CHIPS
-
         return tuple(CHIPS)
 
     @staticmethod
@@ -247,10 +202,8 @@ class Hardware:
     def load(source: str | Path) -> Hardware:
         """The built-in hardware of that name, or that of a JSON (or YAML) file. Raises ConfigError, also
         UnknownNameError for what is neither a name nor the path of a file."""
-        from apportion.ir.chips import CHIPS, hardware_of
-
         if isinstance(source, str) and source in CHIPS:
-            return hardware_of(CHIPS[source])
+            return _of_chip(CHIPS[source])
         if not Path(source).suffix:
             rule = "neither built-in hardware nor a file"
             remedy = f"{suggestion(str(source)[:64], CHIPS)}, or the path of a .json file"
@@ -261,6 +214,16 @@ class Hardware:
 _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
 _PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
 _POSITIVE = frozenset({"memory_gib", "memory_gbs", "linear_tflops", "intra_gbs", "inter_gbs"})
+
+
+@lru_cache(maxsize=16)
+def _of_chip(chip: Chip) -> Hardware:
+    """The hardware of a chip, its grids from the kernel model."""
+    return Hardware(
+        chip.name, chip.device, chip.engine, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM, *grids_of(chip),
+        chip.memory_gib, chip.memory_gbs, linear_of(chip), ROWOP, POST,
+        chip.intra_gbs, chip.inter_gbs, chip.nics_per_node, INTRA_LATENCY, INTER_LATENCY,
+    )  # fmt: skip
 
 
 def _loaded(path: Path) -> Any:
@@ -279,7 +242,7 @@ def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
     kv_heads = integer("hardware.kv_heads", data["kv_heads"], 1, heads)
     return {
         "name": data["name"],
-        "device": _text("hardware.device", data["device"]),
+        "device": described("hardware.device", data["device"]),
         "engine": data["engine"],
         "dtype": data["dtype"],
         "tile": integer("hardware.tile", data["tile"], 1, 2**12),
@@ -295,7 +258,7 @@ def _figures(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _figure(key: str, data: Any) -> Figure:
     figure = Figure.from_data(f"hardware.figures.{key}", data)
-    _figure_in(f"hardware.figures.{key}.value", figure.value, LEAST if key in _POSITIVE else 0.0)
+    figure_in(f"hardware.figures.{key}.value", figure.value, LEAST if key in _POSITIVE else 0.0)
     if key == "nics_per_node":
         value = int(figure.value) if figure.value.is_integer() else figure.value
         integer("hardware.figures.nics_per_node.value", value, 1, 2**16)
@@ -319,66 +282,5 @@ def _axis(data: Any) -> tuple[int, ...]:
     return axis
 
 
-def _rows(field: str, data: Any, points: int) -> NDArray[np.float64]:
-    """float64 [points, points], positive, falling along neither axis."""
-    lines = sequence(field, data)
-    if len(lines) != points:
-        raise ConfigError(field, len(lines), f"must have {points} rows, as the axis has", "add or drop rows")
-    grid = np.array([_line(f"{field}[{i}]", line, points) for i, line in enumerate(lines)], np.float64)
-    for axis in (0, 1):
-        falls = np.argwhere(np.diff(grid, axis=axis) < 0)
-        if len(falls):
-            i, j = (falls[0] + (axis == 0, axis == 1)).tolist()
-            raise ConfigError(
-                f"{field}[{i}][{j}]",
-                float(grid[i, j]),
-                "is less than for fewer rows or keys",
-                "measure it again, or raise it to its neighbour's time",
-            )
-    return grid
-
-
-def _line(field: str, data: Any, points: int) -> list[float]:
-    line = sequence(field, data)
-    if len(line) != points:
-        raise ConfigError(field, len(line), f"must have {points} times, as the axis has", "add or drop times")
-    return [_figure_in(f"{field}[{j}]", time, LEAST) for j, time in enumerate(line)]
-
-
-def _check_below(field: str, causal: NDArray[np.float64], full: NDArray[np.float64]) -> None:
-    above = np.argwhere(causal > full)
-    if len(above):
-        i, j = above[0].tolist()
-        raise ConfigError(
-            f"{field}.causal[{i}][{j}]",
-            float(causal[i, j]),
-            f"is more than {field}.full[{i}][{j}] = {full[i, j]:g}",
-            "measure both again, or lower it to that",
-        )
-
-
-def _tuples(grid: NDArray[np.float64]) -> Rows:
-    return tuple(map(tuple, grid.tolist()))
-
-
 def _grid_data(grid: Grid) -> dict[str, Any]:
     return asdict(grid) | {kind: [list(row) for row in getattr(grid, kind)] for kind in ("full", "causal")}
-
-
-def _figure_in(field: str, value: Any, least: float = 0.0) -> float:
-    checked = number(field, value)
-    if not least <= checked <= MOST:
-        raise ConfigError(field, value, f"must be in [{least:g}, {MOST:g}]", "check its unit")
-    return checked
-
-
-def _text(field: str, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT:
-        raise ConfigError(field, value, f"must be a text of 1 to {_MAX_TEXT} characters", "say it shortly")
-    return value
-
-
-def _flag(field: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{field}.assumed", value, "must be true or false", "write true or false")
-    return value

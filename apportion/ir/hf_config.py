@@ -4,76 +4,31 @@
       ──► Model(…, layers={"full_attention": 5, "sliding_attention": 29})
           {"full_attention": causal(), "sliding_attention": sliding_window(1024)}
 
-Written after the configuration classes of transformers 5.23: files of older releases lack what these fill in.
+What a file leaves out is filled in by `ir.hf_fields`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer, suggestion
+from apportion.ir.hf_fields import FULL, SLIDING, WINDOW_OF, count, layer_types, model_fields, text_config
 from apportion.ir.masks import Causal, Chunked, Mask, SlidingWindow
 from apportion.ir.model import Model
-
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-_WINDOW_OF = MappingProxyType({SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"})
-_DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"})
-_LEGACY = MappingProxyType({"attention": FULL})  # of layer types, by their name before transformers 5
-# What a file may leave out, by model_type, as transformers has it. pattern: every so many layers one is full.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
-        "gemma2": {"sliding_window": 4096, "sliding_window_pattern": 2},
-        "gemma3_text": {
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-        },
-        "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
-        "llama4_text": {"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
-        "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-        "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
-        "qwen3": {"head_dim": 128},
-    }
-)
-_ALL_SLIDE = ("ministral", "mistral", "mixtral", "phi3", "phimoe", "starcoder2")  # where they have a window
-_SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # by use_sliding_window, from max_window_layers on
-# Fields of models with layers that are no attention, choose their keys as they run, or differ in their heads.
-_STRANGE = ("attn_layer_period", "global_head_dim", "index_topk", "layers_block_type", "mamba_d_state")
-
-
-def is_config(data: Any) -> bool:
-    """Whether this is the data of a `config.json` of Hugging Face, and none of this package's own."""
-    return isinstance(data, Mapping) and ("model_type" in data or "num_attention_heads" in data)
 
 
 def model_of(config: Mapping[str, Any]) -> Model:
     """What planning must know of the layers. Attention kinds are the distinct layer types; where there is one, `layers`
     is a number. Of MLA the heads as training has them: as many of K as of Q. Raises ConfigError."""
-    text = _text(config)
-    heads, hidden = _count(text, "num_attention_heads"), _count(text, "hidden_size")
-    kinds = Counter(_layer_types(text))
-    return Model(
-        heads,
-        *_widths(text, heads, hidden),
-        _dtype(text, config),
-        hidden,
-        _count(text, "intermediate_size"),
-        dict(sorted(kinds.items())) if len(kinds) > 1 else kinds.total(),
-    )
+    return Model(**model_fields(config))
 
 
 def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
     """The mask of each attention kind of `model_of`; of a single kind its mask, None where that is causal, which is the
     default anywhere. A checkpoint's own: what a trainer lays over them (documents, trees) it must say itself. Raises
     ConfigError."""
-    text = _text(config)
+    text = text_config(config)
     ahead = {
         "use_bidirectional_attention": bool(text.get("use_bidirectional_attention")),
         "is_causal": text.get("is_causal") is False,
@@ -81,87 +36,15 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
     for field in filter(ahead.__getitem__, ahead):
         rule = "tokens see what comes after them, by a rule of the model's own"
         raise ConfigError(field, text[field], rule, "give masks= to the loader")
-    found = {kind: _mask(text, kind) for kind in sorted(set(_layer_types(text)))}
+    found = {kind: _mask(text, kind) for kind in sorted(set(layer_types(text)))}
     if len(found) > 1:
         return found
     (only,) = found.values()
     return None if isinstance(only, Causal) else only
 
 
-def _text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part about the language model, with what its class fills in."""
-    nested = config.get("text_config")
-    own = nested if isinstance(nested, Mapping) else config
-    kind = own.get("model_type") or f"{config.get('model_type')}_text"
-    found = {**_DEFAULTS.get(str(kind), {}), **own, "model_type": kind}
-    for field in _STRANGE:
-        if found.get(field) is not None:
-            rule = f"a model of type {kind} has layers that are not planned"
-            raise ConfigError(field, found[field], rule, "write a model file for the layers that are")
-    return found
-
-
-def _count(text: Mapping[str, Any], field: str) -> int:
-    if text.get(field) is None:
-        rule = f"a config of type {text['model_type']} must say it"
-        raise ConfigError(field, None, rule, "write it down, or write a model file (q_heads, kv_heads, …)")
-    return integer(field, text[field])
-
-
-def _widths(text: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int, int | None]:
-    """KV heads, head dim, head dim of V (None: equal)."""
-    if text.get("qk_nope_head_dim") is not None:  # MLA
-        both = _count(text, "qk_nope_head_dim") + _count(text, "qk_rope_head_dim")
-        return heads, both, _count(text, "v_head_dim")
-    kv_heads = heads if text.get("num_key_value_heads") is None else _count(text, "num_key_value_heads")
-    return kv_heads, hidden // heads if text.get("head_dim") is None else _count(text, "head_dim"), None
-
-
-def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    held = (part.get(field) for part in (text, config) for field in ("dtype", "torch_dtype"))
-    name = str(next((found for found in held if found is not None), "bfloat16")).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ConfigError("dtype", name, "attention is not planned in it", suggestion(name, _DTYPES))
-    return _DTYPES[name]
-
-
-def _layer_types(text: Mapping[str, Any]) -> list[str]:
-    """One a layer. Raises ConfigError where one is not planned, or it cannot be told."""
-    layers, told = _count(text, "num_hidden_layers"), text.get("layer_types")
-    found = _inferred(text, layers) if told is None else [_LEGACY.get(str(kind), str(kind)) for kind in told]
-    if len(found) != layers:
-        rule = f"there must be one for each of the {layers} layers"
-        raise ConfigError("layer_types", f"{len(found)} types", rule, "correct the config")
-    for kind in found:
-        if kind not in (FULL, SLIDING, CHUNKED):
-            remedy = f"there is {FULL}, {SLIDING}, {CHUNKED}; write a model file for the layers that are"
-            raise ConfigError("layer_types", kind, "layers of this type are not planned", remedy)
-    return found
-
-
-def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
-    """What the configuration class makes where the file has no `layer_types`."""
-    kind, window = text["model_type"], text.get("sliding_window")
-    if kind == "llama4_text":
-        every = _count(text, "no_rope_layer_interval")
-        roped = text.get("no_rope_layers") or [(number + 1) % every for number in range(layers)]
-        return [CHUNKED if has_rope else FULL for has_rope in roped]
-    if window is None or (kind in _SWITCHED and not text.get("use_sliding_window")):
-        return [FULL] * layers
-    if kind in _SWITCHED:
-        below = min(_count(text, "max_window_layers"), layers)
-        return [FULL] * below + [SLIDING] * (layers - below)
-    if kind in _ALL_SLIDE:
-        return [SLIDING] * layers
-    if "sliding_window_pattern" not in _DEFAULTS.get(kind, {}):
-        rule = f"which layers of a {kind} have this window is not said"
-        raise ConfigError("sliding_window", window, rule, "write layer_types, as transformers 5 saves them")
-    every = _count(text, "sliding_window_pattern")
-    return [SLIDING if (number + 1) % every else FULL for number in range(layers)]
-
-
 def _mask(text: Mapping[str, Any], kind: str) -> Mask:
     if kind == FULL:
         return Causal()
-    size = _count(text, _WINDOW_OF[kind])  # tokens up to the query itself; of a chunk
+    size = count(text, WINDOW_OF[kind])  # tokens up to the query itself; of a chunk
     return SlidingWindow(size) if kind == SLIDING else Chunked(size)

@@ -1,4 +1,6 @@
-"""The instruction set: opcodes, tensor codes and the columns of every table, written out, never derived.
+"""The instruction set: ops, tensor codes and the columns of every table, written out, never derived.
+
+An op is one row of `Op`: all that text, verification, prices and engines must know of it is derived from there.
 
 A rank's memory is named, not addressed. Each tensor has *home* rows (what the caller passes in and gets back) and
 a *work* arena whose rows the planner allots. An operand is a range of rows of one of the two:
@@ -19,42 +21,158 @@ they are never renumbered, columns are never reordered or retyped; new columns g
 
 from __future__ import annotations
 
-from enum import IntEnum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
 from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+PHASES = ("forward", "backward")
+
+
+#: whose heads a tensor has
+Side = Literal["query", "key"]
+SIDES: tuple[Side, Side] = ("query", "key")
+Width = Literal["head_dim", "v_head_dim", "hidden"]
+
+
+class Part(NamedTuple):
+    """One array of a tensor: [rows, heads, width], [rows, heads] where width is None; without heads [rows, width]."""
+
+    name: str
+    width: Width | None = None
+    integer: bool = False
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a tensor is. parts: its arrays, in the order in which they travel. side: None where it has no heads. wide:
+    in the accumulators' dtype, float32 (float64 for a float64 model), and else in the model's. partial: summed up part
+    by part. fused: its parts lie side by side in each row and head of an arena. phases: those that may name it;
+    fetched, returned: those in which its rows go to where tasks run, and what tasks add up for rows comes back.
+    """
+
+    name: str
+    parts: tuple[Part, ...] = ()
+    side: Side | None = None
+    wide: bool = False
+    partial: bool = False
+    fused: bool = False
+    phases: tuple[str, ...] = PHASES
+    fetched: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
+
+    def widths(self, head_dim: int, v_head_dim: int, hidden: int) -> tuple[int, ...]:
+        """Numbers of each part in a row of one head; 0 for a part without that dimension."""
+        of = {"head_dim": head_dim, "v_head_dim": v_head_dim, "hidden": hidden}
+        return tuple(of[part.width] if part.width else 0 for part in self.parts)
+
+
+_NOTHING = Contents("none")
 
 
 class Tensor(IntEnum):
-    """Tensors of a program. Rows are tokens; `Hq`, `Hk` query and KV heads; `D`, `Dv` head dims of QK and V."""
+    """Tensors of a program, a code and contents each. Rows are tokens."""
 
-    NONE = 0
-    X = 1  # hidden states, model dtype; only where `project` is used
-    Q = 2  # [rows, Hq, D], model dtype
-    KV = 3  # k [rows, Hk, D] and v [rows, Hk, Dv], model dtype
-    O = 4  # noqa: E741  accumulator: o [rows, Hq, Dv] normalised, and lse [rows, Hq]; float32 (float64 for float64)
-    DX = 5  # gradient of X, accumulator dtype
-    DQ = 6  # [rows, Hq, D], accumulator dtype
-    DKV = 7  # dk [rows, Hk, D] and dv [rows, Hk, Dv], accumulator dtype
-    DO = 8  # gradient of the output [rows, Hq, Dv], model dtype
-    DELTA = 9  # row statistics of the merged forward: lse [rows, Hq] and delta = rowsum(dO * O) [rows, Hq]
+    contents: Contents
+
+    # without contents, a tensor is looked up by its code
+    def __new__(cls, code: int, contents: Contents = _NOTHING) -> Tensor:
+        tensor = int.__new__(cls, code)
+        tensor._value_, tensor.contents = code, contents
+        return tensor
+
+    NONE = 0, _NOTHING
+    # hidden states, only where `project` is used; with position ids, so that rows can be projected wherever they go
+    X = 1, Contents("X", (Part("x", "hidden"), Part("position", integer=True)))
+    Q = 2, Contents("Q", (Part("q", "head_dim"),), "query", fetched=PHASES)
+    KV = (
+        3,
+        Contents("KV", (Part("k", "head_dim"), Part("v", "v_head_dim")), "key", fused=True, fetched=PHASES),
+    )
+    # normalised, and its log-sum-exp
+    O = (  # noqa: E741
+        4,
+        Contents(
+            "O",
+            (Part("o", "v_head_dim"), Part("lse")),
+            "query",
+            wide=True,
+            partial=True,
+            returned=("forward",),
+        ),
+    )
+    DX = 5, Contents("dX", (Part("dx", "hidden"),), wide=True, partial=True, phases=("backward",))
+    DQ = (
+        6,
+        Contents(
+            "dQ",
+            (Part("dq", "head_dim"),),
+            "query",
+            wide=True,
+            partial=True,
+            phases=("backward",),
+            returned=("backward",),
+        ),
+    )
+    DKV = (
+        7,
+        Contents(
+            "dKV",
+            (Part("dk", "head_dim"), Part("dv", "v_head_dim")),
+            "key",
+            wide=True,
+            partial=True,
+            fused=True,
+            phases=("backward",),
+            returned=("backward",),
+        ),
+    )
+    # gradient of the output
+    DO = (
+        8,
+        Contents("dO", (Part("do", "v_head_dim"),), "query", phases=("backward",), fetched=("backward",)),
+    )
+    # row statistics of the merged forward: its LSE, and rowsum(dO * O)
+    DELTA = (
+        9,
+        Contents(
+            "delta",
+            (Part("lse"), Part("delta")),
+            "query",
+            wide=True,
+            fused=True,
+            phases=("backward",),
+            fetched=("backward",),
+        ),
+    )
 
 
-TENSOR_NAMES = MappingProxyType(
-    {
-        Tensor.NONE: "none",
-        Tensor.X: "X",
-        Tensor.Q: "Q",
-        Tensor.KV: "KV",
-        Tensor.O: "O",
-        Tensor.DX: "dX",
-        Tensor.DQ: "dQ",
-        Tensor.DKV: "dKV",
-        Tensor.DO: "dO",
-        Tensor.DELTA: "delta",
-    }
+TENSOR_NAMES: Mapping[Tensor, str] = MappingProxyType({tensor: tensor.contents.name for tensor in Tensor})
+
+#: tensors that are summed up part by part
+PARTIALS = tuple(tensor for tensor in Tensor if tensor.contents.partial)
+KV_SIDE = frozenset(tensor for tensor in Tensor if tensor.contents.side == "key")
+HEADLESS = frozenset(tensor for tensor in Tensor if tensor.contents.side is None)
+
+
+def _travels(way: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
+    return MappingProxyType(
+        {
+            (side, phase): tuple(
+                one for one in Tensor if one.contents.side == side and phase in getattr(one.contents, way)
+            )
+            for side in SIDES
+            for phase in PHASES
+        }
+    )
+
+
+#: (side, phase) -> what goes to where tasks run, in tiles and in exchanges; what comes back; both
+FETCHED, RETURNED = _travels("fetched"), _travels("returned")
+TRAVELLING: Mapping[tuple[Side, str], tuple[Tensor, ...]] = MappingProxyType(
+    {key: (*tensors, *RETURNED[key]) for key, tensors in FETCHED.items()}
 )
-
-KV_SIDE = frozenset({Tensor.KV, Tensor.DKV})
-HEADLESS = frozenset({Tensor.NONE, Tensor.X, Tensor.DX})
 
 
 class Space(IntEnum):
@@ -64,49 +182,217 @@ class Space(IntEnum):
     WORK = 1
 
 
-class Op(IntEnum):
-    """Operations. Each instruction consumes `count` rows, in order, of the list named in `OP_LIST`."""
-
-    LAUNCH = 1  # start all sends and receives of `round` on `channel`; list: transfers
-    WAIT = 2  # this rank's sends and receives of `round` are complete; no list
-    ATTEND = 3  # tasks: Q rows x KV rows under the band, merged into O rows by online softmax
-    ATTEND_GRAD = 4  # grads: Q, KV, dO, delta -> added into dQ and dKV rows
-    DELTA = 5  # rowops a=dO, b=O, c=delta: delta = rowsum(dO * O), LSE copied from O
-    MERGE = 6  # rowops a=O partial, c=O accumulator: log-sum-exp merge (first: overwrite)
-    ADD = 7  # rowops a=partial, c=accumulator, both dQ, dKV or dX (first: overwrite)
-    COPY = 8  # rowops a -> c, same tensor
-    CLEAR = 9  # rowops c: the identity of accumulation (0; for O also LSE = -inf)
-    PROJECT = 10  # rowops a=X, b=Q (or none), c=KV (or none): the layer's projection of the heads of b and c
-    PROJECT_GRAD = 11  # rowops a=X, b=dQ (or none), c=dKV (or none), d=dX: pushed back, added into d
-    FINISH = 12  # rowops c=O home rows: add sink logits, write the output
+# grads.first: which accumulators the task overwrites
+FIRST_DQ = 1
+FIRST_DKV = 2
 
 
-OP_NAMES = MappingProxyType({op: op.name.lower() for op in Op})
+class Use(Enum):
+    """What an op does with the rows of an operand."""
 
-OP_LIST = MappingProxyType(
+    READ = auto()  # values, which stay
+    TAKE = auto()  # partials, which are used up
+    MOVE = auto()  # values stay, partials are used up
+    WRITE = auto()  # filled with the tokens of the operand that it is like
+    ONCE = auto()  # the same, and never a second time
+    ADD = auto()  # a partial of those tokens is added; where the row says that it is the first, put there
+    CLEAR = auto()  # the identity of accumulation: 0, and for O also LSE = -inf
+    FINISH = auto()  # a partial becomes a value where it is
+    TRAVEL = auto()  # sent (as MOVE) or received, as the row says
+
+    @property
+    def reads(self) -> bool:
+        """Whether the rows are an input, on the left of the arrow in text."""
+        return self in (Use.READ, Use.TAKE, Use.MOVE)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An operand of an op: the column of the op's list, and the tensors that may stand there.
+
+    like: the column of the operand that holds the same tokens row by row, so as many rows; and the same heads, unless
+    that one has none. flag: of ADD, the bit of `first`. passes: how often the rows go through memory in a first row
+    and in a later one; None: once, and ADD twice in a later row.
+    """
+
+    column: str
+    use: Use
+    tensors: tuple[Tensor, ...]
+    like: str | None = None
+    optional: bool = False
+    at_home: bool = False
+    flag: int = 1
+    passes: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an op is. list: the table whose rows it consumes. In `tasks` and `grads` the first two operands are query
+    and key rows. kernels: what the executor starts for an instruction with rows, besides packing and unpacking.
+    products: multiplications by the weights of the layer's projection."""
+
+    list: str | None
+    arguments: tuple[Argument, ...] = ()
+    phases: tuple[str, ...] = PHASES
+    kernels: int = 1
+    products: int = 0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns of its list that name operands."""
+        return OPERAND_COLUMNS[self.list] if self.list else ()
+
+    @property
+    def is_attention(self) -> bool:
+        return self.list in TASK_LIST.values()
+
+    def argument(self, column: str) -> Argument | None:
+        """The operand in a column, None where the op has none there."""
+        return next((argument for argument in self.arguments if argument.column == column), None)
+
+    def source(self, argument: Argument) -> Argument | None:
+        """The operand whose rows go into this one and are used up by that: of the same tensor, and elsewhere."""
+        found = self.argument(argument.like or "")
+        return found if found and found.use in (Use.TAKE, Use.MOVE) and not argument.use.reads else None
+
+
+#: list -> its columns that are numbers of operands
+OPERAND_COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        Op.LAUNCH: "transfers",
-        Op.WAIT: None,
-        Op.ATTEND: "tasks",
-        Op.ATTEND_GRAD: "grads",
-        Op.DELTA: "rowops",
-        Op.MERGE: "rowops",
-        Op.ADD: "rowops",
-        Op.COPY: "rowops",
-        Op.CLEAR: "rowops",
-        Op.PROJECT: "rowops",
-        Op.PROJECT_GRAD: "rowops",
-        Op.FINISH: "rowops",
+        "transfers": ("operand",),
+        "tasks": ("q", "kv", "o"),
+        "grads": ("q", "kv", "do", "delta", "dq", "dkv"),
+        "rowops": ("a", "b", "c", "d"),
     }
 )
+#: phase -> the list of its attention tasks
+TASK_LIST: Mapping[str, str] = MappingProxyType({"forward": "tasks", "backward": "grads"})
+
+_T = Tensor
+_ALL = tuple(Tensor)[1:]
+_SUMS = (_T.DQ, _T.DKV, _T.DX)
+_NO_LIST = Rule(None, kernels=0)
+
+
+class Op(IntEnum):
+    """Operations: a code and a rule each. An instruction consumes `count` rows, in order, of its op's list."""
+
+    rule: Rule
+
+    # without a rule, an op is looked up by its code
+    def __new__(cls, code: int, rule: Rule = _NO_LIST) -> Op:
+        op = int.__new__(cls, code)
+        op._value_, op.rule = code, rule
+        return op
+
+    # start all sends and receives of `round` on `channel`
+    LAUNCH = 1, Rule("transfers", (Argument("operand", Use.TRAVEL, _ALL),), kernels=0)
+    # this rank's sends and receives of `round` are complete
+    WAIT = 2, _NO_LIST
+    # query rows x key rows under the band, merged into O rows by online softmax
+    ATTEND = (
+        3,
+        Rule(
+            "tasks",
+            (
+                Argument("q", Use.READ, (_T.Q,)),
+                Argument("kv", Use.READ, (_T.KV,)),
+                Argument("o", Use.ADD, (_T.O,), like="q"),
+            ),
+            phases=("forward",),
+        ),
+    )
+    # the gradients of a task; one kernel for dQ, one for dK and dV
+    ATTEND_GRAD = (
+        4,
+        Rule(
+            "grads",
+            (
+                Argument("q", Use.READ, (_T.Q,)),
+                Argument("kv", Use.READ, (_T.KV,)),
+                Argument("do", Use.READ, (_T.DO,), like="q"),
+                Argument("delta", Use.READ, (_T.DELTA,), like="q"),
+                Argument("dq", Use.ADD, (_T.DQ,), like="q", flag=FIRST_DQ),
+                Argument("dkv", Use.ADD, (_T.DKV,), like="kv", flag=FIRST_DKV),
+            ),
+            phases=("backward",),
+            kernels=2,
+        ),
+    )
+    # delta = rowsum(dO * O), LSE copied from O; once, because a sum (the gradient of the sinks) is taken over the rows
+    DELTA = (
+        5,
+        Rule(
+            "rowops",
+            (
+                Argument("a", Use.READ, (_T.DO,), at_home=True),
+                Argument("b", Use.READ, (_T.O,), like="a", at_home=True),
+                Argument("c", Use.ONCE, (_T.DELTA,), like="a", at_home=True),
+            ),
+            phases=("backward",),
+        ),
+    )
+    # log-sum-exp merge of a partial
+    MERGE = (
+        6,
+        Rule(
+            "rowops",
+            (Argument("a", Use.TAKE, (_T.O,)), Argument("c", Use.ADD, (_T.O,), like="a")),
+            phases=("forward",),
+        ),
+    )
+    # sum of a partial gradient
+    ADD = (
+        7,
+        Rule(
+            "rowops",
+            (Argument("a", Use.TAKE, _SUMS), Argument("c", Use.ADD, _SUMS, like="a")),
+            phases=("backward",),
+        ),
+    )
+    COPY = 8, Rule("rowops", (Argument("a", Use.MOVE, _ALL), Argument("c", Use.WRITE, _ALL, like="a")))
+    CLEAR = 9, Rule("rowops", (Argument("c", Use.CLEAR, PARTIALS),))
+    # the layer's projection of X for the heads of b and c: it makes results of its own, which are put in place
+    PROJECT = (
+        10,
+        Rule(
+            "rowops",
+            (
+                Argument("a", Use.READ, (_T.X,), passes=(0, 0)),
+                Argument("b", Use.WRITE, (_T.Q,), like="a", optional=True, passes=(2, 2)),
+                Argument("c", Use.WRITE, (_T.KV,), like="a", optional=True, passes=(2, 2)),
+            ),
+            products=1,
+        ),
+    )
+    # gradients pushed back through the projection, which is computed again and multiplied by twice
+    PROJECT_GRAD = (
+        11,
+        Rule(
+            "rowops",
+            (
+                Argument("a", Use.READ, (_T.X,)),
+                Argument("b", Use.TAKE, (_T.DQ,), like="a", optional=True, passes=(0, 0)),
+                Argument("c", Use.TAKE, (_T.DKV,), like="a", optional=True, passes=(0, 0)),
+                Argument("d", Use.ADD, (_T.DX,), like="a"),
+            ),
+            phases=("backward",),
+            products=3,
+        ),
+    )
+    # add sink logits, write the output
+    FINISH = 12, Rule("rowops", (Argument("c", Use.FINISH, (_T.O,), at_home=True),), phases=("forward",))
+
+
+#: op -> its rule: what tables are derived from
+RULES: Mapping[int, Rule] = MappingProxyType({op: op.rule for op in Op})
+#: ops whose rows are attention tasks
+ATTENTION = tuple(op for op in Op if op.rule.is_attention)
+OP_NAMES: Mapping[Op, str] = MappingProxyType({op: op.name.lower() for op in Op})
 
 # mode of a launch
 P2P = 0  # only ranks with transfers in the round take part
 ALL_TO_ALL = 1  # every rank of the plan launches the round, with or without transfers
-
-# grads.first: which accumulators the task overwrites
-FIRST_DQ = 1
-FIRST_DKV = 2
 
 #: table -> its columns, in encoding order. All values are integers.
 TABLES = MappingProxyType(
@@ -134,8 +420,6 @@ SPAN_COLUMNS = ("row", "token", "length", "sequence", "position")
 #: rows of a remap between two layouts: `rows` rows from `row` of the source layout go to `peer` (send = 1), or
 #: arrive from `peer` at `row` of the target layout (send = 0); peer may be the rank itself
 MOVE_COLUMNS = ("send", "peer", "row", "rows")
-
-PHASES = ("forward", "backward")
 
 FORMAT = "apportion.plan"
 VERSION = (1, 1)

@@ -11,32 +11,22 @@ its programs nothing but what other ranks need of it. `schemas/FORMAT.md` descri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import codec, wire
-from apportion.ir.codec import Slice
+from apportion.ir.codec import Plan, Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integers
-from apportion.ir.hashing import digest
-from apportion.ir.plan import Plan, Request
+from apportion.ir.iteration_slice import IterationSlice, encode_slice
+from apportion.ir.plan import Ints, Request
+from apportion.ir.sequences import FORMAT, MAX_MICROBATCHES, iteration_id, packed, unpacked
 
-if TYPE_CHECKING:
-    from apportion.ir.iteration_slice import IterationSlice
-
-Ints = NDArray[np.integer[Any]]
-
-FORMAT = "apportion.iteration"
-MAX_MICROBATCHES = 4096
-
-_INDEX = np.dtype("<u4")
 #: what `report` adds up over the microbatches
 SUMS = ("tokens", "area", "bytes", "slots", "max_degree", "rounds", "plan_bytes")
 #: what it takes the largest of
@@ -93,8 +83,6 @@ class IterationPlan:
     def slice_for(self, rank: int) -> IterationSlice:
         """All that the rank needs of the iteration, and what proves it. Raises ConfigError where there is no such
         rank."""
-        from apportion.ir.iteration_slice import IterationSlice
-
         return IterationSlice(self.id, self.for_rank(rank), self.indexes, self.deferred)
 
     @cached_property
@@ -146,7 +134,7 @@ class IterationPlan:
                 f"iteration: {len(found.plans)} plans, but {len(found.indexes)} columns of indexes"
             )
         columns = [unpacked(column) for column in (*found.indexes, found.deferred)]
-        plans = tuple(codec.decode(plan) for plan in found.plans)
+        plans = tuple(Plan.decode(plan) for plan in found.plans)
         real = iteration_id([plan.id for plan in plans], columns[:-1], columns[-1])
         if real != found.id:
             raise DecodeError(
@@ -165,10 +153,10 @@ class IterationPlan:
         return hash(self.id)
 
 
-def iteration_id(plans: Iterable[bytes], indexes: Iterable[Ints], deferred: Ints) -> bytes:
-    """The id of an iteration plan, from the ids and the sequences of its microbatches and what is deferred."""
-    leaves = [part for plan, own in zip(plans, indexes, strict=True) for part in (plan, digest(packed(own)))]
-    return digest(b"".join([FORMAT.encode(), b"\0", *leaves, digest(packed(deferred))]))
+def encode_slices(plan: IterationPlan) -> tuple[bytes, ...]:
+    """What every rank receives, as bytes: `plan.slice_for(rank).encode()` of each, without opening any."""
+    columns = zip(*map(codec.encode_slices, plan.plans), strict=True)
+    return tuple(encode_slice(list(own), plan.indexes, plan.deferred, plan.id) for own in columns)
 
 
 # ---------------------------------------------------------------------------------------------- columns
@@ -179,26 +167,6 @@ def _column(name: str, values: Any) -> Ints:
     column = integers(f"iteration.{name}", values, 0, 2**32 - 1).copy()
     column.setflags(write=False)
     return column
-
-
-def consecutive(counts: Iterable[int]) -> tuple[Ints, ...]:
-    """Places of sequences that microbatches have one after another, `counts` of them each."""
-    stops = np.cumsum([0, *counts]).tolist()
-    return tuple(np.arange(*pair) for pair in pairwise(stops))
-
-
-def packed(column: Ints) -> bytes:
-    """A column as it is written: 4 bytes a number, little endian."""
-    return column.astype(_INDEX).tobytes()
-
-
-def unpacked(data: bytes) -> Ints:
-    """The int64 column that `packed` wrote. Raises DecodeError."""
-    if len(data) % _INDEX.itemsize:
-        raise DecodeError(
-            f"iteration: a column of {len(data)} bytes, expected {_INDEX.itemsize} for each sequence"
-        )
-    return np.frombuffer(data, _INDEX).astype(np.int64)
 
 
 # ---------------------------------------------------------------------------------------------- checks

@@ -16,19 +16,12 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from apportion.ir import codec, wire
+from apportion.ir import wire
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import VERSION
-from apportion.ir.iteration import (
-    MAX_MICROBATCHES,
-    Ints,
-    IterationPlan,
-    consecutive,
-    iteration_id,
-    packed,
-    unpacked,
-)
+from apportion.ir.plan import Ints
+from apportion.ir.sequences import MAX_MICROBATCHES, consecutive, iteration_id, packed, unpacked
 
 FORMAT = "apportion.iteration.slice"
 # Indexes of more sequences are written out: a few bytes must not make decoding allocate more than a few megabytes.
@@ -80,7 +73,7 @@ class IterationSlice:
 
     def encode(self) -> bytes:
         """The slice as bytes: a function of what it holds alone."""
-        return _encode([piece.encode() for piece in self.slices], self.indexes, self.deferred, self.id)
+        return encode_slice([piece.encode() for piece in self.slices], self.indexes, self.deferred, self.id)
 
     @staticmethod
     def decode(data: bytes) -> IterationSlice:
@@ -109,13 +102,8 @@ class IterationSlice:
         return hash((self.id, self.rank))
 
 
-def encode_slices(plan: IterationPlan) -> tuple[bytes, ...]:
-    """What every rank receives, as bytes: `plan.slice_for(rank).encode()` of each, without opening any."""
-    columns = zip(*map(codec.encode_slices, plan.plans), strict=True)
-    return tuple(_encode(list(own), plan.indexes, plan.deferred, plan.id) for own in columns)
-
-
-def _encode(slices: list[bytes], indexes: tuple[Ints, ...], deferred: Ints, id_: bytes) -> bytes:
+def encode_slice(slices: list[bytes], indexes: tuple[Ints, ...], deferred: Ints, id_: bytes) -> bytes:
+    """What a rank receives, as bytes, from its encoded slices."""
     columns = [] if _follow(indexes, deferred) else [packed(own) for own in indexes]
     counts = [len(own) for own in indexes]
     found = _IterationSliceWire(FORMAT, VERSION, slices, counts, columns, packed(deferred), id_)

@@ -19,9 +19,9 @@ from apportion.ir.fields import integer, known, load
 from apportion.ir.hardware import Hardware
 from apportion.ir.hashing import digest
 from apportion.ir.isa import VERSION
-from apportion.ir.iteration import MAX_MICROBATCHES
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
+from apportion.ir.sequences import MAX_MICROBATCHES
 from apportion.ir.version import __version__
 
 FORMAT = "apportion.request"

@@ -3,7 +3,7 @@
     transfers of a launch    → 2 KV[0:512)   → 5 Q[0:64)   → 2 KV[512:900)        ← 2 dKV[0:128)
     messages                 → 2 (both KV tiles, in this order)   → 5              ← 2
 
-A tile is its rows' numbers as they lie in a work arena (`FUSED` tensors: one row after another, k beside v), or one
+A tile is its rows' numbers as they lie in a work arena (fused tensors: one row after another, k beside v), or one
 part after the other (o, then lse). Parts start at multiples of `ALIGNMENT` bytes, so that any dtype can view them.
 
 A message is *direct* where its bytes already lie in memory as they travel; the others are *staged*: copied into a
@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, Op, Space, Tensor
+from apportion.ir.isa import ALL_TO_ALL, HEADLESS, Op, Space, Tensor
 from apportion.ir.jit import jit, lean
 from apportion.ir.model import ELEMENT_BYTES
+from apportion.ir.ops import IS_HEADLESS, IS_KEY
 from apportion.ir.plan import Header, Ints, ProgramSet
 from apportion.ir.sorting import stable_order
 
@@ -31,13 +32,10 @@ HOME = int(Space.HOME)
 #: where each part of a message starts
 ALIGNMENT = 16
 
-#: tensors whose parts lie side by side in each row and head of an arena: k and v, dk and dv, lse and delta
-FUSED = frozenset({Tensor.KV, Tensor.DKV, Tensor.DELTA})
 #: tensors of one array in arenas; the home rows of KV are two arrays, which the caller passes in
-_ONE_ARRAY = FUSED | {Tensor.Q, Tensor.DX, Tensor.DQ, Tensor.DO}
+_ONE_ARRAY = frozenset(t for t in Tensor if t.contents.fused or len(t.contents.parts) == 1)
 
 _IS_ONE = np.array([[t in _ONE_ARRAY and t != Tensor.KV, t in _ONE_ARRAY] for t in Tensor])  # [tensor, space]
-_IS_KV, _IS_HEADLESS = (np.array([t in group for t in Tensor]) for group in (KV_SIDE, HEADLESS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,12 +176,12 @@ def _follows(memory: _Memory, before: int, at: int) -> bool:
 def _memory(programs: ProgramSet, header: Header) -> _Memory:
     operands, arenas = programs["operands"], programs["arenas"]
     sets = [len(members) for members in header.head_sets]
-    columns = np.where(_IS_KV[:, None], [header.kv_heads, *sets], [header.q_heads, *sets])
-    columns[_IS_HEADLESS] = 1
+    columns = np.where(IS_KEY[:, None], [header.kv_heads, *sets], [header.q_heads, *sets])
+    columns[IS_HEADLESS] = 1
     width = np.zeros((programs.ranks, len(Tensor), len(Space)), np.int64)
     width[:, :, Space.HOME] = columns[:, 0]
     width[arenas.rank_of_row(), arenas["tensor"], Space.WORK] = arenas["heads"]
-    width[:, _IS_HEADLESS] = 1
+    width[:, IS_HEADLESS] = 1
     tensor, space, row, rows, heads = (
         operands.wide(name) for name in ("tensor", "space", "row", "rows", "heads")
     )
@@ -197,14 +195,8 @@ def _memory(programs: ProgramSet, header: Header) -> _Memory:
 def _number_bytes(header: Header) -> Ints:
     """int64 [tensors]: bytes of a row of one head; 1 for the headless, whose width a plan does not know."""
     model, wide = ELEMENT_BYTES[header.dtype], max(4, ELEMENT_BYTES[header.dtype])
-    qk, v = header.head_dim, header.v_head_dim
-    found = {
-        Tensor.Q: qk * model,
-        Tensor.KV: (qk + v) * model,
-        Tensor.O: (v + 1) * wide,
-        Tensor.DQ: qk * wide,
-        Tensor.DKV: (qk + v) * wide,
-        Tensor.DO: v * model,
-        Tensor.DELTA: 2 * wide,
-    }
-    return np.array([found.get(tensor, 1) for tensor in Tensor])
+    found = np.ones(len(Tensor), np.int64)
+    for tensor in set(Tensor) - HEADLESS:
+        widths = tensor.contents.widths(header.head_dim, header.v_head_dim, 0)
+        found[tensor] = sum(max(width, 1) for width in widths) * (wide if tensor.contents.wide else model)
+    return found

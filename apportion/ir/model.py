@@ -10,6 +10,7 @@ from typing import Any
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer, known, load, mapping, name, suggestion
+from apportion.ir.hf_fields import is_config, model_fields
 from apportion.ir.isa import Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
@@ -74,24 +75,22 @@ class Model:
         return max(4, self.element_bytes)
 
     def row_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
-        """Bytes of one row of a tensor with `heads` of its heads (KV heads for KV and dKV; None: all)."""
-        heads_of = {Tensor.KV: self.kv_heads, Tensor.DKV: self.kv_heads}
-        count = heads_of.get(tensor, self.q_heads) if heads is None else heads
-        qk, v = self.head_dim, self.value_dim
-        numbers = {
-            Tensor.NONE: 0,
-            Tensor.X: self.hidden,
-            Tensor.Q: count * qk,
-            Tensor.KV: count * (qk + v),
-            Tensor.O: count * (v + 1),
-            Tensor.DX: self.hidden,
-            Tensor.DQ: count * qk,
-            Tensor.DKV: count * (qk + v),
-            Tensor.DO: count * v,
-            Tensor.DELTA: count * 2,
-        }
-        model_dtype = tensor in (Tensor.X, Tensor.Q, Tensor.KV, Tensor.DO)
-        return numbers[tensor] * (self.element_bytes if model_dtype else self.accumulator_bytes)
+        """Bytes of one row of a tensor with `heads` of its heads (KV heads for KV and dKV; None: all); of X without its
+        position id."""
+        contents = tensor.contents
+        of_side = {"query": self.q_heads, "key": self.kv_heads}
+        count = 1
+        if contents.side is not None:
+            count = of_side[contents.side] if heads is None else heads
+        widths = contents.widths(self.head_dim, self.value_dim, self.hidden)
+        numbers = sum(
+            max(width, 1) for width, part in zip(widths, contents.parts, strict=True) if not part.integer
+        )
+        return count * numbers * (self.accumulator_bytes if contents.wide else self.element_bytes)
+
+    def result_bytes(self, tensor: Tensor) -> int:
+        """Bytes of one row of one head of a sum, once it is a result in the model's dtype; without its LSE."""
+        return sum(tensor.contents.widths(self.head_dim, self.value_dim, self.hidden)) * self.element_bytes
 
     @staticmethod
     def from_data(data: Any) -> Model:
@@ -106,10 +105,8 @@ class Model:
     @staticmethod
     def load(path: str | Path) -> Model:
         """The model of a JSON or YAML file, or of the `config.json` of a Hugging Face model. Raises ConfigError."""
-        from apportion.ir.hf_config import is_config, model_of
-
         data = load(path)
-        return model_of(data) if is_config(data) else Model.from_data(data)
+        return Model(**model_fields(data)) if is_config(data) else Model.from_data(data)
 
 
 def _layers(layers: Any) -> int | dict[str, int]:

@@ -7,12 +7,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from apportion.ir import structure
+from apportion.ir.codec import Plan
 from apportion.ir.draft import Draft, DraftProgram
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.forms import FORMS, NONE, OPS, SPACES, TENSORS, Form, Operand, Row
-from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_LIST, OP_NAMES, PHASES, SPAN_COLUMNS, TABLES, VERSION, Op
-from apportion.ir.plan import Plan
+from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_NAMES, PHASES, SPAN_COLUMNS, TABLES, VERSION, Op
 
 _INT = r"(\d{1,15})"
 _NAME = r'("(?:[^"\\]|\\.)*"|[\w.-]+)'
@@ -218,7 +217,7 @@ class _Reader:
         return index
 
     def add(self, op: Op, round: int, channel: int, mode: int, rows: list[Row]) -> None:
-        program, name = self.in_program(), OP_LIST[op]
+        program, name = self.in_program(), op.rule.list
         program.rows["instructions"].append((int(op), round, channel, mode, len(rows)))
         if name:
             program.rows[name].extend(rows)
@@ -244,7 +243,7 @@ class _Reader:
         self.add(op, 0, 0, 0, [self.row(op, item) for item in _split(rest, ",")])
 
     def row(self, op: Op, text: str) -> Row:
-        form, columns = FORMS[op], TABLES[OP_LIST[op] or ""]
+        form, columns = FORMS[op], TABLES[op.rule.list or ""]
         words = re.sub(r"\[\s*(-?\d+)\s*,\s*(-?\d+)\s*\]", r"[\1,\2]", text).split()
         expected = [*form.reads, *(["->"] if form.reads else []), *form.writes]
         if len(words) < len(expected) or (form.reads and words[len(form.reads)] != "->"):
@@ -273,7 +272,7 @@ class _Reader:
         slot, equals, operand = word.partition("=")
         if word in form.flags:
             value["first"] |= form.flags[word]
-        elif equals and slot in structure.OPERAND_COLUMNS[OP_LIST[op] or ""]:
+        elif equals and slot in op.rule.columns:
             value[slot] = self.index(operand)
         else:
             raise self.fail(f"{OP_NAMES[op]}: unexpected {word[:40]!r}; flags are {', '.join(form.flags)}")

@@ -15,21 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import choice
-from apportion.ir.isa import TABLES, VERSION
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import TABLES, VERSION, Tensor
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
-
-if TYPE_CHECKING:
-    from apportion.ir.codec import Sections, Slice
 
 Ints = NDArray[np.integer[Any]]
 
@@ -111,12 +107,13 @@ class Layout:
 
     def _of(self, rank: int) -> Table:
         """The rank's spans in row order, as a one-rank table."""
-        spans = self.spans.rank(_checked_rank(rank, self.spans.ranks))
+        spans = self.spans.rank(checked_rank(rank, self.spans.ranks))
         order = np.argsort(spans["row"], kind="stable")
         return Table(spans.ptr, {name: column[order] for name, column in spans.columns.items()})
 
 
-def _checked_rank(rank: int, ranks: int) -> int:
+def checked_rank(rank: int, ranks: int) -> int:
+    """The rank. Raises ConfigError where there is none of that number."""
     whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
     if not whole or not 0 <= rank < ranks:
         raise ConfigError("rank", rank, f"must be in [0, {ranks})", "name a rank that is there")
@@ -182,6 +179,12 @@ class Header:
     #: kind -> distinct (dmin, dmax) of its masks, sorted; of too many none. None: a plan of version 1.0 does not say
     diagonals: Mapping[str, tuple[tuple[int, int], ...]] | None = None
 
+    def heads_of(self, tensor: Tensor) -> int:
+        """How many heads a tensor has; 1 where it has none."""
+        if tensor.contents.side is None:
+            return 1
+        return self.kv_heads if tensor.contents.side == "key" else self.q_heads
+
 
 @dataclass(frozen=True)
 class Request:
@@ -192,77 +195,3 @@ class Request:
     model: Model
     policy: Policy
     hardware: str = ""  # hex digest of the hardware file, "" where none was used
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A plan of one microbatch for all ranks. Equal plans have equal ids. Build with `seal` (in `ir.codec`)."""
-
-    header: Header
-    request: Request
-    layouts: Mapping[str, Layout]
-    programs: Mapping[tuple[str, str], ProgramSet]  # (kind, phase)
-    moves: tuple[Move, ...] = ()
-    report: Mapping[str, Any] = field(default_factory=dict)
-    sections: Sections | None = None  # as encoded, set by `seal` and `decode`
-
-    @property
-    def id(self) -> bytes:
-        """32 bytes, BLAKE2b over the digests of the encoded sections."""
-        return self._sealed().id
-
-    def _sealed(self) -> Sections:
-        from apportion.ir.codec import encode_sections
-
-        sealed = encode_sections(self) if self.sections is None else self.sections
-        object.__setattr__(self, "sections", sealed)
-        return sealed
-
-    def encode(self) -> bytes:
-        """The plan as bytes: a function of request, recipe, seed and version alone."""
-        from apportion.ir.codec import encode
-
-        return encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> Plan:
-        """The plan in `data`. Raises DecodeError (VersionError for an unknown major version)."""
-        from apportion.ir.codec import decode
-
-        return decode(data)
-
-    def for_rank(self, rank: int) -> Slice:
-        """The rank's slice: its part, the header and the proof that it belongs to this plan's id.
-        Raises ConfigError where the plan has no such rank."""
-        from apportion.ir.codec import slice_plan
-
-        return slice_plan(self, _checked_rank(rank, self.header.ranks))
-
-    def text(self, rank: int | None = None) -> str:
-        """The plan, or one rank of it, as text; the whole text parses back with `ir.text.parse`."""
-        from apportion.ir.text import format_plan
-
-        return format_plan(self, rank)
-
-    def layout(self, name: str) -> Layout:
-        """The layout of that name. Raises UnknownNameError."""
-        if name not in self.layouts:
-            raise UnknownNameError(
-                "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
-            )
-        return self.layouts[name]
-
-    def program(self, rank: int, kind: str, phase: str) -> ProgramSet:
-        """One rank's program of one attention kind and phase, as one-rank tables.
-
-        Raises ConfigError where the plan has no such rank, UnknownNameError for a kind or phase it does not have.
-        """
-        choice("kind", kind, dict.fromkeys(kind for kind, _ in self.programs))
-        choice("phase", phase, [held for of, held in self.programs if of == kind])
-        return self.programs[kind, phase].rank(_checked_rank(rank, self.header.ranks))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self.id == other.id
-
-    def __hash__(self) -> int:
-        return hash(self.id)

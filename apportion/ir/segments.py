@@ -17,16 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import Op
+from apportion.ir.isa import ATTENTION, Op
 
 Ints = NDArray[np.integer[Any]]
 
 #: above all rounds
 NO_ROUND = 2**31
 _WAITS = (Op.WAIT,)
-_ATTENTION = (Op.ATTEND, Op.ATTEND_GRAD)
 #: what needs something to have arrived, or takes so long that no launch should come after it
-_LATE = (*_WAITS, *_ATTENTION)
+_LATE = (*_WAITS, *ATTENTION)
 
 
 class Cuts(NamedTuple):
@@ -40,7 +39,7 @@ def own_cuts(op: Ints, round_: Ints) -> Cuts:
     """Where a rank alone would cut; op, round: its instructions, [n]."""
     launches, number = op == Op.LAUNCH, np.arange(len(op))
     late = launches & (number >= _first(op, _LATE, 0))
-    sent = launches & (number < _first(op, _WAITS, _end(np.isin(op, _ATTENTION))))
+    sent = launches & (number < _first(op, _WAITS, _end(np.isin(op, ATTENTION))))
     compute, collect = (round_[chosen].tolist() for chosen in (late, sent))
     return Cuts(min(compute, default=NO_ROUND), max(collect, default=-1) + 1)
 
@@ -55,7 +54,7 @@ def agreed_cuts(ranks: Iterable[Cuts]) -> Cuts:
 def segment_ends(op: Ints, round_: Ints, cuts: Cuts) -> tuple[int, int]:
     """The ends of a rank's dispatch and compute, as numbers of instructions; cuts: those that all ranks agreed on."""
     dispatch, sent = (_end((op == Op.LAUNCH) & (round_ < cut)) for cut in cuts)
-    return dispatch, max(dispatch, sent, _end(np.isin(op, _ATTENTION)))
+    return dispatch, max(dispatch, sent, _end(np.isin(op, ATTENTION)))
 
 
 def _first(op: Ints, ops: tuple[Op, ...], start: int) -> int:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from apportion.ir.bands import INF, MAX_DIAGONALS
 from apportion.ir.errors import DecodeError
-from apportion.ir.isa import MAX_RANKS, OP_LIST, OP_NAMES, TABLES, Op, Space, Tensor
+from apportion.ir.isa import MAX_RANKS, OP_NAMES, OPERAND_COLUMNS, TABLES, Op, Space, Tensor
+from apportion.ir.ops import IS_KEY, LIST_OF_OP, LISTS
 from apportion.ir.packed import encoded
 from apportion.ir.plan import Header, Ints, Table
 
@@ -47,22 +48,6 @@ _RANGES: Mapping[tuple[str, str], tuple[int, int]] = {
     ("moves", "send"): (0, 1),
     ("moves", "rows"): (1, LIMIT),
 }
-
-#: columns that are indexes of operands
-OPERAND_COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "transfers": ("operand",),
-    "tasks": ("q", "kv", "o"),
-    "grads": ("q", "kv", "do", "delta", "dq", "dkv"),
-    "rowops": ("a", "b", "c", "d"),
-}
-
-_LISTS = tuple(OPERAND_COLUMNS)
-_LIST_OF_OP = np.array(
-    [
-        _LISTS.index(name) if (name := OP_LIST.get(Op(op) if op else Op.WAIT)) else len(_LISTS)
-        for op in range(13)
-    ]
-)
 
 
 def check_header(header: Header) -> None:
@@ -227,9 +212,9 @@ def _check_operand_table(header: Header, operands: _Place) -> None:
     operands.refuse(blank, "only operand 0 may be none or have no rows")
     foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     if foreign.any():
-        kv_side = np.isin(operands["tensor"], (Tensor.KV, Tensor.DKV))
         operands.refuse(
-            kv_side & foreign[operands["heads"]], f"its heads go beyond {header.kv_heads} KV heads"
+            IS_KEY[operands["tensor"]] & foreign[operands["heads"]],
+            f"its heads go beyond {header.kv_heads} KV heads",
         )
 
 
@@ -245,14 +230,14 @@ def _check_counts(places: Mapping[str, _Place]) -> None:
     """Per rank and list, the counts of the instructions add up to the rows."""
     place = places["instructions"]
     ranks, count = place.table.ranks, place["count"]
-    longest = max(len(places[name].table) for name in _LISTS)
+    longest = max(len(places[name].table) for name in LISTS)
     place.refuse(count > longest, "count exceeds its list")
-    width = len(_LISTS) + 1
+    width = len(LISTS) + 1
     key = np.repeat(np.arange(0, ranks * width, width), np.diff(place.table.ptr))
-    key += _LIST_OF_OP[place["op"]]
+    key += LIST_OF_OP[place["op"]]
     # float64 sums are exact: counts are at most `longest`, which the input's size bounds
     sums = np.bincount(key, count, ranks * width).reshape(-1, width)
-    for number, name in enumerate(_LISTS):
+    for number, name in enumerate(LISTS):
         rows = np.diff(places[name].table.ptr)
         wrong = np.flatnonzero(sums[:, number] != rows)
         if len(wrong):

@@ -7,10 +7,10 @@ from typing import Any
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
 from apportion.ir.verify import verify as verify_plan
 from apportion.planner.pipeline import Made, Watch, check_request, draft, place, seal

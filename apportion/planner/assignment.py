@@ -25,10 +25,10 @@ from apportion.ir.batch import Batch
 from apportion.ir.columns import Gather, encode_table
 from apportion.ir.errors import ConfigError, DecodeError, VersionError
 from apportion.ir.isa import PHASES, VERSION
-from apportion.ir.iteration import MAX_MICROBATCHES, packed, unpacked
 from apportion.ir.job import Job, decode_request, encode_request
 from apportion.ir.plan import Table
 from apportion.ir.policy import Recipe
+from apportion.ir.sequences import MAX_MICROBATCHES, packed, unpacked
 from apportion.ir.version import __version__
 from apportion.planner.passes.cells import cut_cells
 from apportion.planner.passes.shard import row_weights

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.bands import INF, area
 from apportion.ir.batch import Batch
-from apportion.ir.isa import MAX_RANKS, Tensor
+from apportion.ir.isa import MAX_RANKS, PHASES, TRAVELLING
 from apportion.ir.model import Model
 from apportion.planner.problem import exact_sums
 
@@ -40,9 +40,6 @@ LEAST_SHARE = 0.01
 _SLACK = 1e-3
 #: rounding of sums and roots, relative
 _ROUNDING = 1e-9
-#: per phase: what comes and goes for a key row, and for a query row, that is not at home
-KEY_SIDE = {"forward": (Tensor.KV,), "backward": (Tensor.KV, Tensor.DKV)}
-QUERY_SIDE = {"forward": (Tensor.Q, Tensor.O), "backward": (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ)}
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def kv_bytes(
     if queries_move:
         return Bound("kv_bytes", None, value, "queries move: nothing is proven")
     tokens = sum(foreign_kv_tokens(batch, kind, token_cap, load_caps[kind]) for kind in batch.kinds)
-    per_token = sum(model.row_bytes(tensor) for side in KEY_SIDE.values() for tensor in side)
+    per_token = sum(model.row_bytes(tensor) for phase in PHASES for tensor in TRAVELLING["key", phase])
     small = tokens < LEAST_SHARE * batch.tokens
     void = f"the bound is below {LEAST_SHARE:.0%} of the tokens" if small else None
     return Bound("kv_bytes", float(tokens * per_token), value, void)
@@ -128,8 +125,8 @@ def remote_pairs_bytes(
 
 def remote_bytes(model: Model, phase: str, pairs: Ints) -> Floats:
     """float64, shaped like `pairs`: bytes that a rank moves at least for so many pairs with query and key remote."""
-    keys = sum(model.row_bytes(tensor) for tensor in KEY_SIDE[phase])
-    queries = sum(model.row_bytes(tensor) for tensor in QUERY_SIDE[phase])
+    keys = sum(model.row_bytes(tensor) for tensor in TRAVELLING["key", phase])
+    queries = sum(model.row_bytes(tensor) for tensor in TRAVELLING["query", phase])
     least: Floats = 2.0 * np.sqrt(pairs.astype(np.float64) * keys * queries)
     return least
 

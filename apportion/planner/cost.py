@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.fields import choice
-from apportion.ir.hardware import Grid, Hardware
+from apportion.ir.figures import Grid
+from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 
 Ints = NDArray[np.int64]

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.batch import Batch
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError
-from apportion.ir.iteration import IterationPlan, consecutive
+from apportion.ir.iteration import IterationPlan
 from apportion.ir.job import Job
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
+from apportion.ir.sequences import consecutive
 from apportion.ir.verify import verify as verify_plan
 from apportion.planner import assignment
 from apportion.planner.api import make

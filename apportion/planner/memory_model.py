@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
-from apportion.ir.isa import Tensor
+from apportion.ir.isa import TRAVELLING, Tensor
 from apportion.ir.model import Model
 from apportion.planner.passes.groups import HeadStages
 from apportion.planner.passes.upipe import UPipe
@@ -146,11 +146,10 @@ def peak_rows(model: Model, degree: int, upipe: UPipe, member: Member, phase: st
     returned = (upipe.project or stages.shared) * others
     rows = (1 + upipe.ahead * (len(stages) > 1)) * member.rows
     keys = (1 + upipe.ahead * (stages.windows > 1)) * member.rows
-    of_query = {Tensor.Q: rows + made, Tensor.O: rows}
-    of_key = {Tensor.KV: keys + member.tiles + made_keys}
-    if phase == "backward":
-        of_query = {Tensor.Q: rows + made, Tensor.DO: rows, Tensor.DELTA: rows, Tensor.DQ: rows + made}
-        of_key[Tensor.DKV] = keys + member.gradient_tiles + returned
+    at_home = (Tensor.Q, Tensor.DQ)
+    of_query = {tensor: rows + made * (tensor in at_home) for tensor in TRAVELLING["query", phase]}
+    beside = {Tensor.KV: member.tiles + made_keys, Tensor.DKV: member.gradient_tiles + returned}
+    of_key = {tensor: keys + beside[tensor] for tensor in TRAVELLING["key", phase]}
     widest = int(stages.key_heads.max())
     held = {tensor: Arena(count, stages.query_heads) for tensor, count in of_query.items()}
     return held | {tensor: Arena(count, widest) for tensor, count in of_key.items()}

@@ -18,10 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from apportion.ir import codec
+from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES, Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request
+from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request
 from apportion.ir.version import __version__
 from apportion.planner.checks import Checks
 from apportion.planner.passes.cells import HeadGroups, cut_cells

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import KV_SIDE, PHASES, Tensor
+from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
 from apportion.planner import bounds
 from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.shard import row_areas
@@ -18,25 +18,6 @@ from apportion.planner.solvers.matching import max_degree
 from apportion.planner.solvers.status import Status
 
 Ints = NDArray[np.integer[Any]]
-
-IN = {
-    "forward": (Tensor.Q, Tensor.KV),
-    "backward": (Tensor.Q, Tensor.KV, Tensor.DO, Tensor.DELTA),
-}
-OUT = {"forward": (Tensor.O,), "backward": (Tensor.DQ, Tensor.DKV)}
-# what travels in tiles, by phase
-QUERIES = {
-    ("forward", "fetch"): (Tensor.Q,),
-    ("forward", "return"): (Tensor.O,),
-    ("backward", "fetch"): (Tensor.Q, Tensor.DO, Tensor.DELTA),
-    ("backward", "return"): (Tensor.DQ,),
-}
-KEYS: Mapping[tuple[str, str], tuple[Tensor, ...]] = {
-    ("forward", "fetch"): (Tensor.KV,),
-    ("forward", "return"): (),
-    ("backward", "fetch"): (Tensor.KV,),
-    ("backward", "return"): (Tensor.DKV,),
-}
 
 
 @dataclass(frozen=True)
@@ -163,20 +144,21 @@ def _ratio(value: float, mean: float) -> float:
 
 
 def _traffic(problem: Problem, kind: str, phase: str, low: Lowering) -> list[Traffic]:
-    found = _exchanged(problem, kind, low, phase, "in", IN)
+    found = _exchanged(problem, kind, low, phase, "in")
     found.append(_tiles(problem, kind, phase, low, "fetch"))
     if phase == "backward" or low.tasks.queries_move:
         found.append(_tiles(problem, kind, phase, low, "return"))
-    return found + _exchanged(problem, kind, low, phase, "out", OUT)
+    return found + _exchanged(problem, kind, low, phase, "out")
 
 
 def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) -> Traffic:
     """Tiles on their way out, or what is added up for them on its way back."""
     schedule, groups = low.schedule, low.groups
     ways: list[tuple[Ints, Ints, Ints]] = []
+    moved_of = FETCHED if name == "fetch" else RETURNED
     sides = (
-        (low.keys, KEYS[phase, name], low.sets.tile_heads),
-        (low.queries, QUERIES[phase, name], low.sets.query_heads),
+        (low.keys, moved_of["key", phase], low.sets.tile_heads),
+        (low.queries, moved_of["query", phase], low.sets.query_heads),
     )
     for side, tensors, heads in sides:
         if not tensors or not len(side.edges):
@@ -198,23 +180,14 @@ def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) ->
     return once.repeated(low.sets.tile_turns)
 
 
-def _exchanged(
-    problem: Problem,
-    kind: str,
-    low: Lowering,
-    phase: str,
-    way: str,
-    tensors: Mapping[str, tuple[Tensor, ...]],
-) -> list[Traffic]:
+def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str) -> list[Traffic]:
     exchange, model = low.exchange, problem.model
     if exchange is None:
         return []
     moved = exchange.moved
     src, dst = exchange.src[moved], exchange.dst[moved]
-    queries, keys = (
-        sum(model.row_bytes(tensor, 1) for tensor in tensors[phase] if (tensor in KV_SIDE) is side)
-        for side in (False, True)
-    )
+    tensors = FETCHED if way == "in" else RETURNED
+    queries, keys = (sum(model.row_bytes(tensor, 1) for tensor in tensors[side, phase]) for side in SIDES)
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
     tile_bytes = exchange.pieces.rows[exchange.piece[moved]] * heads
     if way == "out":

@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from apportion.ir.batch import DEFAULT_KIND, Batch, Kind
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import integer
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES
 from apportion.ir.masks import Mask
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Recipe
 from apportion.planner.api import plan
 

@@ -14,7 +14,8 @@ from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import MissingDependencyError
-from apportion.ir.iteration_slice import IterationSlice, encode_slices
+from apportion.ir.iteration import encode_slices
+from apportion.ir.iteration_slice import IterationSlice
 from apportion.ir.jit import COMPILES, compiling
 from apportion.ir.job import Job
 from apportion.ir.messages import find_messages

@@ -37,10 +37,10 @@ from torch import Tensor
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError, ExecutionError, VerifyError
 from apportion.ir.job import Job
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy
 from apportion.ir.verify import verify
 from apportion.ir.workload import Workload, read_workload, sample

@@ -6,12 +6,12 @@ import numpy as np
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.isa import MOVE_COLUMNS, OP_LIST, PHASES, SPAN_COLUMNS, TABLES, Op, Tensor
+from apportion.ir.codec import Plan
+from apportion.ir.isa import MOVE_COLUMNS, OPERAND_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.plan import Header, Layout, Move, Plan, ProgramSet, Request, Table
+from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request, Table
 from apportion.ir.policy import Policy, Recipe
 from apportion.ir.sections import diagonals_of
-from apportion.ir.structure import OPERAND_COLUMNS
 
 Rng = np.random.Generator
 HEAD_SETS = ((0,), (1, 0), (3, 2))  # the last one holds query heads only
@@ -109,7 +109,7 @@ def _operand(rng: Rng) -> tuple[int, ...]:
 
 
 def _add_instruction(rng: Rng, rows: dict[str, list[tuple[int, ...]]], op: Op, ranks: int) -> None:
-    name = OP_LIST[op]
+    name = op.rule.list
     count = int(rng.integers(0, 4)) if name else 0
     launch = op is Op.LAUNCH
     round_ = int(rng.integers(0, 300)) if launch or op is Op.WAIT else 0

@@ -17,7 +17,8 @@ import pytest
 
 from apportion import bench, cli, views
 from apportion.cli import files
-from apportion.ir.plan import Plan, ProgramSet, Table
+from apportion.ir.codec import Plan
+from apportion.ir.plan import ProgramSet, Table
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROW = {

@@ -19,9 +19,9 @@ from apportion.cli.pictures import CELLS, Colours, draw
 from apportion.ir import bands, masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.verify.subject import Subject
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.api import plan as make_plan

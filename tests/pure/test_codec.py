@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from random_plans import random_plan
 
 from apportion.ir import codec, hashing, wire
-from apportion.ir.codec import Sections, Slice
+from apportion.ir.codec import Plan, Sections, Slice
 from apportion.ir.columns import DTYPES, Cell, Gather, encode_table
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
 from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.parts import join_parts
-from apportion.ir.plan import Layout, Plan, ProgramSet, Table
+from apportion.ir.plan import Layout, ProgramSet, Table
 
 SEEDS = st.integers(0, 2**32 - 1)
 

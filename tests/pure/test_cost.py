@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from apportion.ir.chips import AXIS, CHIPS
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.hardware import MAX_FILE_BYTES, Figure, Hardware, Measured
+from apportion.ir.figures import Figure
+from apportion.ir.hardware import MAX_FILE_BYTES, Hardware, Measured
 from apportion.ir.model import Model
 from apportion.planner.cost import PHASES, CostModel, causal_pairs
 

@@ -13,9 +13,9 @@ import apportion as ap
 from apportion.ir import masks
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.isa import PHASES
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe, Step
 from apportion.planner.passes.cells import cut_cells
 from apportion.planner.passes.dcp import placement as dcp

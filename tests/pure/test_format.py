@@ -17,12 +17,11 @@ from random_plans import random_plan
 
 from apportion.ir import codec, masks
 from apportion.ir.bands import INF
-from apportion.ir.codec import Slice
+from apportion.ir.codec import Plan, Slice
 from apportion.ir.columns import DTYPES
 from apportion.ir.diff import diff
 from apportion.ir.isa import (
     MOVE_COLUMNS,
-    OP_LIST,
     OP_NAMES,
     SPAN_COLUMNS,
     TABLES,
@@ -31,7 +30,6 @@ from apportion.ir.isa import (
     Op,
     Tensor,
 )
-from apportion.ir.plan import Plan
 from apportion.ir.text import format_plan, parse
 from apportion.ir.wire import MAX_BYTES
 
@@ -256,7 +254,7 @@ def test_the_prose_lists_every_code_and_column() -> None:
         shown = name if name.startswith("`") else f"`{name}`"
         assert f"| {shown} | {', '.join(f'`{column}`' for column in names)} |" in FORMAT
     for op in Op:
-        assert f"| {int(op)} | {OP_NAMES[op]} | {OP_LIST[op] or '-'} |" in FORMAT
+        assert f"| {int(op)} | {OP_NAMES[op]} | {op.rule.list or '-'} |" in FORMAT
     numbers = "|".join(f" {int(t)} " for t in Tensor if t)
     assert f"| tensor |{numbers}|" in FORMAT
     assert "| " + " | ".join(TENSOR_NAMES[t] for t in Tensor if t) + " |" in FORMAT

@@ -21,8 +21,8 @@ from apportion.backends import numpy_kernels, reference
 from apportion.backends.numpy_kernels import Band, Gradients, Partial, Scores
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.planner.api import plan as make_plan
 from apportion.planner.recipes import find_recipe, with_block
 

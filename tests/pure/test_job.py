@@ -20,8 +20,8 @@ from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError, VersionError
 from apportion.ir.hardware import Hardware
-from apportion.ir.iteration import IterationPlan
-from apportion.ir.iteration_slice import MOST_IMPLIED, IterationSlice, encode_slices
+from apportion.ir.iteration import IterationPlan, encode_slices
+from apportion.ir.iteration_slice import MOST_IMPLIED, IterationSlice
 from apportion.ir.job import Job, decode_request, encode_request
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy

@@ -13,10 +13,10 @@ from test_simulate import PLANS, STRATEGIES, Unit, plan_of
 from apportion.ir import text
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, OP_LIST, Op, Space, Tensor
+from apportion.ir.codec import Plan
+from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, Op, Space, Tensor
 from apportion.ir.messages import find_messages
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.planner import api
 from apportion.planner.simulate import Run, simulate, simulate_with
 
@@ -169,7 +169,7 @@ class Slow:
         """(launch, send, peer, staged) of all messages, and kernels."""
         messages, kernels, place, unpacked = [], 0, defaultdict(int), set()
         for number, instruction in enumerate(self.rows["instructions"]):
-            op, name = Op(instruction["op"]), OP_LIST[Op(instruction["op"])]
+            op, name = Op(instruction["op"]), Op(instruction["op"]).rule.list
             rows = self.rows[name][place[name] : place[name] + instruction["count"]] if name else []
             place[name] += instruction["count"]
             if op == Op.LAUNCH:

@@ -15,7 +15,8 @@ from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.hardware import Figure, Hardware
+from apportion.ir.figures import Figure
+from apportion.ir.hardware import Hardware
 from apportion.ir.isa import Op
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy, Recipe

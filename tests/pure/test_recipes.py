@@ -16,9 +16,9 @@ import apportion as ap
 from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import recipes
 from apportion.planner.recipes import entries, find_recipe, has_own_cap

@@ -12,9 +12,9 @@ import pytest
 from apportion.backends import null, reference
 from apportion.backends.interp import compile_program
 from apportion.ir import bands, codec, text, verify
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import ALL_TO_ALL, Op
-from apportion.ir.plan import Plan
 
 PLANS = sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))
 EXACT = 1e-10

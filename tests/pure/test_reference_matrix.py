@@ -12,9 +12,9 @@ from apportion.backends import reference
 from apportion.ir import bands, masks
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.masks import Mask
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner.api import plan as make_plan
 

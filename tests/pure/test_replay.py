@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.ir.plan import Plan, Table
+from apportion.ir.codec import Plan
+from apportion.ir.plan import Table
 from benchmarks import replay
 
 

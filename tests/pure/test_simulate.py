@@ -20,11 +20,11 @@ import pytest
 from apportion.ir import masks, text
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES, Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.planner import api
 from apportion.planner.simulate import Run, Simulation, simulate, simulate_with
 from apportion.planner.simulate.program import WAIT

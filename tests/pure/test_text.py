@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from random_plans import random_plan
 
 from apportion.ir import codec
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError, DecodeError, VersionError
 from apportion.ir.isa import TABLES, Op
-from apportion.ir.plan import Plan
 from apportion.ir.text import excerpt, format_instruction, format_plan, parse
 
 GOLDEN = Path(__file__).parents[2] / "apportion/schemas/golden"

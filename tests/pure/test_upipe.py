@@ -15,11 +15,11 @@ from apportion.backends import local_ranks, reference
 from apportion.ir import bands, masks, verify
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TABLES, Op, Space, Tensor
 from apportion.ir.masks import Mask
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan
 from apportion.planner import memory_model as memory
 from apportion.planner.api import plan as make_plan
 from apportion.planner.passes.upipe import UPipe, stage_lists

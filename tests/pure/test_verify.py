@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from apportion.ir import codec, text
+from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.isa import Tensor
-from apportion.ir.plan import Layout, Move, Plan, ProgramSet, Table
+from apportion.ir.plan import Layout, Move, ProgramSet, Table
 from apportion.ir.verify import RULES, Violation, check, verify
 
 PLANS = Path(__file__).parent.parent / "plans"

@@ -11,8 +11,9 @@ import pytest
 from apportion.ir import codec
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.model import Model
-from apportion.ir.plan import Layout, Plan, Table
+from apportion.ir.plan import Layout, Table
 from apportion.ir.verify import check
 from apportion.planner.api import plan as make
 

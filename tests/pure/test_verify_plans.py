@@ -14,7 +14,8 @@ import apportion as ap
 from apportion.backends import reference
 from apportion.ir import codec, text
 from apportion.ir.bands import intersect_area, overlaps
-from apportion.ir.plan import Plan, ProgramSet, Table
+from apportion.ir.codec import Plan
+from apportion.ir.plan import ProgramSet, Table
 from apportion.ir.sorting import stable_order
 from apportion.ir.verify import check
 from apportion.ir.verify.coverage import pairs

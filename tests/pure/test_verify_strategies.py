@@ -12,7 +12,7 @@ from strategies import STRATEGIES, cluster
 
 import apportion as ap
 from apportion.ir import text
-from apportion.ir.plan import Plan
+from apportion.ir.codec import Plan
 from apportion.ir.verify import Violation, check
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=1)

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from apportion.backends.interp import ACCUMULATORS, Component, components
-from apportion.ir.isa import HEADLESS, KV_SIDE, Space
+from apportion.backends.interp import Component, components
+from apportion.ir.isa import HEADLESS, Space
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.messages import FUSED
 from apportion.ir.plan import Header
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -52,9 +51,9 @@ def arrays_of(
     if tensor in HEADLESS:
         columns = 0
     elif columns is None:
-        columns = header.kv_heads if tensor in KV_SIDE else header.q_heads
+        columns = header.heads_of(tensor)
     parts = components(tensor, header, hidden)
-    if tensor in FUSED and (tensor, space) != (Name.KV, Space.HOME):
+    if tensor.contents.fused and (tensor, space) != (Name.KV, Space.HOME):
         widths = tuple(part.width for part in parts)
         return [
             Array(_dtype(tensor, parts[0], header), columns, sum(max(width, 1) for width in widths), widths)
@@ -74,7 +73,7 @@ def wire_dtype(tensor: Name, part: Component, model: torch.dtype) -> torch.dtype
     """The dtype of a part in a message."""
     if part.integer:
         return torch.int64
-    return accumulator_dtype(model) if tensor in ACCUMULATORS else model
+    return accumulator_dtype(model) if tensor.contents.wide else model
 
 
 def part_views(arrays: Iterable[torch.Tensor], specs: Iterable[Array]) -> tuple[torch.Tensor, ...]:

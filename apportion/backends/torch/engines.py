@@ -59,6 +59,7 @@ class TaskEngine:
     def load(
         self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
     ) -> Loaded:
+        self.machine.require(program)
         if self.newest:
             activate_newest(device)
         rounds = find_rounds(columns, program, hidden)
@@ -85,8 +86,10 @@ class StageEngine:
     def load(
         self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
     ) -> Loaded:
+        from apportion.backends.torch.stage.machine import StageMachine
         from apportion.backends.torch.stage.program import load
 
+        StageMachine.require(program)
         return load(columns, program, device, rows, hidden)
 
 

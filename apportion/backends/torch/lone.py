@@ -20,12 +20,6 @@ from apportion.ir.isa import KV_SIDE, TABLES, Op, Space
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.plan import Header, ProgramSet, Table
 
-#: operands of a task, in the order of its list
-ENDS = {
-    Op.ATTEND: (Name.Q, Name.KV, Name.O),
-    Op.ATTEND_GRAD: (Name.Q, Name.KV, Name.DO, Name.DELTA, Name.DQ, Name.DKV),
-}
-
 
 class Shape(NamedTuple):
     """Query rows, key rows, and the diagonals between which a pair is seen."""
@@ -47,7 +41,7 @@ def lone_task(
     dtype = next(name for name, held in DTYPES.items() if held == q.dtype)
     widths = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
     header = Header(1, ("default",), "", 0, "attention", ("attention",), (), *widths, dtype)
-    forward, backward = (_machine(header, op, given, shape).run for op in ENDS)
+    forward, backward = (_machine(header, op, given, shape).run for op in (Op.ATTEND, Op.ATTEND_GRAD))
     return forward, backward
 
 
@@ -60,14 +54,14 @@ def _machine(header: Header, op: Op, given: dict[Name, tuple[Tensor, ...]], shap
 
 
 def _columns(op: Op, shape: Shape) -> ProgramSet:
-    ends = ENDS[op]
+    ends = [argument.tensors[0] for argument in op.rule.arguments]
     rows = [shape.keys if name in KV_SIDE else shape.rows for name in ends]
     operands = [(int(name), int(Space.HOME), 0, count, 0, 0) for name, count in zip(ends, rows, strict=True)]
     task = (*range(1, len(ends) + 1), shape.dmin, shape.dmax, 0)
-    lists: dict[str, list[tuple[int, ...]]] = {
+    lists: dict[str | None, list[tuple[int, ...]]] = {
         "operands": [(0,) * 6, *operands],
         "instructions": [(int(op), 0, 0, 0, 1)],
-        "tasks" if op == Op.ATTEND else "grads": [task],
+        op.rule.list: [task],
     }
     return ProgramSet({name: _table(names, lists.get(name, [])) for name, names in TABLES.items()})
 

@@ -36,7 +36,8 @@ from apportion.ir.chips import POST
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice
-from apportion.ir.hardware import Figure, Grid, Hardware, Measured
+from apportion.ir.figures import Figure, Grid
+from apportion.ir.hardware import Hardware, Measured
 from apportion.ir.version import __version__
 
 Work = Callable[[], object]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from apportion.ir import text
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError, CapacityError, VerifyError
-from apportion.ir.plan import Plan
 from apportion.ir.verify import (
     coverage,
     dataflow,

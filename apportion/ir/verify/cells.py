@@ -21,6 +21,7 @@ import numpy as np
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import HEADLESS, KV_SIDE, Tensor
 from apportion.ir.jit import lean
+from apportion.ir.ops import IS_HEADLESS
 from apportion.ir.plan import Ints
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.machine import (
@@ -48,7 +49,7 @@ from apportion.ir.verify.machine import (
     VALUE,
     behind,
 )
-from apportion.ir.verify.view import HOME, Bools, HeadSets, Program
+from apportion.ir.verify.view import HOME, HeadSets, Program
 
 _SPACES = 2
 PLACES = _SPACES * (max(Tensor) + 1)
@@ -184,7 +185,7 @@ def _unit(program: Program, kv_side: bool) -> int:
     """The widest unit in heads: it divides every run of consecutive heads, its first head and its column."""
     sets = program.kv_sets if kv_side else program.q_sets
     table = program["operands"]
-    mine = (program.kv_side == kv_side) & (table["tensor"] != Tensor.NONE) & ~_headless(table["tensor"])
+    mine = (program.kv_side == kv_side) & (table["tensor"] != Tensor.NONE) & ~IS_HEADLESS[table["tensor"]]
     unit = math.gcd(sets.heads, int(np.gcd.reduce(table["col"][mine], initial=0)))
     for number in np.flatnonzero(np.bincount(table["heads"][mine])).tolist():
         members = sets.members[number]
@@ -204,7 +205,7 @@ def _whole_pieces(program: Program) -> _Pieces:
 
 def _pieces(program: Program, units: _Units) -> _Pieces:
     table = program["operands"]
-    width, headless = units.of(program), _headless(table["tensor"])
+    width, headless = units.of(program), IS_HEADLESS[table["tensor"]]
     count = np.where(headless, 1, program.head_count // width) * (table["tensor"] != Tensor.NONE)
     if count.sum() > _MOST_PIECES:
         raise CapacityError(f"the operands have {count.sum()} head columns, more than {_MOST_PIECES}")
@@ -224,17 +225,12 @@ def _pieces(program: Program, units: _Units) -> _Pieces:
     )
 
 
-def _headless(tensor: Ints) -> Bools:
-    headless: Bools = (tensor == Tensor.X) | (tensor == Tensor.DX)
-    return headless
-
-
 def _unit_of(program: Program, operand: Ints, index: Ints, units: _Units) -> Ints:
     """int64 [pieces]: the unit (its first head / unit width) of piece `index` of an operand's head set."""
     table = program["operands"]
     heads = table["heads"][operand]
     unit = np.zeros(len(operand), np.int64)
-    with_heads = ~_headless(table["tensor"])[operand]
+    with_heads = ~IS_HEADLESS[table["tensor"]][operand]
     for kv_side, sets, width in ((False, program.q_sets, units.q), (True, program.kv_sets, units.kv)):
         flat, begin = _flat_units(sets, width)
         mine = with_heads & (program.kv_side[operand] == kv_side)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Space, Tensor
+from apportion.ir.isa import HEADLESS, PARTIALS, TENSOR_NAMES, Space, Tensor
+from apportion.ir.ops import NO_LIST
 from apportion.ir.plan import Ints
 from apportion.ir.verify import machine as f
 from apportion.ir.verify.cells import Cells
@@ -18,9 +19,8 @@ from apportion.ir.verify.flow import left_over
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.machine import NOWHERE
 from apportion.ir.verify.report import Violation, at_instruction, span
-from apportion.ir.verify.scan import ACCUMULATORS
 from apportion.ir.verify.subject import Subject
-from apportion.ir.verify.view import HOME, LISTS, Program
+from apportion.ir.verify.view import HOME, Program
 
 DATAFLOW, DELIVERY = "dataflow", "delivery"
 _END = 2**60  # after every instruction
@@ -80,7 +80,7 @@ def _violation(subject: Subject, program: Program, fault: Ints) -> Violation:
     ).memory.slots  # the line of operand 0, by which the interpreter numbers operands
     tensor = Tensor(int(program["operands"]["tensor"][x]))
     rule, message = _MESSAGES[code]
-    if code == f.WRONG_HOME and tensor not in ACCUMULATORS:
+    if code == f.WRONG_HOME and tensor not in PARTIALS:
         rule = DATAFLOW
     if code != f.READ_OTHER_HEADS:
         held, other = (_tokens(subject.homes, offset, low, high) for offset in (holds, wanted))
@@ -90,7 +90,7 @@ def _violation(subject: Subject, program: Program, fault: Ints) -> Violation:
         rows=_rows(program, x, low, high), held=held, other=other, holds=holds, wanted=wanted
     )
     found = at_instruction(rule, program, instruction, f"{_item(program, instruction, item)}{text}")
-    unfed = code in (f.ADD_TO_UNWRITTEN, f.READ_UNWRITTEN) and tensor in ACCUMULATORS
+    unfed = code in (f.ADD_TO_UNWRITTEN, f.READ_UNWRITTEN) and tensor in PARTIALS
     return replace(found, cause="coverage" if unfed else "")
 
 
@@ -109,7 +109,7 @@ def _tokens(homes: Homes, offset: int, low: int, high: int) -> str:
 
 def _item(program: Program, instruction: int, item: int) -> str:
     number = int(program.list_of[instruction])
-    if number == len(LISTS) or int(program["instructions"]["count"][instruction]) < 2:
+    if number == NO_LIST or int(program["instructions"]["count"][instruction]) < 2:
         return ""
     return f"item {item - int(program.starts[instruction])}: "
 

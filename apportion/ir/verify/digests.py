@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from apportion.ir import codec, sections
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError
 from apportion.ir.isa import VERSION
-from apportion.ir.plan import Plan
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import Tensor
+from apportion.ir.isa import OPERAND_COLUMNS, Tensor
+from apportion.ir.ops import LIST_OF_OP
 from apportion.ir.plan import Ints
 from apportion.ir.verify.cells import PLACES, Cells
 from apportion.ir.verify.machine import (
@@ -17,6 +18,7 @@ from apportion.ir.verify.machine import (
     END,
     FAULT_LINES,
     FAULTS,
+    FRAMES,
     FULL,
     FULL_LINE,
     LAZY,
@@ -31,7 +33,6 @@ from apportion.ir.verify.machine import (
     PROMISES,
     RUNS,
     SCRIPT,
-    SCRIPT_PTR,
     SEVERAL_RUNS,
     SUSPECT_LINES,
     SUSPECTS,
@@ -95,12 +96,13 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_ho
         program["tasks"].data,
         program["grads"].data,
         program["rowops"].data,
+        LIST_OF_OP,
         SCRIPT,
-        SCRIPT_PTR,
+        FRAMES,
         tokens,
         program["instructions"].ptr[:-1].copy(),
         np.zeros(program.ranks, np.int64),
-        np.zeros(4, np.int64),
+        np.zeros(max(map(len, OPERAND_COLUMNS.values())), np.int64),
     )
     settle_rest(lines, len(memory.lanes), carried)
     if lines[FULL_LINE, FULL]:

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir import bands as algebra
-from apportion.ir.isa import HEADLESS, TABLES, Tensor
+from apportion.ir.isa import HEADLESS, TABLES, TASK_LIST, Tensor
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
-from apportion.ir.verify.view import TASK_LIST, Program
+from apportion.ir.verify.view import Program
 
 Floats = NDArray[np.float64]
 

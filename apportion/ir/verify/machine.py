@@ -22,8 +22,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Tensor
+from apportion.ir.isa import PARTIALS, RULES, Op, Rule, Tensor, Use
 from apportion.ir.jit import lean
+from apportion.ir.ops import LISTS
 from apportion.ir.plan import Ints
 
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
@@ -99,89 +100,74 @@ _STUCK, _MIXED, _HIDDEN = NOWHERE - 1, NOWHERE + 1, NOWHERE + 2
 # how rows are filled
 _PUT, _ARRIVE, _ADD, _ADD_FIRST = range(4)
 
-_ACCUMULATOR_BITS = (1 << Tensor.O) | (1 << Tensor.DX) | (1 << Tensor.DQ) | (1 << Tensor.DKV)
+_ACCUMULATOR_BITS = sum(1 << tensor for tensor in PARTIALS)
 
 #: so many cells are tried before a search
 _NEAR = 16
 
-_LAUNCH, _WAIT, _ATTEND, _ATTEND_GRAD = int(Op.LAUNCH), int(Op.WAIT), int(Op.ATTEND), int(Op.ATTEND_GRAD)
-_MERGE, _SUM = int(Op.MERGE), int(Op.ADD)
+_LAUNCH, _WAIT = int(Op.LAUNCH), int(Op.WAIT)
+_TASKS, _GRADS = LISTS.index("tasks"), LISTS.index("grads")
 
 # steps of an op, on the operand in a column of its list
 _LOOK, _SETTLE, _LIKE, _PLACE, _FILL, _SPEND, _ONCE, _FINISH = range(8)
 
-#: op -> its steps: (step, column, the column it is like or filled from, what a look accepts or the flag of `first`);
-#: an operand that is none is passed over. Steps that may have to stop for a PENDING operand come first. Steps on
-#: columns of `_QUERIES` are passed over where a task of the same instruction has just done them.
-_STEPS: Mapping[Op, tuple[tuple[int, int, int, int], ...]] = {
-    Op.ATTEND: (
-        (_LOOK, 0, 0, _VALUES),
-        (_LOOK, 1, 0, _VALUES),
-        (_SETTLE, 2, 0, 0),
-        (_PLACE, 0, 1, 0),
-        (_FILL, 2, 0, 1),
-    ),
-    Op.ATTEND_GRAD: (
-        (_LOOK, 0, 0, _VALUES),
-        (_LOOK, 1, 0, _VALUES),
-        (_LOOK, 2, 0, _VALUES),
-        (_LOOK, 3, 0, _VALUES),
-        (_SETTLE, 4, 0, 0),
-        (_SETTLE, 5, 0, 0),
-        (_PLACE, 0, 1, 0),
-        (_LIKE, 2, 0, 0),
-        (_LIKE, 3, 0, 0),
-        (_FILL, 4, 0, FIRST_DQ),
-        (_FILL, 5, 1, FIRST_DKV),
-    ),
-    Op.DELTA: (
-        (_LOOK, 0, 0, _VALUES),
-        (_LOOK, 1, 0, _VALUES),
-        (_LIKE, 1, 0, 0),
-        (_ONCE, 2, 0, 0),
-        (_FILL, 2, 0, 0),
-    ),
-    Op.MERGE: ((_SETTLE, 2, 0, 0), (_LOOK, 0, 0, _PARTIALS), (_FILL, 2, 0, 1), (_SPEND, 0, 0, 0)),
-    Op.ADD: ((_SETTLE, 2, 0, 0), (_LOOK, 0, 0, _PARTIALS), (_FILL, 2, 0, 1), (_SPEND, 0, 0, 0)),
-    Op.COPY: ((_SETTLE, 2, 0, 0), (_LOOK, 0, 0, _VALUES | _PARTIALS), (_FILL, 2, 0, 0), (_SPEND, 0, 0, 0)),
-    Op.CLEAR: ((_SETTLE, 2, 0, 0), (_FILL, 2, -1, 0)),
-    Op.PROJECT: (
-        (_LOOK, 0, 0, _VALUES),
-        (_SETTLE, 1, 0, 0),
-        (_SETTLE, 2, 0, 0),
-        (_FILL, 1, 0, 0),
-        (_FILL, 2, 0, 0),
-    ),
-    Op.PROJECT_GRAD: (
-        (_LOOK, 0, 0, _VALUES),
-        (_LOOK, 1, 0, _PARTIALS),
-        (_LOOK, 2, 0, _PARTIALS),
-        (_SETTLE, 3, 0, 0),
-        (_LIKE, 1, 0, 0),
-        (_LIKE, 2, 0, 0),
-        (_SPEND, 1, 0, 0),
-        (_SPEND, 2, 0, 0),
-        (_FILL, 3, 0, 1),
-    ),
-    Op.FINISH: ((_LOOK, 2, 0, _VALUES | _PARTIALS), (_FINISH, 2, 0, 0)),
+#: what a look accepts
+_ACCEPTED = {
+    Use.READ: _VALUES,
+    Use.TAKE: _PARTIALS,
+    Use.MOVE: _VALUES | _PARTIALS,
+    Use.FINISH: _VALUES | _PARTIALS,
 }
 
-
-_QUERIES: Mapping[Op, tuple[int, ...]] = {Op.ATTEND: (0,), Op.ATTEND_GRAD: (0, 2, 3)}
-
-
-def _script() -> tuple[Ints, Ints]:
-    """`_STEPS` as int64 [steps, 5], the last column 1 for steps on `_QUERIES` that write nothing, and [ops + 1]."""
-    steps = [(op, _STEPS.get(Op(op), ())) if op else (op, ()) for op in range(max(Op) + 1)]
-    rows = [
-        (*step, int(step[0] in (_LOOK, _LIKE) and step[1] in _QUERIES.get(Op(op), ())))
-        for op, of_op in steps
-        for step in of_op
-    ]
-    return np.array(rows, np.int64), np.append(0, np.cumsum([len(of_op) for _, of_op in steps]))
+# columns of a step; OTHER: the operand that it is like or filled from, of a look the sum that a partial goes into, -1
+# for none; DETAIL: what a look accepts, or the flag of `first`; AGAIN: whether a task that repeats `SAME` skips it
+STEP, COLUMN, OTHER, DETAIL, AGAIN = range(5)
+# columns of a frame: an op's steps; how many operands its rows name; the operands of attention that a task has in
+# common with the one before where it is of the same queries
+STEPS, STEPS_END, OPERANDS, SAME, _SAME_1, _SAME_2 = range(6)
 
 
-SCRIPT, SCRIPT_PTR = _script()
+def steps_of(rule: Rule) -> list[tuple[int, int, int, int, int]]:
+    """Rows of `SCRIPT`. An operand that is none is passed over. Steps that may have to stop for a PENDING operand come
+    first, and change nothing that a second time would not."""
+    at, queries = {name: number for number, name in enumerate(rule.columns)}, _queries(rule)
+    reads, writes = ([a for a in rule.arguments if a.use.reads == side] for side in (True, False))
+    looked = [*reads, *(a for a in writes if a.use is Use.FINISH)]
+    like = {a.column: at[a.like] if a.like else -1 for a in rule.arguments}
+    into = {a.like: at[a.column] for a in writes if a.use is Use.ADD and rule.source(a)}
+    filled = [a for a in writes if a.use is not Use.FINISH]
+    steps = [(_SETTLE, at[a.column], 0, 0) for a in filled if a.use is not Use.ONCE]
+    steps += [(_LOOK, at[a.column], into.get(a.column, -1), _ACCEPTED[a.use]) for a in looked]
+    steps += [(_PLACE, 0, 1, 0)] * rule.is_attention
+    steps += [(_LIKE, at[a.column], like[a.column], 0) for a in reads if a.like]
+    steps += [(_ONCE, at[a.column], 0, 0) for a in writes if a.use is Use.ONCE]
+    steps += [(_FILL, at[a.column], like[a.column], a.flag * (a.use is Use.ADD)) for a in filled]
+    steps += [(_SPEND, at[a.column], 0, 0) for a in reads if a.use is not Use.READ]
+    steps += [(_FINISH, at[a.column], 0, 0) for a in writes if a.use is Use.FINISH]
+    return [(*step, int(step[0] in (_LOOK, _LIKE) and step[1] in queries)) for step in steps]
+
+
+def _queries(rule: Rule) -> list[int]:
+    """The columns of an attention op that hold its queries and what it reads beside them, three at most."""
+    if not rule.is_attention:
+        return []
+    first, *others = rule.arguments
+    beside = [a for a in others if a.use.reads and a.like == first.column]
+    return [rule.columns.index(a.column) for a in (first, *beside)][:3]
+
+
+def write_script(rules: Mapping[int, Rule]) -> tuple[Ints, Ints]:
+    """int64 [steps, 5], the steps of all ops, and int64 [codes, 6], the frame of each."""
+    script: list[tuple[int, int, int, int, int]] = []
+    frames = np.zeros((max(rules) + 1, 6), np.int64)
+    for op, rule in rules.items():
+        begin = len(script)
+        script += steps_of(rule) if rule.list not in (None, "transfers") else []
+        frames[op] = begin, len(script), len(rule.columns), *(*_queries(rule), 0, 0, 0)[:3]
+    return np.array(script, np.int64), frames
+
+
+SCRIPT, FRAMES = write_script(RULES)
 
 # `carried` of a send is (state, token of the first row), or (SEVERAL_RUNS, first run), or NOT_YET: zeros at the start
 SEVERAL_RUNS, NOT_YET = -1, EMPTY
@@ -206,8 +192,9 @@ def interpret(
     tasks: Ints,
     grads: Ints,
     rowops: Ints,
+    list_of_op: Ints,
     script: Ints,
-    script_ptr: Ints,
+    frames: Ints,
     tokens: Ints,
     at: Ints,
     resume: Ints,
@@ -252,17 +239,17 @@ def interpret(
                 elif op == _LAUNCH:
                     stuck = _launch(m, transfers, carried, constant, base, first, end)
                 else:
-                    rows = tasks if op == _ATTEND else grads if op == _ATTEND_GRAD else rowops
+                    number = list_of_op[op]
+                    rows = tasks if number == _TASKS else grads if number == _GRADS else rowops
                     stuck = _work(
                         m,
-                        op,
                         rows,
                         constant,
                         base,
                         first,
                         end,
                         script,
-                        script_ptr,
+                        frames[op],
                         found,
                         carried,
                         promised,
@@ -358,14 +345,13 @@ def _is_fixed(m: Ints, x: int, constant: int) -> bool:
 @lean
 def _work(
     m: Ints,
-    op: int,
     rows: Ints,
     constant: int,
     base: int,
     first: int,
     end: int,
     script: Ints,
-    script_ptr: Ints,
+    frame: Ints,
     found: Ints,
     carried: Ints,
     promised: Ints,
@@ -373,22 +359,21 @@ def _work(
 ) -> int:
     """The steps of an op for each row of its list. Returns where it must stop, -1 for nowhere."""
     stuck, flags = -1, len(rows) - 1  # `first` is the last column of tasks, grads and rowops
-    operands = flags - 2 if op in (_ATTEND, _ATTEND_GRAD) else flags
-    m[FULL_LINE, TOUCHED] = _touch(m, rows, 0, operands, base, first, end)
+    q0, q1, q2 = frame[SAME], frame[_SAME_1], frame[_SAME_2]
+    m[FULL_LINE, TOUCHED] = _touch(m, rows, 0, frame[OPERANDS], base, first, end)
     for item in range(first, end):
         m[COUNTERS, ITEM] = item
-        again = item > first and op in (_ATTEND, _ATTEND_GRAD) and rows[0, item] == rows[0, item - 1]
-        if op == _ATTEND_GRAD:
-            again = again and rows[2, item] == rows[2, item - 1] and rows[3, item] == rows[3, item - 1]
-        for k in range(script_ptr[op], script_ptr[op + 1]):
-            if again and script[k, 4]:
+        again = item > first and rows[q0, item] == rows[q0, item - 1]
+        again = again and rows[q1, item] == rows[q1, item - 1] and rows[q2, item] == rows[q2, item - 1]
+        for k in range(frame[STEPS], frame[STEPS_END]):
+            if again and script[k, AGAIN]:
                 continue
-            kind, column, other = script[k, 0], script[k, 1], script[k, 2]
+            kind, column, other = script[k, STEP], script[k, COLUMN], script[k, OTHER]
             x = base + rows[column, item]
             if x == base:
                 found[column] = _HIDDEN
                 continue
-            if kind == _LOOK and script[k, 3] == _VALUES and _is_fixed(m, x, constant):
+            if kind == _LOOK and script[k, DETAIL] == _VALUES and _is_fixed(m, x, constant):
                 found[column] = m[m[x, CELL], HOME_OFFSET]
                 continue
             seeks = kind in (_SETTLE, _LOOK, _FILL, _SPEND)
@@ -402,15 +387,15 @@ def _work(
             state, busy = (m[cell, STATE], m[cell, BUSY]) if cell >= 0 else (UNKNOWN, 0)
             fits = cell >= 0 and m[cell, UNIT] == m[x, UNIT]
             if kind == _LOOK:
-                if fits and (script[k, 3] >> state) & 1 and busy & IN_FLIGHT == 0:  # noqa: SIM102  as above
-                    if whole or script[k, 3] == _VALUES:
+                if fits and (script[k, DETAIL] >> state) & 1 and busy & IN_FLIGHT == 0:  # noqa: SIM102  as above
+                    if whole or script[k, DETAIL] == _VALUES:
                         m[cell, BUSY] = busy & ~UNREAD
                         found[column] = m[cell, OFFSET]
                         continue
-                if fits and whole and state == PENDING and op in (_MERGE, _SUM):  # noqa: SIM102  as above
-                    if _take(m, x, base + rows[2, item], rows[flags, item], carried, promised):
+                if fits and whole and state == PENDING and other >= 0:  # noqa: SIM102  as above
+                    if _take(m, x, base + rows[other, item], rows[flags, item], carried, promised):
                         break
-                found[column] = _look(m, x, script[k, 3], carried)
+                found[column] = _look(m, x, script[k, DETAIL], carried)
                 if found[column] == _STUCK:
                     stuck = item
                     break
@@ -418,7 +403,13 @@ def _work(
             y = base + rows[other, item] if other >= 0 else base
             if kind == _FILL:
                 offset = found[max(other, 0)] + m[y, BEGIN] - m[x, BEGIN]
-                how = _PUT if script[k, 3] == 0 else _ADD_FIRST if rows[flags, item] & script[k, 3] else _ADD
+                how = (
+                    _PUT
+                    if script[k, DETAIL] == 0
+                    else _ADD_FIRST
+                    if rows[flags, item] & script[k, DETAIL]
+                    else _ADD
+                )
                 fits = fits and other >= 0 and found[other] > _HIDDEN and busy & ~UNREAD == 0
                 home = m[m[x, CELL], HOME_OFFSET]
                 alien = home != NOWHERE and home != offset

@@ -7,45 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.ir.isa import TABLES, Op, Tensor
+from apportion.ir.isa import HEADLESS, OPERAND_COLUMNS, RULES, TABLES, Argument, Rule, Tensor
 from apportion.ir.jit import lean
+from apportion.ir.ops import LIST_OF_OP, LISTS
 from apportion.ir.plan import Ints
-from apportion.ir.structure import OPERAND_COLUMNS
-from apportion.ir.verify.view import HOME, LIST_OF_OP, LISTS, Program
-
-T = Tensor
-ACCUMULATORS = (T.O, T.DX, T.DQ, T.DKV)
-
-#: op -> per operand column the tensors it may name; NONE: it may be absent
-OPERANDS: Mapping[Op, tuple[tuple[Tensor, ...], ...]] = {
-    Op.LAUNCH: ((T.X, T.Q, T.KV, T.O, T.DX, T.DQ, T.DKV, T.DO, T.DELTA),),
-    Op.ATTEND: ((T.Q,), (T.KV,), (T.O,)),
-    Op.ATTEND_GRAD: ((T.Q,), (T.KV,), (T.DO,), (T.DELTA,), (T.DQ,), (T.DKV,)),
-    Op.DELTA: ((T.DO,), (T.O,), (T.DELTA,), (T.NONE,)),
-    Op.MERGE: ((T.O,), (T.NONE,), (T.O,), (T.NONE,)),
-    Op.ADD: ((T.DQ, T.DKV, T.DX), (T.NONE,), (T.DQ, T.DKV, T.DX), (T.NONE,)),
-    Op.COPY: (tuple(T)[1:], (T.NONE,), tuple(T)[1:], (T.NONE,)),
-    Op.CLEAR: ((T.NONE,), (T.NONE,), ACCUMULATORS, (T.NONE,)),
-    Op.PROJECT: ((T.X,), (T.NONE, T.Q), (T.NONE, T.KV), (T.NONE,)),
-    Op.PROJECT_GRAD: ((T.X,), (T.NONE, T.DQ), (T.NONE, T.DKV), (T.DX,)),
-    Op.FINISH: ((T.NONE,), (T.NONE,), (T.O,), (T.NONE,)),
-}
-#: op -> per operand column a group: operands of one group have equal rows (0: no group); one group unless told
-ROW_GROUPS: Mapping[Op, tuple[int, ...]] = {Op.ATTEND: (1, 2, 1), Op.ATTEND_GRAD: (1, 2, 1, 1, 1, 2)}
-#: ops whose operands have their own heads; elsewhere operands of one group have equal heads
-OWN_HEADS = (Op.PROJECT, Op.PROJECT_GRAD)
-#: op -> operand columns that must be at home
-AT_HOME: Mapping[Op, tuple[int, ...]] = {Op.DELTA: (0, 1, 2), Op.FINISH: (2,)}
-#: ops whose operands a and c are one tensor and do not overlap
-MOVERS = (Op.MERGE, Op.ADD, Op.COPY)
-#: operand columns that an op writes; those of a launch are its receives
-_WRITES: Mapping[Op, tuple[int, ...]] = {Op.LAUNCH: (0,), Op.ATTEND: (2,), Op.ATTEND_GRAD: (4, 5)}
-_ROW_WRITES = (1, 2, 3)
+from apportion.ir.verify.view import HOME, Program
 
 _COLUMNS = 6
 TENSOR_WRONG, ROWS_DIFFER, HEADS_DIFFER, NOT_HOME, OVERLAP, BAND_WIDE, BAND_EMPTY = range(1, 8)
 _MOST = 16
-# flags of an operand column
+# flags of an operand column: must be at home; what moves into it is of its tensor and elsewhere; may be written
 _AT_HOME, _MOVER, _WRITTEN = 1, 2, 4
 
 
@@ -89,22 +60,41 @@ def _scan_list(program: Program, number: int, name: str, written: Ints) -> Ints:
     return faults[:found]
 
 
-def _rule_table() -> Ints:
-    """int64 [ops, columns, 4]: allowed tensors as bits, the column of equal rows and that of equal heads (the first
-    one of the group; -1 for none), flags."""
-    table = np.zeros((max(Op) + 1, _COLUMNS, 4), np.int64)
-    for op, tensors in OPERANDS.items():
-        groups = ROW_GROUPS.get(op, (1,) * len(tensors))
-        for column, (allowed, group) in enumerate(zip(tensors, groups, strict=True)):
-            bits = sum(1 << tensor for tensor in allowed)
-            like = groups.index(group) if groups.index(group) < column else -1
-            written = column in _WRITES.get(op, _ROW_WRITES)
-            flags = _AT_HOME * (column in AT_HOME.get(op, ())) + _MOVER * (op in MOVERS) + _WRITTEN * written
-            table[op, column] = bits, like, -1 if op in OWN_HEADS else like, flags
+def allowed(rule: Rule, column: str) -> tuple[Tensor, ...]:
+    """The tensors that an op's operand in a column may be of; NONE: it may be absent."""
+    found = rule.argument(column)
+    if found is None:
+        return (Tensor.NONE,)
+    return (Tensor.NONE, *found.tensors) if found.optional else found.tensors
+
+
+def rule_table(rules: Mapping[int, Rule]) -> Ints:
+    """int64 [codes, columns, 4]: allowed tensors as bits, the column of equal rows and that of equal heads (-1 for
+    none), flags."""
+    table = np.zeros((max(rules) + 1, _COLUMNS, 4), np.int64)
+    for op, rule in rules.items():
+        for number, column in enumerate(rule.columns):
+            found = rule.argument(column)
+            bits = sum(1 << tensor for tensor in allowed(rule, column))
+            rows, heads = _likeness(rule, found) if found else (-1, -1)
+            table[op, number] = bits, rows, heads, _flags(rule, found) if found else 0
     return table
 
 
-_RULES = _rule_table()
+def _likeness(rule: Rule, argument: Argument) -> tuple[int, int]:
+    other = rule.argument(argument.like or "")
+    if other is None:
+        return -1, -1
+    column = rule.columns.index(other.column)
+    return column, -1 if HEADLESS.issuperset(other.tensors) else column
+
+
+def _flags(rule: Rule, argument: Argument) -> int:
+    moves = rule.source(argument) is not None
+    return _AT_HOME * argument.at_home + _MOVER * moves + _WRITTEN * (not argument.use.reads)
+
+
+_RULES = rule_table(RULES)
 
 
 @lean

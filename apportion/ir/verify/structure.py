@@ -11,32 +11,24 @@ import numpy as np
 
 from apportion.ir import structure
 from apportion.ir.errors import DecodeError
-from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Tensor
+from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Rule, Tensor
+from apportion.ir.ops import IS_HEADLESS
 from apportion.ir.sections import diagonals_of
-from apportion.ir.structure import OPERAND_COLUMNS
 from apportion.ir.verify.report import Violation, at_instruction, describe_operand, span
 from apportion.ir.verify.scan import (
     BAND_EMPTY,
     BAND_WIDE,
     HEADS_DIFFER,
-    MOVERS,
     NOT_HOME,
-    OPERANDS,
     OVERLAP,
     ROWS_DIFFER,
     TENSOR_WRONG,
+    allowed,
 )
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import WORK, Program
 
 RULE, OPERANDS_RULE = "structure", "operands"
-T = Tensor
-ACCUMULATORS = (T.O, T.DX, T.DQ, T.DKV)
-_BACKWARD_ONLY = (T.DX, T.DQ, T.DKV, T.DO, T.DELTA)
-FORBIDDEN_OPS = {
-    "forward": (Op.ATTEND_GRAD, Op.DELTA, Op.ADD, Op.PROJECT_GRAD),
-    "backward": (Op.ATTEND, Op.MERGE, Op.FINISH),
-}
 
 
 def check(subject: Subject) -> Iterator[Violation]:
@@ -103,7 +95,7 @@ def _operands(program: Program) -> Iterator[Violation]:
     tensor, rank, work = table["tensor"], table.rank, table["space"] == WORK
     arena_rows, arena_heads = program.arena_rows[rank, tensor], program.arena_heads[rank, tensor]
     limit = np.where(work, arena_rows, program.home_rows[rank])
-    headless = (tensor == T.X) | (tensor == T.DX)
+    headless = IS_HEADLESS[tensor]
     checks = [
         (table["row"] + table["rows"] > limit, "ends after the last of {} rows", limit),
         (~work & (table["col"] != 0), "is at home, where the column must be 0", limit),
@@ -119,20 +111,20 @@ def _operands(program: Program) -> Iterator[Violation]:
         ),
     ]
     for wrong, message, number in checks:
-        for operand in np.flatnonzero(wrong & (tensor != T.NONE)).tolist():
+        for operand in np.flatnonzero(wrong & (tensor != Tensor.NONE)).tolist():
             yield operand_violation(program, operand, message.format(number[operand]))
 
 
 def _phase(program: Program) -> Iterator[Violation]:
     """Ops and tensors belong to the phase."""
     instructions = program["instructions"]
-    for op in FORBIDDEN_OPS[program.phase]:
+    for op in (op for op in Op if program.phase not in op.rule.phases):
         for at in np.flatnonzero(instructions["op"] == op).tolist():
             message = f"{OP_NAMES[op]} does not belong to a {program.phase} program"
             yield at_instruction(OPERANDS_RULE, program, at, message)
-    if program.phase == "forward":
-        for operand in np.flatnonzero(np.isin(program["operands"]["tensor"], _BACKWARD_ONLY)).tolist():
-            yield operand_violation(program, operand, "names a tensor of the backward phase")
+    foreign = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
+    for operand in np.flatnonzero(np.isin(program["operands"]["tensor"], foreign)).tolist():
+        yield operand_violation(program, operand, "names a tensor of the backward phase")
 
 
 def _lists(subject: Subject, program: Program) -> Iterator[Violation]:
@@ -145,7 +137,7 @@ def _lists(subject: Subject, program: Program) -> Iterator[Violation]:
 
 
 def _describe(program: Program, name: str, row: int, code: int, slot: int) -> str:
-    rows, columns = program[name], OPERAND_COLUMNS[name]
+    rows = program[name]
     rank = int(rows.rank[row])
     values = rows.at(row)
     instruction = int(program.instruction_of(name)[row])
@@ -153,18 +145,19 @@ def _describe(program: Program, name: str, row: int, code: int, slot: int) -> st
     base = int(program["operands"].ptr[rank])
     named = {
         column: describe_operand(program["operands"].at(base + values[column]))
-        for column in columns
+        for column in op.rule.columns
         if values[column]
     }
     listed = "; ".join(f"{column} = {text}" for column, text in named.items())
     where = f"{OP_NAMES[op]}, row {rows.local(row)} of {name}: "
-    return f"{where}{_reason(op, columns[slot], code, slot, values)} ({listed})"
+    return f"{where}{_reason(op.rule, op.rule.columns[slot], code, values)} ({listed})"
 
 
-def _reason(op: Op, column: str, code: int, slot: int, values: dict[str, int]) -> str:
-    allowed = " or ".join(TENSOR_NAMES[tensor] for tensor in OPERANDS[op][slot])
+def _reason(rule: Rule, column: str, code: int, values: dict[str, int]) -> str:
+    argument, tensors = rule.argument(column), " or ".join(TENSOR_NAMES[one] for one in allowed(rule, column))
+    moves = argument is not None and rule.source(argument) is not None
     return {
-        TENSOR_WRONG: f"operand {column} must be {allowed}" + (", the tensor of a" if op in MOVERS else ""),
+        TENSOR_WRONG: f"operand {column} must be {tensors}" + (", the tensor of a" if moves else ""),
         ROWS_DIFFER: f"operand {column} has another number of rows",
         HEADS_DIFFER: f"operand {column} has other heads",
         NOT_HOME: f"operand {column} must be at home",

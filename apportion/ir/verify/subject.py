@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Op, Tensor
-from apportion.ir.plan import Ints, Layout, Plan
+from apportion.ir.plan import Ints, Layout
 from apportion.ir.verify import cells, coverage
 from apportion.ir.verify import flow as interpreter
 from apportion.ir.verify import scan as scanner

@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import HEADLESS, KV_SIDE, OP_LIST, TABLES, Op, Space, Tensor
+from apportion.ir.isa import HEADLESS, KV_SIDE, TABLES, TASK_LIST, Op, Space, Tensor
 from apportion.ir.jit import lean
+from apportion.ir.ops import IS_KEY, LIST_OF_OP, LISTS, NO_LIST
 from apportion.ir.plan import Ints, ProgramSet, Table
 from apportion.ir.sorting import stable_order
 from apportion.ir.verify.meeting import Meeting, meet
@@ -18,14 +19,6 @@ from apportion.ir.verify.meeting import Meeting, meet
 Bools = NDArray[np.bool_]
 
 HOME, WORK = int(Space.HOME), int(Space.WORK)
-LISTS = ("transfers", "tasks", "grads", "rowops")
-NO_LIST = len(LISTS)
-TASK_LIST = {"forward": "tasks", "backward": "grads"}
-#: [op] index of the list that an instruction consumes, NO_LIST for none
-LIST_OF_OP = np.array(
-    [LISTS.index(name) if op and (name := OP_LIST[Op(op)]) else NO_LIST for op in range(max(Op) + 1)]
-)
-KV_TENSORS = tuple(sorted(KV_SIDE))
 _KV_BITS, _HEADLESS_BITS = (sum(1 << tensor for tensor in some) for some in (KV_SIDE, HEADLESS))
 _TENSORS = max(Tensor) + 1
 
@@ -111,9 +104,7 @@ class Program:
     @cached_property
     def kv_side(self) -> Bools:
         """bool [operands]: whether an operand's heads are KV heads."""
-        tensor = self["operands"]["tensor"]
-        side: Bools = (tensor == KV_TENSORS[0]) | (tensor == KV_TENSORS[1])
-        return side
+        return IS_KEY[self["operands"]["tensor"]]
 
     @cached_property
     def head_count(self) -> Ints:

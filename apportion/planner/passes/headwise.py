@@ -22,9 +22,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import FIRST_DKV, KV_SIDE, TABLES, Op, Space, Tensor
+from apportion.ir.isa import (
+    FETCHED,
+    FIRST_DKV,
+    KV_SIDE,
+    OPERAND_COLUMNS,
+    RETURNED,
+    SIDES,
+    TABLES,
+    TRAVELLING,
+    Op,
+    Space,
+    Tensor,
+)
 from apportion.ir.plan import ProgramSet
-from apportion.ir.structure import OPERAND_COLUMNS
 from apportion.planner.passes.assemble import (
     Assembler,
     Column,
@@ -44,9 +55,6 @@ from apportion.planner.passes.sorting import sort_order
 Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
 
-#: what comes in for the queries of a stage, and what leaves
-QUERY_IN = {"forward": (Tensor.Q,), "backward": (Tensor.Q, Tensor.DO, Tensor.DELTA)}
-QUERY_OUT = {"forward": Tensor.O, "backward": Tensor.DQ}
 #: what `project` makes of X
 MADE = (Tensor.Q, Tensor.KV)
 
@@ -256,8 +264,7 @@ class _Programs:
         """Numbers the rows at home and those for what is projected or added up there."""
         forward, project = self._phase == "forward", self._stages.project
         back = () if forward else (Tensor.DQ, Tensor.DKV)
-        of_query = {*QUERY_IN[self._phase], QUERY_OUT[self._phase]}
-        of_key = {Tensor.KV} if forward else {Tensor.KV, Tensor.DKV}
+        of_query, of_key = (set(TRAVELLING[side, self._phase]) for side in SIDES)
         away = {*MADE, *back} if project else set()
         staged = away | ({Tensor.DKV} & set(back) if self._stages.shared else set())
         for tensors, sets in ((of_query, self._query_sets), (of_key, self._key_sets)):
@@ -334,12 +341,14 @@ class _Programs:
     def _exchanges(self, script: _Script) -> None:
         """All that comes in and leaves, stage after stage; of keys, in the first and after the last of a window."""
         src, dst, every = self._exchange.src, self._exchange.dst, np.arange(len(self._stages))
-        keys_out = (Tensor.DKV,) if self._phase == "backward" else ()
-        for tensor in (*QUERY_IN[self._phase], Tensor.KV):
+        coming, leaving = (
+            [t for side in SIDES for t in way[side, self._phase]] for way in (FETCHED, RETURNED)
+        )
+        for tensor in coming:
             stages = self._opens if tensor in KV_SIDE else every
             given, taken = (src, self._at_home(tensor)), (dst, self._attention(tensor))
             self._move(tensor, script.coming[stages], script.brought[stages], given, taken)
-        for tensor in (QUERY_OUT[self._phase], *keys_out):
+        for tensor in leaving:
             stages = self._closes if tensor in KV_SIDE else every
             given, taken = (dst, self._attention(tensor)), (src, self._at_home(tensor))
             self._move(tensor, script.going[stages], script.left[stages], given, taken)

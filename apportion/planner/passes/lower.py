@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Space, Tensor
+from apportion.ir.isa import FETCHED, FIRST_DKV, FIRST_DQ, RETURNED, SIDES, TRAVELLING, Op, Space, Tensor
 from apportion.ir.plan import ProgramSet
 from apportion.planner.passes.arenas import allot
 from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
@@ -50,18 +50,6 @@ Bools = NDArray[np.bool_]
 
 #: operands of rows in attention order, by tensor; their requests are those of `Side.home_ranges`
 Home = dict[Tensor, Numbers]
-# What the backward takes and gives for each query row and for each key row.
-OF_QUERY = (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ)
-OF_KEY = (Tensor.KV, Tensor.DKV)
-# What a phase takes of each query row and of each key row, and what it adds up for them.
-QUERY_SIDE = {
-    "forward": ((Tensor.Q,), Tensor.O),
-    "backward": ((Tensor.Q, Tensor.DO, Tensor.DELTA), Tensor.DQ),
-}
-KEY_SIDE: dict[str, tuple[tuple[Tensor, ...], Tensor | None]] = {
-    "forward": ((Tensor.KV,), None),
-    "backward": ((Tensor.KV,), Tensor.DKV),
-}
 
 
 def lower_forward(low: Lowering) -> ProgramSet:
@@ -95,7 +83,7 @@ def lower_backward(low: Lowering) -> ProgramSet:
     asm, ops = spread(asm, ops, low)
     rows = {tensor: core[tensor][WHOLE] for tensor in (Tensor.DO, Tensor.DELTA)}
     if exchange is not None and come is not None and leave is not None:
-        home = exchange.homes(ops, (*OF_QUERY, *OF_KEY))
+        home = exchange.homes(ops, tuple(t for side in SIDES for t in TRAVELLING[side, "backward"]))
         late, early, early_keys = _apart(exchange)
         for tensor in (Tensor.Q, Tensor.DO, Tensor.DELTA):
             bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES], late)
@@ -144,9 +132,8 @@ def spread(asm: Assembler, ops: Operands, low: Lowering) -> tuple[Assembler, Ope
 
 def forward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
     """The forward of groups between exchanges; returns the operands of rows in attention order."""
-    queries, keys, tasks = low.queries, low.keys, low.tasks
-    home = _of_side(ops, low, queries, *QUERY_SIDE["forward"])
-    home |= _of_side(ops, low, keys, *KEY_SIDE["forward"])
+    queries, tasks = low.queries, low.tasks
+    home = _at_home(ops, low, "forward")
     _clear(asm, asm.step(Op.CLEAR), queries, home[Tensor.O])
     fetches, returns = append_steps(asm, low.schedule, Op.ATTEND, Op.MERGE, low.batches("forward"), between)
     of = _tiles(asm, ops, low, "forward", home, fetches, returns)
@@ -165,8 +152,7 @@ def forward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between 
 def backward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
     """The backward of groups between exchanges; returns the operands of rows in attention order."""
     queries, keys, tasks = low.queries, low.keys, low.tasks
-    home = _of_side(ops, low, queries, *QUERY_SIDE["backward"])
-    home |= _of_side(ops, low, keys, *KEY_SIDE["backward"])
+    home = _at_home(ops, low, "backward")
     clear = asm.step(Op.CLEAR)
     _clear(asm, clear, queries, home[Tensor.DQ])
     _clear(asm, clear, keys, home[Tensor.DKV])
@@ -187,13 +173,13 @@ def backward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between
     return home
 
 
-def _of_side(
-    ops: Operands, low: Lowering, side: Side, taken: tuple[Tensor, ...], result: Tensor | None
-) -> Home:
+def _at_home(ops: Operands, low: Lowering, phase: str) -> Home:
     """The operands of rows in attention order; only results are ever cleared."""
-    home = _numbers(ops, taken, low.space, side.home_ranges.without(CLEARED))
-    if result is not None:
-        home |= _numbers(ops, (result,), low.space, side.home_ranges)
+    home: Home = {}
+    for name, side in zip(SIDES, (low.queries, low.keys), strict=True):
+        home |= _numbers(ops, FETCHED[name, phase], low.space, side.home_ranges.without(CLEARED))
+        if RETURNED[name, phase]:
+            home |= _numbers(ops, RETURNED[name, phase], low.space, side.home_ranges)
     return home
 
 
@@ -208,10 +194,10 @@ def _tiles(
 ) -> dict[Tensor, Ints]:
     """Bring tiles along their routes, and what they add up back; returns the operands of the tasks, by tensor."""
     of: dict[Tensor, Ints] = {}
-    for side, (needs, result) in ((low.keys, KEY_SIDE[phase]), (low.queries, QUERY_SIDE[phase])):
-        tiles = _fetch(asm, ops, low, side, needs, fetches, home)
-        of |= {tensor: side.of_tasks(home[tensor], tiles[tensor]) for tensor in needs}
-        if result is not None:
+    for name, side in zip(reversed(SIDES), (low.keys, low.queries), strict=True):
+        tiles = _fetch(asm, ops, low, side, FETCHED[name, phase], fetches, home)
+        of |= {tensor: side.of_tasks(home[tensor], found) for tensor, found in tiles.items()}
+        for result in RETURNED[name, phase]:
             batch = low.batches(phase).batch[side.index]
             outgoing = _return(asm, ops, low, side, result, batch, fetches, returns, home[result])
             of[result] = side.of_tasks(home[result], outgoing)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion.ir.codec import Plan
 from apportion.ir.isa import PHASES
-from apportion.ir.plan import Plan
 from apportion.planner.pipeline import Lowered, Placed
 from apportion.planner.problem import Problem
 from apportion.planner.simulate import prepare, run_all

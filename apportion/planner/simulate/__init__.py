@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES
-from apportion.ir.plan import Plan
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import engine
 from apportion.planner.simulate.durations import Costs, end_us, task_pairs, work_us

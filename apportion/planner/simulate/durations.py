@@ -12,36 +12,50 @@ before it is changed, and that once an instruction, not once a task.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.bands import area
-from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op, Tensor
+from apportion.ir.isa import OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Tensor, Use
 from apportion.ir.jit import jit
 from apportion.ir.messages import Bools
 from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes
 from apportion.planner.simulate.program import Floats, Ints, View
 
-TASK_LIST = {"forward": "tasks", "backward": "grads"}
-
-#: [not the first, first row into an accumulator][op] -> how often it reads or writes the operands (a, b, c, d) of a row
-_PASSES = np.zeros((2, max(Op) + 1, 4), np.int64)
-_PASSES[:, Op.DELTA] = 1, 1, 1, 0
-_PASSES[:, Op.COPY] = 1, 0, 1, 0
-_PASSES[:, [Op.CLEAR, Op.FINISH]] = 0, 0, 1, 0
-_PASSES[:, [Op.MERGE, Op.ADD]] = [[[1, 0, 2, 0]], [[1, 0, 1, 0]]]
-_PASSES[:, Op.PROJECT] = 0, 2, 2, 0
-_PASSES[:, Op.PROJECT_GRAD] = [[1, 0, 0, 2], [1, 0, 0, 1]]
-#: phase -> accumulators of its tasks: column, tensor, a tensor of that shape in the model's dtype, flag of a first task
-_ACCUMULATORS = {
-    "forward": (("o", Tensor.O, Tensor.DO, 1),),
-    "backward": (("dq", Tensor.DQ, Tensor.Q, FIRST_DQ), ("dkv", Tensor.DKV, Tensor.KV, FIRST_DKV)),
+#: phase -> what its attention tasks add up: operands of rows of their list
+_SUMS = {
+    phase: {
+        a.column: a
+        for rule in RULES.values()
+        if rule.list == name
+        for a in rule.arguments
+        if a.use is Use.ADD
+    }
+    for phase, name in TASK_LIST.items()
 }
-_KERNEL_OF = {"forward": Op.ATTEND, "backward": Op.ATTEND_GRAD}
-#: pushing gradients through a projection computes it again, and multiplies twice
-_GRAD_PASSES = 3
+
+
+def pass_table(rules: Mapping[int, Rule]) -> Ints:
+    """int64 [not the first, first row into a sum; codes; 4]: how often an op reads or writes operands a, b, c, d."""
+    table = np.zeros((2, max(rules) + 1, len(OPERAND_COLUMNS["rowops"])), np.int64)
+    for op, rule in rules.items():
+        for argument in rule.arguments if rule.list == "rowops" else ():
+            first, later = argument.passes or (1, 2 if argument.use is Use.ADD else 1)
+            table[:, op, rule.columns.index(argument.column)] = later, first
+    return table
+
+
+def product_table(rules: Mapping[int, Rule]) -> Ints:
+    """int64 [codes]: multiplications by the weights of the layer's projection."""
+    return np.array([rules[op].products if op in rules else 0 for op in range(max(rules) + 1)])
+
+
+_PASSES, _PRODUCTS = pass_table(RULES), product_table(RULES)
+#: ops that write the output beside the rows that they finish
+_FINISHES = [op for op, rule in RULES.items() if any(a.use is Use.FINISH for a in rule.arguments)]
 
 
 class Costs(Protocol):
@@ -105,7 +119,8 @@ def _attention_us(view: View, costs: Costs, pairs: Ints) -> Floats:
     first = np.flatnonzero(np.diff(of, prepend=-1))
     together = np.add.reduceat(costs.attention_us(view.phase, *rows, pairs, *heads), first)
     longest = np.maximum.reduceat(costs.chain_us(view.phase, *rows), first)
-    at, launches = of[first], int(KERNELS[_KERNEL_OF[view.phase]]) * costs.launch_us(view.phase)
+    at = of[first]
+    launches = KERNELS[view.instructions["op"][at]] * costs.launch_us(view.phase)
     busy[at] = np.maximum(together, longest) + launches + costs.moved_us(_accumulated(view, of)[at])
     return busy
 
@@ -116,9 +131,10 @@ def _accumulated(view: View, of: Ints) -> Ints:
     table, found, model = view.source[TASK_LIST[view.phase]], view.operands, view.model
     first, most = found.ptr[view.rank_of], int(np.diff(found.ptr).max())
     moved = np.zeros(len(first), np.int64)
-    for column, tensor, result, flag in _ACCUMULATORS[view.phase]:
-        held = _Held(first, found.bytes, most, model.row_bytes(tensor, 1), model.row_bytes(result, 1))
-        _accumulate(moved, of, table.wide(column), (table["first"] & flag) > 0, held)
+    for column, argument in _SUMS[view.phase].items():
+        (tensor,) = argument.tensors
+        held = _Held(first, found.bytes, most, model.row_bytes(tensor, 1), model.result_bytes(tensor))
+        _accumulate(moved, of, table.wide(column), (table["first"] & argument.flag) > 0, held)
     return moved
 
 
@@ -165,8 +181,8 @@ def _row_bytes(view: View) -> Ints:
     op, count = (view.instructions.wide(name) for name in ("op", "count"))
     a, b, c, d, first = (table.wide(name) for name in ("a", "b", "c", "d", "first"))
     moved = _passed(op, count, found.ptr[view.rank_of], _Rows(a, b, c, d, first), found.bytes, _PASSES)
-    output = model.row_bytes(Tensor.DO, 1) + model.accumulator_bytes  # of a head, and its LSE
-    return moved + np.where(op == Op.FINISH, moved // model.row_bytes(Tensor.O, 1) * output, 0)
+    output = model.result_bytes(Tensor.O) + model.accumulator_bytes  # of a head, and its LSE
+    return moved + np.where(np.isin(op, _FINISHES), moved // model.row_bytes(Tensor.O, 1) * output, 0)
 
 
 class _Rows(NamedTuple):
@@ -201,10 +217,9 @@ def _sums(view: View, name: str, values: NDArray[Any]) -> Floats:
 def _projection_us(view: View, costs: Costs) -> Floats:
     """The projection's share of a layer's linear work, by multiplications."""
     model, found, op = view.model, view.operands, view.instructions["op"]
-    if not np.isin(op, (Op.PROJECT, Op.PROJECT_GRAD)).any():
+    if not _PRODUCTS[op].any():
         return np.zeros(len(op))
-    op = op[view.instruction_of("rowops")]
-    passes = np.where(op == Op.PROJECT, 1, np.where(op == Op.PROJECT_GRAD, _GRAD_PASSES, 0))
+    passes = _PRODUCTS[op[view.instruction_of("rowops")]]
     x, q, kv = (view.operand("rowops", column) for column in "abc")
     heads = [found.heads[operand] * (found.rows[operand] > 0) for operand in (q, kv)]
     columns = heads[0] * model.head_dim + heads[1] * (model.head_dim + model.value_dim)

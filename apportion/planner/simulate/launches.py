@@ -11,20 +11,24 @@ a round are those of `ir.messages`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.isa import OP_NAMES, Op, Tensor
+from apportion.ir.isa import OP_NAMES, RULES, Op, Rule, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.messages import Groups, group_tiles
 from apportion.planner.simulate.program import Ints, Tiles, View
 
-#: op -> kernels that an instruction starts, besides what it packs or unpacks
-KERNELS = np.ones(max(Op) + 1, np.int64)
-KERNELS[[Op.LAUNCH, Op.WAIT]], KERNELS[Op.ATTEND_GRAD] = 0, 2
 
+def kernel_table(rules: Mapping[int, Rule]) -> Ints:
+    """int64 [codes]: kernels that an instruction of an op starts, besides what it packs or unpacks."""
+    return np.array([rules[op].kernels if op in rules else 0 for op in range(max(rules) + 1)])
+
+
+KERNELS = kernel_table(RULES)
 
 #: codes of what is no instruction, beside `Op`
 PACK, UNPACK, CAST = 101, 102, 103

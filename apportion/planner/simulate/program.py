@@ -17,23 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
-from apportion.ir.isa import HEADLESS, KV_SIDE, OP_LIST, TABLES, Op, Tensor
+from apportion.ir.isa import Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.plan import Plan, ProgramSet, Table
+from apportion.ir.ops import IS_HEADLESS, IS_KEY, LIST_OF_OP, LISTS
+from apportion.ir.plan import ProgramSet, Table
 from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
-#: list -> bool [ops]: whether an op consumes its rows; bool [tensors]: which have KV heads, which have none
-_CONSUMES = {
-    name: np.array([OP_LIST.get(Op(op)) == name if op else False for op in range(max(Op) + 1)])
-    for name in TABLES
-}
-_KV_SIDE, _HEADLESS = (
-    np.array([Tensor(tensor) in group for tensor in range(max(Tensor) + 1)]) for group in (KV_SIDE, HEADLESS)
-)
 #: what an instruction is to the event loop
 WORK, LAUNCH, WAIT = range(3)
 
@@ -218,8 +212,8 @@ class View:
         """int64 [tensors, none and head sets] each: heads of an operand, and bytes of one of its rows."""
         head = self.plan.header
         sets = [len(members) for members in head.head_sets]
-        heads = np.where(_KV_SIDE[:, None], [head.kv_heads, *sets], [head.q_heads, *sets])
-        heads[_HEADLESS] = 1
+        heads = np.where(IS_KEY[:, None], [head.kv_heads, *sets], [head.q_heads, *sets])
+        heads[IS_HEADLESS] = 1
         per_head = [self.model.row_bytes(Tensor(t), 1) for t in range(max(Tensor) + 1)]
         return heads, heads * np.array(per_head)[:, None]
 
@@ -237,7 +231,7 @@ class View:
 
     def instruction_of(self, name: str) -> Ints:
         """int64 [rows]: the instruction that consumes each row of a list."""
-        at = np.flatnonzero(_CONSUMES[name][self.instructions["op"]])
+        at = np.flatnonzero(LIST_OF_OP[self.instructions["op"]] == LISTS.index(name))
         return np.repeat(at, self.instructions["count"][at])
 
     @cached_property

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from apportion.ir.codec import Plan
 from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
-from apportion.ir.plan import Plan
 from apportion.planner.simulate.engine import Times, idle_until
 from apportion.planner.simulate.launches import CAST, PACK, UNPACK
 from apportion.planner.simulate.path import Step, walk_back

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TENSOR_NAMES, Tensor
-from apportion.ir.plan import Plan
 from apportion.planner.simulate.launches import WORK_NAMES
 from apportion.planner.simulate.path import Step
 from apportion.planner.simulate.program import Ints

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError
-from apportion.ir.iteration_slice import encode_slices
+from apportion.ir.iteration import encode_slices
 from apportion.ir.jit import compiling
 from apportion.ir.job import Job, decode_request, encode_request
 from apportion.ir.model import Model

@@ -53,8 +53,8 @@ class StageMachine(TorchMachine):
         return torch.zeros(shape, dtype=torch.float64, device=self.memory.device)
 
     def bind(self) -> None:
-        """Views serve projections alone."""
-        if self.program.uses_project:
+        """Views serve ops that start no kernel of this engine."""
+        if self._loaded.needs_views:
             super().bind()
 
     def _array(self, slot: Slot) -> Any:

@@ -40,7 +40,7 @@ from apportion.backends.torch.stage.tiles import Ints, shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
 from apportion.backends.torch.stage.worklists import Columns, WorkList, work_list
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import KV_SIDE, Op, Space
+from apportion.ir.isa import OP_NAMES, Op, Space
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.plan import ProgramSet
 
@@ -95,6 +95,11 @@ class StageLoaded(Loaded):
     slots: tuple[Slot, ...]
     variant: Variant
     shares: int
+
+    @property
+    def needs_views(self) -> bool:
+        """Whether an op works on operands themselves, as projections do."""
+        return any(op not in _STEPS for op in self.program.ops)
 
     @cached_property
     def plain(self) -> Mapping[str, Mapping[str, Any]]:
@@ -181,9 +186,9 @@ class _Builder:
         return self.slots.index(slot)
 
     def step(self, step: Step) -> Iterator[_Draft]:
-        """The launches of a step."""
+        """The launches of a step; of row ops, where there are rows."""
         made = _STEPS.get(step.op)
-        if made is not None and (step.rowops or step.op in _WITHOUT_ROWS):
+        if made is not None and (step.rowops or step.op.rule.list != "rowops"):
             yield from made(self, step)
 
     # --- attention
@@ -341,7 +346,7 @@ class _Builder:
         yield from self._move(list(moved(source, named, rows)))
 
     def _all(self, tensor: Name) -> tuple[tuple[int, ...], slice]:
-        heads = self._header.kv_heads if tensor in KV_SIDE else self._header.q_heads
+        heads = self._header.heads_of(tensor)
         return tuple(range(heads)), slice(0, heads, 1)
 
     def _widths(self) -> Mapping[str, int]:
@@ -381,18 +386,7 @@ def _overlap(step: Step, operands: Sequence[Operand]) -> bool:
     return bool(waves(np.zeros_like(at), slot, start, stop, np.arange(len(at))).any())
 
 
-#: ops whose launches do not come from `rowops`
-_WITHOUT_ROWS = frozenset({Op.LAUNCH, Op.WAIT, Op.ATTEND, Op.ATTEND_GRAD})
-
+#: what drafts the launches of an op; an op without is the machine's own, and has its operands' views
 _STEPS: Mapping[Op, Callable[[_Builder, Step], Iterator[_Draft]]] = {
-    Op.ATTEND: _Builder.attend,
-    Op.ATTEND_GRAD: _Builder.attend_grad,
-    Op.COPY: _Builder.copy,
-    Op.CLEAR: _Builder.clear,
-    Op.LAUNCH: _Builder.launch,
-    Op.WAIT: _Builder.wait,
-    Op.ADD: _Builder.add,
-    Op.MERGE: _Builder.merge,
-    Op.DELTA: _Builder.delta,
-    Op.FINISH: _Builder.finish,
+    op: made for op in Op if (made := getattr(_Builder, OP_NAMES[op], None))
 }

@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.backends.torch.stage.tiles import Ints, Tiles, cut_tiles, shelves, waves
-from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, OP_LIST, Op, Space
+from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
+from apportion.ir.ops import LIST_OF_OP, LISTS
 from apportion.ir.plan import Header, ProgramSet
 
 #: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`
@@ -112,8 +113,7 @@ class WorkList:
 def instruction_of(programs: ProgramSet, table: str) -> Ints:
     """int64 [rows]: the instruction that consumes each row of a list, of a one-rank program."""
     op, count = (programs["instructions"][name].astype(np.int64) for name in ("op", "count"))
-    takes = np.array([OP_LIST.get(Op(code)) == table if code else False for code in range(max(Op) + 1)])
-    at = np.flatnonzero(takes[op])
+    at = np.flatnonzero(LIST_OF_OP[op] == LISTS.index(table))
     return np.repeat(at, count[at])
 
 

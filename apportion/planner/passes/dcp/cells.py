@@ -14,21 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import Tensor
+from apportion.ir.isa import TRAVELLING
 from apportion.ir.jit import jit
 from apportion.ir.model import Model
 from apportion.planner.passes.cells import Cells
 from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
-
-#: phase -> what a query block and a key block cost once a cell of theirs is computed elsewhere: what goes there, and
-#: what comes back
-QUERY_TENSORS = {
-    "forward": (Tensor.Q, Tensor.O),
-    "backward": (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ),
-}
-KEY_TENSORS = {"forward": (Tensor.KV,), "backward": (Tensor.KV, Tensor.DKV)}
 
 
 @dataclass(frozen=True)
@@ -53,8 +45,8 @@ class Heads:
         """Bytes of a query row of a group and of a key row of a key set that is needed elsewhere, both ways."""
         queries, keys = model.q_heads // self.groups, model.kv_heads // self.key_sets
         return (
-            sum(model.row_bytes(tensor, queries) for tensor in QUERY_TENSORS[phase]),
-            sum(model.row_bytes(tensor, keys) for tensor in KEY_TENSORS[phase]),
+            sum(model.row_bytes(tensor, queries) for tensor in TRAVELLING["query", phase]),
+            sum(model.row_bytes(tensor, keys) for tensor in TRAVELLING["key", phase]),
         )
 
 

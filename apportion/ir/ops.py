@@ -1,0 +1,31 @@
+"""Tables of ops and tensors for loops over columns: by code, derived from `ir.isa`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.isa import HEADLESS, KV_SIDE, OPERAND_COLUMNS, RULES, Rule, Tensor
+
+Ints = NDArray[np.integer[Any]]
+
+#: lists by number; NO_LIST stands for none
+LISTS = tuple(OPERAND_COLUMNS)
+NO_LIST = len(LISTS)
+
+
+def list_table(rules: Mapping[int, Rule]) -> Ints:
+    """int64 [codes]: the number of the list that an op consumes."""
+    table = np.full(max(rules) + 1, NO_LIST)
+    for op, rule in rules.items():
+        if rule.list:
+            table[op] = LISTS.index(rule.list)
+    return table
+
+
+LIST_OF_OP = list_table(RULES)
+#: bool [tensors]: whether its heads are KV heads; whether it has none
+IS_KEY, IS_HEADLESS = (np.array([tensor in group for tensor in Tensor]) for group in (KV_SIDE, HEADLESS))

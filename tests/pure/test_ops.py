@@ -1,0 +1,141 @@
+"""An op is a row of `ir.isa.Op` and its handlers: tables follow, and what has no handler says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from apportion.backends import reference
+from apportion.backends.interp import Machine, Operand, Step, compile_program
+from apportion.backends.local_ranks import Rank
+from apportion.ir import text
+from apportion.ir.errors import ExecutionError
+from apportion.ir.forms import form_of
+from apportion.ir.isa import OPERAND_COLUMNS, PARTIALS, RULES, Argument, Op, Rule, Tensor, Use
+from apportion.ir.ops import LISTS, list_table
+from apportion.ir.verify.machine import write_script
+from apportion.ir.verify.scan import allowed, rule_table
+from apportion.planner.simulate.durations import pass_table
+from apportion.planner.simulate.launches import kernel_table
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ROOT / "tests/plans/clear.txt"
+GIVE = 13
+GIVEN = Rule(
+    "rowops", (Argument("a", Use.TAKE, PARTIALS), Argument("c", Use.WRITE, PARTIALS, like="a")), kernels=3
+)
+MORE = {**RULES, GIVE: GIVEN}
+
+
+def test_tables_follow_from_one_more_row() -> None:
+    form = form_of(GIVEN)
+    assert (form.reads, form.writes, form.flags) == (("a",), ("c",), {"first": 1})
+    assert list_table(MORE)[GIVE] == LISTS.index("rowops")
+    assert kernel_table(MORE)[GIVE] == 3
+    assert pass_table(MORE)[:, GIVE].tolist() == [[1, 0, 1, 0]] * 2
+    assert (allowed(GIVEN, "a"), allowed(GIVEN, "b")) == (PARTIALS, (Tensor.NONE,))
+
+
+@pytest.mark.parametrize(
+    "table", [list_table, rule_table, kernel_table, pass_table], ids=lambda f: f.__name__
+)
+def test_another_row_changes_no_other(table) -> None:
+    ours, theirs = (
+        np.moveaxis(table(rules), 1, 0) if table is pass_table else table(rules) for rules in (RULES, MORE)
+    )
+    assert np.array_equal(theirs[:GIVE], ours)
+
+
+def test_the_verifier_gives_a_partial_as_it_copies_one() -> None:
+    (script, frames), columns = write_script(MORE), OPERAND_COLUMNS["rowops"]
+    steps = {op: script[frames[op, 0] : frames[op, 1]].copy() for op in (GIVE, Op.COPY)}
+    looks = [rows[rows[:, 1] == columns.index("a")] for rows in steps.values()]
+    assert looks[0][0, 3] & ~looks[1][0, 3] == 0  # accepts partials, and a copy values too
+    for rows in steps.values():
+        rows[rows[:, 1] == columns.index("a"), 3] = 0
+    assert np.array_equal(steps[GIVE], steps[Op.COPY])
+    given, copied = rule_table(MORE)[[GIVE, Op.COPY]]
+    assert np.array_equal(given[:, 1:], copied[:, 1:])
+
+
+def test_rows_of_the_table_fit_their_list() -> None:
+    for op in Op:
+        columns, sums = op.rule.columns, [a for a in op.rule.arguments if a.use is Use.ADD]
+        named = [argument.column for argument in op.rule.arguments]
+        assert named == [column for column in columns if column in named], op
+        assert len({argument.flag for argument in sums}) == len(sums), op
+        for argument in op.rule.arguments:
+            assert argument.like is None or op.rule.argument(argument.like).like is None, op
+
+
+def test_a_machine_names_the_op_that_it_does_not_know() -> None:
+    class Poor(Machine[None]):
+        def view(self, operand: Operand) -> None: ...
+
+        def launch(self, step: Step) -> None: ...
+
+        wait = attend = launch
+
+    plan = text.parse(PLAN.read_text())
+    program = compile_program(plan.programs["default", "forward"].rank(0), plan.header)
+    with pytest.raises(ExecutionError, match="Poor has no handler for the op clear, which the program uses"):
+        Poor(program)
+    Rank.require(program)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import numpy as np
+from apportion.backends import reference
+from apportion.ir import codec, text, verify
+from apportion.planner.simulate import simulate
+
+source = Path(sys.argv[1]).read_text()
+def written(line):
+    return text.parse(source.replace("merge O.work[0:8) -> O.home[0:8) first", line))
+
+added, plan = text.parse(source), written("give O.work[0:8) -> O.home[0:8)")
+assert "give O.work[0:8) -> O.home[0:8)" in plan.text()
+assert text.parse(plan.text()) == plan == codec.decode(plan.encode())
+verify.verify(plan)
+spans = simulate(plan).runs["default", "forward"].spans
+(took,) = (spans.end_us - spans.start_us)[spans.op == 13]
+assert took > 0
+rng = np.random.default_rng(0)
+q, k, v, do = (rng.normal(size=(16, heads, width)) for heads, width in ((8, 4), (1, 4), (1, 2), (8, 2)))
+for ours, theirs in zip(*(reference.run(p, "default", q, k, v, do) for p in (plan, added)), strict=True):
+    assert ours is theirs or np.array_equal(ours, theirs)
+
+def broken(line):
+    return " ".join(map(str, verify.check(written(line))))
+
+assert "whose partial was merged, added or sent before" in broken(
+    "give O.work[0:8) -> O.home[0:8), O.work[0:8) -> O.home[0:8)"
+)
+assert "operand a must be O or dX or dQ or dKV" in broken("give Q.home[0:8) -> O.home[0:8)")
+assert "operand c has another number of rows" in broken("give O.work[0:8) -> O.home[0:4)")
+"""
+
+
+def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
+    """`tests/data/op.diff`, applied to a copy: text, bytes, verification, price and execution."""
+    shutil.copytree(ROOT / "apportion", tmp_path / "apportion", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", str(ROOT / "tests/data/op.diff")], cwd=tmp_path, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_DISABLE_JIT": "1"}
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(PLAN)]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_what_the_diff_replaces_runs_as_it_is() -> None:
+    assert "merge O.work[0:8) -> O.home[0:8) first" in PLAN.read_text()
+    plan = text.parse(PLAN.read_text())
+    q, k, v = (np.ones((16, heads, width)) for heads, width in ((8, 4), (1, 4), (1, 2)))
+    assert reference.run(plan, "default", q, k, v).o.shape == (16, 8, 2)
