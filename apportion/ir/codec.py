@@ -141,11 +141,12 @@ class Parts(list[bytes]):
     def __init__(self, parts: Iterable[bytes], columns: Iterable[Named]) -> None:
         super().__init__(parts)
         self._made, self._columns = tuple(self), tuple(columns)
-        memory = [_memory(column) for _, column in self._columns]
-        if all(owner is not None for owner in memory):
-            for array in (*(column for _, column in self._columns), *memory):
-                if array is not None:
-                    array.setflags(write=False)
+        arrays = [column for _, column in self._columns]
+        memory = list(map(_memory, arrays))
+        owners = [owner for owner in memory if owner is not None]
+        if len(owners) == len(arrays):
+            for array in (*arrays, *owners):
+                array.setflags(write=False)
 
     def are_of(
         self, layouts: Mapping[str, Layout], programs: Mapping[Pair, ProgramSet], moves: Sequence[Move]
@@ -171,11 +172,12 @@ def _named_columns(
         ((*key, n), program[n], cols) for key, program in programs.items() for n, cols in TABLES.items()
     ]
     tables += [(("move", str(number)), move.table, MOVE_COLUMNS) for number, move in enumerate(moves)]
-    return [
-        ((*place, name), column)
-        for place, table, names in tables
-        for name, column in (("ptr", table.ptr), *((n, table[n]) for n in names if len(table)))
-    ]
+    found: list[Named] = []
+    for place, table, names in tables:
+        found.append(((*place, "ptr"), table.ptr))
+        if len(table):
+            found += [((*place, name), table.columns[name]) for name in names]
+    return found
 
 
 def _memory(column: Ints) -> Ints | None:

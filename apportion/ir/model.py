@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer, known, load, mapping, name, suggestion
 from apportion.ir.hf_fields import is_config, model_fields
-from apportion.ir.isa import Tensor
+from apportion.ir.isa import HEADLESS, Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 
@@ -77,16 +78,21 @@ class Model:
     def row_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
         """Bytes of one row of a tensor with `heads` of its heads (KV heads for KV and dKV; None: all); of X without its
         position id."""
-        contents = tensor.contents
-        of_side = {"query": self.q_heads, "key": self.kv_heads}
-        count = 1
-        if contents.side is not None:
-            count = of_side[contents.side] if heads is None else heads
-        widths = contents.widths(self.head_dim, self.value_dim, self.hidden)
-        numbers = sum(
-            max(width, 1) for width, part in zip(widths, contents.parts, strict=True) if not part.integer
-        )
-        return count * numbers * (self.accumulator_bytes if contents.wide else self.element_bytes)
+        of_head, count = self._head_bytes[tensor]
+        return of_head * (count if heads is None or tensor in HEADLESS else heads)
+
+    @cached_property
+    def _head_bytes(self) -> Mapping[Tensor, tuple[int, int]]:
+        """Of each tensor the bytes of a row of one head, without its position id, and the number of heads."""
+        count, found = {"query": self.q_heads, "key": self.kv_heads, None: 1}, {}
+        for tensor in Tensor:
+            contents = tensor.contents
+            widths = contents.widths(self.head_dim, self.value_dim, self.hidden)
+            pairs = zip(widths, contents.parts, strict=True)
+            numbers = sum(max(width, 1) for width, part in pairs if not part.integer)
+            size = self.accumulator_bytes if contents.wide else self.element_bytes
+            found[tensor] = numbers * size, count[contents.side]
+        return found
 
     def result_bytes(self, tensor: Tensor) -> int:
         """Bytes of one row of one head of a sum, once it is a result in the model's dtype; without its LSE."""

@@ -185,8 +185,9 @@ def check_plain(value: Any, what: str) -> None:
     while stack:
         item = stack.pop()
         if isinstance(item, dict):
-            if not all(isinstance(key, str) for key in item):
-                raise DecodeError(f"{what}: keys must be texts")
+            for key in item:
+                if not isinstance(key, str):
+                    raise DecodeError(f"{what}: keys must be texts")
             stack.extend(item.values())
         elif isinstance(item, list | tuple):
             stack.extend(item)
