@@ -10,7 +10,8 @@ from typing import Any
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice, integer, known, load, mapping, name, number, plain
 
-OBJECTIVES = ("makespan",)
+#: plans, jobs and files of before may have it, with the one value that it could have; nothing reads or writes it
+_GONE = "objective"
 
 _SWITCH = {True: "on", False: "off"}
 
@@ -71,7 +72,7 @@ class Policy:
 
     token_cap: most tokens of a rank; None is 1.02 x the mean, rounded down, but no less than the mean rounded up.
     memory_cap_gib: None is the cluster's memory. tolerance: largest compute imbalance, max/mean - 1; None promises
-    nothing. objective, budget (most steps; None is the recipe's own): for recipes that search, which `fcp` does
+    nothing. budget (most steps; None is the recipe's own): for recipes that search, which `fcp` does
     not. seed: part of the plan's identity, although `fcp` draws nothing at random. Raises ConfigError.
     """
 
@@ -80,7 +81,6 @@ class Policy:
     memory_cap_gib: float | None = None
     tolerance: float | None = None
     seed: int = 0
-    objective: str = "makespan"
     budget: int | None = None
 
     def __post_init__(self) -> None:
@@ -91,7 +91,6 @@ class Policy:
         self._check("memory_cap_gib", lambda field, value: number(field, value, above=True))
         self._check("tolerance", number)
         integer("policy.seed", self.seed, 0)
-        choice("policy.objective", self.objective, OBJECTIVES)
 
     def _check(self, field: str, rule: Any) -> None:
         value = getattr(self, field)
@@ -101,7 +100,9 @@ class Policy:
     @staticmethod
     def from_data(data: Any) -> Policy:
         """The policy of plain data: a mapping of the fields above, `recipe` required. Raises ConfigError."""
-        data = known("policy", data, [item.name for item in fields(Policy)], ("recipe",))
+        names = [item.name for item in fields(Policy)]
+        data = dict(known("policy", data, [*names, _GONE], ("recipe",)))
+        choice(f"policy.{_GONE}", data.pop(_GONE, "makespan"), ("makespan",))
         return Policy(**{**data, "recipe": Recipe.from_data(data["recipe"])})
 
     def to_data(self) -> dict[str, Any]:
