@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_newcomers import CHANGES
 
 from apportion.backends import reference
 from apportion.backends.interp import Machine, Operand, Step, compile_program
@@ -125,9 +126,10 @@ assert "operand c has another number of rows" in broken("give O.work[0:8) -> O.h
 
 
 def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
-    """`tests/data/op.diff`, applied to a copy: text, bytes, verification, price and execution."""
+    """The op of CONTRIBUTING.md, in a copy: text, bytes, verification, price and execution."""
     shutil.copytree(ROOT / "apportion", tmp_path / "apportion", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["git", "apply", str(ROOT / "tests/data/op.diff")], cwd=tmp_path, check=True)
+    diff, _ = CHANGES["An op"]
+    subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_DISABLE_JIT": "1"}
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(PLAN)]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
