@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from apportion.ir.codec import Plan
-from apportion.ir.pairs import pairs
 from apportion.ir.plan import ProgramSet
+from apportion.ir.totals import pairs
 
 Record = Mapping[str, Any]
 

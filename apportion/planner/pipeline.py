@@ -152,7 +152,7 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None) ->
     with watch("encode"):
         parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks)
     with watch("report"):
-        report = build_report(problem, placed.shards, placed.placement, draft.lowered, parts)
+        report = build_report(problem, placed.shards, placed.placement, draft.lowered, draft.programs, parts)
         if draft.remapping is not None:
             report |= {"remap": draft.remapping.said}
         if search is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
+from apportion.ir.plan import ProgramSet
+from apportion.ir.totals import moved
 from apportion.planner import bounds
 from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.shard import row_areas
@@ -22,7 +24,7 @@ Ints = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Tiles that travel for one purpose: int64 [tiles] ranks and bytes."""
+    """Tiles that travel for one purpose."""
 
     kind: str
     phase: str
@@ -30,25 +32,12 @@ class Traffic:
     slots: int
     max_degree: int
     rounds: int
-    src: Ints
-    dst: Ints
-    tile_bytes: Ints
+    bytes: int
 
     def repeated(self, turns: int) -> Traffic:
         """In so many turns, each with a share of the bytes."""
         slots, degree, rounds = (turns * n for n in (self.slots, self.max_degree, self.rounds))
         return replace(self, slots=slots, max_degree=degree, rounds=rounds)
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "phase": self.phase,
-            "name": self.name,
-            "slots": self.slots,
-            "max_degree": self.max_degree,
-            "rounds": self.rounds,
-            "bytes": int(self.tile_bytes.sum()),
-        }
 
 
 def build_report(
@@ -56,6 +45,7 @@ def build_report(
     shards: Shards,
     placement: Placement,
     lowered: Mapping[tuple[str, str], Lowering],
+    programs: Mapping[tuple[str, str], ProgramSet],
     parts: list[bytes],
 ) -> dict[str, Any]:
     """The report of a plan; byte counts are of one attention call of each kind, forward and backward."""
@@ -80,11 +70,11 @@ def build_report(
             "tokens": float(tokens.max()) / float(tokens.mean()) - 1,
         },
         "area": {kind: int(problem.batch.area(kind)) for kind in problem.batch.kinds},
-        "bytes": _bytes(problem, traffic),
+        "bytes": moved(programs.values(), low.sets.sets, problem.model, problem.cluster).summary(),
         "slots": sum(item.slots for item in traffic),
         "max_degree": sum(item.max_degree for item in traffic),
         "rounds": sum(item.rounds for item in traffic),
-        "exchanges": [item.summary() for item in traffic],
+        "exchanges": [asdict(item) for item in traffic],
         "bounds": {
             bound.name: bound.to_data()
             for bound in (
@@ -153,30 +143,18 @@ def _traffic(problem: Problem, kind: str, phase: str, low: Lowering) -> list[Tra
 
 def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) -> Traffic:
     """Tiles on their way out, or what is added up for them on its way back."""
-    schedule, groups = low.schedule, low.groups
-    ways: list[tuple[Ints, Ints, Ints]] = []
-    moved_of = FETCHED if name == "fetch" else RETURNED
-    sides = (
-        (low.keys, moved_of["key", phase], low.sets.tile_heads),
-        (low.queries, moved_of["query", phase], low.sets.query_heads),
-    )
-    for side, tensors, heads in sides:
-        if not tensors or not len(side.edges):
-            continue
-        index, dst = groups.spread(side.edges.dst)
-        per_head = sum(problem.model.row_bytes(tensor, 1) for tensor in tensors)
-        src = groups.first[side.edges.src[index]] + groups.member[dst]
-        tile_bytes = side.edges.rows[index].astype(np.int64) * per_head * heads[dst]
-        if name == "return":
-            ways.append((dst, groups.first[side.returned_to[index]] + groups.member[dst], tile_bytes))
-        else:
-            ways.append((src, dst, tile_bytes))
-    none = np.zeros(0, np.int64)
-    columns = [np.concatenate(column) for column in zip(*ways, strict=True)] if ways else [none] * 3
-    edges = low.edges
-    moved = edges if name == "fetch" or phase == "backward" else edges.take(np.flatnonzero(edges.lane & 1))
-    degree = max_degree(moved.src, moved.dst, len(groups))
-    once = Traffic(kind, phase, name, schedule.slots, degree, schedule.rounds, *columns)
+    schedule, groups, moving = low.schedule, low.groups, FETCHED if name == "fetch" else RETURNED
+    size = 0
+    of_sides = (low.queries.edges, low.sets.query_heads), (low.keys.edges, low.sets.tile_heads)
+    for side, (edges, heads) in zip(SIDES, of_sides, strict=True):
+        index, dst = groups.spread(edges.dst)
+        per_head = sum(problem.model.row_bytes(tensor, 1) for tensor in moving[side, phase])
+        size += int((edges.rows[index].astype(np.int64) * heads[dst]).sum()) * per_head
+    tiles = low.edges
+    if name == "return" and phase == "forward":
+        tiles = tiles.take(np.flatnonzero(tiles.lane & 1))
+    degree = max_degree(tiles.src, tiles.dst, len(groups))
+    once = Traffic(kind, phase, name, schedule.slots, degree, schedule.rounds, size)
     return once.repeated(low.sets.tile_turns)
 
 
@@ -184,34 +162,13 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
     exchange, model = low.exchange, problem.model
     if exchange is None:
         return []
-    moved = exchange.moved
-    src, dst = exchange.src[moved], exchange.dst[moved]
-    tensors = FETCHED if way == "in" else RETURNED
+    dst, tensors = exchange.dst[exchange.moved], FETCHED if way == "in" else RETURNED
     queries, keys = (sum(model.row_bytes(tensor, 1) for tensor in tensors[side, phase]) for side in SIDES)
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
-    tile_bytes = exchange.pieces.rows[exchange.piece[moved]] * heads
-    if way == "out":
-        src, dst = dst, src
-    slots = exchange.slots
-    name = f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"
-    once = Traffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, src, dst, tile_bytes)
+    size = int((exchange.pieces.rows[exchange.piece[exchange.moved]] * heads).sum())
+    slots, name = exchange.slots, f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"
+    once = Traffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, size)
     return [once.repeated(low.sets.turns)]
-
-
-def _bytes(problem: Problem, traffic: list[Traffic]) -> dict[str, int]:
-    """total; of the busiest rank (the larger of what it sends and receives); and between nodes."""
-    sent, received = np.zeros(problem.ranks, np.int64), np.zeros(problem.ranks, np.int64)
-    node, between = problem.cluster.node_of(np.arange(problem.ranks)), 0
-    for item in traffic:
-        sent += exact_sums(item.src, item.tile_bytes, problem.ranks)
-        received += exact_sums(item.dst, item.tile_bytes, problem.ranks)
-        apart = node[item.src] != node[item.dst]
-        between += int(item.tile_bytes[apart].sum())
-    return {
-        "total": int(sent.sum()),
-        "max_rank": int(max(sent.max(), received.max())),
-        "inter_node": between,
-    }
 
 
 def _kv_bound(
@@ -226,7 +183,7 @@ def _kv_bound(
         kind: placement.rank_sums(row_areas(bands, placement.starts), len(low.groups))
         for kind, bands in problem.bands.items()
     }
-    value = sum(int(item.tile_bytes.sum()) for item in traffic if item.name in ("fetch", "return"))
+    value = sum(item.bytes for item in traffic if item.name in ("fetch", "return"))
     moving = any(low.tasks.queries_move for low in lowered.values())
     caps = {kind: int(pairs.max()) for kind, pairs in loads.items()}
     # groups of a strategy without a cap of its own may hold more than their ranks' caps

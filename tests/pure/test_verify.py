@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import apportion as ap
 from apportion.ir import codec, text
 from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
@@ -134,7 +136,7 @@ def test_hand_written_plans_of_all_ops_verify(name: str) -> None:
 
 
 def test_rules_are_a_table_of_the_eight() -> None:
-    assert {rule.number for rule in RULES} == {None, *range(1, 9)}
+    assert {rule.number for rule in RULES} == {None, *range(1, 10)}
 
 
 # rule, rank, phase, instruction at which it is found, the edit, words of the message
@@ -412,3 +414,54 @@ def test_an_overwritten_tile_is_named_where_a_task_then_reads_something_else() -
     found = first(text.parse(late))
     assert found.rule in ("dataflow", "coverage")
     assert found.rank == 0
+
+
+REPORTED = {
+    "bytes.total": "the report says bytes.total = ",
+    "bytes.max_rank": "the report says bytes.max_rank = ",
+    "bytes.inter_node": "the report says bytes.inter_node = ",
+    "plan_bytes.total": "the report says plan_bytes.total = ",
+    "plan_bytes.largest_rank": "the report says plan_bytes.largest_rank = ",
+    "imbalance.compute": "the report says imbalance.compute = ",
+    "imbalance.tokens": "the report says imbalance.tokens = ",
+    "area.default": "the report says area.default = ",
+    "tokens": "the report says tokens = ",
+    "ranks": "the report says ranks = ",
+    "recipe": "the report says recipe = ",
+    "slots": "the report says slots = ",
+    "max_degree": "the report says max_degree = ",
+    "rounds": "the report says rounds = ",
+    "exchanges.0.bytes": "the report says that its exchanges move ",
+    "bounds.makespan.value": "the report says bounds.makespan.value = ",
+    "bounds.kv_bytes.value": "the report says bounds.kv_bytes.value = ",
+    "bounds.slots.value": "the report says bounds.slots.value = ",
+    "bounds.kv_bytes.bound": "the report says that kv_bytes is ",
+}
+
+
+@pytest.fixture(scope="module")
+def reported() -> Plan:
+    batch = ap.Batch.from_lengths([4096, 1000, 700, 300], mask=ap.masks.causal())
+    return ap.plan(batch, ap.Cluster(2, 2), ap.Model(8, 4, 64), recipe="fcp", verify=False)
+
+
+@pytest.mark.parametrize("place", REPORTED)
+def test_a_report_that_the_programs_contradict_is_refused(place: str, reported: Plan) -> None:
+    report = copy.deepcopy(dict(reported.report))
+    *path, last = place.split(".")
+    inner = report
+    for name in path:
+        inner = inner[int(name)] if name.isdigit() else inner[name]
+    inner[last] = inner[last] * 3 + (inner[last] if isinstance(inner[last], str) else 1) if inner[last] else 7
+    found = check(codec.seal(replace(reported, report=report)))
+    assert {violation.rule for violation in found} == {"report"}
+    assert any(violation.message.startswith(REPORTED[place]) for violation in found)
+
+
+def test_a_report_may_say_less_or_more(reported: Plan) -> None:
+    assert check(reported) == ()
+    assert check(codec.seal(replace(reported, report={}))) == ()
+    assert (
+        check(codec.seal(replace(reported, report={"bytes": "many", "bounds": [], "exchanges": [1]}))) == ()
+    )
+    assert check(codec.seal(replace(reported, report={**reported.report, "weather": "fine"}))) == ()

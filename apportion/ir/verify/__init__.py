@@ -1,8 +1,8 @@
-"""The verifier: eight rules over a finished plan, from the plan alone.
+"""The verifier: nine rules over a finished plan, from the plan alone.
 
     structure ─ digests ─ layouts ─ operands ─ transfers ─ heads ─ limits ─ dataflow · delivery ─ coverage ─ samples
     (no rule,   8         1         (no rule)  4           7       6        3          5          2          2 again
-    all need it)
+    all need it)                                                                                    and last: report, 9
 
 It shares the codec and the band algebra with the planner and nothing else. Rules run over the columns of all ranks
 at once; where state is sequential, in loops that numba compiles where it is installed. When a plan is broken in one
@@ -24,6 +24,7 @@ from apportion.ir.verify import (
     heads,
     layouts,
     limits,
+    reported,
     samples,
     structure,
     transfers,
@@ -49,7 +50,7 @@ class Rule:
 
 
 _RUN = ("structure", "layouts", "operands")
-RULES = (
+_OF_PROGRAMS = (
     Rule("structure", None, structure.check, 0, ()),
     Rule("digests", 8, digests.check, 1),
     Rule("layouts", 1, layouts.check, 2),
@@ -62,6 +63,9 @@ RULES = (
     Rule("coverage", 2, coverage.check, 8, _RUN),
     Rule("samples", 2, samples.check, 9, _RUN),
 )
+# of a plan that is broken, a report says nothing
+_REPORT = Rule("report", 9, reported.check, 10, tuple(rule.name for rule in _OF_PROGRAMS))
+RULES = (*_OF_PROGRAMS, _REPORT)
 _STAGES = {rule.name: rule.stage for rule in RULES}
 
 

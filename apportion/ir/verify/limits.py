@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir import bands as algebra
-from apportion.ir.isa import HEADLESS, TABLES, TASK_LIST, Tensor
+from apportion.ir.isa import HEADLESS, PHASES, Tensor
+from apportion.ir.totals import loads
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program
@@ -80,11 +80,8 @@ def _tolerance(subject: Subject) -> Iterator[Violation]:
     if request.policy.tolerance is None:
         return
     speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
-    for phase in TASK_LIST:
-        load = np.zeros(len(speeds))
-        for program in subject.programs:
-            if program.phase == phase:
-                load += request.model.layers_of(program.kind) * _load(program)
+    for phase in PHASES:
+        load = loads(subject.plan.programs, subject.plan.header, request.model, phase)
         if load.sum() > 0:
             yield from _imbalance(request.policy.tolerance, phase, load / speeds, load.sum() / speeds.sum())
 
@@ -95,15 +92,3 @@ def _imbalance(tolerance: float, phase: str, time: Floats, mean: float) -> Itera
     if found > tolerance + 1e-9:
         message = f"computes {found:.4f} more than the mean rank, the tolerance is {tolerance}"
         yield Violation(RULE, rank, None, phase, None, message)
-
-
-def _load(program: Program) -> Floats:
-    """float64 [ranks]: pairs times query heads of each rank's tasks."""
-    name = program.task_list
-    table, operands = program[name], program["operands"]
-    q, kv = (program.task_operand(column) for column in ("q", "kv"))
-    zero = np.zeros(len(table), np.int64)
-    band = TABLES[name].index("dmin")
-    bands = [zero, operands["rows"][q], zero, operands["rows"][kv], table.data[band], table.data[band + 1]]
-    pairs = algebra.area(np.stack(bands, axis=1)) * (program.head_count[q] / program.q_sets.heads)
-    return np.bincount(table.rank, pairs, program.ranks).astype(np.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Op, Tensor
 from apportion.ir.plan import Ints, Layout
+from apportion.ir.totals import Moved, moved
 from apportion.ir.verify import cells, coverage
 from apportion.ir.verify import flow as interpreter
 from apportion.ir.verify import scan as scanner
@@ -63,6 +64,13 @@ class Subject:
     def mask(self, kind: str) -> Ints:
         """int64 [bands, 6]: what a kind allows, in global tokens, sorted by (q0, k0)."""
         return self.plan.request.batch.bands(kind)
+
+    @cached_property
+    def moved(self) -> Mapping[tuple[str, str], Moved]:
+        """(kind, phase) -> bytes that a program moves."""
+        plan = self.plan
+        given = plan.header.head_sets, plan.request.model, plan.request.cluster
+        return {key: moved([program], *given) for key, program in plan.programs.items()}
 
     def scan(self, program: Program) -> scanner.Scan:
         return self._once("scan", program, scanner.scan)

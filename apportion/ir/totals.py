@@ -1,0 +1,142 @@
+"""What programs do in all: the pairs that they attend to and the bytes that they move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.cluster import Cluster
+from apportion.ir.isa import TASK_LIST, Tensor
+from apportion.ir.jit import jit, lean
+from apportion.ir.model import Model
+from apportion.ir.ops import IS_HEADLESS, IS_KEY
+from apportion.ir.plan import Header, Ints, ProgramSet
+
+
+def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> NDArray[np.float64]:
+    """[ranks] pairs of (query, key) that each rank's programs of a phase compute, over heads."""
+    tasks, operands = programs[TASK_LIST[phase]], programs["operands"]
+    q, kv, dmin, dmax = (tasks.wide(name) for name in ("q", "kv", "dmin", "dmax"))
+    ptr, first = (np.asarray(one.ptr, np.int64) for one in (tasks, operands))
+    sizes = np.array([header.q_heads, *(len(heads) for heads in header.head_sets)], np.int64)
+    return _pairs(q, kv, dmin, dmax, ptr, first, operands.wide("rows"), operands.wide("heads"), sizes)
+
+
+@jit
+def _pairs(
+    q: Ints,
+    kv: Ints,
+    dmin: Ints,
+    dmax: Ints,
+    ptr: Ints,
+    first: Ints,
+    rows: Ints,
+    heads: Ints,
+    sizes: Ints,
+) -> NDArray[np.float64]:
+    """The area of each task's band, as `bands.area` has it, times its heads."""
+    found = np.zeros(len(ptr) - 1)
+    for rank in range(len(ptr) - 1):
+        for task in range(ptr[rank], ptr[rank + 1]):
+            query, key = first[rank] + q[task], first[rank] + kv[task]
+            below = _pairs_below(rows[query], rows[key], dmax[task])
+            below -= _pairs_below(rows[query], rows[key], dmin[task] - 1)
+            found[rank] += below * sizes[heads[query]]
+    return found
+
+
+@lean
+def _pairs_below(q: int, k: int, diagonal: int) -> int:
+    """Pairs of q rows and k keys with query row - key row <= diagonal."""
+    m = min(max(diagonal + k, 0), q + k)
+    return _triangle(m) - _triangle(m - q) - _triangle(m - k)
+
+
+@lean
+def _triangle(side: int) -> int:
+    side = max(side, 0)
+    return (side + 1) // 2 * (side | 1)
+
+
+def loads(
+    programs: Mapping[tuple[str, str], ProgramSet], header: Header, model: Model, phase: str
+) -> NDArray[np.float64]:
+    """[ranks] pairs times layers of all kinds in a phase, in shares of the heads."""
+    found = np.zeros(header.ranks)
+    for (kind, own), program in programs.items():
+        if own == phase:
+            found += model.layers_of(kind) * (pairs(program, header, phase) / header.q_heads)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """Bytes that programs send. sent, received: int64 [ranks]; between: those that cross nodes."""
+
+    sent: Ints
+    received: Ints
+    between: int
+
+    def summary(self) -> dict[str, int]:
+        """total; of the busiest rank, the larger of what it sends and receives; and between nodes."""
+        busiest = int(max(self.sent.max(), self.received.max()))
+        return {"total": int(self.sent.sum()), "max_rank": busiest, "inter_node": self.between}
+
+
+def moved(
+    programs: Iterable[ProgramSet], head_sets: Sequence[Sequence[int]], model: Model, cluster: Cluster
+) -> Moved:
+    """What these programs move, by their sends. head_sets: as in a plan's header."""
+    node = np.asarray(cluster.node_of(np.arange(cluster.ranks)), np.int64)
+    sent, received = np.zeros((2, cluster.ranks), np.int64)
+    between, row_bytes = 0, _row_bytes(head_sets, model)
+    for program in programs:
+        operands, table = program["operands"], program["transfers"]
+        tensor, rows, heads = (operands.wide(name) for name in ("tensor", "rows", "heads"))
+        send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
+        ptr, first = (np.asarray(one.ptr, np.int64) for one in (table, operands))
+        between += int(
+            _move(send, peer, operand, ptr, first, tensor, rows, heads, row_bytes, node, sent, received)
+        )
+    return Moved(sent, received, between)
+
+
+def _row_bytes(head_sets: Sequence[Sequence[int]], model: Model) -> Ints:
+    """int64 [tensors, none and head sets]: bytes of a row of an operand."""
+    sets = [len(members) for members in head_sets]
+    heads = np.where(IS_KEY[:, None], [model.kv_heads, *sets], [model.q_heads, *sets])
+    heads[IS_HEADLESS] = 1
+    per_head: Ints = np.array([model.row_bytes(tensor, 1) for tensor in Tensor])
+    return per_head[:, None] * heads
+
+
+@jit
+def _move(
+    send: Ints,
+    peer: Ints,
+    operand: Ints,
+    ptr: Ints,
+    first: Ints,
+    tensor: Ints,
+    rows: Ints,
+    heads: Ints,
+    row_bytes: Ints,
+    node: Ints,
+    sent: Ints,
+    received: Ints,
+) -> int:
+    """Adds the sends of a program to those of each rank; returns the bytes between nodes."""
+    between = 0
+    for rank in range(len(ptr) - 1):
+        for row in range(ptr[rank], ptr[rank + 1]):
+            if send[row]:
+                at = first[rank] + operand[row]
+                moved = rows[at] * row_bytes[tensor[at], heads[at]]
+                sent[rank] += moved
+                received[peer[row]] += moved
+                if node[rank] != node[peer[row]]:
+                    between += moved
+    return between

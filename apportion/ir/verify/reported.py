@@ -1,0 +1,145 @@
+"""Rule 9: the report says what the programs do, where they tell it. What planning alone knows is taken on trust: the
+names of exchanges and their slots and rounds, blocks, bounds, and why planning stopped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir import totals
+from apportion.ir.isa import PHASES
+from apportion.ir.verify.report import Violation
+from apportion.ir.verify.subject import Subject
+
+RULE = "report"
+_ROUNDING = 1e-9  # of sums in floating point, relative
+
+#: a place in the report, and what must stand there
+Fact = tuple[tuple[str, ...], Any]
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `report`, of the fields that are there."""
+    report = subject.plan.report
+    for path, wanted in (*_request(subject), *_bytes(subject), *_balance(subject), *_sums(report)):
+        said = _at(report, path)
+        if said is not None and not _agrees(said, wanted):
+            message = f"the report says {'.'.join(path)} = {str(said)[:80]}, the plan has {wanted}"
+            yield Violation(RULE, None, None, None, None, message)
+    yield from _moved(subject)
+    yield from _bounds(report)
+
+
+def _at(report: Any, path: tuple[str, ...]) -> Any:
+    """What stands at a place, None where nothing does."""
+    for name in path:
+        report = report.get(name) if isinstance(report, Mapping) else None
+    return report
+
+
+def _agrees(said: Any, wanted: Any) -> bool:
+    if isinstance(wanted, float):
+        close = isinstance(said, int | float) and abs(said - wanted) <= _ROUNDING * max(1.0, abs(wanted))
+        return close and not isinstance(said, bool)
+    return type(said) is type(wanted) and bool(said == wanted)
+
+
+def _request(subject: Subject) -> Iterator[Fact]:
+    plan = subject.plan
+    batch = plan.request.batch
+    yield ("recipe",), plan.header.recipe
+    yield ("ranks",), plan.header.ranks
+    yield ("tokens",), batch.tokens
+    for kind in batch.kinds:
+        yield ("area", kind), int(batch.area(kind))
+    if plan.sections is not None:
+        sizes = [len(part) for part in plan.sections.parts]
+        yield ("plan_bytes", "largest_rank"), max(sizes)
+        yield ("plan_bytes", "total"), sum(sizes)
+
+
+def _bytes(subject: Subject) -> Iterator[Fact]:
+    """In all, and of the tiles of attention."""
+    found = list(subject.moved.values())
+    sent, received = (np.sum([getattr(one, way) for one in found], axis=0) for way in ("sent", "received"))
+    summary = totals.Moved(sent, received, sum(one.between for one in found)).summary()
+    for name, number in summary.items():
+        yield ("bytes", name), number
+    exchanges = _exchanges(subject.plan.report)
+    if exchanges:
+        tiles = sum(item["bytes"] for item in exchanges if item["name"] in ("fetch", "return"))
+        yield ("bounds", "kv_bytes", "value"), float(tiles)
+
+
+def _moved(subject: Subject) -> Iterator[Violation]:
+    """The exchanges of a program move all that it moves."""
+    said: Counter[tuple[str, str]] = Counter()
+    for item in _exchanges(subject.plan.report):
+        said[item["kind"], item["phase"]] += item["bytes"]
+    found = {key: int(one.sent.sum()) for key, one in subject.moved.items()}
+    for key in sorted(said.keys() | found.keys()) if said else ():
+        real = found.get(key, 0)
+        if said[key] != real:
+            message = f"the report says that its exchanges move {said[key]} bytes, the program moves {real}"
+            yield Violation(RULE, None, *key, None, message)
+
+
+def _exchanges(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those that are written as the planner writes them."""
+    listed = report.get("exchanges")
+    numbers = ("bytes", "slots", "max_degree", "rounds")
+    return [
+        item
+        for item in (listed if isinstance(listed, list) else ())
+        if isinstance(item, Mapping)
+        and all(isinstance(item.get(name), str) for name in ("kind", "phase", "name"))
+        and all(type(item.get(name)) is int for name in numbers)
+    ]
+
+
+def _balance(subject: Subject) -> Iterator[Fact]:
+    """Of rows, and of compute by speed, in the phase that is less even."""
+    plan = subject.plan
+    request = plan.request
+    yield ("imbalance", "tokens"), _token_imbalance(subject)
+    speeds = np.asarray(request.cluster.speeds or np.ones(plan.header.ranks), np.float64)
+    found = [totals.loads(plan.programs, plan.header, request.model, phase) for phase in PHASES]
+    time: NDArray[np.float64] = max((load / speeds for load in found), key=lambda times: float(times.max()))
+    mean = float((time * speeds).sum()) / float(speeds.sum())
+    yield ("imbalance", "compute"), float(time.max()) / mean - 1 if mean else 0.0
+    yield ("bounds", "makespan", "value"), float(time.max())
+
+
+def _token_imbalance(subject: Subject) -> float:
+    """Of home rows; or of another layout, where that is what the report says: plans of version 1.0 tell that of the
+    layout in which attention is computed."""
+    rows = [subject.home.rows_per_rank, *(layout.rows_per_rank for layout in subject.plan.layouts.values())]
+    found = [float(some.max()) / float(some.mean()) - 1 for some in rows]
+    said = _at(subject.plan.report, ("imbalance", "tokens"))
+    return next((one for one in found if _agrees(said, one)), found[0])
+
+
+def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
+    """Of all exchanges."""
+    exchanges = _exchanges(report)
+    if exchanges:
+        for name in ("slots", "max_degree", "rounds"):
+            yield (name,), sum(item[name] for item in exchanges)
+        yield ("bounds", "slots", "value"), float(sum(item["slots"] for item in exchanges))
+        yield ("bounds", "slots", "bound"), float(sum(item["max_degree"] for item in exchanges))
+
+
+def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
+    """No value is below its bound."""
+    bounds = report.get("bounds")
+    for name, bound in bounds.items() if isinstance(bounds, Mapping) else ():
+        least, value = _at(bound, ("bound",)), _at(bound, ("value",))
+        if not all(isinstance(number, int | float) for number in (least, value)):
+            continue
+        if value < least * (1 - _ROUNDING):
+            message = f"the report says that {name} is {value}, below its own bound {least}"
+            yield Violation(RULE, None, None, None, None, message)

@@ -1,0 +1,38 @@
+"""What programs do in all, against the sums that planning and bands know."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from strategies import STRATEGIES, cluster
+
+import apportion as ap
+from apportion.ir import bands
+from apportion.ir.policy import Policy, Recipe
+from apportion.ir.totals import _pairs_below, loads, moved
+
+RNG = np.random.default_rng(0)
+
+
+def test_pairs_of_a_task_are_the_area_of_its_band() -> None:
+    most = 2**31
+    for limit in (6, 40, most):
+        for _ in range(300):
+            q, k = (int(RNG.integers(1, limit)) for _ in range(2))
+            dmin, dmax = sorted(int(RNG.integers(1 - k, q)) for _ in range(2))
+            wanted = int(bands.area([[0, q, 0, k, dmin, dmax]])[0])
+            assert _pairs_below(q, k, dmax) - _pairs_below(q, k, dmin - 1) == wanted
+
+
+@pytest.mark.parametrize("recipe", [*STRATEGIES][::4])
+def test_programs_compute_all_pairs_and_move_what_the_report_says(recipe: str) -> None:
+    batch = ap.Batch.from_lengths([900, 500, 300, 100], mask=ap.masks.causal())
+    model = ap.Model(8, 4, 16, dtype="fp64", layers=3)
+    policy = Policy(Recipe(recipe, STRATEGIES[recipe]), token_cap=batch.tokens)
+    plan = ap.plan(batch, cluster(4), model, policy=policy, verify=False)
+    for phase in ("forward", "backward"):
+        found = loads(plan.programs, plan.header, model, phase)
+        assert found.sum() == pytest.approx(3 * batch.area("default"))
+    one = moved(plan.programs.values(), plan.header.head_sets, model, plan.request.cluster)
+    assert int(one.sent.sum()) == int(one.received.sum())
+    assert one.summary() == plan.report["bytes"]
