@@ -15,6 +15,8 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, cast
 
+import msgspec
+
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.policy import Recipe, Step
 from apportion.planner import options, plugins, registry
@@ -27,6 +29,8 @@ from apportion.planner.pipeline import SearchPass
 from apportion.planner.problem import Pass, PlacePass, ShardPass
 from apportion.planner.registry import STEPS
 from apportion.planner.steps import Passes
+
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
 
 _REQUIRED = ("shard", "place", "schedule")
 _SWITCHES = ("reshuffle",)
@@ -307,10 +311,16 @@ def with_block(recipe: Recipe, block: int | str) -> Recipe:
     return Recipe(recipe.name, tuple(blocks if step.step == "shard" else step for step in recipe))
 
 
-@lru_cache(256)
 def passes_of(recipe: Recipe) -> Passes:
     """The passes of a recipe that does not search. Raises UnknownNameError for a pass, ConfigError for a step or
     parameter."""
+    return _passes(_encode(recipe.to_data()))
+
+
+@lru_cache(256)
+def _passes(data: bytes) -> Passes:
+    """Of a recipe as bytes: as data, 1 and true would be equal keys."""
+    recipe = Recipe.from_data(_decode(data))
     built = _built(recipe)
     for step in _REQUIRED:
         if step not in built:

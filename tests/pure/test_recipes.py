@@ -21,7 +21,7 @@ from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import recipes
-from apportion.planner.recipes import entries, find_recipe, has_own_cap
+from apportion.planner.recipes import entries, find_recipe, has_own_cap, passes_of
 
 #: heads of every recipe: MHA, GQA 2, 4 and 8
 HEADS = [*LAYERS, (8, 4, 4, 6, False, None)]
@@ -287,3 +287,12 @@ def test_hardware_by_name_is_in_the_request() -> None:
     assert ap.simulate(plan, "h20").forward_ms > 0
     with pytest.raises(ap.ConfigError, match="hardware"):
         ap.plan(batch, cluster(2), model, hardware=5)
+
+
+def test_equal_numbers_of_other_types_are_not_one_recipe() -> None:
+    """Passes are built once a recipe; 1, 1.0 and true are equal, and only one of them is a count."""
+    steps = BLOCKS | {"place": {"lpt": {}}}
+    passes_of(Recipe("mine", steps | {"schedule": {"matchings": {"buffers": 1}}}))
+    for wrong in (True, 1.0):
+        with pytest.raises(ap.ConfigError, match=r"recipe\.schedule\.matchings\.buffers"):
+            passes_of(Recipe("mine", steps | {"schedule": {"matchings": {"buffers": wrong}}}))
