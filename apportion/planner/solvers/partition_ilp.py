@@ -20,10 +20,10 @@ from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termi
 
 Ints = NDArray[np.integer[Any]]
 
-# choices (items x bins) of a program: half a minute to its first node
+# choices (items x bins) of a program
 MOST = 20_000
-#: nodes of the search tree where the budget says nothing
-DEFAULT_NODES = 2_000
+# Where the budget says nothing, nodes of the search tree times choices, and nodes at least: seconds, of any size.
+_EFFORT, _LEAST_NODES = 500_000, 10
 # what HiGHS may miss a value by
 _TOLERANCE = 1e-6
 
@@ -55,8 +55,8 @@ def _by_program(problem: PartitionProblem, start: Partition, budget: Budget, clo
             for bin_, one in chosen[place].items():
                 one.varValue = float(start.bin[item] == bin_)
         most.varValue = (end.value or 0.0) / scale
-    nodes = DEFAULT_NODES if budget.steps is None else budget.steps
-    run = solve_model(model, clock, nodes, budget.gap)
+    usual = max(_LEAST_NODES, _EFFORT // sum(map(len, chosen)))
+    run = solve_model(model, clock, usual if budget.steps is None else budget.steps, budget.gap)
     bound = max(end.bound, run.bound * scale * (1 - _TOLERANCE))
     if run.status is Status.INFEASIBLE:
         return Partition(start.bin, Termination(Status.INFEASIBLE, end.bound))

@@ -81,7 +81,7 @@ _BUILT_IN = (
         "partition",
         f"{_HERE}.partition_ilp:solve",
         "the assignment program of makespan scheduling; Huangfu and Hall 2018 (HiGHS)",
-        "exact for small problems: HiGHS, started from LPT; large ones are LPT's",
+        "exact for small problems, in seconds for others: HiGHS, started from LPT",
         ("pulp", "solvers"),
     ),
     Entry(
