@@ -12,8 +12,8 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.isa import TASK_LIST, Tensor
 from apportion.ir.jit import jit, lean
 from apportion.ir.model import Model
-from apportion.ir.ops import IS_HEADLESS, IS_KEY
 from apportion.ir.plan import Header, Ints, ProgramSet
+from apportion.ir.programs import head_table
 
 
 def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> NDArray[np.float64]:
@@ -106,11 +106,8 @@ def moved(
 
 def _row_bytes(head_sets: Sequence[Sequence[int]], model: Model) -> Ints:
     """int64 [tensors, none and head sets]: bytes of a row of an operand."""
-    sets = [len(members) for members in head_sets]
-    heads = np.where(IS_KEY[:, None], [model.kv_heads, *sets], [model.q_heads, *sets])
-    heads[IS_HEADLESS] = 1
     per_head: Ints = np.array([model.row_bytes(tensor, 1) for tensor in Tensor])
-    return per_head[:, None] * heads
+    return per_head[:, None] * head_table(model.q_heads, model.kv_heads, head_sets)
 
 
 @jit
