@@ -26,6 +26,7 @@ from apportion.ir.isa import (
     Tensor,
 )
 from apportion.ir.plan import ProgramSet, Table
+from apportion.ir.programs import starts_of
 
 if TYPE_CHECKING:
     from apportion.ir.codec import Plan
@@ -49,10 +50,7 @@ def format_plan(plan: Plan, rank: int | None = None, around: int | None = None) 
 def format_instruction(program: ProgramSet, index: int) -> str:
     """One instruction of a one-rank program, as its line of text."""
     table = program["instructions"]
-    before = slice(0, index)
-    name = Op(int(table["op"][index])).rule.list
-    same = [Op(int(op)).rule.list == name for op in table["op"][before]]
-    start = int(table["count"][before][same].sum())
+    start = int(starts_of(table.wide("op"), table.wide("count"))[index])
     return _Writer(program).instruction(index, start)
 
 

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, Op, Space, Tensor
 from apportion.ir.jit import jit, lean
 from apportion.ir.model import ELEMENT_BYTES
-from apportion.ir.ops import IS_HEADLESS, IS_KEY
+from apportion.ir.ops import IS_HEADLESS
 from apportion.ir.plan import Header, Ints, ProgramSet
+from apportion.ir.programs import arena_table, head_table
 from apportion.ir.sorting import stable_order
 
 Bools = NDArray[np.bool_]
@@ -175,12 +176,12 @@ def _follows(memory: _Memory, before: int, at: int) -> bool:
 
 def _memory(programs: ProgramSet, header: Header) -> _Memory:
     operands, arenas = programs["operands"], programs["arenas"]
-    sets = [len(members) for members in header.head_sets]
-    columns = np.where(IS_KEY[:, None], [header.kv_heads, *sets], [header.q_heads, *sets])
-    columns[IS_HEADLESS] = 1
+    columns = head_table(header.q_heads, header.kv_heads, header.head_sets)
     width = np.zeros((programs.ranks, len(Tensor), len(Space)), np.int64)
     width[:, :, Space.HOME] = columns[:, 0]
-    width[arenas.rank_of_row(), arenas["tensor"], Space.WORK] = arenas["heads"]
+    width[:, :, Space.WORK] = arena_table(
+        arenas.rank_of_row(), arenas["tensor"], arenas["heads"], programs.ranks
+    )
     width[:, IS_HEADLESS] = 1
     tensor, space, row, rows, heads = (
         operands.wide(name) for name in ("tensor", "space", "row", "rows", "heads")

@@ -12,8 +12,10 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.isa import TASK_LIST, Tensor
 from apportion.ir.jit import jit, lean
 from apportion.ir.model import Model
-from apportion.ir.ops import IS_HEADLESS, IS_KEY
 from apportion.ir.plan import Header, Ints, ProgramSet
+from apportion.ir.programs import head_table
+
+Key = tuple[str, str]  # kind, phase
 
 
 def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> NDArray[np.float64]:
@@ -62,7 +64,7 @@ def _triangle(side: int) -> int:
 
 
 def loads(
-    programs: Mapping[tuple[str, str], ProgramSet], header: Header, model: Model, phase: str
+    programs: Mapping[Key, ProgramSet], header: Header, model: Model, phase: str
 ) -> NDArray[np.float64]:
     """[ranks] pairs times layers of all kinds in a phase, in shares of the heads."""
     found = np.zeros(header.ranks)
@@ -86,31 +88,36 @@ class Moved:
         return {"total": int(self.sent.sum()), "max_rank": busiest, "inter_node": self.between}
 
 
+def in_all(parts: Iterable[Moved]) -> Moved:
+    """Of several programs together."""
+    every = list(parts)
+    sent, received = (np.sum([getattr(one, way) for one in every], axis=0) for way in ("sent", "received"))
+    return Moved(sent, received, sum(one.between for one in every))
+
+
 def moved(
-    programs: Iterable[ProgramSet], head_sets: Sequence[Sequence[int]], model: Model, cluster: Cluster
-) -> Moved:
-    """What these programs move, by their sends. head_sets: as in a plan's header."""
+    programs: Mapping[Key, ProgramSet], head_sets: Sequence[Sequence[int]], model: Model, cluster: Cluster
+) -> dict[Key, Moved]:
+    """What each program moves, by its sends. head_sets: as in a plan's header."""
     node = np.asarray(cluster.node_of(np.arange(cluster.ranks)), np.int64)
-    sent, received = np.zeros((2, cluster.ranks), np.int64)
-    between, row_bytes = 0, _row_bytes(head_sets, model)
-    for program in programs:
+    row_bytes, found = _row_bytes(head_sets, model), {}
+    for key, program in programs.items():
+        sent, received = np.zeros((2, cluster.ranks), np.int64)
         operands, table = program["operands"], program["transfers"]
         tensor, rows, heads = (operands.wide(name) for name in ("tensor", "rows", "heads"))
         send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
         ptr, first = (np.asarray(one.ptr, np.int64) for one in (table, operands))
-        between += int(
+        between = int(
             _move(send, peer, operand, ptr, first, tensor, rows, heads, row_bytes, node, sent, received)
         )
-    return Moved(sent, received, between)
+        found[key] = Moved(sent, received, between)
+    return found
 
 
 def _row_bytes(head_sets: Sequence[Sequence[int]], model: Model) -> Ints:
     """int64 [tensors, none and head sets]: bytes of a row of an operand."""
-    sets = [len(members) for members in head_sets]
-    heads = np.where(IS_KEY[:, None], [model.kv_heads, *sets], [model.q_heads, *sets])
-    heads[IS_HEADLESS] = 1
     per_head: Ints = np.array([model.row_bytes(tensor, 1) for tensor in Tensor])
-    return per_head[:, None] * heads
+    return per_head[:, None] * head_table(model.q_heads, model.kv_heads, head_sets)
 
 
 @jit

@@ -9,7 +9,7 @@ from strategies import STRATEGIES, cluster
 import apportion as ap
 from apportion.ir import bands
 from apportion.ir.policy import Policy, Recipe
-from apportion.ir.totals import _pairs_below, loads, moved
+from apportion.ir.totals import _pairs_below, in_all, loads, moved
 
 RNG = np.random.default_rng(0)
 
@@ -33,6 +33,6 @@ def test_programs_compute_all_pairs_and_move_what_the_report_says(recipe: str) -
     for phase in ("forward", "backward"):
         found = loads(plan.programs, plan.header, model, phase)
         assert found.sum() == pytest.approx(3 * batch.area("default"))
-    one = moved(plan.programs.values(), plan.header.head_sets, model, plan.request.cluster)
+    one = in_all(moved(plan.programs, plan.header.head_sets, model, plan.request.cluster).values())
     assert int(one.sent.sum()) == int(one.received.sum())
     assert one.summary() == plan.report["bytes"]

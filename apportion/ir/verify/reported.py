@@ -64,10 +64,7 @@ def _request(subject: Subject) -> Iterator[Fact]:
 
 def _bytes(subject: Subject) -> Iterator[Fact]:
     """In all, and of the tiles of attention."""
-    found = list(subject.moved.values())
-    sent, received = (np.sum([getattr(one, way) for one in found], axis=0) for way in ("sent", "received"))
-    summary = totals.Moved(sent, received, sum(one.between for one in found)).summary()
-    for name, number in summary.items():
+    for name, number in totals.in_all(subject.moved.values()).summary().items():
         yield ("bytes", name), number
     exchanges = _exchanges(subject.plan.report)
     if exchanges:

@@ -69,8 +69,7 @@ class Subject:
     def moved(self) -> Mapping[tuple[str, str], Moved]:
         """(kind, phase) -> bytes that a program moves."""
         plan = self.plan
-        given = plan.header.head_sets, plan.request.model, plan.request.cluster
-        return {key: moved([program], *given) for key, program in plan.programs.items()}
+        return moved(plan.programs, plan.header.head_sets, plan.request.model, plan.request.cluster)
 
     def scan(self, program: Program) -> scanner.Scan:
         return self._once("scan", program, scanner.scan)

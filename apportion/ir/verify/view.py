@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from apportion.ir.isa import HEADLESS, KV_SIDE, TABLES, TASK_LIST, Op, Space, Tensor
 from apportion.ir.jit import lean
-from apportion.ir.ops import IS_KEY, LIST_OF_OP, LISTS, NO_LIST
+from apportion.ir.ops import IS_KEY, LIST_OF_OP
 from apportion.ir.plan import Ints, ProgramSet, Table
+from apportion.ir.programs import arena_table, instruction_of, starts_of
 from apportion.ir.sorting import stable_order
 from apportion.ir.verify.meeting import Meeting, meet
 
@@ -139,17 +140,13 @@ class Program:
     @cached_property
     def starts(self) -> Ints:
         """int64 [instructions]: the first row of its list (over all ranks) that each instruction consumes."""
-        starts = np.zeros(len(self["instructions"]), np.int64)
-        for number in range(NO_LIST):
-            at = np.flatnonzero(self.list_of == number)
-            count = self["instructions"]["count"][at]
-            starts[at] = np.cumsum(count) - count
-        return starts
+        table = self["instructions"]
+        return starts_of(table["op"], table["count"])
 
     def instruction_of(self, name: str) -> Ints:
         """int64 [rows]: the instruction (over all ranks) that consumes each row of a list."""
-        at = np.flatnonzero(self.list_of == LISTS.index(name))
-        return np.repeat(at, self["instructions"]["count"][at])
+        table = self["instructions"]
+        return instruction_of(table["op"], table["count"], name)
 
     @cached_property
     def clock(self) -> Ints:
@@ -210,9 +207,7 @@ class Program:
 
     def _arena(self, column: str) -> Ints:
         arenas = self["arenas"]
-        sizes = np.zeros((self.ranks, max(Tensor) + 1), np.int64)
-        sizes[arenas.rank, arenas["tensor"]] = arenas[column]
-        return sizes
+        return arena_table(arenas.rank, arenas["tensor"], arenas[column], self.ranks)
 
 
 @dataclass(frozen=True, eq=False)

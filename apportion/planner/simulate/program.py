@@ -21,8 +21,8 @@ from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.isa import Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.ops import IS_HEADLESS, IS_KEY, LIST_OF_OP, LISTS
 from apportion.ir.plan import ProgramSet, Table
+from apportion.ir.programs import arena_table, head_table, instruction_of
 from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
@@ -211,9 +211,7 @@ class View:
     def _shapes(self) -> tuple[Ints, Ints]:
         """int64 [tensors, none and head sets] each: heads of an operand, and bytes of one of its rows."""
         head = self.plan.header
-        sets = [len(members) for members in head.head_sets]
-        heads = np.where(IS_KEY[:, None], [head.kv_heads, *sets], [head.q_heads, *sets])
-        heads[IS_HEADLESS] = 1
+        heads = head_table(head.q_heads, head.kv_heads, head.head_sets)
         per_head = [self.model.row_bytes(Tensor(t), 1) for t in range(max(Tensor) + 1)]
         return heads, heads * np.array(per_head)[:, None]
 
@@ -231,16 +229,13 @@ class View:
 
     def instruction_of(self, name: str) -> Ints:
         """int64 [rows]: the instruction that consumes each row of a list."""
-        at = np.flatnonzero(LIST_OF_OP[self.instructions["op"]] == LISTS.index(name))
-        return np.repeat(at, self.instructions["count"][at])
+        return instruction_of(self.instructions["op"], self.instructions["count"], name)
 
     @cached_property
     def arena_rows(self) -> Ints:
         """int64 [ranks, tensors]: rows of each work arena."""
         arenas = self.source["arenas"]
-        rows = np.zeros((self.ranks, max(Tensor) + 1), np.int64)
-        rows[arenas.rank_of_row(), arenas["tensor"]] = arenas["rows"]
-        return rows
+        return arena_table(arenas.rank_of_row(), arenas["tensor"], arenas["rows"], self.ranks)
 
 
 def write_script(view: View, work_us: Floats, end_us: Floats, traffic: Traffic) -> Script:

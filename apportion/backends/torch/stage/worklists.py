@@ -26,8 +26,8 @@ import numpy as np
 
 from apportion.backends.torch.stage.tiles import Ints, Tiles, cut_tiles, shelves, waves
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
-from apportion.ir.ops import LIST_OF_OP, LISTS
 from apportion.ir.plan import Header, ProgramSet
+from apportion.ir.programs import instruction_of
 
 #: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`
 TILE = 10
@@ -110,13 +110,6 @@ class WorkList:
     launches: Mapping[int, tuple[Launch, ...]]
 
 
-def instruction_of(programs: ProgramSet, table: str) -> Ints:
-    """int64 [rows]: the instruction that consumes each row of a list, of a one-rank program."""
-    op, count = (programs["instructions"][name].astype(np.int64) for name in ("op", "count"))
-    at = np.flatnonzero(LIST_OF_OP[op] == LISTS.index(table))
-    return np.repeat(at, count[at])
-
-
 def work_list(programs: ProgramSet, columns: Columns, kernel: str, height: int, block: int) -> WorkList:
     """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows."""
     tasks = _Tasks(programs, columns, ROLES[kernel])
@@ -166,7 +159,8 @@ class _Tasks:
         self.along = [row[of[name]] - row[walked] for name in roles.along]
         self.spaces = _bits(columns.space[of[name]] for name in (roles.owner, *roles.beside))
         self.walked_spaces = _bits(columns.space[of[name]] for name in (roles.walked, *roles.along))
-        self.instruction = instruction_of(programs, roles.table)
+        op, count = (programs["instructions"].wide(name) for name in ("op", "count"))
+        self.instruction = instruction_of(op, count, roles.table)
         signatures = [columns.signature[of[name]] for name in (roles.owner, *roles.beside)]
         key = group(self.instruction, self.spaces, *signatures, *self.beside)
         slot = 2 * shelves(self.instruction, signatures[0], columns.columns) + columns.space[owner]
