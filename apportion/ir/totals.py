@@ -1,4 +1,4 @@
-"""What programs do in all: the pairs that they attend to and the bytes that they move."""
+"""What programs do in all: the pairs that they attend to, the bytes that they move, and in how many rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
-from apportion.ir.isa import TASK_LIST, Tensor
+from apportion.ir.isa import TASK_LIST, Op, Tensor
 from apportion.ir.jit import jit, lean
 from apportion.ir.model import Model
 from apportion.ir.plan import Header, Ints, ProgramSet
@@ -71,6 +71,16 @@ def loads(
     for (kind, own), program in programs.items():
         if own == phase:
             found += model.layers_of(kind) * (pairs(program, header, phase) / header.q_heads)
+    return found
+
+
+def rounds(programs: Mapping[Key, ProgramSet]) -> int:
+    """Rounds that are launched anywhere, of all programs together."""
+    found = 0
+    for program in programs.values():
+        instructions = program["instructions"]
+        launched = instructions.wide("round")[instructions["op"] == Op.LAUNCH]
+        found += int(np.count_nonzero(np.bincount(launched)))
     return found
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
 from apportion.ir.plan import ProgramSet
-from apportion.ir.totals import in_all, moved
+from apportion.ir.totals import in_all, moved, rounds
 from apportion.planner import bounds
 from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.shard import row_areas
@@ -73,7 +73,7 @@ def build_report(
         "bytes": in_all(moved(programs, low.sets.sets, problem.model, problem.cluster).values()).summary(),
         "slots": sum(item.slots for item in traffic),
         "max_degree": sum(item.max_degree for item in traffic),
-        "rounds": sum(item.rounds for item in traffic),
+        "rounds": rounds(programs),
         "exchanges": [asdict(item) for item in traffic],
         "bounds": {
             bound.name: bound.to_data()

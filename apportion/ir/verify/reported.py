@@ -63,7 +63,8 @@ def _request(subject: Subject) -> Iterator[Fact]:
 
 
 def _bytes(subject: Subject) -> Iterator[Fact]:
-    """In all, and of the tiles of attention."""
+    """In all, and of the tiles of attention; and the rounds that they take."""
+    yield ("rounds",), totals.rounds(subject.plan.programs)
     for name, number in totals.in_all(subject.moved.values()).summary().items():
         yield ("bytes", name), number
     exchanges = _exchanges(subject.plan.report)
@@ -124,7 +125,7 @@ def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
     """Of all exchanges."""
     exchanges = _exchanges(report)
     if exchanges:
-        for name in ("slots", "max_degree", "rounds"):
+        for name in ("slots", "max_degree"):
             yield (name,), sum(item[name] for item in exchanges)
         yield ("bounds", "slots", "value"), float(sum(item["slots"] for item in exchanges))
         yield ("bounds", "slots", "bound"), float(sum(item["max_degree"] for item in exchanges))
