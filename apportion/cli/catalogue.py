@@ -46,6 +46,8 @@ def recipes(
     from apportion.planner import recipes
     from apportion.planner.recipes import entries, find_recipe
 
+    if schema and name is not None:
+        raise typer.BadParameter("is of all recipes, leave the name out", param_hint="--schema")
     if schema:
         print(json.dumps(recipes.schema(), indent=None if as_json else 2))
         return
@@ -97,6 +99,8 @@ def list_all(context: typer.Context, as_json: options.AsJson = False) -> None:
       apportion solvers compare
     """
     if context.invoked_subcommand is not None:
+        if as_json:
+            raise typer.BadParameter("write it behind compare", param_hint="--json")
         return
     from apportion.cli import tables
     from apportion.planner.registry import users_of

@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -154,26 +155,42 @@ def suggestion(key: str, allowed: Iterable[str]) -> str:
     return f"did you mean {close[0]}? There is {listed}" if close else f"write one of {listed}"
 
 
+def text(field: str, value: str) -> str:
+    """`value` as a plain str, if it can be written as UTF-8."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(
+            field, ascii(value), "must be text in UTF-8", "leave out what is half a character"
+        ) from None
+    return str(value)
+
+
 def plain(field: str, value: Any, depth: int = 0) -> Any:
     """A copy of `value` if it is plain data: None, booleans, 64-bit integers, finite floats, strings, lists
     and mappings of these, at most 32 deep."""
     if depth > _MAX_DEPTH:
         raise ConfigError(field, "...", f"must be at most {_MAX_DEPTH} levels deep", "flatten it")
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return text(field, value)
     if isinstance(value, int):
         return integer(field, value, -MAX_INT)
     if isinstance(value, float):
         return number(field, value, -math.inf)
     if isinstance(value, list | tuple):
         return [plain(f"{field}[{i}]", item, depth + 1) for i, item in enumerate(value)]
-    return {key: plain(f"{field}.{key}", item, depth + 1) for key, item in mapping(field, value).items()}
+    return {
+        text(field, key): plain(f"{field}.{key}", item, depth + 1)
+        for key, item in mapping(field, value).items()
+    }
 
 
 def load(path: str | Path) -> Any:
     """The data of a JSON (`.json`) or YAML (`.yaml`, `.yml`) file. Raises ConfigError."""
     path = Path(path)
-    parse: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": _yaml, ".yml": _yaml}
+    parse: dict[str, Callable[[str], Any]] = {".json": _json, ".yaml": _yaml, ".yml": _yaml}
     if path.suffix not in parse:
         raise ConfigError(str(path), path.suffix, "unknown kind of file", "name it .json, .yaml or .yml")
     text = read_text(path)
@@ -215,4 +232,33 @@ def _yaml(text: str) -> Any:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=loader)):
         raise ValueError("aliases are not read")
-    return yaml.load(text, Loader=loader)
+    return yaml.load(text, Loader=_unique(loader))
+
+
+@cache
+def _unique(loader: Any) -> Any:
+    """The loader, which refuses a key that is there twice."""
+
+    class Unique(loader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {twice!r} is there twice", node.start_mark
+                )
+            return super().construct_mapping(node, deep)
+
+    return Unique
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_pairs)
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found

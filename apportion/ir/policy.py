@@ -119,6 +119,9 @@ class Policy:
 
 def _steps(steps: Any) -> tuple[Step, ...]:
     if isinstance(steps, tuple) and all(isinstance(item, Step) for item in steps):
+        named = [item.step for item in steps]
+        for twice in (name for name in named if named.count(name) > 1):
+            raise ConfigError("recipe.steps", twice, "is there twice", "give each step one pass")
         return tuple(_step(item.step, _step_data(item)) for item in steps)
     return tuple(_step(step, value) for step, value in mapping("recipe.steps", steps).items())
 

@@ -256,7 +256,8 @@ def _plugged_recipes() -> Mapping[str, Entry]:
 
 
 def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
-    """The recipe of that name, or the one given as data, which is checked. Raises UnknownNameError, ConfigError."""
+    """The recipe of that name; or the one given as data, which is checked; or a Recipe as it is. Raises
+    UnknownNameError, ConfigError."""
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, Mapping):
@@ -271,7 +272,8 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
         raise UnknownNameError(
             "recipe", recipe, f"there is {', '.join(known)}", "name one of these, or give a Recipe"
         )
-    return known[recipe].recipe
+    found = known[recipe].recipe
+    return Recipe(found.name, found.steps)  # a copy: whoever changes its parameters changes no other plan
 
 
 def check(recipe: Recipe) -> None:
@@ -288,7 +290,9 @@ def schema() -> dict[str, Any]:
     steps: dict[str, Any] = {step: _step_schema(step) for step in STEPS}
     steps |= {step: {"type": "boolean", "default": False} for step in _SWITCHES}
     base = json.loads(files("apportion.schemas").joinpath("recipe.schema.json").read_text("utf-8"))
-    held = {"type": "object", "additionalProperties": False, "properties": steps}
+    searches = {"required": ["search"], "propertyNames": {"enum": ["pack", "search"]}}
+    plans = {"required": list(_REQUIRED), "not": {"required": ["search"]}}
+    held = {"type": "object", "additionalProperties": False, "properties": steps, "oneOf": [plans, searches]}
     return {**base, "properties": {**base["properties"], "steps": held}}
 
 

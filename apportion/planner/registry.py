@@ -6,7 +6,7 @@ Third parties add theirs through the entry point group `apportion.passes`: "step
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -98,6 +98,9 @@ def broken(step: str, found: type[Any]) -> str | None:
     contract = _imported(_CONTRACTS[step])
     if not is_dataclass(found):
         return "which is no dataclass"
+    for field in fields(found):
+        if field.default is MISSING or not field.init:
+            return f"whose parameter {field.name} has no default"
     members = _members(contract)
     open_: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
     held = {name for one in found.__mro__ for name in vars(one)} - open_

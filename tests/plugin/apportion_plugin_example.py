@@ -62,6 +62,8 @@ EMPTIEST = Entry(
     "apportion_plugin_example:emptiest",
     "an example",
     "the largest item to the emptiest bin",
+    heuristic=True,
+    limits=(),
 )
 
 ROUND_ROBIN = RecipeEntry(

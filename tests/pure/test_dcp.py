@@ -336,7 +336,7 @@ def test_a_deadline_that_cuts_the_engine_is_reported() -> None:
         ({"tries": 4}, "recipe.place.dcp.tries"),
         ({"epsilon_compute": 0.1}, "recipe.place.dcp.epsilon_compute"),
         ({"epsilon_tokens": [0.1, -1]}, "recipe.place.dcp.epsilon_tokens"),
-        ({"solver": {"greedy": {"deadline_s": -1}}}, "recipe.place.dcp.solver.greedy.deadline_s"),
+        ({"solver": {"mtkahypar": {"deadline_s": -1}}}, "recipe.place.dcp.solver.mtkahypar.deadline_s"),
         ({"solver": "patoh"}, "solver of kind hypergraph"),
         ({"divisions": 5, "count": 2}, "recipe.schedule.divisions.count"),
     ],

@@ -35,7 +35,6 @@ def test_its_solver_runs_from_a_recipe_file(tmp_path):
     own, other = (ap.plan(batch, cluster, ap.Model(), policy=policy) for policy in policies)
     rows = [next(iter(plan.layouts.values())).rows_per_rank.tolist() for plan in (own, other)]
     assert rows[0] != rows[1]
-    assert own.report["termination"]["solver"]["status"] == "FEASIBLE"
 
 
 def test_its_recipe_uses_its_pass():

@@ -19,7 +19,7 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.policy import Policy, Recipe, Step
 from apportion.planner import recipes
 from apportion.planner.recipes import entries, find_recipe, has_own_cap, passes_of
 
@@ -296,3 +296,52 @@ def test_equal_numbers_of_other_types_are_not_one_recipe() -> None:
     for wrong in (True, 1.0):
         with pytest.raises(ap.ConfigError, match=r"recipe\.schedule\.matchings\.buffers"):
             passes_of(Recipe("mine", steps | {"schedule": {"matchings": {"buffers": wrong}}}))
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ({"lpt": {"solver": "\ud800"}}, "must be text in UTF-8"),
+        ({"lpt": {"solver": {"lpt": {"steps": 7}}}}, "ends by itself, without limits"),
+        ({"lpt": {"solver": {"ilp": {"nodes": 7}}}}, "has the limits deadline_s, steps, gap"),
+        ({"lpt": {"solver": {"ilp": {"steps": True}}}}, "must be an integer of at least 0 or null"),
+        ({"lpt": {"solver": {"ilp": {}, "lpt": {}}}}, "must be a partition solver"),
+        ({"lpt": {"solver": []}}, "must be a partition solver"),
+    ],
+)
+def test_a_wrong_solver_is_told(place, fault) -> None:
+    with pytest.raises(ap.ConfigError, match=fault):
+        find_recipe({"name": "mine", "steps": BLOCKS | MATCHINGS | {"place": place}})
+
+
+def test_names_may_be_of_a_subclass_of_text() -> None:
+    recipe = {"name": "mine", "steps": BLOCKS | MATCHINGS | {"place": {"lpt": {"solver": np.str_("lpt")}}}}
+    assert passes_of(find_recipe(recipe)).place.solver.name == "lpt"
+
+
+def test_a_step_or_a_key_that_is_there_twice_is_refused(tmp_path) -> None:
+    twice = tuple(Step("place", name, {}) for name in ("lpt", "contiguous"))
+    with pytest.raises(ap.ConfigError, match="is there twice"):
+        Recipe("mine", twice)
+    for name, text in (("a.yaml", "name: a\nname: b\n"), ("a.json", '{"name": "a", "name": "b"}')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ap.ConfigError, match="'name' is there twice"):
+            Recipe.load(tmp_path / name)
+
+
+def test_parameters_of_a_built_in_recipe_are_the_caller_s_own() -> None:
+    find_recipe("fcp").step("shard").params["block"] = 128
+    assert find_recipe("fcp").step("shard").params["block"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "speeds"), [([213, 143, 269, 229, 102], None), ([152, 274, 380, 260, 336], (1.0, 0.5, 2.0))]
+)
+def test_an_exact_solver_places_no_worse_than_lpt(lengths, speeds) -> None:
+    steps = {"shard": {"blocks": {"block": 64}}} | MATCHINGS
+    makespans = []
+    for solver in ("ilp", "lpt"):
+        recipe = {"name": "mine", "steps": steps | {"place": {"lpt": {"solver": solver}}}}
+        plan = ap.plan(Batch.from_lengths(lengths), Cluster(1, 3, speeds=speeds), Model(), recipe=recipe)
+        makespans.append(plan.report["bounds"]["makespan"]["value"])
+    assert makespans[0] <= makespans[1]

@@ -18,6 +18,7 @@ from apportion.planner.solvers.contracts import (
     TransportProblem,
     TwoLevelCost,
 )
+from apportion.planner.solvers.kit_cases import CASES
 from apportion.planner.solvers.lpt import solve as lpt_solve
 from apportion.planner.solvers.registry import SOLVERS, Entry, find_solver
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
@@ -162,3 +163,12 @@ def test_the_kit_finds_a_solver_that_does_not_keep_it(solver, fault):
     entry = Entry("bad", "partition", f"{__name__}:{solver.__name__}", "", "")
     with pytest.raises(kit.ConformanceError, match=fault):
         kit.check(entry)
+
+
+def test_the_exact_partition_is_exact_where_sizes_are_large():
+    weights = np.array([92945263581024, 53627188461169, 41787542623086, 37258533772903, 23082868630713])
+    sizes = np.array([710570006, 857650229, 106308065, 605479149, 741195911])
+    problem = PartitionProblem(weights, sizes, 4, 857650229, np.array([1000.0, 1.0, 0.5, 1000.0]))
+    found = find_solver("partition", "ilp").load()(problem, Budget())
+    assert found.termination.status is Status.OPTIMAL
+    assert found.termination.value == pytest.approx(CASES["partition"].optimum(problem))

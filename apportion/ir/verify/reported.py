@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +17,69 @@ from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 
 RULE = "report"
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Number = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Bytes(msgspec.Struct):
+    total: _Natural
+    max_rank: _Natural
+    inter_node: _Natural
+
+
+class _Exchange(msgspec.Struct):
+    kind: str
+    phase: str
+    name: str
+    slots: _Natural
+    max_degree: _Natural
+    rounds: _Natural
+    bytes: _Natural
+
+
+class _Bound(msgspec.Struct):
+    bound: _Number | None
+    value: _Number | None
+    gap: _Number | None
+
+
+class _Sizes(msgspec.Struct):
+    largest_rank: _Natural
+    total: _Natural
+
+
+class _Imbalance(msgspec.Struct):
+    compute: float
+    tokens: float
+
+
+class _Termination(msgspec.Struct):
+    bound: _Number | None
+    value: _Number | None
+
+
+class _Report(msgspec.Struct):
+    """What is there of a report has this form; fields that are not known here are passed over."""
+
+    recipe: str = ""
+    ranks: _Natural = 0
+    tokens: _Natural = 0
+    slots: _Natural = 0
+    max_degree: _Natural = 0
+    rounds: _Natural = 0
+    imbalance_bound: _Number = 0.0
+    area: dict[str, _Natural] = {}
+    bytes: _Bytes | None = None
+    imbalance: _Imbalance | None = None
+    plan_bytes: _Sizes | None = None
+    exchanges: list[_Exchange] = []
+    bounds: dict[str, _Bound] = {}
+    termination: _Termination | None = None
+
+
 _ROUNDING = 1e-9  # of sums in floating point, relative
+_SAME = 1e-6  # a gap that small is written as none
 
 #: a place in the report, and what must stand there
 Fact = tuple[tuple[str, ...], Any]
@@ -25,6 +88,11 @@ Fact = tuple[tuple[str, ...], Any]
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `report`, of the fields that are there."""
     report = subject.plan.report
+    try:
+        msgspec.convert(dict(report), _Report)
+    except msgspec.ValidationError as error:
+        yield Violation(RULE, None, None, None, None, f"the report is malformed: {str(error)[:200]}")
+        return
     for path, wanted in (*_request(subject), *_bytes(subject), *_balance(subject), *_sums(report)):
         said = _at(report, path)
         if said is not None and not _agrees(said, wanted):
@@ -68,7 +136,7 @@ def _bytes(subject: Subject) -> Iterator[Fact]:
     for name, number in totals.in_all(subject.moved.values()).summary().items():
         yield ("bytes", name), number
     exchanges = _exchanges(subject.plan.report)
-    if exchanges:
+    if "exchanges" in subject.plan.report:
         tiles = sum(item["bytes"] for item in exchanges if item["name"] in ("fetch", "return"))
         yield ("bounds", "kv_bytes", "value"), float(tiles)
 
@@ -79,7 +147,7 @@ def _moved(subject: Subject) -> Iterator[Violation]:
     for item in _exchanges(subject.plan.report):
         said[item["kind"], item["phase"]] += item["bytes"]
     found = {key: int(one.sent.sum()) for key, one in subject.moved.items()}
-    for key in sorted(said.keys() | found.keys()) if said else ():
+    for key in sorted(said.keys() | found.keys()) if "exchanges" in subject.plan.report else ():
         real = found.get(key, 0)
         if said[key] != real:
             message = f"the report says that its exchanges move {said[key]} bytes, the program moves {real}"
@@ -87,16 +155,8 @@ def _moved(subject: Subject) -> Iterator[Violation]:
 
 
 def _exchanges(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Those that are written as the planner writes them."""
-    listed = report.get("exchanges")
-    numbers = ("bytes", "slots", "max_degree", "rounds")
-    return [
-        item
-        for item in (listed if isinstance(listed, list) else ())
-        if isinstance(item, Mapping)
-        and all(isinstance(item.get(name), str) for name in ("kind", "phase", "name"))
-        and all(type(item.get(name)) is int for name in numbers)
-    ]
+    listed: list[Mapping[str, Any]] = report.get("exchanges", [])
+    return listed
 
 
 def _balance(subject: Subject) -> Iterator[Fact]:
@@ -124,7 +184,7 @@ def _token_imbalance(subject: Subject) -> float:
 def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
     """Of all exchanges."""
     exchanges = _exchanges(report)
-    if exchanges:
+    if "exchanges" in report:
         for name in ("slots", "max_degree"):
             yield (name,), sum(item[name] for item in exchanges)
         yield ("bounds", "slots", "value"), float(sum(item["slots"] for item in exchanges))
@@ -132,12 +192,18 @@ def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
-    """No value is below its bound."""
-    bounds = report.get("bounds")
-    for name, bound in bounds.items() if isinstance(bounds, Mapping) else ():
-        least, value = _at(bound, ("bound",)), _at(bound, ("value",))
-        if not all(isinstance(number, int | float) for number in (least, value)):
+    """No value is below its bound; a gap is what lies between them; planning ended with the makespan's value."""
+    for name, bound in report.get("bounds", {}).items():
+        least, value, gap = bound["bound"], bound["value"], bound["gap"]
+        if least is None or value is None:
             continue
         if value < least * (1 - _ROUNDING):
             message = f"the report says that {name} is {value}, below its own bound {least}"
             yield Violation(RULE, None, None, None, None, message)
+        elif gap is not None and (not least or abs(gap - value / least) > _SAME * gap):
+            message = f"the report says that the gap of {name} is {gap}, of {value} over {least}"
+            yield Violation(RULE, None, None, None, None, message)
+    ended, makespan = _at(report, ("termination", "value")), _at(report, ("bounds", "makespan", "value"))
+    if ended is not None and makespan is not None and not _agrees(ended, float(makespan)):
+        message = f"the report says that planning ended at {ended}, the makespan is {makespan}"
+        yield Violation(RULE, None, None, None, None, message)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.planner.passes.kinds import lightest
+from apportion.planner.passes.kinds import busiest, lightest
 from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.solvers.contracts import PartitionProblem
@@ -24,13 +24,18 @@ Ints = NDArray[np.integer[Any]]
 class Lpt(PlacePass):
     """LPT over pieces under the token cap (FCP, section 4.1), or another solver of kind partition. A piece that fits
     nowhere whole is cut to fill the room that is left, lightest ranks first; such pieces are the lightest, so little
-    work moves. Several attention kinds are weighed so that their busiest ranks, which need not be the same, have little
-    in sum."""
+    work moves. Of an exact solver, whose answer cuts nothing, LPT's placement is taken where that is lighter. Several
+    attention kinds are weighed so that their busiest ranks, which need not be the same, have little in sum."""
 
     solver: PartitionSolver = PartitionSolver("lpt")
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
-        return lightest(problem, lambda factor: _place(problem, shards, factor, self.solver))
+        found = lightest(problem, lambda factor: _place(problem, shards, factor, self.solver))
+        if self.solver.entry.heuristic:
+            return found
+        # an exact solver leaves pieces whole, where LPT may leave some to be cut
+        usual = lightest(problem, lambda factor: _place(problem, shards, factor, PartitionSolver("lpt")))
+        return min([found, usual], key=lambda placement: busiest(problem, placement))
 
 
 def _place(problem: Problem, shards: Shards, factor: Mapping[str, int], solver: PartitionSolver) -> Placement:

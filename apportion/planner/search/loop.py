@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError, VerifyError
 from apportion.ir.policy import Recipe
@@ -34,7 +36,7 @@ class Portfolio(SearchPass):
     wall clock, so that equal requests may give other plans. Raises ConfigError.
     """
 
-    candidates: Literal["auto"] | tuple[str | dict[str, Any], ...] = "auto"
+    candidates: Literal["auto"] | Annotated[tuple[str | dict[str, Any], ...], Meta(min_length=1)] = "auto"
     inner: Literal["auto", "none"] = "auto"
     improve: bool = True
     steps: Count | Literal["auto"] = "auto"
@@ -42,8 +44,6 @@ class Portfolio(SearchPass):
 
     def __post_init__(self) -> None:
         where = "recipe.search.portfolio.candidates"
-        if not self.candidates:
-            raise ConfigError(where, [], "must be auto or a list of recipes", "write [fcp, ring]")
         for recipe in self.named():
             if recipe.step("search") is not None:
                 raise ConfigError(where, recipe.name, "cannot search itself", "name recipes that plan")

@@ -52,6 +52,8 @@ class PartitionProblem:
         if self.allowed is not None and len(self.allowed) != len(self.weights):
             rule = f"must be {len(self.weights)}, one an item"
             raise ConfigError("allowed", len(self.allowed), rule, "give None where any bin will do")
+        if any(bins is not None and not len(bins) for bins in self.allowed or ()):
+            raise ConfigError("allowed", (), "leaves an item no bin", "give None where any bin will do")
 
     @property
     def rates(self) -> Floats:

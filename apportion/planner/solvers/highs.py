@@ -66,7 +66,7 @@ class _Engine(pulp.HiGHS):  # type: ignore[misc]
 
 
 def _run(end: highspy.HighsModelStatus, found: bool, bound: float) -> Run:
-    status, limit = _ENDS.get(end, (Status.FEASIBLE, None))
+    status, limit = _ENDS.get(end, (Status.FEASIBLE, Limit.ENGINE))
     if status is Status.FEASIBLE and not found:
         status = Status.NO_SOLUTION
     return Run(status, limit, bound)

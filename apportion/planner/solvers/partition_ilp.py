@@ -21,7 +21,7 @@ from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termi
 Ints = NDArray[np.integer[Any]]
 
 # choices (items x bins) of a program
-MOST = 20_000
+MOST = 6_000
 # Where the budget says nothing, nodes of the search tree times choices, and nodes at least: seconds, of any size.
 _EFFORT, _LEAST_NODES = 500_000, 10
 # what HiGHS may miss a value by
@@ -30,7 +30,7 @@ _TOLERANCE = 1e-6
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
     """Never worse than LPT. OPTIMAL where value and bound agree; FEASIBLE or NO_SOLUTION with the limit that came
-    first; INFEASIBLE where that is proven. Raises MissingDependencyError."""
+    first; INFEASIBLE where that is proven; all within 1e-6. Raises MissingDependencyError."""
     clock, start = budget.start(), lpt.solve(problem, budget)
     end = start.termination
     if end.status in (Status.OPTIMAL, Status.INFEASIBLE) or not len(problem.weights):
@@ -66,10 +66,10 @@ def _by_program(problem: PartitionProblem, start: Partition, budget: Budget, clo
     for place, item in enumerate(order.tolist()):
         found[item] = max(chosen[place], key=lambda bin_: chosen[place][bin_].varValue)
     value = _value(problem, found)
-    if value is None or (end.value is not None and value >= end.value):
-        found, value = start.bin, end.value
     if value is None:  # what HiGHS takes for an answer is none in integers
-        return Partition(start.bin, Termination(Status.NO_SOLUTION, end.bound, limit=Limit.ENGINE))
+        return Partition(start.bin, replace(end, limit=Limit.ENGINE))
+    if end.value is not None and value > end.value:
+        found, value = start.bin, end.value
     proven = run.status is Status.OPTIMAL and budget.gap == 0
     status = Status.OPTIMAL if proven or value <= bound * (1 + _TOLERANCE) else Status.FEASIBLE
     limit = None if status is Status.OPTIMAL else run.limit or Limit.GAP
@@ -92,11 +92,15 @@ def _model(problem: PartitionProblem, order: Ints, scale: float) -> tuple[Any, l
         bins = range(min(place + 1, problem.bins) if alike else problem.bins) if only is None else only
         chosen.append({bin_: model.add_variable(f"x_{place}_{bin_}", cat="Binary") for bin_ in bins})
         model += pulp.lpSum(chosen[place].values()) == 1
-    weights, sizes = (problem.weights[order] / scale).tolist(), problem.sizes[order].tolist()
+    # numbers about 1: HiGHS keeps rows within 1e-6
+    weights, sizes = (
+        (problem.weights[order] / scale).tolist(),
+        (problem.sizes[order] / max(problem.cap, 1)).tolist(),
+    )
     for bin_ in range(problem.bins):
         here = [(place, held[bin_]) for place, held in enumerate(chosen) if bin_ in held]
         model += pulp.lpSum(weights[place] * one for place, one in here) <= float(rates[bin_]) * most
-        model += pulp.lpSum(sizes[place] * one for place, one in here) <= problem.cap
+        model += pulp.lpSum(sizes[place] * one for place, one in here) <= 1
     return model, chosen, most
 
 

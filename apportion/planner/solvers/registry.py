@@ -26,7 +26,8 @@ GROUP = "apportion.solvers"
 @dataclass(frozen=True)
 class Entry:
     """One solver. loader: "module:function"; needs: (package, extra of apportion) or None; budget: what it may spend
-    where nobody says; heuristic: it ends by itself, and proves nothing but by chance. Raises ConfigError."""
+    where nobody says; limits: those of a Budget that it looks at; heuristic: it proves nothing but by chance. Raises
+    ConfigError."""
 
     name: str
     kind: str
@@ -36,6 +37,7 @@ class Entry:
     needs: tuple[str, str] | None = None
     budget: Budget = Budget()
     heuristic: bool = False
+    limits: tuple[str, ...] = ("deadline_s", "steps", "gap")
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -75,6 +77,7 @@ _BUILT_IN = (
         "Graham 1969; FCP, section 4.1",
         "longest processing time first under a size cap, bins of unequal speed",
         heuristic=True,
+        limits=(),
     ),
     Entry(
         "ilp",
@@ -90,6 +93,7 @@ _BUILT_IN = (
         f"{_HERE}.matching:solve",
         "König 1916; FCP, section 4.2",
         "a bipartite multigraph into exactly as many matchings as its largest degree",
+        limits=(),
     ),
     Entry(
         "flow",
@@ -98,6 +102,7 @@ _BUILT_IN = (
         "repeated min-cost flows, as FCP, section 4.2, repeats maximum matchings",
         "as few matchings, each with as many edges as can be, so that the last ones are the emptiest",
         ("scipy", "solvers"),
+        limits=("deadline_s", "steps"),
     ),
     Entry(
         "flow",
@@ -105,6 +110,7 @@ _BUILT_IN = (
         f"{_HERE}.flow:solve",
         "Zeppelin, section 3 (remapping); Huangfu and Hall 2018 (HiGHS)",
         "surplus rows to deficit rows: closed form for two-level costs, HiGHS LP for any other",
+        limits=("deadline_s",),
     ),
     Entry(
         "ilp",
@@ -122,6 +128,7 @@ _BUILT_IN = (
         "DCP, section 4.2; moves after Fiduccia and Mattheyses 1982",
         "two constraints, nodes then ranks: greedy with affinity, repair of both balances, moves that gain",
         heuristic=True,
+        limits=(),
     ),
     Entry(
         "mtkahypar",
@@ -132,6 +139,7 @@ _BUILT_IN = (
         ("mtkahypar", "solvers"),
         Budget(deadline_s=10.0),
         heuristic=True,
+        limits=("deadline_s",),
     ),
 )
 
@@ -147,11 +155,11 @@ def list_solvers() -> tuple[Entry, ...]:
 
 def find_solver(kind: str, name: str) -> Entry:
     """The solver of that kind and name. Raises UnknownNameError."""
+    name = fields.name(f"solver of kind {kind}", name)
     if (kind, name) in SOLVERS:
         return SOLVERS[kind, name]
     if kind not in KINDS:
         raise UnknownNameError("solver kind", kind, f"there is {', '.join(KINDS)}", "name one of these")
-    name = fields.name(f"solver of kind {kind}", name)
     if f"{kind}.{name}" in plugins.found(GROUP):
         return _load(f"{kind}.{name}")
     known = [entry.name for entry in list_solvers() if entry.kind == kind]

@@ -75,14 +75,22 @@ class Use(options.Option, Generic[P, R]):
                 where, value, f"must be {self.says()}", f"write {self.name}, or {{{self.name}: {{}}}}"
             )
         ((name, told),) = value.items()
-        own = find_solver(self.kind, name).budget
+        entry = find_solver(self.kind, name)
         if told is not None and not isinstance(told, Mapping):
             raise ConfigError(f"{where}.{name}", told, "must be a mapping of its limits", "write {gap: 0.01}")
-        return type(self)(name, options.read(Budget, f"{where}.{name}", told or {}, own))
+        for limit in told or {}:
+            if limit not in entry.limits:
+                rule = (
+                    f"has the limits {', '.join(entry.limits)}"
+                    if entry.limits
+                    else "ends by itself, without limits"
+                )
+                raise ConfigError(f"{where}.{name}", limit, rule, "leave it out or correct it")
+        return type(self)(name, options.read(Budget, f"{where}.{name}", told or {}, entry.budget))
 
     def says(self) -> str:
         known = ", ".join(self.known())
-        return f"a {self.kind} solver ({known}), alone or as {{name: {{{', '.join(_LIMITS)}}}}}"
+        return f"a {self.kind} solver ({known}), alone or as {{name: {{limit: value}}}}"
 
     def data(self) -> Any:
         if self.budget is None:
@@ -90,10 +98,17 @@ class Use(options.Option, Generic[P, R]):
         return {self.name: {name: getattr(self.budget, name) for name in _LIMITS}}
 
     def schema(self) -> dict[str, Any]:
-        known, limits = self.known(), options.schema(Budget)
-        one = {"type": "object", "minProperties": 1, "maxProperties": 1, "propertyNames": {"enum": known}}
-        told = {**one, "additionalProperties": {"anyOf": [limits, {"type": "null"}]}}
-        return {"anyOf": [{"enum": known}, told]}
+        limits = options.schema(Budget)["properties"]
+        told = {
+            name: {
+                "type": ["object", "null"],
+                "additionalProperties": False,
+                "properties": {limit: limits[limit] for limit in find_solver(self.kind, name).limits},
+            }
+            for name in self.known()
+        }
+        one = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
+        return {"anyOf": [{"enum": self.known()}, {**one, "properties": told}]}
 
     @classmethod
     def known(cls) -> list[str]:
