@@ -231,13 +231,21 @@ def encode_sections(
         parts = encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
     sections = Sections(
         header=wire.encode_section(plain.header_data(plan.header)),
-        request=wire.encode_section(plain.request_data(plan.request) if request is None else request),
+        request=_encode_request(plan) if request is None else wire.encode_section(request),
         layouts=wire.encode_section({name: {"tokens": tokens} for name in plan.layouts}),
         moves=wire.encode_section([[move.source, move.target] for move in plan.moves]),
         report=report,
         parts=parts,
     )
     return sections.with_id(section_id(sections))
+
+
+def _encode_request(plan: Plan) -> bytes:
+    """The request's bytes: those that the plan came with, as long as they say the same."""
+    now, held = plain.request_data(plan.request), plan.sections
+    if held is not None and plain.request_data(plain.read_request(held.request, plan.header.version)) == now:
+        return held.request
+    return wire.encode_section(now)
 
 
 def _encode_report(plan: Plan) -> bytes:

@@ -85,7 +85,7 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_ho
         program["instructions"].data,
         program["instructions"].ptr,
         program.starts,
-        program.meeting.launch_of,
+        program.partner,
         program["operands"].ptr + memory.slots,
         transfers.data,
         transfers.ptr,

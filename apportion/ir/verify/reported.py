@@ -55,8 +55,8 @@ class _Imbalance(msgspec.Struct):
 
 
 class _Termination(msgspec.Struct):
-    bound: _Number | None
-    value: _Number | None
+    bound: _Number | None = None
+    value: _Number | None = None
 
 
 class _Report(msgspec.Struct):

@@ -42,7 +42,7 @@ def _order(program: Program) -> Iterator[Violation]:
 
 def _waits(program: Program) -> Iterator[Violation]:
     """`wait` follows `launch`, once."""
-    instructions, partner = program["instructions"], program.meeting.launch_of
+    instructions, partner = program["instructions"], program.partner
     waits = np.flatnonzero(instructions["op"] == Op.WAIT)
     launch = partner[waits]
     for wait in waits[(launch < 0) | (launch > waits)].tolist():
@@ -59,14 +59,14 @@ def _waits(program: Program) -> Iterator[Violation]:
 
 def _rounds(program: Program) -> Iterator[Violation]:
     """All ranks of a round agree on channel and mode; every rank launches an all-to-all; no launch is idle."""
-    instructions, launches = program["instructions"], program.launches
-    order = launches.order
-    turn = np.repeat(np.arange(len(launches.rounds)), np.diff(launches.ptr))
-    first = order[launches.ptr[turn]]
+    instructions, turns = program["instructions"], program.turns
+    order = turns.order
+    turn = np.repeat(np.arange(len(turns.rounds)), np.diff(turns.ptr))
+    first = order[turns.ptr[turn]]
     for name in ("channel", "mode"):
         for i in np.flatnonzero(instructions[name][order] != instructions[name][first]).tolist():
             message = (
-                f"launches round {launches.rounds[turn[i]]} with {name} {instructions[name][order[i]]}, but rank "
+                f"launches round {turns.rounds[turn[i]]} with {name} {instructions[name][order[i]]}, but rank "
                 f"{instructions.rank[first[i]]} with {name} {instructions[name][first[i]]}"
             )
             yield at_instruction(RULE, program, int(order[i]), message)
@@ -78,13 +78,13 @@ def _rounds(program: Program) -> Iterator[Violation]:
 
 
 def _absent(program: Program) -> Iterator[Violation]:
-    instructions, launches = program["instructions"], program.launches
-    for i in np.flatnonzero(np.diff(launches.ptr) < program.ranks).tolist():
-        group = launches.order[launches.ptr[i] : launches.ptr[i + 1]]
+    instructions, turns = program["instructions"], program.turns
+    for i in np.flatnonzero(np.diff(turns.ptr) < program.ranks).tolist():
+        group = turns.order[turns.ptr[i] : turns.ptr[i + 1]]
         if (instructions["mode"][group] == ALL_TO_ALL).any():
             missing = np.setdiff1d(np.arange(program.ranks), instructions.rank[group])
             message = (
-                f"round {launches.rounds[i]} is an all-to-all, but {len(missing)} ranks do not launch it, "
+                f"round {turns.rounds[i]} is an all-to-all, but {len(missing)} ranks do not launch it, "
                 f"the first is rank {missing[0]}"
             )
             yield Violation(RULE, int(missing[0]), program.kind, program.phase, None, message)

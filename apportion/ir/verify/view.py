@@ -13,9 +13,7 @@ from apportion.ir.isa import HEADLESS, KV_SIDE, TABLES, TASK_LIST, Op, Space, Te
 from apportion.ir.jit import lean
 from apportion.ir.ops import IS_KEY, LIST_OF_OP
 from apportion.ir.plan import Ints, ProgramSet, Table
-from apportion.ir.programs import arena_table, instruction_of, starts_of
-from apportion.ir.sorting import stable_order
-from apportion.ir.verify.meeting import Meeting, meet
+from apportion.ir.programs import Met, ProgramView
 
 Bools = NDArray[np.bool_]
 
@@ -81,7 +79,7 @@ def head_sets(heads: int, sets: tuple[tuple[int, ...], ...]) -> HeadSets:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class Program(ProgramView):
     """The programs of all ranks for one kind and phase."""
 
     kind: str
@@ -138,17 +136,6 @@ class Program:
         return LIST_OF_OP[self["instructions"]["op"]]
 
     @cached_property
-    def starts(self) -> Ints:
-        """int64 [instructions]: the first row of its list (over all ranks) that each instruction consumes."""
-        table = self["instructions"]
-        return starts_of(table["op"], table["count"])
-
-    def instruction_of(self, name: str) -> Ints:
-        """int64 [rows]: the instruction (over all ranks) that consumes each row of a list."""
-        table = self["instructions"]
-        return instruction_of(table["op"], table["count"], name)
-
-    @cached_property
     def clock(self) -> Ints:
         """int64 [instructions]: how far its rank has come, in rounds: a time that ranks can be compared by."""
         table = self["instructions"]
@@ -187,27 +174,14 @@ class Program:
         rank, number = table.rank[at], table["round"][at]
         return not ((rank[1:] == rank[:-1]) & (number[1:] <= number[:-1])).any()
 
-    @cached_property
-    def launches(self) -> Launches:
-        return _launches(self)
+    @property
+    def transfers(self) -> Ints:
+        return self["transfers"].data
 
     @cached_property
-    def meeting(self) -> Meeting:
-        return meet(self)
-
-    @cached_property
-    def arena_rows(self) -> Ints:
-        """int64 [ranks, tensors]: rows of each work arena."""
-        return self._arena("rows")
-
-    @cached_property
-    def arena_heads(self) -> Ints:
-        """int64 [ranks, tensors]: head columns of each work arena."""
-        return self._arena("heads")
-
-    def _arena(self, column: str) -> Ints:
-        arenas = self["arenas"]
-        return arena_table(arenas.rank, arenas["tensor"], arenas[column], self.ranks)
+    def meeting(self) -> Met:
+        """Whether both sides of a transfer name the same tensor, rows and heads, and which sides these are."""
+        return self.met(self.facts.tile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,25 +231,3 @@ def _look_up(
             if tensor != 0 and (wrong or (headless and column + heads != 0)):
                 misplaced += 1
     return misplaced
-
-
-@dataclass(frozen=True, eq=False)
-class Launches:
-    """Launch instructions in the order (round, rank).
-
-    order: int64 [launches] instructions. ptr: int64 [rounds + 1] where each round begins in `order`. rounds: int64
-    [rounds], rising.
-    """
-
-    order: Ints
-    ptr: Ints
-    rounds: Ints
-
-
-def _launches(program: Program) -> Launches:
-    at = np.flatnonzero(program["instructions"]["op"] == Op.LAUNCH)
-    number = program["instructions"]["round"][at]
-    order = stable_order(number)
-    sorted_number = number[order]
-    begins = np.flatnonzero(np.append(True, np.diff(sorted_number) != 0)[: len(sorted_number)])
-    return Launches(at[order], np.append(begins, len(at)), sorted_number[begins])

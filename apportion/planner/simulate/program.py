@@ -21,8 +21,8 @@ from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.isa import Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.plan import ProgramSet, Table
-from apportion.ir.programs import arena_table, head_table, instruction_of
+from apportion.ir.plan import ProgramSet
+from apportion.ir.programs import ProgramView, head_table
 from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
@@ -102,7 +102,7 @@ class Operands:
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class View(ProgramView):
     """The programs of all ranks of one kind and phase, and what follows from their tables."""
 
     plan: Plan
@@ -121,25 +121,11 @@ class View:
     def ranks(self) -> int:
         return self.plan.header.ranks
 
-    @property
-    def instructions(self) -> Table:
-        return self.source["instructions"]
-
     @cached_property
     def speeds(self) -> Floats:
         """float64 [ranks]."""
         speeds = self.cluster.speeds
         return np.ones(self.ranks) if speeds is None else np.asarray(speeds, np.float64)
-
-    @cached_property
-    def rank_of(self) -> Ints:
-        """int64 [instructions]: the rank of each instruction."""
-        return self.instructions.rank_of_row()
-
-    @cached_property
-    def launches(self) -> Ints:
-        """int64 [launches]: the launch instructions, rank after rank in program order."""
-        return np.flatnonzero(self.instructions["op"] == Op.LAUNCH)
 
     @cached_property
     def launch_ranks(self) -> Ints:
@@ -174,25 +160,17 @@ class View:
     def launch_of(self) -> Ints:
         """int64 [instructions]: the launch that a launch starts or a wait waits for, else -1. Raises VerifyError for a
         wait without launch."""
-        found, waits = np.full(len(self.instructions), -1), np.flatnonzero(self.instructions["op"] == Op.WAIT)
+        table, found = self.instructions, np.full(len(self.instructions), -1)
         found[self.launches] = np.arange(len(self.launches))
-        found[waits] = self._launches_of(self.rank_of[waits], self.instructions["round"][waits])
-        return found
-
-    def _launches_of(self, rank: Ints, round_: Ints) -> Ints:
-        """int64 [n]: the launch of each rank's round."""
-        rounds = int(self.instructions["round"].max(initial=0)) + 1
-        launched, wanted = self.launch_ranks * rounds + self.launch_rounds, rank * rounds + round_
-        order = np.argsort(launched, kind="stable")
-        place = np.searchsorted(launched[order], wanted)
-        missing = np.append(launched[order], -1)[place] != wanted
-        if missing.any():
-            first = int(np.argmax(missing))
+        waits = np.flatnonzero(table["op"] == Op.WAIT)
+        missing = waits[self.partner[waits] < 0]
+        if len(missing):
+            rank, round_ = self.rank_of[missing[0]], table["round"][missing[0]]
             raise VerifyError(
-                f"rank {rank[first]} waits for round {round_[first]} and never launches it: such a plan cannot run; "
-                "verify it"
+                f"rank {rank} waits for round {round_} and never launches it: such a plan cannot run; verify it"
             )
-        return order[place]
+        found[waits] = found[self.partner[waits]]
+        return found
 
     @cached_property
     def operands(self) -> Operands:
@@ -226,16 +204,6 @@ class View:
         return {
             name: np.repeat(first, np.diff(self.source[name].ptr)) for name in ("tasks", "grads", "rowops")
         }
-
-    def instruction_of(self, name: str) -> Ints:
-        """int64 [rows]: the instruction that consumes each row of a list."""
-        return instruction_of(self.instructions["op"], self.instructions["count"], name)
-
-    @cached_property
-    def arena_rows(self) -> Ints:
-        """int64 [ranks, tensors]: rows of each work arena."""
-        arenas = self.source["arenas"]
-        return arena_table(arenas.rank_of_row(), arenas["tensor"], arenas["rows"], self.ranks)
 
 
 def write_script(view: View, work_us: Floats, end_us: Floats, traffic: Traffic) -> Script:

@@ -35,10 +35,12 @@ def find_traffic(view: View, post_us: Floats) -> Traffic:
     """
     tiles = view.tiles
     key = _keys(tiles, view.ranks)
-    out, into = (_sorted(np.flatnonzero(tiles.send == side), key) for side in (1, 0))
-    if not np.array_equal(key[out], key[into]):
-        raise VerifyError(_unmatched(view, key[out], key[into]))
-    return _met(out, into, tiles, _links(view.cluster), post_us)
+    mate = view.met(np.zeros(len(view.operands.rows), np.int64)).mate
+    if (mate < 0).any():
+        raise VerifyError(_unmatched(view, *(key[tiles.send == side] for side in (1, 0))))
+    sends = np.flatnonzero(tiles.send)
+    out = sends[stable_order(key[sends])]
+    return _met(out, mate[out], tiles, _links(view.cluster), post_us)
 
 
 @jit
@@ -55,12 +57,8 @@ def _keys(tiles: Tiles, ranks: int) -> Ints:
     return key
 
 
-def _sorted(rows: Ints, key: Ints) -> Ints:
-    return rows[stable_order(key[rows])]
-
-
 def _unmatched(view: View, out: Ints, into: Ints) -> str:
-    """The first transfer that only one side lists."""
+    """The first transfer that only one side lists; out, into: the keys of sends and of receives."""
     keys = np.unique(np.concatenate([out, into]))
     counts = [np.bincount(np.searchsorted(keys, side), minlength=len(keys)) for side in (out, into)]
     first = int(np.flatnonzero(counts[0] != counts[1])[0])
