@@ -24,9 +24,10 @@ def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
     used, bins = np.zeros(problem.bins, np.int64), np.full(len(problem.sizes), -1)
     allowed = problem.allowed or [None] * len(bins)
     free = np.array([problem.bins if only is None else len(only) for only in allowed], np.int64)
-    first = [only or range(problem.bins) for only in allowed]
+    every = np.arange(problem.bins)
+    first = [every if only is None else np.array(only) for only in allowed]
     for item in np.lexsort((-problem.weights, -problem.sizes, free)):
-        best = min(first[item], key=used.__getitem__)
+        best = first[item][used[first[item]].argmin()]
         if used[best] + problem.sizes[item] <= problem.cap:
             bins[item] = best
             used[best] += problem.sizes[item]

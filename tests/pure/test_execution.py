@@ -43,7 +43,8 @@ class Scattered(PlacePass):
                 home = draw.random(shape) < 0.4
                 rank = np.where(home, placement.home[cells.q], rank).astype(np.int32)
                 execution[kind, phase] = Execution(rank, draw.integers(0, 4, shape).astype(np.int32))
-        return replace(placement, execution=execution, head_groups=self.head_groups)
+        # LPT's bound is of pieces that stay whole
+        return replace(placement, bound=0.0, execution=execution, head_groups=self.head_groups)
 
 
 @pytest.fixture(autouse=True)

@@ -254,7 +254,6 @@ def test_parameters_are_checked(name: str, parameters: dict[str, Any], field: st
     [
         ({"defer": 1}, "wlb.defer"),
         ({"outlier_tokens": 50}, "is for defer: true"),
-        ({"defer": True, "outlier_tokens": 50}, "must be a number with defer"),
         ({"microbatches": 2, "defer": True}, "outlier_tokens"),
         ({"microbatches": 2, "defer": True, "outlier_tokens": []}, "must be lengths that rise"),
         ({"microbatches": 2, "defer": True, "outlier_tokens": [9, 9]}, "must be lengths that rise"),
@@ -265,6 +264,11 @@ def test_parameters_are_checked(name: str, parameters: dict[str, Any], field: st
 def test_deferring_is_explicit(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ap.ConfigError, match=message):
         build(Step("pack", "wlb", parameters))
+
+
+def test_deferring_needs_a_number_of_microbatches() -> None:
+    with pytest.raises(ap.ConfigError, match="must be a number with defer"):
+        pack(Wlb(defer=True, outlier_tokens=50), [60, 5, 5])
 
 
 def test_the_cap_of_a_microbatch() -> None:

@@ -75,7 +75,10 @@ def test_a_pack_step_spreads_the_samples_of_an_iteration_anew():
     assert all(len(b.tokens) <= 64 for b in batches)
     want = chain(*(Recorded(lengths)[i].tolist() for i in range(len(lengths))))
     assert sorted(np.concatenate([b.tokens for b in batches]).tolist()) == sorted(want)
-    deferring = {**find_recipe("wlb").to_data()["steps"], "pack": {"wlb": {"defer": True}}}
+    deferring = {
+        **find_recipe("wlb").to_data()["steps"],
+        "pack": {"wlb": {"defer": True, "outlier_tokens": 20}},
+    }
     source = HereSource(job(recipe={"name": "mine", "steps": deferring}))
     with pytest.raises(ConfigError, match="defer"):
         list(loader_of(source, Recorded(lengths)))

@@ -119,14 +119,16 @@ class Wlb(PackPass):
     solver: PartitionSolver = PartitionSolver("lpt")
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "outlier_tokens", _levels(self.defer, self.microbatches, self.outlier_tokens)
-        )
+        object.__setattr__(self, "outlier_tokens", _levels(self.defer, self.outlier_tokens))
 
     def __call__(
         self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
     ) -> Packing:
-        """Raises CapacityError for a sequence longer than a microbatch, or sequences that so many do not hold."""
+        """Raises CapacityError for a sequence longer than a microbatch, or sequences that so many do not hold, and
+        ConfigError where sequences wait for nobody knows how many microbatches."""
+        if self.defer and self.microbatches == "auto":  # a job says how many after the recipe was read
+            rule = "must be a number with defer: outliers wait for one in every microbatch"
+            raise ConfigError("recipe.pack.wlb.microbatches", self.microbatches, rule, "give the number")
         room = capacity(batch, cluster, policy, self.tokens_per_rank)
         waits = self._waiting(batch.lengths)
         kept = np.flatnonzero(~waits)
@@ -266,18 +268,13 @@ def _none() -> Ints:
 # ---------------------------------------------------------------------------------------------- checks
 
 
-def _levels(
-    defer: bool, microbatches: int | Literal["auto"], tokens: int | tuple[int, ...] | None
-) -> tuple[int, ...] | None:
+def _levels(defer: bool, tokens: int | tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The lengths at which queues of outliers begin, None where nothing is deferred."""
     where = "recipe.pack.wlb"
     if not defer:
         if tokens is not None:
             raise ConfigError(f"{where}.outlier_tokens", tokens, "is for defer: true", "leave it out")
         return None
-    if microbatches == "auto":
-        rule = "must be a number with defer: outliers wait for one in every microbatch"
-        raise ConfigError(f"{where}.microbatches", microbatches, rule, "give the number")
     levels = (tokens,) if isinstance(tokens, int) else tokens or ()
     if not levels or list(levels) != sorted(set(levels)):
         raise ConfigError(f"{where}.outlier_tokens", levels, "must be lengths that rise", "write 65536")
