@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import PHASES, Tensor
+from apportion.ir.isa import PHASES, SIDES, TRAVELLING
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
@@ -29,19 +29,6 @@ Floats = NDArray[np.float64]
 # Without a capacity of the user's, tokens of a rank over the mean: room for sequences that are not cut. FlexSP takes
 # the limit from the memory that activations of all layers need, which a plan of attention does not know.
 _ROOM = 2
-# What one rank of a group sends another of each row, by phase: Q and KV to where the heads are computed and O back;
-# backward Q, KV and the gradients of O there, those of Q and KV back. True: as many as the pair's query heads.
-_SENT = {
-    "forward": ((Tensor.Q, True), (Tensor.KV, False), (Tensor.O, True)),
-    "backward": (
-        (Tensor.Q, True),
-        (Tensor.KV, False),
-        (Tensor.DO, True),
-        (Tensor.DELTA, True),
-        (Tensor.DQ, True),
-        (Tensor.DKV, False),
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -114,9 +101,9 @@ def _sequence_us(problem: Problem, lengths: Ints, pairs: Ints, degrees: Ints) ->
 
 def _us_a_row(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads: int) -> float:
     """All-to-all in a group, per row that a rank holds: to its node's members and to the others at the same time."""
+    heads = {"query": q_heads, "key": kv_heads}
     row = sum(
-        problem.model.row_bytes(tensor, q_heads if by_query else kv_heads)
-        for tensor, by_query in _SENT[phase]
+        problem.model.row_bytes(tensor, heads[side]) for side in SIDES for tensor in TRAVELLING[side, phase]
     )
     cluster = problem.cluster
     near = min(degree, cluster.ranks_per_node)

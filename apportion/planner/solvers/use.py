@@ -1,8 +1,10 @@
 """Solvers as parameters of passes: by name, with what they may spend.
 
-solver: PartitionSolver = PartitionSolver("lpt")                 in a pass; self.solver(problem) calls it
-solver: ilp                                                      in a recipe
-solver: {ilp: {steps: 1000, gap: 0.01, deadline_s: 2.0}}         what is not told is the solver's own
+    solver: PartitionSolver = PartitionSolver("lpt")              in a pass, which calls self.solver(problem)
+    solver: ilp                                                   in a recipe
+    solver: {ilp: {steps: 1000, gap: 0.01, deadline_s: 2.0}}
+
+Limits that are not told are the solver's own.
 """
 
 from __future__ import annotations
