@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -35,6 +34,7 @@ from apportion.ir.isa import (
     Tensor,
 )
 from apportion.ir.plan import Header, ProgramSet
+from apportion.ir.programs import starts_of
 from apportion.ir.segments import Cuts, Ints, own_cuts, segment_ends
 
 View = TypeVar("View")
@@ -225,14 +225,13 @@ def compile_program(program: ProgramSet, header: Header) -> Program:
         raise ExecutionError(f"a program of {program.ranks} ranks; take one with `ProgramSet.rank(r)` first")
     operands = tuple(_operands(program, header))
     kv_of = _KvColumns(header, operands)
-    lists: Mapping[str, Iterator[Row]] = {
-        "transfers": iter([Transfer(bool(send), peer, i) for send, peer, i in _rows(program, "transfers")]),
-        "tasks": iter([_task(r, kv_of) for r in _rows(program, "tasks")]),
-        "grads": iter([_grad(r, kv_of) for r in _rows(program, "grads")]),
-        "rowops": iter([RowOp(a, b, c, d, bool(first)) for a, b, c, d, first in _rows(program, "rowops")]),
+    lists: Mapping[str, tuple[Row, ...]] = {
+        "transfers": tuple(Transfer(bool(send), peer, i) for send, peer, i in _rows(program, "transfers")),
+        "tasks": tuple(_task(r, kv_of) for r in _rows(program, "tasks")),
+        "grads": tuple(_grad(r, kv_of) for r in _rows(program, "grads")),
+        "rowops": tuple(RowOp(a, b, c, d, bool(first)) for a, b, c, d, first in _rows(program, "rowops")),
     }
-    steps = tuple(_step(i, row, lists) for i, row in enumerate(_rows(program, "instructions")))
-    _check_consumed(lists)
+    steps = tuple(_steps(program, lists))
     arenas = tuple(Arena(Tensor(t), rows, heads) for t, rows, heads in _rows(program, "arenas"))
     return Program(header, operands, steps, arenas)
 
@@ -299,24 +298,25 @@ def _grad(row: tuple[int, ...], kv_of: _KvColumns) -> GradTask:
     return GradTask(q, kv, do, delta, dq, dkv, dmin, dmax, *flags, kv_of(q, kv))
 
 
-def _step(index: int, row: tuple[int, ...], lists: Mapping[str, Iterator[Row]]) -> Step:
-    op, round_, channel, mode, count = row
-    name = Op(op).rule.list
-    if name is None:
-        return Step(index, Op(op), round_, channel, mode)
-    rows = tuple(islice(lists[name], count))
-    if len(rows) != count:
-        raise ExecutionError(
-            f"instruction {index} ({OP_NAMES[Op(op)]}) wants {count} {name}, {len(rows)} are left"
-        )
-    return Step(index, Op(op), round_, channel, mode, **{name: rows})  # type: ignore[arg-type]
-
-
-def _check_consumed(lists: Mapping[str, Iterator[Row]]) -> None:
+def _steps(program: ProgramSet, lists: Mapping[str, tuple[Row, ...]]) -> Iterator[Step]:
+    table, used = program["instructions"], dict.fromkeys(lists, 0)
+    starts = starts_of(table["op"], table.wide("count")).tolist()
+    for index, (row, start) in enumerate(zip(_rows(program, "instructions"), starts, strict=True)):
+        op, round_, channel, mode, count = row
+        name = Op(op).rule.list
+        if name is None:
+            yield Step(index, Op(op), round_, channel, mode)
+            continue
+        rows = lists[name][start : start + count]
+        if len(rows) != count:
+            raise ExecutionError(
+                f"instruction {index} ({OP_NAMES[Op(op)]}) wants {count} {name}, {len(rows)} are left"
+            )
+        used[name] += count
+        yield Step(index, Op(op), round_, channel, mode, **{name: rows})  # type: ignore[arg-type]
     for name, rest in lists.items():
-        left = sum(1 for _ in rest)
-        if left:
-            raise ExecutionError(f"{left} {name} belong to no instruction")
+        if used[name] != len(rest):
+            raise ExecutionError(f"{len(rest) - used[name]} {name} belong to no instruction")
 
 
 class Machine(ABC, Generic[View]):

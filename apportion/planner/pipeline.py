@@ -20,7 +20,7 @@ import numpy as np
 from apportion.ir import codec
 from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.isa import PHASES, Op, Tensor
+from apportion.ir.isa import FETCHED, HEADLESS, PHASES, RETURNED, SIDES, Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request
 from apportion.ir.version import __version__
@@ -29,12 +29,12 @@ from apportion.planner.passes.cells import HeadGroups, cut_cells
 from apportion.planner.passes.exchange import Exchange, plan_exchange
 from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virtual_problem
 from apportion.planner.passes.headwise import lower_stages
-from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.lower import lower_backward, lower_forward
 from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.overlap import overlapped
 from apportion.planner.passes.remap import Remapping
 from apportion.planner.passes.route import KeysOnly, Routed, Site, depths
+from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.stages import program_order
 from apportion.planner.passes.tasks import Edges, Members, Tasks, find_tasks, placed_tasks
 from apportion.planner.problem import Ints, Pass, Placement, Problem, Shards, exact_sums
@@ -425,11 +425,10 @@ def _check_promises(
 
 def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
     """Bytes of one home row of all tensors that the phase takes and gives."""
-    qkv, gradients = (Tensor.Q, Tensor.KV), (Tensor.DQ, Tensor.DKV)
-    taken, given = ((Tensor.X,), (Tensor.DX,)) if projects else (qkv, gradients)
-    forward = (*taken, Tensor.O)
-    backward = (*forward, Tensor.DO, Tensor.DELTA, *given)
-    return sum(model.row_bytes(tensor) for tensor in (forward if phase == "forward" else backward))
+    made = {tensor for side in SIDES for tensor in (*FETCHED[side, "forward"], *RETURNED[side, "backward"])}
+    absent = made if projects else HEADLESS
+    named = (tensor for tensor in Tensor if phase in tensor.contents.phases)
+    return sum(model.row_bytes(tensor) for tensor in named if tensor not in absent)
 
 
 def _arena_bytes(problem: Problem, program: ProgramSet) -> Ints:

@@ -14,8 +14,7 @@ from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes.blend.placement import UNEVEN, Blend, token_shares
 from apportion.planner.passes.blend.profile import profile
 from apportion.planner.passes.blend.repair import repair
-from apportion.planner.passes.kinds import busiest
-from apportion.planner.passes.place import Lpt
+from apportion.planner.passes.place import Lpt, busiest
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.passes.shard import Blocks, row_areas, row_weights
 from apportion.planner.problem import Placement, Problem

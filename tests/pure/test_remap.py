@@ -14,8 +14,8 @@ from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.plan import Move, Table
 from apportion.ir.policy import Step
 from apportion.ir.verify import verify
-from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.remap import LINEAR, Flow, even_parameters, even_tokens, row_costs
+from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Problem
 from apportion.planner.registry import build
 

@@ -15,9 +15,9 @@ from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES
 from apportion.ir.policy import Step
 from apportion.ir.workload import lognormal_lengths
-from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.queues import Queues
 from apportion.planner.passes.route import Site
+from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.passes.tasks import find_tasks
 from apportion.planner.passes.zeppelin.placement import Zeppelin

@@ -17,8 +17,8 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, TABLES, Op, Space, Tensor
 from apportion.ir.jit import HAS_NUMBA, jit
 from apportion.ir.plan import ProgramSet, Table, empty_table
+from apportion.ir.sorting import sort_order
 from apportion.planner.passes.groups import Groups, HeadSets
-from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 Column = Ints | int

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, Op, Space, Tensor
 from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
 from apportion.planner.passes.groups import Groups, HeadSets
-from apportion.planner.passes.layouts import Rows, whole_ranges
+from apportion.planner.passes.rows import Rows, whole_ranges
 from apportion.planner.passes.schedule import Matchings, Slots
 from apportion.planner.solvers.matching import max_degree
 

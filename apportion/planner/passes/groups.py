@@ -25,7 +25,7 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.model import Model
 from apportion.planner.options import Count
-from apportion.planner.passes.layouts import Rows
+from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Pass, Problem
 
 Ints = NDArray[np.integer[Any]]

@@ -36,6 +36,7 @@ from apportion.ir.isa import (
     Tensor,
 )
 from apportion.ir.plan import ProgramSet
+from apportion.ir.sorting import sort_order
 from apportion.planner.passes.assemble import (
     Assembler,
     Column,
@@ -47,10 +48,9 @@ from apportion.planner.passes.assemble import (
 )
 from apportion.planner.passes.exchange import CHANNEL, Exchange, side_by_side
 from apportion.planner.passes.groups import HeadStages
-from apportion.planner.passes.layouts import whole_ranges
 from apportion.planner.passes.lower import backward_core, forward_core
 from apportion.planner.passes.lowering import PIECES, Lowering
-from apportion.planner.passes.sorting import sort_order
+from apportion.planner.passes.rows import whole_ranges
 
 Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from apportion.ir.isa import FETCHED, FIRST_DKV, FIRST_DQ, RETURNED, SIDES, TRAVELLING, Op, Space, Tensor
 from apportion.ir.plan import ProgramSet
-from apportion.planner.passes.arenas import allot
 from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
 from apportion.planner.passes.exchange import WHOLE as HOME_WHOLE
 from apportion.planner.passes.exchange import (
@@ -31,7 +30,6 @@ from apportion.planner.passes.exchange import (
     take_out,
     take_out_shared,
 )
-from apportion.planner.passes.layouts import whole_ranges
 from apportion.planner.passes.lowering import (
     ARRIVING,
     CLEARED,
@@ -43,6 +41,7 @@ from apportion.planner.passes.lowering import (
     Lowering,
     Side,
 )
+from apportion.planner.passes.rows import allot, whole_ranges
 from apportion.planner.passes.script import Between, Fetches, Returns, append_steps
 
 Ints = NDArray[np.integer[Any]]

@@ -15,10 +15,10 @@ from apportion.planner.passes.assemble import Numbers, RangeSet, range_set
 from apportion.planner.passes.cells import HeadGroups
 from apportion.planner.passes.exchange import Exchange
 from apportion.planner.passes.groups import Groups, HeadSets
-from apportion.planner.passes.layouts import Rows, whole_ranges
-from apportion.planner.passes.merging import KeyParts, arena_order
+from apportion.planner.passes.rows import Rows, whole_ranges
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.script import Batches
+from apportion.planner.passes.stages import KeyParts, arena_order
 from apportion.planner.passes.tasks import Edges, Members, Tasks
 
 Ints = NDArray[np.integer[Any]]

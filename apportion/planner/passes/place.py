@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.planner.passes.kinds import busiest, lightest
 from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.solvers.contracts import PartitionProblem
@@ -18,6 +17,10 @@ from apportion.planner.solvers.lpt import makespan_bound
 from apportion.planner.solvers.use import PartitionSolver
 
 Ints = NDArray[np.integer[Any]]
+
+
+#: how often a kind that is balanced by itself counts, where the others count once
+ALONE = 64
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,26 @@ class Lpt(PlacePass):
         # an exact solver leaves pieces whole, where LPT may leave some to be cut
         usual = lightest(problem, lambda factor: _place(problem, shards, factor, PartitionSolver("lpt")))
         return min([found, usual], key=lambda placement: busiest(problem, placement))
+
+
+def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) -> Placement:
+    """The placement with the smallest sum over kinds of layers x busiest rank, of those that `place` finds for pairs
+    that count so many times: all kinds as their layers, or one of them almost alone; the first of equals."""
+    layers = problem.layers
+    first = place(layers)
+    if len(layers) == 1:
+        return first
+    alone = [place({**layers, kind: ALONE * count}) for kind, count in layers.items()]
+    return min([first, *alone], key=lambda placement: busiest(problem, placement))
+
+
+def busiest(problem: Problem, placement: Placement) -> float:
+    """Sum over kinds of layers x the busiest rank's pairs over its speed."""
+    cost = 0.0
+    for kind, bands in problem.bands.items():
+        load = placement.rank_sums(row_areas(bands, placement.starts), problem.ranks)
+        cost += problem.layers[kind] * float((load / problem.speeds).max())
+    return cost
 
 
 def _place(problem: Problem, shards: Shards, factor: Mapping[str, int], solver: PartitionSolver) -> Placement:

@@ -22,7 +22,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.jit import jit
 from apportion.planner.options import Count
-from apportion.planner.passes.layouts import Rows
+from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.tasks import Edges, joined
 from apportion.planner.problem import Pass
 

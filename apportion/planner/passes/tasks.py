@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit
+from apportion.ir.sorting import counting_order
 from apportion.planner.passes.cells import Cells, HeadGroups, cut_columns, pairs
-from apportion.planner.passes.layouts import Rows
-from apportion.planner.passes.sorting import counting_order
+from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Execution
 
 Ints = NDArray[np.integer[Any]]

@@ -23,7 +23,7 @@ from apportion.ir.isa import Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.plan import ProgramSet
 from apportion.ir.programs import ProgramView, head_table
-from apportion.planner.passes.sorting import sort_order
+from apportion.ir.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]

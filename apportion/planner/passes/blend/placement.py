@@ -27,7 +27,7 @@ from apportion.planner.options import Natural, Share
 from apportion.planner.passes.blend.profile import profile
 from apportion.planner.passes.blend.repair import repair
 from apportion.planner.passes.blend.walk import walk
-from apportion.planner.passes.kinds import lightest
+from apportion.planner.passes.place import lightest
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards

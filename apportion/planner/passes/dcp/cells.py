@@ -17,8 +17,8 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TRAVELLING
 from apportion.ir.jit import jit
 from apportion.ir.model import Model
+from apportion.ir.sorting import sort_order
 from apportion.planner.passes.cells import Cells
-from apportion.planner.passes.sorting import sort_order
 
 Ints = NDArray[np.integer[Any]]
 

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit
-from apportion.planner.passes.layouts import Rows
 from apportion.planner.passes.route import Routed, RoutePass, Site
+from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.tasks import Edges
 
 Ints = NDArray[np.integer[Any]]
