@@ -35,7 +35,10 @@ REPORTED = (
     *("bytes", "slots", "max_degree", "rounds", "plan_bytes"),
 )
 UNVERIFIED = "cannot be verified"  # how the verifier begins where a plan is too large for one of its rules
-SIMULATED = ("forward_ms", "backward_ms", "efficiency", "exposed_ms", "peak_rows")
+SIMULATED = (
+    *("forward_ms", "backward_ms", "efficiency", "attainable", "of_attainable", "time_imbalance", "lost_ms"),
+    *("exposed_ms", "peak_rows"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,29 +56,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """One recipe on one batch: milliseconds simulated for one attention call of each kind, and measured.
+    """One recipe on one batch: what its report says, what was simulated (names of `SIMULATED`; milliseconds are of one
+    attention call of each kind), and what was measured.
 
-    efficiency: ideal balanced time without communication over the simulated time. exposed_ms: of the rank that waits
-    longest for rounds. peak_rows: most work rows that a rank holds at a time. verify_ms: None where the plan was not
-    verified, because nobody asked for it or, as `unverified` says, because it is too large for the verifier.
+    verify_ms: None where the plan was not verified, because nobody asked for it or, as `unverified` says, because it is
+    too large for the verifier.
     """
 
     report: Mapping[str, Any]
-    forward_ms: float
-    backward_ms: float
-    efficiency: float
-    exposed_ms: float
-    peak_rows: int
+    simulated: Mapping[str, Any]
     planning_ms: float
     verify_ms: float | None
     unverified: str | None = None
 
     @property
     def total_ms(self) -> float:
-        return self.forward_ms + self.backward_ms
+        return float(self.simulated["forward_ms"] + self.simulated["backward_ms"])
 
     def value(self, name: str) -> Any:
-        return getattr(self, name) if name in SIMULATED else self.report[name]
+        return self.simulated[name] if name in SIMULATED else self.report[name]
 
 
 @dataclass(frozen=True)
@@ -195,17 +194,9 @@ def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
         return Refusal(f"the plan breaks a rule: {error}", broken=True)
     except ApportionError as error:
         return Refusal(str(error))
-    return Trial(
-        plan.report,
-        simulation.forward_ms,
-        simulation.backward_ms,
-        simulation.efficiency,
-        simulation.exposed_ms,
-        simulation.peak_work_rows,
-        planning_ms,
-        verify_ms,
-        unverified,
-    )
+    simulated = {name: getattr(simulation, name) for name in SIMULATED}
+    simulated["peak_rows"] = simulation.peak_work_rows
+    return Trial(plan.report, simulated, planning_ms, verify_ms, unverified)
 
 
 def _verified(plan: Plan) -> tuple[float | None, str | None]:

@@ -78,7 +78,7 @@ def _row(batch: Batch, setting: Setting, ranks: int, singles: Sequence[str]) -> 
 
 
 def _efficiency(outcome: Trial | Refusal) -> float | None:
-    return outcome.efficiency if isinstance(outcome, Trial) else None
+    return outcome.simulated["efficiency"] if isinstance(outcome, Trial) else None
 
 
 def _auto(outcome: Trial | Refusal) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _auto(outcome: Trial | Refusal) -> dict[str, Any]:
         raise SystemExit(f"auto refused: {outcome.reason}")
     search, report = outcome.report["search"], outcome.report
     return {
-        "efficiency": outcome.efficiency,
+        "efficiency": outcome.simulated["efficiency"],
         "recipe": search["recipe"],
         "steps": search["steps"],
         "stopped": search["stopped"],
@@ -94,7 +94,7 @@ def _auto(outcome: Trial | Refusal) -> dict[str, Any]:
         "verify_ms": None if outcome.verify_ms is None else round(outcome.verify_ms, 1),
         "imbalance": report["imbalance"],
         "kv_gap": report["bounds"]["kv_bytes"]["gap"],
-        "exposed_ms": outcome.exposed_ms,
+        "exposed_ms": outcome.simulated["exposed_ms"],
     }
 
 

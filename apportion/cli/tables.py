@@ -35,6 +35,11 @@ def _speedup(row: Record) -> str:
     return f"{median} ({spread['min']:.2f}-{spread['max']:.2f})"
 
 
+def _later(row: Record, name: str, shown: Callable[[float], str]) -> str:
+    """A figure that records of earlier releases do not have."""
+    return shown(row[name]) if name in row else "-"
+
+
 def _gap(row: Record, name: str) -> str:
     gap = row["bounds"][name]["gap"]
     return "-" if gap is None else f"{gap:.2f}"
@@ -46,8 +51,12 @@ COLUMNS = (
     Column("backward\nms", lambda row: f"{row['backward_ms']:.2f}"),
     Column("speed-up\n(min-max)", _speedup),
     Column("effi-\nciency", lambda row: f"{100 * row['efficiency']:.0f} %"),
+    Column(
+        "of attain-\nable", lambda row: _later(row, "of_attainable", lambda share: f"{100 * share:.0f} %")
+    ),
     Column("exposed\nms", lambda row: f"{row['exposed_ms']:.2f}"),
     Column("compute\nimbalance", lambda row: percent(row["imbalance"]["compute"])),
+    Column("time\nimbalance", lambda row: _later(row, "time_imbalance", percent), wide=True),
     Column("token\nimbalance", lambda row: percent(row["imbalance"]["tokens"])),
     Column("bytes\nmoved", lambda row: human_bytes(row["bytes"]["total"])),
     Column("between\nnodes", lambda row: human_bytes(row["bytes"]["inter_node"])),

@@ -19,15 +19,21 @@ MIXED = 0.15, 0.85  # shares of work in a cell, between which it is drawn as par
 
 
 def headline(found: Simulation) -> str:
-    """The whole simulation in three lines."""
-    busiest = found.busiest
+    """The whole simulation in a few lines."""
+    busiest, lost = found.busiest, found.lost
+    goes = ", ".join(
+        f"{name.replace('rows', 'row work')} {100 * us / sum(lost):.1f}"
+        for name, us in lost._asdict().items()
+        if us
+    )
     return (
         f"recipe {found.plan.header.recipe} on {found.plan.header.ranks} ranks, hardware {found.hardware}: forward "
         f"{found.forward_ms:.3f} ms, backward {found.backward_ms:.3f} ms\n{100 * found.efficiency:.1f} % of the time "
-        f"is what balanced work without communication needs; the rank that waits longest waits "
-        f"{found.exposed_ms:.3f} ms\nthe busiest rank, {busiest['rank']}, starts "
-        f"{count(busiest['launches'], 'kernel')} for {count(busiest['instructions'], 'instruction')} and posts "
-        f"{count(busiest['messages'], 'message')} in {count(busiest['rounds'], 'round')}"
+        f"is what balanced work without communication needs, {100 * found.of_attainable:.1f} % is attainable\n"
+        f"of the time, in %: {goes or 'nothing'}\nthe rank that waits longest waits {found.exposed_ms:.3f} ms\n"
+        f"the busiest rank, {busiest['rank']}, starts {count(busiest['launches'], 'kernel')} for "
+        f"{count(busiest['instructions'], 'instruction')} and posts {count(busiest['messages'], 'message')} in "
+        f"{count(busiest['rounds'], 'round')}"
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from apportion.ir.policy import Recipe
 
 BATCHES = 5  # drawn where the option is not given
-WIDE = 260  # columns of the table that has everything
+WIDE = 280  # columns of the table that has everything
 
 
 def compare(

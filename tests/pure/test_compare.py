@@ -42,7 +42,7 @@ def records(found: Comparison) -> list[dict[str, Any]]:
 
 
 def trial(total_ms: float) -> Trial:
-    return Trial({}, total_ms / 4, 3 * total_ms / 4, 0.5, 0.0, 0, 1.0, None)
+    return Trial({}, {"forward_ms": total_ms / 4, "backward_ms": 3 * total_ms / 4}, 1.0, None)
 
 
 def test_a_row_holds_what_plan_and_simulation_say() -> None:
@@ -56,6 +56,8 @@ def test_a_row_holds_what_plan_and_simulation_say() -> None:
     assert (row["forward_ms"], row["backward_ms"]) == (found.forward_ms, found.backward_ms)
     assert (row["efficiency"], row["exposed_ms"]) == (found.efficiency, found.exposed_ms)
     assert row["peak_rows"] == found.peak_work_rows > 0
+    assert row["of_attainable"] == pytest.approx(row["efficiency"] / row["attainable"])
+    assert sum(row["lost_ms"].values()) == pytest.approx(row["forward_ms"] + row["backward_ms"])
     gaps = {name: bound["gap"] for name, bound in made.report["bounds"].items()}
     assert {name: bound["gap"] for name, bound in row["bounds"].items()} == gaps
     assert row["verified"]

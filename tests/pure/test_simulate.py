@@ -26,7 +26,9 @@ from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES, Op, Tensor
 from apportion.ir.model import Model
 from apportion.planner import api
+from apportion.planner.cost import CostModel
 from apportion.planner.simulate import Run, Simulation, simulate, simulate_with
+from apportion.planner.simulate.losses import whole_us
 from apportion.planner.simulate.program import WAIT
 
 PLANS = sorted(Path(__file__).resolve().parents[1].glob("plans/*.txt"))
@@ -606,7 +608,49 @@ def test_what_only_one_side_lists_is_refused() -> None:
 def test_a_plan_without_work_takes_no_time() -> None:
     found = simulate_with(plan_of("", ""), Unit())
     assert (found.forward_ms, found.backward_ms, found.exposed_ms, found.efficiency) == (0, 0, 0, 1)
+    assert sum(found.lost) == 0
+    assert (found.attainable, found.of_attainable, found.time_imbalance) == (1, 1, 0)
     assert found.critical_path() == []
+
+
+# --- where the time goes
+
+
+def losses_of(recipe: str, batch: Batch, ranks: int = 4, **cluster: Any) -> Simulation:
+    model = Model(q_heads=8, kv_heads=2, head_dim=64, layers=2)
+    return simulate(api.plan(batch, Cluster(1, ranks, **cluster), model, recipe=recipe))
+
+
+@pytest.mark.parametrize("recipe", ["fcp", "blend", "ring", "ulysses", "dcp"])
+@pytest.mark.parametrize("speeds", [None, (1.0, 0.5, 1.0, 0.8)])
+def test_losses_are_all_of_the_time(recipe: str, speeds: tuple[float, ...] | None) -> None:
+    found = losses_of(recipe, Batch.from_lengths([9000, 700, 650, 40, 1]), speeds=speeds)
+    for key, run in found.runs.items():
+        lost = found.losses[key]
+        assert sum(lost) == pytest.approx(run.makespan_us)
+        assert lost.ideal == run.ideal_us
+        assert min(lost) > -1e-6 * run.makespan_us
+    assert found.efficiency <= found.attainable <= 1
+    assert found.of_attainable == pytest.approx(found.efficiency / found.attainable)
+
+
+def test_a_document_for_each_rank_is_attained_but_for_launches_and_row_work() -> None:
+    found = losses_of("contiguous", Batch.from_lengths([4096] * 4))
+    lost = found.lost
+    assert lost.cutting == pytest.approx(0, abs=1e-6)
+    assert lost.imbalance == pytest.approx(0, abs=1e-6)
+    assert lost.stalls == pytest.approx(0, abs=1e-6)
+    assert found.of_attainable == pytest.approx(1 - (lost.launches + lost.rows) / sum(lost))
+
+
+def test_answers_to_one_question_are_attainable_together() -> None:
+    batch = Batch.from_lengths([1000], mask=masks.shared_question(100, [300, 300, 300]))
+    costs = CostModel(Hardware.load("h100"), Model())
+    # the question goes on in its first answer; the two others see it, and themselves
+    rows, keys = np.array([400, 300, 300, 600]), np.array([400, 300, 300, 100])
+    pairs = np.array([80_200, 45_150, 45_150, 60_000])
+    apart = costs.attention_us("forward", rows, keys, pairs, 32, 8).sum()
+    assert whole_us(batch, Model(), "default", "forward", costs) == pytest.approx(apart)
 
 
 # --- the same everywhere

@@ -32,7 +32,7 @@ def price(plan: Plan, problem: Problem, most_us: float) -> tuple[float, Price | 
     least = sum(problem.layers[item.kind] * item.least_us for item in prepared)
     if least >= most_us:
         return least, None
-    found = run_all(plan, prepared)
+    found = run_all(plan, prepared, problem.cost)
     layers = [problem.layers[kind] for kind, _ in found.runs]
     value = sum(count * run.makespan_us for count, run in zip(layers, found.runs.values(), strict=True))
     ideal = sum(count * run.ideal_us for count, run in zip(layers, found.runs.values(), strict=True))

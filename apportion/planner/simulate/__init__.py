@@ -23,7 +23,7 @@ from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import engine
-from apportion.planner.simulate.durations import Costs, end_us, task_pairs, work_us
+from apportion.planner.simulate.durations import Costs, Work, end_us, task_pairs, work_us
 from apportion.planner.simulate.launches import Posted, cast_bytes, count_kernels, find_posted
 from apportion.planner.simulate.path import Step
 from apportion.planner.simulate.program import (
@@ -64,12 +64,12 @@ def simulate(plan: Plan, hardware: Hardware | str | None = None) -> Simulation:
 
 def simulate_with(plan: Plan, costs: Costs, hardware: str = "") -> Simulation:
     """As `simulate`, with any cost model; `hardware` is its name."""
-    return run_all(plan, prepare(plan, costs), hardware)
+    return run_all(plan, prepare(plan, costs), costs, hardware)
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A program of one kind and phase that the event loop can run. ideal_us: see `Run`."""
+    """A program of one kind and phase that the event loop can run. work: of all ranks; ideal_us: see `Run`."""
 
     kind: str
     phase: str
@@ -77,6 +77,7 @@ class Prepared:
     traffic: Traffic
     script: Script
     posted: Posted
+    work: Work
     ideal_us: float
 
     @property
@@ -99,8 +100,9 @@ def prepare_program(plan: Plan, kind: str, phase: str, costs: Costs) -> Prepared
     view = View(plan, phase, plan.programs[kind, phase])
     pairs, posted = task_pairs(view), find_posted(view)
     traffic = find_traffic(view, np.asarray(posted.messages * costs.post_us, np.float64))
-    script = write_script(view, work_us(view, costs, pairs, posted), end_us(view, costs), traffic)
-    return Prepared(kind, phase, view, traffic, script, posted, _ideal_us(view, costs, pairs))
+    busy, work = work_us(view, costs, pairs, posted)
+    script = write_script(view, busy, end_us(view, costs), traffic)
+    return Prepared(kind, phase, view, traffic, script, posted, work, _ideal_us(view, costs, pairs))
 
 
 def busy_us(view: View, script: Script) -> Floats:
@@ -109,9 +111,9 @@ def busy_us(view: View, script: Script) -> Floats:
     return busy
 
 
-def run_all(plan: Plan, prepared: list[Prepared], hardware: str = "") -> Simulation:
+def run_all(plan: Plan, prepared: list[Prepared], costs: Costs, hardware: str = "") -> Simulation:
     """Runs what `prepare` made of the plan. Raises VerifyError for a program that cannot run."""
-    return Simulation(plan, hardware, {(item.kind, item.phase): _run(item) for item in prepared})
+    return Simulation(plan, costs, hardware, {(item.kind, item.phase): _run(item) for item in prepared})
 
 
 def _run(prepared: Prepared) -> Run:
@@ -123,6 +125,7 @@ def _run(prepared: Prepared) -> Run:
         prepared.phase,
         float(max(finish.max(), times.done.max(initial=0.0))),
         prepared.ideal_us,
+        prepared.work,
         busy_us(view, script),
         _exposed_us(view, script, times),
         finish,
@@ -172,6 +175,4 @@ def _launches(view: View, posted: Posted) -> Ints:
 def _ideal_us(view: View, costs: Costs, pairs: Ints) -> float:
     """All pairs at saturated throughput, spread over the ranks by their speeds."""
     heads = view.operands.heads[view.operand("tasks" if view.phase == "forward" else "grads", "q")]
-    speeds = view.cluster.speeds
-    total_speed = view.ranks if speeds is None else sum(speeds)
-    return float(costs.ideal_us(view.phase, int((pairs * heads).sum()), 1)) / total_speed
+    return float(costs.ideal_us(view.phase, int((pairs * heads).sum()), 1)) / float(view.speeds.sum())

@@ -84,6 +84,16 @@ class Costs(Protocol):
     def linear_parameters(self) -> int: ...
 
 
+class Work(NamedTuple):
+    """What a program's work is made of, microseconds at speed 1 of all ranks together: its tasks alone, the same where
+    kernels are as long as their longest task at least, starting them, and all else."""
+
+    tasks: float
+    kernels: float
+    launches: float
+    rows: float
+
+
 def task_pairs(view: View) -> Ints:
     """int64 [tasks]: the (query, key) pairs of each task, exact."""
     name = TASK_LIST[view.phase]
@@ -93,11 +103,15 @@ def task_pairs(view: View) -> Ints:
     return area(np.stack([zero, q, zero, kv, table["dmin"], table["dmax"]], axis=1))
 
 
-def work_us(view: View, costs: Costs, pairs: Ints, posted: Posted) -> Floats:
+def work_us(view: View, costs: Costs, pairs: Ints, posted: Posted) -> tuple[Floats, Work]:
     """float64 [instructions]; of a launch before it, of a wait after its round is complete. A rank of speed s takes 1/s
-    of the time of one of speed 1."""
-    busy = _attention_us(view, costs, pairs) + _rows_us(view, costs, posted) + _projection_us(view, costs)
-    return busy / view.speeds[view.rank_of]
+    of the time of one of speed 1. And what all of it is made of."""
+    attention = _attention_us(view, costs, pairs)
+    parts = attention.kernels, attention.launches, attention.accumulated, _rows_us(view, costs, posted)
+    busy = sum((*parts, _projection_us(view, costs)), np.zeros(len(view.instructions)))
+    kernels, launches = float(attention.kernels.sum()), float(attention.launches.sum())
+    work = Work(attention.tasks_us, kernels, launches, float(busy.sum()) - kernels - launches)
+    return busy / view.speeds[view.rank_of], work
 
 
 def end_us(view: View, costs: Costs) -> Floats:
@@ -107,12 +121,22 @@ def end_us(view: View, costs: Costs) -> Floats:
     return casts / view.speeds
 
 
-def _attention_us(view: View, costs: Costs, pairs: Ints) -> Floats:
+class _Attention(NamedTuple):
+    """Of attention instructions, float64 [instructions]: their kernels, starting these, and what accumulators move
+    beyond results; and all tasks alone."""
+
+    kernels: Floats
+    launches: Floats
+    accumulated: Floats
+    tasks_us: float
+
+
+def _attention_us(view: View, costs: Costs, pairs: Ints) -> _Attention:
     """The tasks of an instruction are one call, which takes as long as all of them, and as the longest alone."""
     name, found = TASK_LIST[view.phase], view.operands
-    busy = np.zeros(len(view.instructions))
+    kernels, launches, accumulated = np.zeros((3, len(view.instructions)))
     if not len(pairs):
-        return busy
+        return _Attention(kernels, launches, accumulated, 0.0)
     q, kv = (view.operand(name, column) for column in ("q", "kv"))
     rows, heads = (found.rows[q], found.rows[kv]), (found.heads[q], found.heads[kv])
     of = view.instruction_of(name)
@@ -120,9 +144,10 @@ def _attention_us(view: View, costs: Costs, pairs: Ints) -> Floats:
     together = np.add.reduceat(costs.attention_us(view.phase, *rows, pairs, *heads), first)
     longest = np.maximum.reduceat(costs.chain_us(view.phase, *rows), first)
     at = of[first]
-    launches = KERNELS[view.instructions["op"][at]] * costs.launch_us(view.phase)
-    busy[at] = np.maximum(together, longest) + launches + costs.moved_us(_accumulated(view, of)[at])
-    return busy
+    kernels[at] = np.maximum(together, longest)
+    launches[at] = KERNELS[view.instructions["op"][at]] * costs.launch_us(view.phase)
+    accumulated[at] = costs.moved_us(_accumulated(view, of)[at])
+    return _Attention(kernels, launches, accumulated, float(together.sum()))
 
 
 def _accumulated(view: View, of: Ints) -> Ints:

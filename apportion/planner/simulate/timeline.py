@@ -11,8 +11,10 @@ import numpy as np
 
 from apportion.ir.codec import Plan
 from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
+from apportion.planner.simulate.durations import Costs, Work
 from apportion.planner.simulate.engine import Times, idle_until
 from apportion.planner.simulate.launches import CAST, PACK, UNPACK
+from apportion.planner.simulate.losses import Losses, find_losses, whole_us
 from apportion.planner.simulate.path import Step, walk_back
 from apportion.planner.simulate.program import (
     LAUNCH,
@@ -55,11 +57,11 @@ class Run:
     """One attention call of one kind and phase on all ranks, which start together at 0. Times in microseconds.
 
     makespan_us: when the last rank is finished. ideal_us: the same pairs without overhead and communication, balanced
-    by speed. compute_us, exposed_us, finish_us: float64 [ranks], busy and idle time of the compute stream (idle is
-    waiting for rounds), and its end. sent_bytes, received_bytes: int64 [ranks]. launches, messages, rounds: int64
-    [ranks], the kernels that the executor starts, the messages that it posts (sent and received) and in how many
-    rounds. peak_rows: int64 [ranks, tensors], work rows by `Tensor`: the arenas, which the planner made as large as
-    what lives at once.
+    by speed. work: of all ranks, at speed 1. compute_us, exposed_us, finish_us: float64 [ranks], busy and idle time of
+    the compute stream (idle is waiting for rounds), and its end. sent_bytes, received_bytes: int64 [ranks]. launches,
+    messages, rounds: int64 [ranks], the kernels that the executor starts, the messages that it posts, sent and
+    received, and in how many rounds. peak_rows: int64 [ranks, tensors], work rows by `Tensor`: the arenas, which the
+    planner made as large as what lives at once.
     op: int8 [instructions], script, traffic, times: the program as it ran.
     """
 
@@ -67,6 +69,7 @@ class Run:
     phase: str
     makespan_us: float
     ideal_us: float
+    work: Work
     compute_us: Floats
     exposed_us: Floats
     finish_us: Floats
@@ -130,10 +133,12 @@ class Run:
 class Simulation:
     """One call of every attention kind, forward and backward, on the plan's cluster.
 
-    runs: (kind, phase) -> Run, in the order in which they follow each other: kind after kind, forward then backward.
+    costs: what it was priced with; hardware: its name. runs: (kind, phase) -> Run, in the order in which they follow
+    each other: kind after kind, forward then backward.
     """
 
     plan: Plan
+    costs: Costs
     hardware: str
     runs: Mapping[tuple[str, str], Run]
 
@@ -167,6 +172,52 @@ class Simulation:
         1.0 where there is nothing to do."""
         simulated = sum(run.makespan_us for run in self.runs.values())
         return sum(run.ideal_us for run in self.runs.values()) / simulated if simulated else 1.0
+
+    @cached_property
+    def losses(self) -> Mapping[tuple[str, str], Losses]:
+        """(kind, phase) -> where the time of the run goes."""
+        request = self.plan.request
+        speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
+        return {
+            key: find_losses(
+                run.makespan_us,
+                run.ideal_us,
+                whole_us(request.batch, request.model, *key, self.costs),
+                run.work,
+                run.compute_us,
+                speeds,
+            )
+            for key, run in self.runs.items()
+        }
+
+    @property
+    def lost(self) -> Losses:
+        """All runs together."""
+        return Losses(*(float(sum(parts)) for parts in zip(*self.losses.values(), strict=True)))
+
+    @property
+    def lost_ms(self) -> dict[str, float]:
+        """The same by name, in milliseconds."""
+        return {name: us / 1e3 for name, us in self.lost._asdict().items()}
+
+    @property
+    def attainable(self) -> float:
+        """The efficiency of what is attainable (see `losses`); 1.0 where there is nothing to do."""
+        lost = self.lost
+        return lost.ideal / lost.attainable if lost.attainable else 1.0
+
+    @property
+    def of_attainable(self) -> float:
+        """Efficiency as a share of what is attainable; 1.0 where there is nothing to do."""
+        lost = self.lost
+        return lost.attainable / sum(lost) if sum(lost) else 1.0
+
+    @property
+    def time_imbalance(self) -> float:
+        """Work of the busiest rank over what it would be divided by speed, less 1, over all runs; 0.0 without work."""
+        lost = self.lost
+        even = sum(lost) - lost.stalls - lost.imbalance
+        return lost.imbalance / even if even else 0.0
 
     @property
     def peak_rows(self) -> dict[str, int]:
@@ -217,10 +268,16 @@ class Simulation:
             "backward_ms": _rounded(self.backward_ms),
             "exposed_ms": _rounded(self.exposed_ms),
             "efficiency": self.efficiency,
+            "attainable": self.attainable,
+            "of_attainable": self.of_attainable,
+            "imbalance": {"time": self.time_imbalance},
+            "lost_ms": self.lost_ms,
             "bytes": self.bytes,
             "busiest": self.busiest,
             "peak_rows": self.peak_rows,
-            "runs": [run.to_data(spans) for run in self.runs.values()],
+            "runs": [
+                run.to_data(spans) | {"lost_us": self.losses[key]._asdict()} for key, run in self.runs.items()
+            ],
         }
 
 

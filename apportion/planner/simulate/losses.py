@@ -1,0 +1,96 @@
+"""Where the time of a run goes, and how short it could be.
+
+    makespan   ideal │ inherent │ cutting │ launches │ row work │ imbalance │ stalls
+               └─ attainable ───┘
+               └─ mean work of the ranks, by speed ─────────────┘
+               └─ work of the busiest rank ──────────────────────────────────┘
+
+*Attainable* is all bands of the batch, each computed whole with all heads by one task, divided evenly in time by the
+ranks' speeds: no cut, no launch, no communication. No plan is faster whose tasks cost at least what they are cut from.
+Cost models need not be so, therefore a plan whose tasks cost less in sum is held to that sum, which no plan with these
+tasks beats.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from apportion.ir.bands import area
+from apportion.ir.batch import Batch
+from apportion.ir.model import Model
+from apportion.planner.simulate.durations import Costs, Work
+from apportion.planner.simulate.program import Floats, Ints
+
+
+class Losses(NamedTuple):
+    """Microseconds; their sum is the makespan.
+
+    ideal: all pairs at saturated throughput. inherent: what whole bands cost beyond, being short or sparse. cutting:
+    what tasks cost beyond whole bands, kernels included that are too short to fill a device. launches: of kernels.
+    rows: copies, sums, packing, casts, accumulators wider than results, and projections. All of these as if divided
+    evenly by speed. imbalance: the busiest rank's work beyond that. stalls: the rest, in which all ranks wait.
+    """
+
+    ideal: float
+    inherent: float
+    cutting: float
+    launches: float
+    rows: float
+    imbalance: float
+    stalls: float
+
+    @property
+    def attainable(self) -> float:
+        return self.ideal + self.inherent
+
+
+def whole_us(batch: Batch, model: Model, kind: str, phase: str, costs: Costs) -> float:
+    """All bands of a kind, each as one task with all heads, at speed 1. Full bands of neighbouring rows that see the
+    same keys (answers to one question) are one."""
+    bands = _joined(batch.bands(kind))
+    rows, keys = bands[:, 1] - bands[:, 0], bands[:, 3] - bands[:, 2]
+    heads, kv_heads = (np.full(len(bands), count) for count in (model.q_heads, model.kv_heads))
+    return float(costs.attention_us(phase, rows, keys, area(bands), heads, kv_heads).sum())
+
+
+def _joined(bands: Ints) -> Ints:
+    """int64 [n, 6]: full bands one below the other as one; the others as they are."""
+    q0, q1, k0, k1, dmin, dmax = bands.T
+    full = (dmin <= q0 - k1 + 1) & (dmax >= q1 - 1 - k0)
+    order = np.lexsort((q0, k1, k0, full))
+    sorted_ = bands[order]
+    joins = np.zeros(len(bands), bool)
+    joins[1:] = (
+        full[order][1:]
+        & full[order][:-1]
+        & (sorted_[1:, 2:4] == sorted_[:-1, 2:4]).all(axis=1)
+        & (sorted_[1:, 0] == sorted_[:-1, 1])
+    )
+    first = np.flatnonzero(~joins)
+    last = np.append(first[1:], len(bands)) - 1
+    merged = sorted_[first]
+    merged[:, 1] = sorted_[last, 1]
+    many = last > first
+    merged[many, 4] = merged[many, 0] - merged[many, 3] + 1
+    merged[many, 5] = merged[many, 1] - 1 - merged[many, 2]
+    return merged
+
+
+def find_losses(
+    makespan_us: float, ideal_us: float, whole: float, work: Work, busy_us: Floats, speeds: Floats
+) -> Losses:
+    """Of one run. whole: `whole_us`; busy_us: float64 [ranks], what the compute streams do; speeds: of the ranks."""
+    speed = float(speeds.sum())
+    attainable = max(min(whole, work.tasks) / speed, ideal_us)
+    even, busiest = float((busy_us * speeds).sum()) / speed, float(busy_us.max(initial=0.0))
+    return Losses(
+        ideal_us,
+        attainable - ideal_us,
+        work.kernels / speed - attainable,
+        work.launches / speed,
+        even - (work.kernels + work.launches) / speed,
+        busiest - even,
+        makespan_us - busiest,
+    )
