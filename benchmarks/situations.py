@@ -1,0 +1,309 @@
+"""`auto` beside every single recipe and beside what is attainable, in situations of all kinds.
+
+Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,...] [--seconds 60] [--json]. Hardware
+is the built-in h100; forward and backward, all layers. The README's model, 64 ranks of 8 a node, 32K tokens a rank,
+unless the name says otherwise. Plans of `auto` are verified. A single recipe counts where it keeps the token cap; one
+that takes longer than `--seconds` to plan and simulate is left out, and said. Rows are kept in
+benchmarks/results/situations.json, where `--only` replaces some, and the table is in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from apportion.bench import Source, warm_up
+from apportion.cli.house import versions
+from apportion.ir import masks
+from apportion.ir.batch import Batch, Sequence
+from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
+from apportion.ir.errors import ApportionError
+from apportion.ir.hardware import Hardware
+from apportion.ir.masks import Mask
+from apportion.ir.model import Model
+from apportion.ir.verify import verify
+from apportion.ir.workload import lognormal_lengths, read_workload, sample
+from apportion.planner import api
+from apportion.planner.recipes import entries, find_recipe
+from apportion.planner.simulate import Simulation, simulate
+from benchmarks.targets import line, write_tables
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/situations.json"
+HARDWARE = Hardware.load("h100")
+RANKS, TOKENS = 64, 32768
+MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, layers=32)
+#: recipes that cannot be held against others: hidden states instead of q, k and v
+PROJECTING = ("upipe", "upipe_ring")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """name: what is unusual. batch: draws the batch of a seed."""
+
+    name: str
+    batch: Callable[[int], Batch]
+    cluster: Cluster
+    model: Model = MODEL
+
+
+def cluster(ranks: int = RANKS, node: int = 8, **more: Any) -> Cluster:
+    return Cluster(nodes=ranks // node, ranks_per_node=node, **({"nics_per_node": node} | more))
+
+
+def documents(
+    ranks: int = RANKS,
+    tokens: int = TOKENS,
+    mask: Mask | Mapping[str, Mask] | None = None,
+    **shape: Any,
+) -> Callable[[int], Batch]:
+    """Log-normal documents."""
+    given = masks.causal() if mask is None else mask
+    return lambda seed: Batch.from_lengths(lognormal_lengths(seed, ranks * tokens, **shape), mask=given)
+
+
+def fixed(*lengths: int) -> Callable[[int], Batch]:
+    return lambda seed: Batch.from_lengths(list(lengths))
+
+
+def read(name: str, ranks: int = RANKS) -> Callable[[int], Batch]:
+    """Samples of a file in examples/."""
+    path = ROOT / "examples" / name
+    if name.startswith("rollouts/"):
+        return lambda seed: sample(read_workload(path), ranks * TOKENS, ranks * TOKENS, seed)[0]
+    return lambda seed: Source(read_workload(path)).batch(ranks * TOKENS, seed)[0]
+
+
+def chats(prompt: int, answers: int, mean: int) -> Callable[[int], Batch]:
+    """Groups of answers to one question, lengths log-normal around `mean`: as sixteen models answer a chat."""
+
+    def draw(seed: int) -> Batch:
+        lengths = lognormal_lengths(seed, RANKS * TOKENS, median=mean, sigma=0.7)
+        sizes = [lengths[at : at + answers] for at in range(0, len(lengths) - answers, answers)]
+        masks_ = [masks.shared_question(prompt, [int(size) for size in group]) for group in sizes]
+        sequences = [
+            Sequence(prompt + int(sum(group)), mask) for group, mask in zip(sizes, masks_, strict=True)
+        ]
+        return Batch.from_sequences(sequences)
+
+    return draw
+
+
+def mla(heads: int = 128) -> Model:
+    return Model(q_heads=heads, kv_heads=heads, head_dim=192, v_head_dim=128)
+
+
+def situations() -> Iterator[Situation]:
+    whole, window = cluster(), masks.sliding_window
+    half, slow = (0.6,) * 32, tuple(0.8 if rank == 5 else 1.0 for rank in range(RANKS))
+    yield Situation("log-normal", documents(), whole)
+    yield Situation("source files", read("code_lengths.json"), whole)
+    yield Situation("documents", read("doc_lengths.json"), whole)
+    yield Situation("one of 2M", fixed(RANKS * TOKENS), whole)
+    yield Situation("one of 1M, 8 ranks", fixed(1 << 20), cluster(8))
+    yield Situation("two of 1M", fixed(1 << 20, 1 << 20), whole)
+    yield Situation("seven of 292K", fixed(*[292_000] * 7), whole)
+    yield Situation("median 300", documents(median=300, sigma=1.0), whole)
+    yield Situation("8K tokens a rank", documents(tokens=8192), whole)
+    yield Situation("4K tokens a rank", documents(tokens=4096), whole)
+    yield Situation("window 4K", documents(mask=window(4096)), whole)
+    yield Situation("window 1K", documents(mask=window(1024)), whole)
+    yield Situation("sink 64, window 4K", documents(mask=masks.sink_window(64, 4096)), whole)
+    yield Situation("causal blockwise", documents(mask=masks.causal_blockwise(256, 2, 1)), cluster(32))
+    yield Situation("chunked 8K", documents(mask=masks.chunked(8192)), whole)
+    yield Situation("full", documents(mask=masks.full()), whole)
+    yield Situation("GRPO, R1", read("rollouts/grpo_r1_g8.json"), whole)
+    yield Situation("GRPO, math", read("rollouts/rollout_math_g8.json"), whole)
+    yield Situation("GRPO, gsm8k", read("rollouts/rollout_gsm8k_g4.json"), whole)
+    yield Situation("chat, 16 answers", chats(30, 16, 250), whole)
+    gemma = documents(mask={"global": masks.causal(), "local": window(1024)})
+    layers = {"global": 8, "local": 40}
+    yield Situation("8 global, 40 local", gemma, whole, Model(32, 16, 128, layers=layers))
+    oss = documents(mask={"global": masks.causal(), "local": window(128)})
+    layers = {"global": 18, "local": 18}
+    yield Situation("18 global, 18 local", oss, whole, Model(64, 8, 64, layers=layers))
+    yield Situation("a rank at 0.8", documents(), cluster(speeds=slow))
+    yield Situation("half at 0.6", documents(), cluster(speeds=(1.0,) * 32 + half))
+    yield Situation("4 KV heads", documents(), whole, Model(32, 4, 128))
+    yield Situation("1 KV head", documents(), whole, Model(32, 1, 128))
+    yield Situation("32 KV heads", documents(), whole, Model(32, 32, 128))
+    yield Situation("MLA", documents(), whole, mla())
+    yield Situation("MLA, 4K tokens a rank", documents(tokens=4096), whole, mla())
+    yield Situation("16 ranks a node", documents(), cluster(node=16))
+    yield Situation("72 ranks in a node", documents(72), cluster(72, 72, intra_gbs=900.0))
+    yield Situation("4 ranks a node", documents(), cluster(node=4))
+    yield Situation("TP 4, 2 ranks a node", documents(), cluster(node=2), Model(8, 2, 128))
+    yield Situation("24 ranks", documents(24), cluster(24))
+    yield Situation("60 ranks, 6 a node", documents(60), cluster(60, 6))
+    yield Situation("16 ranks", documents(16), cluster(16))
+    yield Situation("8 ranks", documents(8), cluster(8))
+    yield Situation("A100s, causal blockwise", documents(32, mask=masks.causal_blockwise(256, 2, 1)), a100s())
+
+
+def a100s() -> Cluster:
+    return cluster(32, intra_gbs=300.0, nics_per_node=4, inter_gbs=25.0)
+
+
+# --- one situation
+
+
+class TooLong(Exception):
+    """A recipe took longer than was allowed."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises TooLong after so many seconds."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def figures(plan: Plan, found: Simulation) -> dict[str, float]:
+    """Over all layers: efficiency, what is attainable, and the share."""
+    layers = plan.request.model.layers_of
+    sums = [
+        (layers(kind) * lost.ideal, layers(kind) * lost.attainable, layers(kind) * sum(lost))
+        for (kind, _), lost in found.losses.items()
+    ]
+    ideal, attainable, time_ = (sum(column) for column in zip(*sums, strict=True))
+    return {"efficiency": ideal / time_, "attainable": ideal / attainable, "share": attainable / time_}
+
+
+def attempt(situation: Situation, batch: Batch, recipe: str, seconds: float) -> dict[str, Any]:
+    """Figures of one recipe, or why there are none."""
+    begin = time.perf_counter()
+    try:
+        with limited(seconds):
+            plan = api.plan(
+                batch, situation.cluster, situation.model, recipe=recipe, verify=False, hardware=HARDWARE
+            )
+            took = time.perf_counter() - begin
+            found = simulate(plan, HARDWARE)
+        made = figures(plan, found) | {
+            "tokens": plan.report["imbalance"]["tokens"],
+            "planning_ms": round(1e3 * took, 1),
+        }
+    except ApportionError as error:
+        return {"reason": str(error)[:200]}
+    except TooLong:
+        return {"reason": f"more than {seconds:g} s"}
+    except MemoryError:
+        return {"reason": "out of memory"}
+    if recipe == "auto":
+        verify(plan)
+        search = plan.report["search"]
+        made |= {"recipe": search["recipe"], "steps": search["steps"]}
+        made |= {"largest_part": plan.report["plan_bytes"]["largest_rank"], "lost_ms": found.lost_ms}
+    return made
+
+
+def row(situation: Situation, singles: list[str], seconds: float, seed: int = 0) -> dict[str, Any]:
+    batch = situation.batch(seed)
+    auto = attempt(situation, batch, "auto", max(seconds, 600.0))
+    single = {name: attempt(situation, batch, name, seconds) for name in singles}
+    kept = {
+        name: one["efficiency"]
+        for name, one in single.items()
+        if "reason" not in one and one["tokens"] <= 0.0201
+    }
+    best = max(kept, key=lambda name: kept[name]) if kept else None
+    return {"situation": situation.name, "seed": seed, "auto": auto, "single": single, "best": best}
+
+
+# --- the table
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line a situation; bold where `auto` is below 0.99 of the best single recipe, or below 0.85 of attainable."""
+    heads = (
+        "situation",
+        "attainable",
+        "`auto`",
+        "share",
+        "its recipe",
+        "best single",
+        "ratio",
+        "planning ms",
+    )
+    lines = [line(heads), line(["---", *["--:"] * 3, "---", "---", "--:", "--:"])]
+    for one in rows:
+        auto, best = one["auto"], one["best"]
+        if "reason" in auto:
+            lines.append(line([one["situation"], "-", "-", "-", auto["reason"][:60], best or "-", "-", "-"]))
+            continue
+        single = one["single"][best]["efficiency"] if best else None
+        ratio = auto["efficiency"] / single if single else None
+        lines.append(
+            line(
+                [
+                    one["situation"],
+                    f"{auto['attainable']:.3f}",
+                    f"{auto['efficiency']:.3f}",
+                    _marked(auto["share"], 0.85),
+                    auto["recipe"]["name"],
+                    "-" if best is None else f"`{best}` {single:.3f}",
+                    "-" if ratio is None else _marked(ratio, 0.99),
+                    f"{auto['planning_ms']:.0f}",
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _marked(value: float, least: float) -> str:
+    return f"{value:.3f}" if value >= least else f"**{value:.3f}**"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="parts of names, separated by commas")
+    parser.add_argument("--singles", default="all", help="recipes to hold it against: all, none, or names")
+    parser.add_argument("--seconds", type=float, default=60.0, help="most for a single recipe")
+    parser.add_argument("--json", action="store_true", help="print all rows")
+    told = parser.parse_args()
+    every = [name for name in entries() if name != "auto" and name not in PROJECTING]
+    singles = every if told.singles == "all" else [] if told.singles == "none" else told.singles.split(",")
+    held = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    rows = {one["situation"]: one for one in held}
+    names = [text for text in told.only.split(",") if text]
+    warm_up(find_recipe("auto"))
+    every_situation = list(situations())
+    for situation in every_situation:
+        if names and not any(text in situation.name for text in names):
+            continue
+        made = row(situation, singles, told.seconds)
+        known = rows.get(situation.name)
+        if known and not singles:  # what was measured of single recipes is kept
+            made |= {"single": known["single"], "best": known["best"]}
+        rows[situation.name] = made
+        print(table([made]).splitlines()[-1], file=sys.stderr, flush=True)
+        order = [rows[each.name] for each in every_situation if each.name in rows]
+        RESULTS.write_text(json.dumps({"versions": versions(), "rows": order}, indent=1) + "\n")
+    order = [rows[each.name] for each in every_situation if each.name in rows]
+    if told.json:
+        print(json.dumps(order, indent=1))
+    else:
+        write_tables({"situations": table(order)})
+
+
+if __name__ == "__main__":
+    main()
