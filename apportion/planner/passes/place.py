@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.planner.passes.shard import row_areas, row_weights
+from apportion.planner.passes.shard import row_areas, row_times, row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.lpt import makespan_bound
@@ -28,16 +28,23 @@ class Lpt(PlacePass):
     """LPT over pieces under the token cap (FCP, section 4.1), or another solver of kind partition. A piece that fits
     nowhere whole is cut to fill the room that is left, lightest ranks first; such pieces are the lightest, so little
     work moves. Of an exact solver, whose answer cuts nothing, LPT's placement is taken where that is lighter. Several
-    attention kinds are weighed so that their busiest ranks, which need not be the same, have little in sum."""
+    attention kinds are weighed so that their busiest ranks, which need not be the same, have little in sum. weigh:
+    balance pairs, or the time that tasks take on the request's hardware, in which many short ones are dearer."""
 
     solver: PartitionSolver = PartitionSolver("lpt")
+    weigh: Literal["pairs", "time"] = "pairs"
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
-        found = lightest(problem, lambda factor: _place(problem, shards, factor, self.solver))
+        if self.weigh == "time":
+            return _place(problem, shards, row_times(problem, shards.starts), self.solver)
+        found = lightest(
+            problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), self.solver)
+        )
         if self.solver.entry.heuristic:
             return found
         # an exact solver leaves pieces whole, where LPT may leave some to be cut
-        usual = lightest(problem, lambda factor: _place(problem, shards, factor, PartitionSolver("lpt")))
+        lpt = PartitionSolver("lpt")
+        usual = lightest(problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), lpt))
         return min([found, usual], key=lambda placement: busiest(problem, placement))
 
 
@@ -61,14 +68,13 @@ def busiest(problem: Problem, placement: Placement) -> float:
     return cost
 
 
-def _place(problem: Problem, shards: Shards, factor: Mapping[str, int], solver: PartitionSolver) -> Placement:
-    """Where pairs of each kind count so many times."""
+def _place(problem: Problem, shards: Shards, felt: Ints, solver: PartitionSolver) -> Placement:
+    """felt: int64 [blocks], what is balanced."""
     weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
-    felt = weights
-    if factor != problem.layers:
-        felt = shards.per_piece(_rows(problem, shards.starts, factor))
     allowed = _allowed(problem, shards)
-    case = PartitionProblem(felt, sizes, problem.ranks, problem.token_cap, problem.speeds, allowed)
+    case = PartitionProblem(
+        shards.per_piece(felt), sizes, problem.ranks, problem.token_cap, problem.speeds, allowed
+    )
     result = solver(case)
     end = None if solver.entry.heuristic else result.termination
     home = result.bin[shards.piece]
@@ -83,9 +89,11 @@ def _place(problem: Problem, shards: Shards, factor: Mapping[str, int], solver: 
     return Placement(starts, home, weight, makespan_bound(items, problem.speeds), termination=end)
 
 
-def _rows(problem: Problem, starts: Ints, factor: Mapping[str, int]) -> Ints:
+def _rows(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Ints:
     """int64 [blocks]: pairs of each block's queries, those of each kind so many times."""
-    parts = [factor[kind] * row_areas(bands, starts) for kind, bands in problem.bands.items()]
+    if factor == problem.layers:
+        return shards.weight
+    parts = [factor[kind] * row_areas(bands, shards.starts) for kind, bands in problem.bands.items()]
     rows: Ints = np.sum(parts, axis=0, dtype=np.int64)
     return rows
 

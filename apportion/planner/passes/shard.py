@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from apportion.ir import bands as band_algebra
 from apportion.ir.batch import Batch
+from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums
@@ -144,6 +145,36 @@ def row_weights(problem: Problem, starts: Ints) -> Ints:
 
 def row_areas(bands: Ints, starts: Ints) -> Ints:
     """int64 [blocks]: pairs of `bands` whose query lies in each block."""
+    block, part = _rows_of_blocks(bands, starts)
+    return exact_sums(block, band_algebra.area(part), len(starts) - 1)
+
+
+def row_times(problem: Problem, starts: Ints) -> Ints:
+    """int64 [blocks]: nanoseconds at speed 1 of what the queries of each block see, each band as one task with all
+    heads, and of work on home rows; both phases, summed over kinds times layers."""
+    model, cost, lengths = problem.model, problem.cost, np.diff(starts)
+    sums = tuple(
+        model.row_bytes(tensor) for tensor in Tensor if tensor.contents.partial and tensor.contents.side
+    )
+    layers = sum(problem.layers.values())
+    time = layers * cost.moved_us(
+        2 * sum(sums) * lengths
+    )  # results: written wide, then read and written narrow
+    for kind, bands in problem.bands.items():
+        block, part = _rows_of_blocks(bands, starts)
+        q0, q1, k0, k1, dmin, dmax = part.T
+        keys = np.minimum(k1, q1 - dmin) - np.maximum(k0, q0 - dmax)
+        pairs = band_algebra.area(part)
+        some = np.flatnonzero(pairs)
+        sizes = (q1 - q0)[some], keys[some], pairs[some]
+        for phase in PHASES:
+            spent = cost.attention_us(phase, *sizes, model.q_heads, model.kv_heads)
+            time = time + problem.layers[kind] * np.bincount(block[some], spent, len(lengths))
+    return np.rint(1e3 * time).astype(np.int64)
+
+
+def _rows_of_blocks(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
+    """(block, band): every band, int64 [n, 6], cut by query block."""
     first = np.searchsorted(starts, bands[:, 0], "right") - 1
     last = np.searchsorted(starts, bands[:, 1], "left")
     counts = np.maximum(last - first, 0)
@@ -152,7 +183,7 @@ def row_areas(bands: Ints, starts: Ints) -> Ints:
     part = bands[band]
     part[:, 0] = np.maximum(part[:, 0], starts[block])
     part[:, 1] = np.minimum(part[:, 1], starts[block + 1])
-    return exact_sums(block, band_algebra.area(part), len(starts) - 1)
+    return block, part
 
 
 def _pairs(owner: Ints, weight: Ints, lengths: Ints) -> Ints:

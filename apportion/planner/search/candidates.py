@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
+import numpy as np
+
+from apportion.ir.bands import area
 from apportion.ir.policy import Recipe
 from apportion.planner.problem import Problem
 
@@ -15,10 +18,14 @@ from apportion.planner.problem import Problem
 # rounds leave the first one exposed, many make every rank wait for the slowest; buffers for all of them keep ranks
 # apart.
 ROUNDS, BUFFERS = 6, 16
+# Where queries see fewer keys than these shares of a rank's tokens: in few steps tiles of short documents are cheap to
+# send twice, so that either route may be better; below the second (windows, chunks, answers to one question) they have
+# few readers, and neither relays nor split heads save bytes; below the third clusters of cells fit on a rank.
+SHORT, SPARSE, SCATTERED = 0.6, 0.2, 0.1
 # Of tiles that are relayed: they pass through two rounds, so that more of these are on their way.
 RELAYED_ROUNDS = 12
 # What is tried around the best: about so many rounds, and so many buffers.
-MORE_ROUNDS, MORE_BUFFERS = (12, 3, 8, 20, 2), (4,)
+MORE_ROUNDS, MORE_BUFFERS = (12, 3, 8, 20, 2, 1), (4,)
 # Which part of a share of a long document comes from its head.
 HEADS = (0.4, 0.5, 0.33)
 # In what order tiles of several lengths travel, and when tasks run that need none (`even` cuts them into strips).
@@ -67,15 +74,23 @@ def _text(recipe: Recipe, names: Sequence[str]) -> str:
 
 
 def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candidate]]:
-    """The recipes that a search starts from, those that are cheap to plan and did best, and others.
+    """The recipes that a search starts from, those that are cheap to plan and did best where queries see as many keys,
+    and others.
 
     inner: "auto", or "none" for recipes that do not split heads.
     """
     degrees = _degrees(problem) if inner == "auto" else []
-    several = problem.cluster.nodes > 1
-    route = "node" if several else "star"
+    reach = key_reach(problem)
+    route = "node" if problem.cluster.nodes > 1 else "star"
+    others = [_mixed("blend", "star", degree) for degree in degrees]
+    others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
+    if reach < SPARSE:  # few tiles come, and all of them at once
+        first = [replace(_mixed("blend", "star", 1), rounds=1), replace(_whole(), rounds=1)]
+        return [*first, *([_clustered()] if reach < SCATTERED else [])], others
+    if reach < SHORT:
+        return [_mixed("blend", "star", 1), _whole(), _mixed("blend", route, 1)], others
     first = [_mixed("blend", "star", degree) for degree in degrees[:2]]
-    first.insert(len(first) if several else 0, _mixed("blend", route, 1))
+    first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
     first += [_blocks("auto", 1)]
     others = [_staged(degree) for degree in degrees[:1]]
     others += [_mixed("blend", route, degree) for degree in degrees[2:]]
@@ -84,6 +99,17 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     others += [_mixed("contiguous", "star", 1)]
     others += [_blocks("auto", degree) for degree in degrees[:1]]
     return first, others
+
+
+def key_reach(problem: Problem) -> float:
+    """Keys that queries see over the tokens of a rank, each query as often as it has pairs, of the kind where that is
+    most: how far keys have to travel."""
+    tokens, most = problem.batch.tokens / problem.ranks, 0.0
+    for bands in problem.bands.values():
+        pairs = area(bands).astype(np.float64)
+        keys = pairs / (bands[:, 1] - bands[:, 0])
+        most = max(most, float((pairs * keys).sum() / max(pairs.sum(), 1.0)))
+    return most / tokens
 
 
 def last_resort() -> Candidate:
@@ -102,6 +128,19 @@ def _degrees(problem: Problem) -> list[int]:
 def _mixed(place: str, route: str, degree: int) -> Candidate:
     rounds = ROUNDS if route == "star" else RELAYED_ROUNDS
     return Candidate(_recipe(f"{place}-u{degree}", degree, place, "matchings", route=route), rounds)
+
+
+def _whole() -> Candidate:
+    """Whole sequences, even in time; what fits nowhere is cut."""
+    recipe = _recipe("whole", 1, "lpt", "matchings")
+    return Candidate(recipe, ROUNDS).with_step("place", {"lpt": {"weigh": "time"}}, "whole", ROUNDS)
+
+
+def _clustered() -> Candidate:
+    """Cells that share rows, on one rank (DCP)."""
+    from apportion.planner.recipes import find_recipe
+
+    return Candidate(find_recipe("dcp"))
 
 
 def _staged(degree: int) -> Candidate:
@@ -138,6 +177,7 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> Iterator[Candid
     scheduled = best.rounds is not None
     if scheduled:
         yield from (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[:2])
+    yield from _weighed(best)
     yield from _overlapped(best)
     yield from _headed(best)
     if scheduled:
@@ -178,6 +218,15 @@ def _split(best: Candidate, problem: Problem) -> Iterator[Candidate]:
         if degree != held:
             value = None if degree == 1 else {"ulysses": {"degree": degree, "overlap": True}}
             yield best.with_step("inner", value, f"{base}-u{degree}", best.rounds)
+
+
+def _weighed(best: Candidate) -> Iterator[Candidate]:
+    """With time made even instead of pairs, or the other way round, where placement can do either."""
+    place = best.recipe.step("place")
+    if place is not None and place.name in ("blend", "lpt"):
+        for weigh in ("time", "pairs"):
+            value = {place.name: {**place.params, "weigh": weigh}}
+            yield best.with_step("place", value, best.recipe.name, best.rounds)
 
 
 def _headed(best: Candidate) -> Iterator[Candidate]:

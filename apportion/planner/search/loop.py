@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError, VerifyError
+from apportion.ir.hashing import digest
+from apportion.ir.isa import PHASES
 from apportion.ir.policy import Recipe
 from apportion.planner import pipeline
 from apportion.planner.options import Count, Positive
@@ -20,6 +22,7 @@ from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe, is_deterministic, passes_of
 from apportion.planner.search.candidates import Candidate, last_resort, neighbours, portfolio
 from apportion.planner.search.price import Price, least_placed_us, least_scheduled_us, price
+from apportion.planner.simulate.losses import whole_us
 from apportion.planner.solvers.status import Budget, Clock, Limit
 
 # Enough for what is known to matter; 10 to 20 ms each on 64 ranks. On few ranks steps are cheap: twice as many.
@@ -183,9 +186,9 @@ class _Search:
             return Trial(candidate, least), None
         placed = replace(placed, passes=passes_of(candidate.recipe))
         candidate, placed, lowered = _with_rounds(candidate, placed)
-        if repr(placed.passes) in self._planned:
+        if (same := _same(placed)) in self._planned:
             return None, None
-        self._planned.add(repr(placed.passes))
+        self._planned.add(same)
         lowered = lowered or pipeline.schedule(placed, SILENT)
         least = least_scheduled_us(placed, lowered)
         if least >= most:
@@ -239,13 +242,40 @@ class _Search:
             "backward_ms": found.backward_ms,
             "ms": found.layers_us / layers / 1e3,
             "ideal_ms": found.ideal_us / layers / 1e3,
+            "attainable_ms": self._attainable_us() / layers / 1e3,
             "gap": found.layers_us / found.ideal_us - 1 if found.ideal_us else 0.0,
             "stopped": None if self.stopped is None else str(self.stopped),
             "steps": len(self.trials),
             "most_steps": self.steps,
             "deadline_ms": self.settings.deadline_ms,
             "tried": [trial.record(layers) for trial in self.trials],
+            "untried": self._untried(),
         }
+
+    def _attainable_us(self) -> float:
+        """All layers: whole bands, divided evenly by speed (`simulate.losses`)."""
+        problem = self.problem
+        whole = (
+            problem.layers[kind] * whole_us(problem.batch, problem.model, kind, phase, problem.cost)
+            for kind in problem.batch.kinds
+            for phase in PHASES
+        )
+        return sum(whole) / float(problem.speeds.sum())
+
+    def _untried(self) -> list[str]:
+        """Candidates that the search ended before."""
+        first, others = self.settings.start(self.problem)
+        return [one.recipe.name for one in (*first, *others) if one.key not in self._seen]
+
+
+def _same(placed: Placed) -> str:
+    """Equal where plans are: for the same homes, and passes behind placement."""
+    placement, passes = placed.placement, placed.passes
+    if placement.execution is not None:
+        return repr(passes)
+    homes = digest(placement.starts.tobytes() + placement.home.tobytes())
+    behind = passes.inner, passes.route, passes.schedule, passes.reshuffle, passes.remap
+    return f"{homes.hex()} {behind!r}"
 
 
 def _value(trial: Trial) -> float:

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.bands import area
+from apportion.ir.isa import PHASES
 from apportion.planner.options import Natural, Share
 from apportion.planner.passes.blend.profile import profile
 from apportion.planner.passes.blend.repair import repair
@@ -35,6 +37,8 @@ from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
+#: the cheapest pair in units of its time: others are rounded to so fine a part
+FINE = 256
 #: how much more than its share of the work a rank may have before rows are exchanged
 UNEVEN = 0.002
 
@@ -47,18 +51,20 @@ class Blend(PlacePass):
     for rounding, by speed; of several attention kinds the sum over kinds of layers x busiest rank is made small. The
     cuts of the shards are not looked at.
     head: which part, 0 to 1, of each share of a document too heavy for one rank comes from its head, where later rows
-    see more keys. grain: rows of the largest block; 0: blocks are as large as can be. Raises ConfigError,
+    see more keys. grain: rows of the largest block; 0: blocks are as large as can be. weigh: make pairs even, or the
+    time that they take on the request's hardware: those of short and sparse bands are dearer. Raises ConfigError,
     CapacityError.
     """
 
     head: Share = 0.5
     grain: Natural = 0
+    weigh: Literal["pairs", "time"] = "pairs"
     own_cap: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "blend")
         best = lightest(problem, lambda factor: self._weighted(problem, factor))
-        if len(problem.bands) == 1:
+        if len(problem.bands) == 1 and self.weigh == "pairs":
             return best
         weight = row_weights(problem, best.starts)
         return replace(best, weight=weight, bound=float(weight.sum() / problem.speeds.sum()))
@@ -66,7 +72,7 @@ class Blend(PlacePass):
     def _weighted(self, problem: Problem, factor: Mapping[str, int]) -> Placement:
         """Where pairs of each kind count so many times."""
         documents, speeds = problem.batch.starts, problem.speeds
-        rows = profile(problem.bands, factor)
+        rows = profile(problem.bands, factor if self.weigh == "pairs" else pair_times(problem, factor))
         tokens = token_shares(problem.batch.tokens, speeds, problem.policy.token_cap and problem.token_cap)
         pieces, count = walk(documents, rows, tokens, speeds, self.head)
         count = repair(rows.table, pieces, count, rows.below[-1] * (speeds / speeds.sum()), UNEVEN)
@@ -74,6 +80,21 @@ class Blend(PlacePass):
         starts, home = _ground(starts, home, self.grain)
         weight = np.diff(rows.upto(starts))
         return Placement(starts, home, weight, float(weight.sum() / speeds.sum()))
+
+
+def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
+    """kind -> int64 [bands]: what a pair of each band takes where all of the band is one task with all heads, both
+    phases; each kind counts `factor` times. In units that keep all sums exact."""
+    model, cost, times, most = problem.model, problem.cost, {}, 1.0
+    for kind, bands in problem.bands.items():
+        rows, keys, pairs = bands[:, 1] - bands[:, 0], bands[:, 3] - bands[:, 2], np.maximum(area(bands), 1)
+        spent = sum(
+            cost.attention_us(phase, rows, keys, pairs, model.q_heads, model.kv_heads) for phase in PHASES
+        )
+        times[kind] = factor[kind] * spent / pairs
+        most += float((times[kind] * pairs).sum())
+    unit = min(2**61 / most, FINE / min(float(time.min()) for time in times.values()))
+    return {kind: np.maximum(np.rint(unit * time), 1).astype(np.int64) for kind, time in times.items()}
 
 
 def token_shares(tokens: int, speeds: Floats, cap: int | None = None) -> Ints:

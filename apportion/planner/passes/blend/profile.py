@@ -43,9 +43,9 @@ class Profile:
         return pairs
 
 
-def profile(bands: Mapping[str, Ints], factor: Mapping[str, int]) -> Profile:
-    """Of bands int64 [n, 6] of each kind, whose pairs count `factor` times."""
-    events = [_events(held) * np.array([1, factor[kind], factor[kind]]) for kind, held in bands.items()]
+def profile(bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
+    """Of bands int64 [n, 6] of each kind, whose pairs count `factor` times, all alike or each band's, int64 [n]."""
+    events = [_events(held, factor[kind]) for kind, held in bands.items()]
     events.append(np.zeros((1, 3), np.int64))
     flat = np.concatenate(events)
     order = np.argsort(flat[:, 0], kind="stable")
@@ -59,8 +59,9 @@ def profile(bands: Mapping[str, Ints], factor: Mapping[str, int]) -> Profile:
     return Profile(at, value, slope, np.append(0, np.cumsum(pairs)))
 
 
-def _events(bands: Ints) -> Ints:
-    """int64 [events, 3]: the row from which on rows have slope * q + constant pairs more, slope, and constant.
+def _events(bands: Ints, factor: int | Ints) -> Ints:
+    """int64 [events, 3]: the row from which on rows have slope * q + constant pairs more, slope, and constant; each
+    pair counts `factor` times.
 
     Row q of a band sees the keys from max(k0, q - dmax) up to min(k1, q - dmin + 1).
     """
@@ -71,7 +72,9 @@ def _events(bands: Ints) -> Ints:
     bent = np.stack([bend, -one, k1 + dmin - 1])
     dropped = np.stack([drop, -one, k0 + dmax])
     end = np.stack([q1, *-(begin + bent + dropped)[1:]])  # takes back what the others added
-    return np.ascontiguousarray(np.stack([begin, bent, dropped, end]).transpose(2, 0, 1)).reshape(-1, 3)
+    events = np.stack([begin, bent, dropped, end])
+    events[:, 1:] *= factor
+    return np.ascontiguousarray(events.transpose(2, 0, 1)).reshape(-1, 3)
 
 
 @lean

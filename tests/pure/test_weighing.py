@@ -1,0 +1,103 @@
+"""Placement by predicted time, and what a search starts from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from apportion.ir import masks
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.masks import Mask
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy
+from apportion.ir.workload import lognormal_lengths
+from apportion.planner import api
+from apportion.planner.passes.blend.placement import pair_times
+from apportion.planner.passes.shard import row_times, row_weights
+from apportion.planner.problem import Problem
+from apportion.planner.recipes import find_recipe
+from apportion.planner.search.candidates import SCATTERED, SHORT, SPARSE, key_reach, portfolio
+from apportion.planner.simulate import simulate
+
+MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, layers=2)
+
+
+def problem_of(batch: Batch, ranks: int = 8, recipe: str = "fcp") -> Problem:
+    return Problem(batch, Cluster(nodes=1, ranks_per_node=ranks), MODEL, Policy(find_recipe(recipe), seed=0))
+
+
+def short_documents(ranks: int = 8, tokens: int = 8192) -> Batch:
+    return Batch.from_lengths(lognormal_lengths(0, ranks * tokens, median=300, sigma=1.0))
+
+
+def test_short_documents_are_dearer_a_pair() -> None:
+    problem = problem_of(Batch.from_lengths([64, 512, 4096]))
+    a_pair = row_times(problem, problem.batch.starts) / row_weights(problem, problem.batch.starts)
+    assert (np.diff(a_pair) < 0).all()
+    (times,) = pair_times(problem, problem.layers).values()
+    assert (np.diff(times) < 0).all()
+    assert times.min() >= 1
+
+
+def test_times_of_blocks_are_at_least_that_of_the_whole() -> None:
+    problem = problem_of(Batch.from_lengths([4096, 1000], mask=masks.sliding_window(500)))
+    whole = row_times(problem, problem.batch.starts)
+    cut = row_times(problem, np.array([0, 1024, 2048, 3072, 4096, 4600, 5096]))
+    assert cut[:4].sum() >= whole[0]
+    assert cut[4:].sum() >= whole[1]
+
+
+@pytest.mark.parametrize("place", [{"lpt": {"weigh": "time"}}, {"blend": {"weigh": "time"}}])
+@pytest.mark.parametrize("mask", [masks.causal(), masks.sliding_window(100), masks.full()])
+def test_time_is_more_even_than_with_pairs(place: dict[str, dict[str, str]], mask: Mask) -> None:
+    batch = Batch.from_lengths(short_documents().lengths, mask=mask)
+    (name,) = place
+    found = {}
+    for weigh in ("pairs", "time"):
+        steps = {"shard": {"sequences": {}}, "place": {name: {"weigh": weigh}}, "schedule": {"matchings": {}}}
+        plan = api.plan(batch, Cluster(1, 8), MODEL, recipe={"name": "mine", "steps": steps})
+        assert plan.report["imbalance"]["tokens"] <= 0.02
+        found[weigh] = simulate(plan).time_imbalance
+    assert found["time"] <= found["pairs"]
+
+
+def test_two_kinds_are_weighed_by_their_layers() -> None:
+    mask = {"global": masks.causal(), "local": masks.sliding_window(64)}
+    model = Model(q_heads=8, kv_heads=8, head_dim=64, layers={"global": 1, "local": 5})
+    batch = Batch.from_lengths([900, 800, 60, 50, 40], mask=mask)
+    steps = {"shard": {"sequences": {}}, "place": {"blend": {"weigh": "time"}}, "schedule": {"matchings": {}}}
+    api.plan(batch, Cluster(1, 2), model, recipe={"name": "mine", "steps": steps})
+
+
+def test_reach_is_that_of_the_farthest_kind() -> None:
+    window = problem_of(Batch.from_lengths([65536], mask=masks.sliding_window(512)))
+    both = problem_of(Batch.from_lengths([65536], mask={"a": masks.causal(), "b": masks.sliding_window(512)}))
+    assert key_reach(window) == pytest.approx(512 / 8192, rel=0.01)
+    assert key_reach(both) == pytest.approx(32768.5 / 8192)
+    assert key_reach(window) < SCATTERED < SPARSE < SHORT < key_reach(both)
+
+
+def test_a_search_starts_from_what_suits_the_mask() -> None:
+    far, near = (
+        [one.recipe.name for one in portfolio(problem_of(batch), "auto")[0]]
+        for batch in (Batch.from_lengths([65536]), short_documents())
+    )
+    assert "blend-u8" in far
+    assert near == ["blend-u1", "whole", "dcp"]
+
+
+def test_what_was_not_tried_is_said() -> None:
+    batch = short_documents(4, 2048)
+    policy = Policy(find_recipe("auto"), budget=2, seed=0)
+    found = api.plan(batch, Cluster(1, 4), MODEL, policy=policy).report["search"]
+    assert found["steps"] == 2
+    assert found["untried"]
+    assert 0 < found["ideal_ms"] < found["attainable_ms"] <= found["ms"]
+
+
+def test_equal_plans_are_tried_once() -> None:
+    """Shares of heads change nothing where no document is cut in two ways."""
+    found = api.plan(Batch.from_lengths([512] * 8), Cluster(1, 8), MODEL, recipe="auto").report["search"]
+    steps = [str(one["recipe"]["steps"]["place"]) for one in found["tried"]]
+    assert sum("head" in place for place in steps) == 0
