@@ -98,6 +98,11 @@ class Model:
         """Bytes of one row of one head of a sum, once it is a result in the model's dtype; without its LSE."""
         return sum(tensor.contents.widths(self.head_dim, self.value_dim, self.hidden)) * self.element_bytes
 
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of a row of one head of what the forward gives: the output in the model's dtype, and its LSE."""
+        return self.result_bytes(Tensor.O) + self.accumulator_bytes
+
     @staticmethod
     def from_data(data: Any) -> Model:
         """The model of plain data: a mapping of the fields above, all optional. Raises ConfigError."""

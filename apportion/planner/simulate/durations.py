@@ -22,7 +22,7 @@ from apportion.ir.bands import area
 from apportion.ir.isa import OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Tensor, Use
 from apportion.ir.jit import jit
 from apportion.ir.messages import Bools
-from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes
+from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes, finished_rows
 from apportion.planner.simulate.program import Floats, Ints, View
 
 #: phase -> what its attention tasks add up: operands of rows of their list
@@ -54,8 +54,6 @@ def product_table(rules: Mapping[int, Rule]) -> Ints:
 
 
 _PASSES, _PRODUCTS = pass_table(RULES), product_table(RULES)
-#: ops that write the output beside the rows that they finish
-_FINISHES = [op for op, rule in RULES.items() if any(a.use is Use.FINISH for a in rule.arguments)]
 
 
 class Costs(Protocol):
@@ -158,27 +156,32 @@ def _accumulated(view: View, of: Ints) -> Ints:
     moved = np.zeros(len(first), np.int64)
     for column, argument in _SUMS[view.phase].items():
         (tensor,) = argument.tensors
-        held = _Held(first, found.bytes, most, model.row_bytes(tensor, 1), model.result_bytes(tensor))
-        _accumulate(moved, of, table.wide(column), (table["first"] & argument.flag) > 0, held)
+        beside = model.accumulator_bytes if tensor == Tensor.O else 0
+        held = _Held(first, found.bytes, most, model.row_bytes(tensor, 1), model.result_bytes(tensor), beside)
+        fresh = (table["first"] & argument.flag) > 0
+        _accumulate(moved, of, table.wide(column), fresh, view.complete[column].tasks, held)
     return moved
 
 
 class _Held(NamedTuple):
     """Accumulators. first: int64 [instructions], where the operands of the rank begin; bytes: int64 [operands]; most:
-    operands of a rank; row_bytes, result_bytes: of a row of one head, as it is and in the model's dtype."""
+    operands of a rank; row_bytes, result_bytes: of a row of one head, as it is and in the model's dtype; beside: what
+    is written wide in any case (LSE)."""
 
     first: Ints
     bytes: Ints
     most: int
     row_bytes: int
     result_bytes: int
+    beside: int
 
 
 @jit
-def _accumulate(moved: Ints, of: Ints, operand: Ints, fresh: Bools, held: _Held) -> None:
-    """Adds to what instructions move. operand: int64 [tasks], a number on its rank; fresh: bool [tasks], whether the
-    task overwrites it: then the instruction does not read it."""
-    seen, new = np.full(held.most, -1), np.full(held.most, -1)
+def _accumulate(moved: Ints, of: Ints, operand: Ints, fresh: Bools, complete: Bools, held: _Held) -> None:
+    """Adds to what instructions move. operand: int64 [tasks], a number on its rank; fresh, complete: bool [tasks],
+    whether the task overwrites it: then the instruction does not read it; and whether it leaves results: then it does
+    not write it."""
+    seen, new, done = np.full(held.most, -1), np.full(held.most, -1), np.full(held.most, -1)
     for task in range(len(of)):
         at, number = of[task], operand[task]
         size = held.bytes[held.first[at] + number]
@@ -188,6 +191,9 @@ def _accumulate(moved: Ints, of: Ints, operand: Ints, fresh: Bools, held: _Held)
         if fresh[task] and new[number] != at:
             moved[at] -= size
             new[number] = at
+        if complete[task] and done[number] != at:
+            moved[at] -= size - size // held.row_bytes * (held.result_bytes + held.beside)
+            done[number] = at
 
 
 def _rows_us(view: View, costs: Costs, posted: Posted) -> Floats:
@@ -206,8 +212,11 @@ def _row_bytes(view: View) -> Ints:
     op, count = (view.instructions.wide(name) for name in ("op", "count"))
     a, b, c, d, first = (table.wide(name) for name in ("a", "b", "c", "d", "first"))
     moved = _passed(op, count, found.ptr[view.rank_of], _Rows(a, b, c, d, first), found.bytes, _PASSES)
-    output = model.result_bytes(Tensor.O) + model.accumulator_bytes  # of a head, and its LSE
-    return moved + np.where(np.isin(op, _FINISHES), moved // model.row_bytes(Tensor.O, 1) * output, 0)
+    some, rows = finished_rows(view)
+    at, heads = view.instruction_of("rowops")[some], found.heads[view.operand("rowops", "c")[some]]
+    moved[at] = 0
+    np.add.at(moved, at, rows * heads * (model.row_bytes(Tensor.O, 1) + model.output_bytes))
+    return moved
 
 
 class _Rows(NamedTuple):

@@ -9,6 +9,7 @@ in; each carries one transfer at a time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
+from apportion.ir.fusion import Complete, find_complete
 from apportion.ir.isa import Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.plan import ProgramSet
@@ -191,7 +193,14 @@ class View(ProgramView):
         head = self.plan.header
         heads = head_table(head.q_heads, head.kv_heads, head.head_sets)
         per_head = [self.model.row_bytes(Tensor(t), 1) for t in range(max(Tensor) + 1)]
+        if self.phase == "backward":  # what the forward gave
+            per_head[Tensor.O] = self.model.output_bytes
         return heads, heads * np.array(per_head)[:, None]
+
+    @cached_property
+    def complete(self) -> Mapping[str, Complete]:
+        """Column of the tasks' list -> the home rows that its tasks leave as results."""
+        return find_complete(self.source, self.phase)
 
     def operand(self, name: str, column: str) -> Ints:
         """int64 [rows]: which of `operands` a column of a list names."""

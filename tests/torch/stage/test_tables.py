@@ -10,6 +10,7 @@ from strategies import STRATEGIES, cluster
 from apportion.backends.torch.stage.rowlists import COPY, Place, move, panels
 from apportion.backends.torch.stage.tiles import cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ROLES, Columns, work_list
+from apportion.ir.fusion import find_complete
 from apportion.ir.isa import PHASES, Op
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
@@ -130,7 +131,8 @@ def test_work_lists_hold_every_pair_of_an_instruction_once(name, mask):
             programs = plan.programs["default", phase].rank(rank)
             columns = Columns(programs, plan.header)
             for kernel in ("attend",) if phase == "forward" else ("dq", "dkdv"):
-                made = work_list(programs, columns, kernel, 16, 8)
+                complete = find_complete(programs, phase)[ROLES[kernel].owner].tasks
+                made = work_list(programs, columns, kernel, 16, 8, complete)
                 assert pairs_of_list(made) == pairs_of_tasks(programs, columns, kernel)
 
 
@@ -140,7 +142,9 @@ def test_every_instruction_is_one_launch_and_long_tiles_come_first():
         for phase in PHASES:
             programs = plan.programs["default", phase].rank(1)
             columns = Columns(programs, plan.header)
-            made = work_list(programs, columns, "attend" if phase == "forward" else "dkdv", 16, 16)
+            kernel = "attend" if phase == "forward" else "dkdv"
+            complete = find_complete(programs, phase)[ROLES[kernel].owner].tasks
+            made = work_list(programs, columns, kernel, 16, 16, complete)
             assert all(len(launches) == 1 for launches in made.launches.values()), name
             for (launch,) in made.launches.values():
                 tiles = made.tiles[launch.tile : launch.tile + launch.tiles]

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 #: arrays of the model's dtype
-_MODEL = frozenset({"q_home", "q_work", "k_home", "v_home", "kv_work", "do_home", "do_work", "out", "sinks"})
+_MODEL = frozenset(
+    {
+        *("q_home", "q_work", "k_home", "v_home", "kv_work", "do_home", "do_work", "sinks"),
+        *("out", "dq_out", "dk_out", "dv_out"),
+    }
+)
 _TABLES = frozenset({"tiles", "entries", "heads", "arrays", "chunks"})
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

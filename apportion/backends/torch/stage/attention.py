@@ -17,6 +17,7 @@ import triton.language as tl
 TILE = tl.constexpr(10)  # as in `worklists`
 ENTRY = tl.constexpr(12)
 LANE = tl.constexpr(4)
+COMPLETE = tl.constexpr(32)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -27,6 +28,7 @@ SIZES = (
     "lanes",
     "q_heads",
     "kv_heads",
+    "has_sinks",
     *(f"{name}_columns" for name in ("q", "kv", "o", "do", "delta", "dq", "dkv")),
 )
 
@@ -102,6 +104,25 @@ def _merge(at, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr
 
 
 @triton.jit
+def _result_part(
+    at, to, live, old, new, fresh, part, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
+):
+    """As `_merge_part`, stored at `to` in the dtype that is there."""
+    columns = FIRST + tl.arange(0, SIZE)[None, :]
+    inside = live & (columns < WIDTH)
+    rows = tl.load(at + columns, mask=inside & (fresh == 0), other=0.0)
+    tl.store(to + columns, (rows * old + part * new).to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _results(at, to, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """Rows that are complete, as the caller gets them."""
+    _result_part(at, to, live, old, new, fresh, sums[0], 0, A, WIDTH)
+    if B:
+        _result_part(at, to, live, old, new, fresh, sums[1], A, B, WIDTH)
+
+
+@triton.jit
 def _tanh(x):
     """Series where exp would cancel."""
     e = tl.exp(-2.0 * tl.abs(x))
@@ -171,13 +192,15 @@ def _attend_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def attend(
-    tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, o_home, o_work, lse_home, lse_work,
+    tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, o_home, o_work, lse_home, lse_work, out, sinks,
     first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32,
-    q_columns: tl.int32, kv_columns: tl.int32, o_columns: tl.int32, scale: tl.float32, cap: tl.float32,
+    q_columns: tl.int32, kv_columns: tl.int32, o_columns: tl.int32, has_sinks: tl.int32,
+    scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O rows of a tile and head, merged with what the tile's queries see in its entries.
+    """O rows of a tile and head, merged with what the tile's queries see in its entries; where they are complete, home
+    rows of `out`, with the learned sinks.
 
     q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV hold k beside v. o float32, lse
     float64.
@@ -232,9 +255,15 @@ def attend(
         none, NEG_INF, top.to(tl.float64) * LN2 + tl.log(tl.where(none, 1.0, total).to(tl.float64))
     )
     new, keep, take = merge_weights(old, part)
-    share = (take / tl.where(none, 1.0, total))[:, None]
+    take = take / tl.where(none, 1.0, total)
     o_at = tl.where(work, o_work, o_home) + (offset * E)[:, None]
-    _merge(o_at, live[:, None], keep[:, None], share, fresh, sums, E, EA, EB)
+    if flags & COMPLETE:
+        sink = tl.load(sinks + tl.load(columns), mask=has_sinks != 0, other=NEG_INF).to(tl.float64)
+        new, with_sink, _ = merge_weights(new, sink + tl.zeros([M], tl.float64))
+        keep, take = (keep * with_sink)[:, None], (take * with_sink)[:, None]
+        _results(o_at, out + (offset * E)[:, None], live[:, None], keep, take, fresh, sums, E, EA, EB)
+    else:
+        _merge(o_at, live[:, None], keep[:, None], take[:, None], fresh, sums, E, EA, EB)
     tl.store(lse_at, new, mask=live)
 
 
@@ -300,14 +329,15 @@ def _dq_rows(
 @triton.jit(do_not_specialize=SIZES)
 def dq(
     tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
-    dq_home, dq_work,
+    dq_home, dq_work, dq_out,
     first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32, q_columns: tl.int32,
     kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dq_columns: tl.int32,
     scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ rows of a tile and head. delta [rows, heads, 2]: lse and delta, float32; dq float32."""
+    """dQ rows of a tile and head; complete ones in dq_out, home rows in the model's dtype. delta [rows, heads, 2]: lse
+    and delta, float32; dq float32."""
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -361,8 +391,12 @@ def dq(
         )  # fmt: skip
     work = (flags & 2) != 0
     dq_row = tl.where(work, dq_columns, q_heads)
-    dq_at = tl.where(work, dq_work, dq_home) + (rows.to(tl.int64) * dq_row + tl.load(columns))[:, None] * D
-    _merge(dq_at, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
+    offset = (rows.to(tl.int64) * dq_row + tl.load(columns))[:, None] * D
+    dq_at = tl.where(work, dq_work, dq_home) + offset
+    if flags & COMPLETE:
+        _results(dq_at, dq_out + offset, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
+    else:
+        _merge(dq_at, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
 
 
 @triton.jit
@@ -401,14 +435,15 @@ def _dkdv_rows(
 @triton.jit(do_not_specialize=SIZES)
 def dkdv(
     tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
-    dkv_home, dkv_work,
+    dkv_home, dkv_work, dk_out, dv_out,
     first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32, q_columns: tl.int32,
     kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dkv_columns: tl.int32,
     scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV rows of a tile and KV head, over all query heads that it serves. dkv: dk beside dv, float32."""
+    """dK and dV rows of a tile and KV head, over all query heads that it serves; complete ones in dk_out and dv_out.
+    dkv: dk beside dv, float32."""
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -459,7 +494,11 @@ def dkdv(
                 to, scale, cap, True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
             )  # fmt: skip
     work = (flags & 2) != 0
-    offset = (rows.to(tl.int64) * tl.where(work, dkv_columns, kv_heads) + tl.load(columns)) * (D + E)
-    dkv_at = (tl.where(work, dkv_work, dkv_home) + offset)[:, None]
-    _merge(dkv_at, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
-    _merge(dkv_at + D, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
+    offset = (rows.to(tl.int64) * tl.where(work, dkv_columns, kv_heads) + tl.load(columns))[:, None]
+    dkv_at = tl.where(work, dkv_work, dkv_home) + offset * (D + E)
+    if flags & COMPLETE:
+        _results(dkv_at, dk_out + offset * D, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
+        _results(dkv_at + D, dv_out + offset * E, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
+    else:
+        _merge(dkv_at, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
+        _merge(dkv_at + D, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apportion.backends.interp import Step
+from apportion.backends.interp import Operand, Step
 from apportion.backends.torch.arrays import DTYPES
 from apportion.backends.torch.checks import is_checking, require_finite, require_numbers
 from apportion.backends.torch.executor import Layer, TorchMachine
@@ -38,13 +39,18 @@ class StageMachine(TorchMachine):
         self._score = layer.score.scale, layer.score.softcap or 1.0
         self._constants = loaded.plain if layer.score.softcap is None else loaded.capped
         self._arrays = [self._array(slot) for slot in loaded.slots]
-        self._addresses = [0 if array is None else array.data_ptr() for array in self._arrays]
+        self._addresses = [array.data_ptr() for array in self._arrays]
 
     @cached_property
-    def _out(self) -> Tensor:
-        """What forward gives, [rows, Hq, Dv] in the model's dtype."""
-        header = self.program.header
-        return self.memory.fresh((header.q_heads, header.v_head_dim), DTYPES[header.dtype])
+    def _results(self) -> tuple[Tensor, ...]:
+        """What the caller gets, [rows, heads, width] in the model's dtype: the output; of a backward program dq, dk and
+        dv."""
+        header, dtype = self.program.header, DTYPES[self.program.header.dtype]
+        keys = header.kv_heads
+        widths = (header.q_heads, header.head_dim), (keys, header.head_dim), (keys, header.v_head_dim)
+        if Name.DO in self.memory.home:
+            return tuple(self.memory.fresh(width, dtype) for width in widths)
+        return (self.memory.fresh((header.q_heads, header.v_head_dim), dtype),)
 
     @cached_property
     def _shares(self) -> Tensor:
@@ -58,34 +64,65 @@ class StageMachine(TorchMachine):
             super().bind()
 
     def _array(self, slot: Slot) -> Any:
-        """What kernels are given for a slot; a result is made when it is asked for."""
+        """What kernels are given for a slot."""
         if slot is None:
             return self.memory.staging
         tensor, home, number = slot
         if tensor == Name.NONE:
-            return None
+            return self._results[number]
         return (self.memory.home_arrays(tensor) if home else self.memory.work[tensor])[number]
 
     # --- instructions
 
-    def _attention(self, step: Step) -> None:
+    def attend(self, step: Step) -> None:
+        sinks = self._layer.sinks
+        self._attention(step, (sinks,), (int(sinks is not None),))
+
+    def attend_grad(self, step: Step) -> None:
+        self._attention(step)
+
+    def _attention(
+        self, step: Step, layer: tuple[Tensor | None, ...] = (), more: tuple[int, ...] = ()
+    ) -> None:
+        """layer: arrays behind those of the launch; more: sizes behind its own."""
         for launch in self._loaded.launches[step.index]:
-            args = *launch.tables, *launch.arrays(self._arrays), *launch.sizes, *self._score
+            given = (launch.tables[0] if one is None else one for one in layer)
+            args = *launch.tables, *launch.arrays(self._arrays), *given, *launch.sizes, *more, *self._score
             self.launcher(launch.kernel, launch.programs, args, self._constants[launch.kernel])
         if is_checking():
             self._check(step)
 
     def _check(self, step: Step) -> None:
-        """Looks at the rows that an instruction accumulated."""
-        for index in sorted({task.o for task in step.tasks}):
+        """Looks at the rows that an instruction added to, where they are now."""
+        sums = {task.o for task in step.tasks} | {i for task in step.grads for i in (task.dq, task.dkv)}
+        for index in sorted(sums):
             operand = self.program.operands[index]
-            require_finite(f"instruction {step.index}, {operand}", *self.memory.view(operand).read())
-        for index in sorted({index for task in step.grads for index in (task.dq, task.dkv)}):
-            operand = self.program.operands[index]
-            for part in self.memory.view(operand).read():
-                require_numbers(f"instruction {step.index}", **{str(operand): part})
+            where = f"instruction {step.index}, {operand}"
+            for part in self._left_by(step, operand):
+                if operand.tensor == Name.O:
+                    require_finite(where, *part)
+                else:
+                    for rows in part:
+                        require_numbers(f"instruction {step.index}", **{str(operand): rows})
 
-    attend = attend_grad = _attention
+    def _left_by(self, step: Step, operand: Operand) -> Iterator[tuple[Tensor, ...]]:
+        """Rows of a sum, complete ones among the results."""
+        held = self.memory.view(operand).read()
+        row, stop = operand.row, operand.row + operand.rows
+        done = self._loaded.complete.get((step.index, operand.tensor), [])
+        for start, end in [one for one in done if operand.is_home and row < one[1] and one[0] < stop]:
+            low, high = max(start, row), min(end, stop)
+            if row < low:
+                yield tuple(part[row - operand.row : low - operand.row] for part in held)
+            yield tuple(part[low:high] for part in self._result_parts(operand.tensor))
+            row = high
+        if row < stop:
+            yield tuple(part[row - operand.row : stop - operand.row] for part in held)
+
+    def _result_parts(self, tensor: Name) -> tuple[Tensor, ...]:
+        if tensor == Name.O:
+            return self._results[0], self.memory.home_arrays(Name.O)[1]
+        return self._results[:1] if tensor == Name.DQ else self._results[1:]
 
     def merge(self, step: Step) -> None:
         for launch in self._loaded.launches[step.index]:
@@ -128,23 +165,18 @@ class StageMachine(TorchMachine):
     def finish(self, step: Step) -> None:
         sinks = self._layer.sinks
         for launch in self._loaded.launches[step.index]:
-            given = self._out, launch.tables[0] if sinks is None else sinks
+            given = self._results[0], launch.tables[0] if sinks is None else sinks
             self._start(launch, *given, SINKS=sinks is not None)
 
     # --- results
 
     def output(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._out, self.memory.home_arrays(Name.O)[1]
+        return self._results[0], self.memory.home_arrays(Name.O)[1]
 
     def input_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        given = [part for name in (Name.Q, Name.KV) for part in self.memory.home[name]]
-        found = [self.memory.fresh(tuple(part.shape[1:]), part.dtype) for part in given]
-        for number, slot in enumerate(self._loaded.slots):
-            if slot is not None and slot[0] == Name.NONE:
-                self._addresses[number] = found[slot[2]].data_ptr()
         for launch in self._loaded.results:
             self._move(launch)
-        dq, dk, dv = found
+        dq, dk, dv = self._results
         return dq, dk, dv
 
     def close(self) -> None:

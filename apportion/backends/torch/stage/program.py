@@ -38,11 +38,13 @@ from apportion.backends.torch.stage.rowlists import (
 )
 from apportion.backends.torch.stage.tiles import Ints, shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
-from apportion.backends.torch.stage.worklists import Columns, WorkList, work_list
+from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import OP_NAMES, Op, Space
+from apportion.ir.fusion import find_complete
+from apportion.ir.isa import OP_NAMES, PHASES, Op, Space
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.plan import ProgramSet
+from apportion.ir.programs import instruction_of
 
 
 class Launch(NamedTuple):
@@ -87,7 +89,7 @@ class Table:
 @dataclass(frozen=True)
 class StageLoaded(Loaded):
     """launches: of each step; slots: the arrays that a machine keeps ready, by number; shares: tiles of all delta
-    instructions."""
+    instructions; complete: (step, tensor) -> ranges of home rows that it leaves as results, ascending."""
 
     table: Table
     launches: Mapping[int, tuple[Launch, ...]]
@@ -95,6 +97,7 @@ class StageLoaded(Loaded):
     slots: tuple[Slot, ...]
     variant: Variant
     shares: int
+    complete: Mapping[tuple[int, Name], list[tuple[int, int]]]
 
     @property
     def needs_views(self) -> bool:
@@ -134,7 +137,16 @@ def load(
     }
     last = tuple(draft.launch(table.data, builder) for draft in results)
     return StageLoaded(
-        program, rounds, arenas, table, launches, last, tuple(builder.slots), chosen, builder.shares
+        program,
+        rounds,
+        arenas,
+        table,
+        launches,
+        last,
+        tuple(builder.slots),
+        chosen,
+        builder.shares,
+        builder.complete(),
     )
 
 
@@ -177,6 +189,9 @@ class _Builder:
         self._parts = Parts(lambda operand: arenas.arrays(operand.tensor, operand.space))
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
         self._columns, self._programs = Columns(columns, program.header), columns
+        self._complete = {
+            column: found for phase in PHASES for column, found in find_complete(columns, phase).items()
+        }
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
 
     def number(self, slot: Slot) -> int:
@@ -184,6 +199,19 @@ class _Builder:
         if slot not in self.slots:
             self.slots.append(slot)
         return self.slots.index(slot)
+
+    def complete(self) -> dict[tuple[int, Name], list[tuple[int, int]]]:
+        """(step, tensor) -> the home rows that it leaves as results."""
+        found: dict[tuple[int, Name], set[tuple[int, int]]] = {}
+        for column, done in self._complete.items():
+            name = "tasks" if column == "o" else "grads"
+            table, instructions = self._programs[name], self._programs["instructions"]
+            step = instruction_of(instructions["op"], instructions.wide("count"), name)
+            for task in np.flatnonzero(done.tasks).tolist():
+                operand = self._program.operands[int(table[column][task])]
+                rows = operand.row, operand.row + operand.rows
+                found.setdefault((int(step[task]), operand.tensor), set()).add(rows)
+        return {key: sorted(ranges) for key, ranges in found.items()}
 
     def step(self, step: Step) -> Iterator[_Draft]:
         """The launches of a step; of row ops, where there are rows."""
@@ -197,14 +225,22 @@ class _Builder:
         yield from self._attention(
             "attend",
             step,
-            [*self._ends(Name.Q), *self._kv(), *self._ends(Name.O), *self._ends(Name.O, 1)],
+            [
+                *self._ends(Name.Q),
+                *self._kv(),
+                *self._ends(Name.O),
+                *self._ends(Name.O, 1),
+                (Name.NONE, True, 0),
+            ],
             (Name.Q, Name.KV, Name.O),
         )
 
     def attend_grad(self, step: Step) -> Iterator[_Draft]:
         above = [*self._ends(Name.DO), *self._ends(Name.DELTA)]
-        for kernel, own in (("dq", Name.DQ), ("dkdv", Name.DKV)):
+        for kernel, own, results in (("dq", Name.DQ, (0,)), ("dkdv", Name.DKV, (1, 2))):
             slots = [*self._ends(Name.Q), *self._kv(), *above, *self._ends(own)]
+            # without gradients of home rows nothing is complete, and any array will do
+            slots += [(Name.NONE, True, i) if Name.DQ in self._home else slots[0] for i in results]
             yield from self._attention(kernel, step, slots, (Name.Q, Name.KV, Name.DO, Name.DELTA, own))
 
     def _attention(
@@ -212,7 +248,8 @@ class _Builder:
     ) -> Iterator[_Draft]:
         if kernel not in self._lists:
             shape = self._variant.shapes[kernel]
-            made = work_list(self._programs, self._columns, kernel, shape.owner, shape.walked)
+            complete = self._complete[ROLES[kernel].owner].tasks
+            made = work_list(self._programs, self._columns, kernel, shape.owner, shape.walked, complete)
             self._lists[kernel] = made, self._stored(made.tiles, made.entries, made.heads)
         made, tables = self._lists[kernel]
         heads = (self._header.q_heads, self._header.kv_heads)
@@ -327,7 +364,9 @@ class _Builder:
         yield _Draft("delta", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
 
     def finish(self, step: Step) -> Iterator[_Draft]:
-        made = spots(step, self._program.operands, ROWS)
+        made = spots(step, self._program.operands, ROWS, self._complete["o"].gaps)
+        if not len(made.tiles):
+            return
         tables, slots = self._stored(made.tiles, made.heads), [(Name.O, True, 0), (Name.O, True, 1)]
         sizes = (made.lanes, self._header.q_heads)
         yield _Draft("finish", len(made.tiles) * made.lanes, tables, list(slots), sizes, self._widths())
@@ -336,14 +375,19 @@ class _Builder:
         """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
         if not rows or Name.DQ not in self._home:
             return
-        home = [Operand(0, tensor, Space.HOME, 0, rows, *self._all(tensor)) for tensor in (Name.DQ, Name.DKV)]
-        given = [Operand(0, tensor, Space.HOME, 0, rows, *self._all(tensor)) for tensor in (Name.Q, Name.KV)]
-        source = [part for one in home for part in self._parts.of(one)]
-        target = [part for one in given for part in self._parts.of(one)]
-        named = [
-            (place._replace(slot=(Name.NONE, True, i)), width) for i, (place, width) in enumerate(target)
-        ]
-        yield from self._move(list(moved(source, named, rows)))
+        found: list[Panel] = []
+        for tensor, given, column, at in ((Name.DQ, Name.Q, "dq", 0), (Name.DKV, Name.KV, "dkv", 1)):
+            for row, stop in self._complete[column].gaps(0, rows):
+                source, target = (
+                    self._parts.of(Operand(0, name, Space.HOME, row, stop - row, *self._all(name)))
+                    for name in (tensor, given)
+                )
+                named = [
+                    (place._replace(slot=(Name.NONE, True, at + i)), width)
+                    for i, (place, width) in enumerate(target)
+                ]
+                found += moved(source, named, stop - row)
+        yield from self._move(found)
 
     def _all(self, tensor: Name) -> tuple[tuple[int, ...], slice]:
         heads = self._header.heads_of(tensor)

@@ -317,9 +317,15 @@ class Spots(NamedTuple):
     lanes: int
 
 
-def spots(step: Step, operands: Sequence[Operand], height: int) -> Spots:
-    """Tiles of what a delta or finish writes. Flags: whether its rows, and for delta those of dO, are work rows; then
-    shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or of O alone."""
+def spots(
+    step: Step,
+    operands: Sequence[Operand],
+    height: int,
+    left: Callable[[int, int], list[tuple[int, int]]] = lambda row, stop: [(row, stop)],
+) -> Spots:
+    """Tiles of what a delta or finish writes; left: which of the rows [row, stop) it has to do. Flags: whether its
+    rows, and for delta those of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO
+    and O, or of O alone."""
     heads, tiles = HeadColumns(), []
     for row in step.rowops:
         sides = [operands[i] for i in ((row.c, row.a, row.b) if step.op == Op.DELTA else (row.c,))]
@@ -328,8 +334,9 @@ def spots(step: Step, operands: Sequence[Operand], height: int) -> Spots:
         shifts = [one.row - own.row for one in sides[1:]] or [0, 0]
         columns = [list(_listed(one)) for one in sides]
         at = heads.at(tuple(x for lane in zip(*columns, strict=True) for x in (*lane, 0, 0, 0)[:4]))
-        for start in range(own.row, own.row + own.rows, height):
-            stop = min(start + height, own.row + own.rows)
-            tiles.append((start, stop, 0, 0, flags, len(columns[0]), at, *shifts, 0))
+        for begin, end in left(own.row, own.row + own.rows):
+            for start in range(begin, end, height):
+                stop = min(start + height, end)
+                tiles.append((start, stop, 0, 0, flags, len(columns[0]), at, *shifts, 0))
     table = np.array(tiles, np.int32).reshape(-1, TILE)
     return Spots(table, np.array(heads.numbers, np.int32), int(table[:, 5].max(initial=0)))

@@ -2,11 +2,12 @@
 
     task A  ├───────────────┤              rows that tasks write (first: marked *)
     task B*         ├───────────────┤
-    tiles   ├──┼──┼─┼──┼──┼──┼──┼───┤      of one height, cut anew where fresh rows begin or end
+    tiles   ├──┼──┼─┼──┼──┼──┼──┼───┤      of one height, cut anew where fresh or complete rows begin or end
     pairs    A  A  A AB AB AB B  B
 
 Several tasks of a tile are its entries, in program order. A tile is *fresh* where one of its tasks is the first on its
-rows: then it overwrites. Plain numpy columns, one pass for all instructions of a program.
+rows: then it overwrites; it is *complete* where one of them leaves all of its rows as results. Plain numpy columns, one
+pass for all instructions of a program.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ _ROW_BITS = 40
 
 
 class Tiles(NamedTuple):
-    """key, row0, row1: int64, fresh: bool, all [tiles], by key and row. ptr: int64 [tiles + 1] into task: int64
-    [entries], the tasks of each tile in their order."""
+    """key, row0, row1: int64, fresh, complete: bool, all [tiles], by key and row. ptr: int64 [tiles + 1] into task:
+    int64 [entries], the tasks of each tile in their order."""
 
     key: Ints
     row0: Ints
     row1: Ints
     fresh: NDArray[np.bool_]
+    complete: NDArray[np.bool_]
     ptr: Ints
     task: Ints
 
@@ -39,31 +41,38 @@ class Tiles(NamedTuple):
         return np.repeat(np.arange(len(self.key)), np.diff(self.ptr))
 
 
-def cut_tiles(key: Ints, start: Ints, stop: Ints, first: NDArray[Any], height: int) -> Tiles:
+def cut_tiles(
+    key: Ints, start: Ints, stop: Ints, first: NDArray[Any], height: int, complete: NDArray[Any] | None = None
+) -> Tiles:
     """Tiles of at most `height` rows of all that tasks with one key write. key, start, stop: int64 [tasks], rows
-    [start, stop); first: bool [tasks]."""
+    [start, stop); first, complete: bool [tasks]; None: nowhere."""
     begin, end = (key << _ROW_BITS) + start, (key << _ROW_BITS) + stop
-    lo, hi, fresh = _runs(begin, end, first.astype(bool))
+    marks = first.astype(bool), np.zeros(len(key), bool) if complete is None else complete.astype(bool)
+    lo, hi, (fresh, done) = _runs(begin, end, marks)
     count = -(-(hi - lo) // height)
     run = np.repeat(np.arange(len(lo)), count)
     row0 = lo[run] + _counted(count) * height
     row1 = np.minimum(row0 + height, hi[run])
     ptr, task = _entries(begin, end, row0, row1)
     mask = (1 << _ROW_BITS) - 1
-    return Tiles(row0 >> _ROW_BITS, row0 & mask, ((row1 - 1) & mask) + 1, fresh[run], ptr, task)
+    return Tiles(row0 >> _ROW_BITS, row0 & mask, ((row1 - 1) & mask) + 1, fresh[run], done[run], ptr, task)
 
 
-def _runs(begin: Ints, end: Ints, first: NDArray[np.bool_]) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Longest ranges in which every row is written, and all are fresh or none is."""
+def _runs(
+    begin: Ints, end: Ints, marks: tuple[NDArray[np.bool_], ...]
+) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Longest ranges in which every row is written, and all have the same marks: each of bool [tasks]; of ranges bool
+    [marks, ranges]."""
     points = np.unique(np.concatenate([begin, end]))
-    depth = np.stack([_depth(points, begin, end), _depth(points, begin[first], end[first])])
-    written, fresh = depth[:, :-1] > 0
+    some = (np.ones(len(begin), bool), *marks)
+    depth = np.stack([_depth(points, begin[of], end[of]) for of in some])
+    written, marked = depth[0, :-1] > 0, depth[1:, :-1] > 0
     keep = np.flatnonzero(written)
-    lo, hi, fresh = points[keep], points[keep + 1], fresh[keep]
+    lo, hi, marked = points[keep], points[keep + 1], marked[:, keep]
     new = np.ones(len(keep), bool)
-    new[1:] = (lo[1:] != hi[:-1]) | (fresh[1:] != fresh[:-1])
+    new[1:] = (lo[1:] != hi[:-1]) | (marked[:, 1:] != marked[:, :-1]).any(axis=0)
     at = np.flatnonzero(new)
-    return lo[at], hi[np.append(at[1:], len(keep)) - 1] if len(at) else hi, fresh[at]
+    return lo[at], hi[np.append(at[1:], len(keep)) - 1] if len(at) else hi, marked[:, at]
 
 
 def _depth(points: Ints, begin: Ints, end: Ints) -> Ints:

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apportion.backends.torch.stage.tiles import Ints, Tiles, cut_tiles, shelves, waves
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
@@ -34,8 +35,9 @@ TILE = 10
 #: int32 of an entry: start, stop, full0, full1, dmin, dmax, owner rows it is for (from, to), flags, heads, shifts of
 #: up to 2 `along`
 ENTRY = 12
-#: flags of a tile: fresh, then whether the owner and each `beside` are work rows; of an entry: of walked and `along`
-FRESH = 1
+#: flags of a tile: fresh, then whether the owner and each `beside` are work rows, and complete; of an entry: of walked
+#: and `along`
+COMPLETE = 32
 _FAR = 2**30  # beyond any row: diagonals are cut to it
 
 
@@ -110,10 +112,13 @@ class WorkList:
     launches: Mapping[int, tuple[Launch, ...]]
 
 
-def work_list(programs: ProgramSet, columns: Columns, kernel: str, height: int, block: int) -> WorkList:
-    """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows."""
+def work_list(
+    programs: ProgramSet, columns: Columns, kernel: str, height: int, block: int, complete: NDArray[np.bool_]
+) -> WorkList:
+    """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows. complete: bool [tasks],
+    those that leave results."""
     tasks = _Tasks(programs, columns, ROLES[kernel])
-    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height)
+    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, complete)
     entries, of_tile = _entries(tasks, tiles, block)
     heads = _Heads(columns, tasks)
     numbers = np.arange(len(tiles.key))
@@ -122,8 +127,8 @@ def work_list(programs: ProgramSet, columns: Columns, kernel: str, height: int, 
     work = np.concatenate([[0], np.cumsum(entries[:, 1] - entries[:, 0], dtype=np.int64)])
     launch = tasks.launch[sample]
     order = np.lexsort((work[first] - work[last], launch))  # longest first
-    order = order[(tiles.fresh | (last > first))[order]]
-    flags = tiles.fresh + 2 * tasks.spaces[sample]
+    order = order[(tiles.fresh | tiles.complete | (last > first))[order]]
+    flags = tiles.fresh + 2 * tasks.spaces[sample] + COMPLETE * tiles.complete
     fields = [tiles.row0, tiles.row1, first, last, flags, heads.lanes[sample], heads.tile[sample]]
     fields += [shift[sample] for shift in tasks.beside]
     rows = np.zeros((len(order), TILE), np.int32)

@@ -1,0 +1,156 @@
+"""Which home rows are complete when an attention task has run, so that it writes them as results at once.
+
+A sum over home rows (O, dQ, dKV) is kept in float32, and in the end `finish`, or a cast, turns it into what the caller
+gets. Where nothing touches rows after a task but that, the task's kernel writes them in the model's dtype itself:
+
+    instructions    attend 0      attend 3      merge 5     finish
+    rows 0-99       ■             ■ complete                ·           nothing left to do
+    rows 100-127    ■             ■             ■           ■
+
+So a document that one task computes costs neither a wide accumulator nor another pass. The rule follows from the
+program alone; executors and the simulator go by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.isa import OPERAND_COLUMNS, RULES, TASK_LIST, Argument, Op, Space, Use
+from apportion.ir.jit import jit
+from apportion.ir.plan import Ints, ProgramSet
+from apportion.ir.programs import instruction_of
+
+Bools = NDArray[np.bool_]
+
+
+class Complete(NamedTuple):
+    """Of one sum: tasks: bool [tasks of all ranks], those after which all rows that they add to are complete. rank,
+    row0, row1: int64 [ranges], the home rows that such tasks leave, by rank and row."""
+
+    tasks: Bools
+    rank: Ints
+    row0: Ints
+    row1: Ints
+
+    def within(self, rank: Ints, row: Ints, rows: Ints) -> Ints:
+        """int64 [n]: how many of the rows [row, row + rows) of ranks are complete; integers [n] each."""
+        span = 1 + max(int(self.row1.max(initial=0)), int((row + rows).max(initial=0)))
+        begin, sizes = self.rank * span + self.row0, self.row1 - self.row0
+        before = np.append(0, np.cumsum(sizes))
+        return self._below(begin, sizes, before, rank * span + row + rows) - self._below(
+            begin, sizes, before, rank * span + row
+        )
+
+    def gaps(self, row: int, stop: int) -> list[tuple[int, int]]:
+        """Ranges of the rows [row, stop) of a program of one rank that are not complete."""
+        found = []
+        for row0, row1 in zip(self.row0.tolist(), self.row1.tolist(), strict=True):
+            if row < min(row0, stop):
+                found.append((row, min(row0, stop)))
+            row = max(row, row1)
+        return [*found, (row, stop)] if row < stop else found
+
+    @staticmethod
+    def _below(begin: Ints, sizes: Ints, before: Ints, key: Ints) -> Ints:
+        at = np.searchsorted(begin, key, "right") - 1
+        inside = np.where(at >= 0, np.minimum(key - begin[at], sizes[at]), 0) if len(begin) else 0 * key
+        whole: Ints = before[np.maximum(at, 0)] + inside
+        return whole
+
+
+def _sums() -> Mapping[str, tuple[tuple[Argument, tuple[str, ...]], ...]]:
+    """phase -> what its attention op adds up, with the columns of operands that stand beside."""
+    found: dict[str, tuple[tuple[Argument, tuple[str, ...]], ...]] = {}
+    for phase, name in TASK_LIST.items():
+        (rule,) = (rule for rule in RULES.values() if rule.list == name)
+        found[phase] = tuple(
+            (
+                one,
+                tuple(
+                    other.column
+                    for other in rule.arguments
+                    if other.use.reads and one.like in (other.column, other.like)
+                ),
+            )
+            for one in rule.arguments
+            if one.use is Use.ADD
+        )
+    return MappingProxyType(found)
+
+
+_SUMS = _sums()
+
+
+def find_complete(programs: ProgramSet, phase: str) -> Mapping[str, Complete]:
+    """Column of the phase's list of tasks -> what is complete, of programs of any number of ranks."""
+    return {one.column: _complete(programs, TASK_LIST[phase], one, beside) for one, beside in _SUMS[phase]}
+
+
+def _complete(programs: ProgramSet, name: str, added: Argument, beside: tuple[str, ...]) -> Complete:
+    """Of the sum that tasks of a list add to. Tasks whose rows beside it are elsewhere, or have some of the heads, are
+    not looked at: such rows may have several owners in one instruction."""
+    operands, instructions = programs["operands"], programs["instructions"]
+    home = operands["space"] == Space.HOME
+    mine = np.flatnonzero(home & (operands["tensor"] == added.tensors[0]))
+    if not len(mine):
+        none = np.zeros(0, np.int64)
+        return Complete(np.zeros(len(programs[name]), bool), none, none, none)
+    number = np.full(len(operands), -1)
+    number[mine] = np.arange(len(mine))
+    row, rows = (operands.wide(column)[mine] for column in ("row", "rows"))
+    span = int((row + rows).max(initial=0)) + 1
+    begin = operands.rank_of_row()[mine] * span + row
+    points = np.unique(np.concatenate([begin, begin + rows]))
+    ranges = np.searchsorted(points, begin), np.searchsorted(points, begin + rows)
+    last = np.full(len(points), -1)
+    for table, columns in OPERAND_COLUMNS.items():
+        at = instruction_of(instructions["op"], instructions.wide("count"), table)
+        first = operands.ptr[programs[table].rank_of_row()]
+        counts = instructions["op"][at] != Op.FINISH
+        for column in columns:
+            used = np.where(counts, number[first + programs[table][column]], -1)
+            _latest(last, used, at, *ranges)
+    tasks, whole = programs[name], home & (operands["heads"] == 0)
+    at = instruction_of(instructions["op"], instructions.wide("count"), name)
+    first = operands.ptr[tasks.rank_of_row()]
+    plain = np.ones(len(tasks), bool)
+    for column in (added.column, *beside):
+        plain &= whole[first + tasks[column]]
+    own, other = number[first + tasks[added.column]], np.full(len(points), -1)
+    _latest(other, np.where(plain, -1, own), at, *ranges)
+    complete, covered = _decide(last, other, np.where(plain, own, -1), at, *ranges)
+    edges = np.flatnonzero(np.diff(covered, prepend=0, append=0))
+    row0, row1 = points[edges[::2]], points[edges[1::2]]
+    return Complete(complete, row0 // span, row0 % span, row1 - row0 // span * span)
+
+
+@jit
+def _latest(last: Ints, used: Ints, at: Ints, low: Ints, high: Ints) -> None:
+    """Notes when each part of the rows is used. used: int64 [uses], number of a home operand or -1; at: int64 [uses],
+    the instruction; low, high: int64 [home operands], the parts that it has; last: int64 [parts], in place."""
+    for use in range(len(used)):
+        if used[use] >= 0:
+            for part in range(low[used[use]], high[used[use]]):
+                last[part] = max(last[part], at[use])
+
+
+@jit
+def _decide(last: Ints, other: Ints, own: Ints, at: Ints, low: Ints, high: Ints) -> tuple[Bools, Ints]:
+    """bool [tasks], those that are the last to use all of their rows; int8 [parts], 1 for what these leave. other:
+    int64 [parts], the last instruction in which tasks use them that are not looked at."""
+    complete, covered = np.zeros(len(own), np.bool_), np.zeros(len(last), np.int8)
+    for task in range(len(own)):
+        if own[task] < 0:
+            continue
+        done = True
+        for part in range(low[own[task]], high[own[task]]):
+            done = done and last[part] == at[task] and other[part] != at[task]
+        complete[task] = done
+        if done:
+            covered[low[own[task]] : high[own[task]]] = 1
+    return complete, covered
