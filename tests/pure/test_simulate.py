@@ -375,10 +375,10 @@ def test_gradients_of_a_projection_are_added_into_hidden_rows() -> None:
     assert busy(f"{line} first", Unit(a_byte=1.0), "backward") == 2 * 2 * 64 + casts
 
 
-ATTEND = "attend Q.home[0:4) KV.home[0:4) -> O.home[0:4) full"
+ATTEND = "attend Q.home[0:4) KV.home[0:4) -> O.{0}[0:4) full"
 #: the same accumulator again, and another
-AGAIN = ", Q.home[0:4) KV.home[4:8) -> O.home[0:4) full, Q.home[4:6) KV.home[4:8) -> O.home[4:6) full"
-GRAD = "attend_grad Q.home[0:4) KV.home[0:4) dO.home[0:4) delta.home[0:4) -> dQ.home[0:4) dKV.home[0:4) full"
+AGAIN = ", Q.home[0:4) KV.home[4:8) -> O.{0}[0:4) full, Q.home[4:6) KV.home[4:8) -> O.{0}[4:6) full"
+GRAD = "attend_grad Q.home[0:4) KV.home[0:4) dO.home[0:4) delta.home[0:4) -> dQ.{0}[0:4) dKV.{0}[0:4) full"
 NARROW = MODEL | {"dtype": "bf16"}
 
 
@@ -400,14 +400,47 @@ NARROW = MODEL | {"dtype": "bf16"}
 def test_accumulators_are_read_and_written_once_an_instruction(
     line: str, model: dict[str, Any], moved: int
 ) -> None:
-    phase = "backward" if line.startswith(GRAD) else "forward"
+    phase = "backward" if line.startswith("attend_grad") else "forward"
+    line = line.format("work")
     casts = 64 * (4 + 8) * (4 + 2) if phase == "backward" else 0
     pairs = busy(line, Unit(), phase, model)
     assert busy(line, Unit(a_byte=1.0), phase, model) == pairs + moved + casts
 
 
+@pytest.mark.parametrize(
+    ("line", "model", "moved", "done"),
+    [  # complete rows are read, where they are not new, and their log-sum-exp is written; results are not cast
+        (ATTEND, MODEL, 4 * (40 + 8), 0),
+        (ATTEND, NARROW, 4 * (20 + 4), 0),
+        (f"{ATTEND} first", NARROW, 4 * 4, 0),
+        (f"{ATTEND} first{AGAIN}", NARROW, 4 * 4 + 2 * (20 + 4), 0),
+        (f"{ATTEND}\n{ATTEND}", NARROW, 4 * (2 * 20 - 8) + 4 * (20 + 4), 0),
+        (GRAD, NARROW, 4 * 16 + 4 * 32, 4),
+        (f"{GRAD} first_dq first_dkv", NARROW, 0, 4),
+    ],
+)
+def test_rows_that_a_task_completes_are_not_written_wide(
+    line: str, model: dict[str, Any], moved: int, done: int
+) -> None:
+    phase = "backward" if line.startswith("attend_grad") else "forward"
+    line = line.format("home")
+    casts = (64 - done) * (4 + 8) * (4 + 2) if phase == "backward" else 0
+    pairs = busy(line, Unit(), phase, model)
+    assert busy(line, Unit(a_byte=1.0), phase, model) == pairs + moved + casts
+
+
+@pytest.mark.parametrize(("rows", "left"), [(4, 4), (6, 2), (64, 60)])
+def test_what_is_complete_is_not_finished_again(rows: int, left: int) -> None:
+    line = f"{ATTEND.format('home')} first\nfinish O.home[{4 if rows == 4 else 0}:{rows + 4 * (rows == 4)})"
+    finish = left * (20 + 8 + 4)  # the wide row, the output and its log-sum-exp
+    pairs = busy(line, Unit(), "forward", NARROW)
+    assert busy(line, Unit(a_byte=1.0), "forward", NARROW) == pairs + 4 * 4 + finish
+    alone = f"{ATTEND.format('home')} first\nfinish O.home[0:4)"
+    assert busy(alone, Unit(a_byte=1.0, a_row=9.0), "forward", NARROW) == pairs + 4 * 4
+
+
 def test_a_gradient_is_two_launches() -> None:
-    assert busy(GRAD, Unit(launch=100.0), "backward") == 200 + 16
+    assert busy(GRAD.format("home"), Unit(launch=100.0), "backward") == 200 + 16
 
 
 def test_projections_take_their_share_of_the_linear_layers() -> None:
