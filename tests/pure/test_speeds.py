@@ -105,6 +105,7 @@ def test_members_have_rows_as_their_shares(lengths: list[int], shares: list[int]
 def test_tokens_are_even_by_speed(recipe: str, speeds: tuple[float, ...]) -> None:
     made = plan(recipe, speeds)
     assert over_share(made, speeds) <= 0.03
+    assert made.report["imbalance"]["tokens"] == pytest.approx(over_share(made, speeds))
     if recipe in ("fcp", "blend"):
         assert over_share(made, speeds) <= 0.02
         assert made.report["imbalance"]["compute"] <= 0.02
@@ -134,3 +135,13 @@ def test_the_verifier_holds_each_rank_to_its_own_share() -> None:
     assert [one.rank for one in found] == [7]
     assert f"the token cap is {int(np.ceil(1.02 * BATCH.tokens * 0.5 / sum(speeds)))}" in found[0].message
     assert made.layout("attention").rows_per_rank[7] < shares.mean()
+
+
+def test_what_is_held_where_attention_runs_is_reported() -> None:
+    recipe = ap.Recipe("mine", {**{step.step: {step.name: step.params} for step in FCP}, "reshuffle": True})
+    for speeds in (None, HALVES):
+        made = plan(recipe, speeds)
+        assert made.report["imbalance"]["tokens"] == pytest.approx(over_share(made, speeds or (1.0,) * 8))
+        loader = made.layout("loader").rows_per_rank
+        assert loader.max() - loader.min() <= 1
+        assert made.report["imbalance"]["tokens"] > 1 / loader.mean()
