@@ -70,7 +70,8 @@ class Recipe:
 class Policy:
     """What a plan must hold.
 
-    token_cap: most tokens of a rank; None is 1.02 x the mean, rounded down, but no less than the mean rounded up.
+    token_cap: most tokens of a rank, one number for all; None is 1.02 x each rank's share, rounded down, but no less
+    than the share rounded up. Shares are by the cluster's speeds: the mean where ranks are alike.
     memory_cap_gib: None is the cluster's memory. tolerance: largest compute imbalance, max/mean - 1; None promises
     nothing. budget (most steps; None is the recipe's own): for recipes that search, which `fcp` does
     not. seed: part of the plan's identity, although `fcp` draws nothing at random. Raises ConfigError.

@@ -77,7 +77,7 @@ class Checks:
         must.all("home", (placed.home >= 0) & (placed.home < homes))
         must.that("weight, of all blocks", int(placed.weight.sum()) == int(shards.weight.sum()))
         if placed.groups is None and not self._passes.place.own_cap:
-            must.all("tokens, of each rank", placed.rank_sums(placed.lengths, homes) <= problem.token_cap)
+            must.all("tokens, of each rank", placed.rank_sums(placed.lengths, homes) <= problem.token_caps)
         for (kind, phase), execution in (placed.execution or {}).items():
             cells = len(cut_cells(problem.bands[kind], placed.starts))
             where = f"execution of {kind} {phase}"

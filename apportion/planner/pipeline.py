@@ -126,7 +126,9 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem]:
 def schedule(placed: Placed, watch: Watch) -> Lowered:
     """The tasks of every kind and phase and when their tiles move. Raises ConfigError, CapacityError."""
     with watch("schedule"):
-        return _schedule(placed.inner, placed.passes, placed.placement, placed.groups)
+        return _schedule(
+            placed.inner, placed.passes, placed.placement, placed.groups, placed.problem.member_shares
+        )
 
 
 def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None) -> Draft:
@@ -234,17 +236,22 @@ def unequal_groups(passes: Passes, first: Ints) -> Groups:
 
 
 def _with_own_cap(problem: Problem, passes: Passes, lowered: Lowered) -> Problem:
-    """Strategies without a token cap promise what they came to, unless the policy names one."""
+    """Strategies without a token cap promise what they came to, unless the policy names one. Where the ranks' default
+    caps differ and each rank keeps to its own, these are the promise."""
     if problem.policy.token_cap is not None or not passes.place.own_cap:
         return problem
-    low = next(iter(lowered.values()))
-    rows = low.home if low.groups.split else low.rows
-    cap = max(int(rows.per_rank.max()), problem.token_cap)
+    held, caps = next(iter(lowered.values())).held, problem.token_caps
+    if caps.min() < caps.max() and (held <= caps).all():
+        return problem
+    cap = max(int(held.max()), problem.token_cap)
     return replace(problem, policy=replace(problem.policy, token_cap=cap))
 
 
-def _schedule(problem: Problem, passes: Passes, placement: Placement, groups: Groups) -> Lowered:
-    """The tasks of every kind and phase and when their tiles move; `problem` has groups for ranks."""
+def _schedule(
+    problem: Problem, passes: Passes, placement: Placement, groups: Groups, shares: Ints
+) -> Lowered:
+    """The tasks of every kind and phase and when their tiles move; `problem` has groups for ranks. shares: int64
+    [ranks], see `Groups.member_rows`."""
     if placement.execution is not None and passes.route.rings:
         rule = "the placement says who computes, and what that adds up does not go around rings"
         raise ConfigError("recipe.steps.route", "ring", rule, "use star, node or tree")
@@ -252,7 +259,7 @@ def _schedule(problem: Problem, passes: Passes, placement: Placement, groups: Gr
     heads = HeadGroups.of(problem.model, placement.head_groups)
     sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
     exchange = plan_exchange(
-        problem.batch.tokens, rows, groups, sets, passes.schedule.exchange, passes.reshuffle
+        problem.batch.tokens, rows, groups, shares, sets, passes.schedule.exchange, passes.reshuffle
     )
     site = Site(rows, problem.batch, problem.cluster)
     lowered: Lowered = {}

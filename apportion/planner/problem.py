@@ -26,17 +26,24 @@ Ints = NDArray[np.integer[Any]]
 
 #: tokens are int32 in the columns of tasks
 MOST_TOKENS = 2**31 - 1
+# a rank's default cap, in percent of its share of the tokens
+_CAP_PERCENT = 102
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A request with what several passes derive from it."""
+    """A request with what several passes derive from it.
+
+    rates: what tokens are shared by, one number > 0 a rank; None: the cluster's speeds. Where ranks are groups, whose
+    speed is that of their slowest member, it is the sum over their members.
+    """
 
     batch: Batch
     cluster: Cluster
     model: Model
     policy: Policy
     hardware: Hardware | None = None
+    rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("batch", Batch), ("cluster", Cluster), ("model", Model), ("policy", Policy)):
@@ -60,17 +67,47 @@ class Problem:
         return np.asarray(self.cluster.speeds or np.ones(self.ranks), np.float64)
 
     @cached_property
-    def token_cap(self) -> int:
-        """The largest number of tokens on one rank. Default: 1.02 times the mean, rounded down so that the imbalance
-        is at most 2 %, but no less than the mean rounded up."""
-        tokens, ranks = self.batch.tokens, self.ranks
-        cap = self.policy.token_cap or max(102 * tokens // (100 * ranks), -(-tokens // ranks))
-        if cap * ranks < tokens:
+    def token_rates(self) -> NDArray[np.float64]:
+        """float64 [ranks]: what tokens are shared by, the largest 1: alike ranks have 1.0 exactly."""
+        rates = self.speeds if self.rates is None else np.asarray(self.rates, np.float64)
+        found: NDArray[np.float64] = rates / rates.max()
+        return found
+
+    @cached_property
+    def token_shares(self) -> NDArray[np.float64]:
+        """float64 [ranks]: the batch's tokens by `token_rates`; the mean where ranks are alike."""
+        shares: NDArray[np.float64] = self.batch.tokens * self.token_rates / self.token_rates.sum()
+        return shares
+
+    @cached_property
+    def token_caps(self) -> Ints:
+        """int64 [ranks]: the largest number of tokens on each rank. Default: 1.02 times its share, rounded down so that
+        the imbalance is at most 2 %, but no less than the share rounded up. Raises CapacityError."""
+        tokens, ranks, given = self.batch.tokens, self.ranks, self.policy.token_cap
+        if given is None:
+            most = np.floor(_CAP_PERCENT * tokens * self.token_rates / (100 * self.token_rates.sum()))
+            caps: Ints = np.maximum(most, np.ceil(self.token_shares)).astype(np.int64)
+            return caps
+        if given * ranks < tokens:
             raise CapacityError(
-                f"the batch has {tokens} tokens but {ranks} ranks hold at most {cap} each ({cap * ranks} in all): "
+                f"the batch has {tokens} tokens but {ranks} ranks hold at most {given} each ({given * ranks} in all): "
                 f"raise token_cap to at least {-(-tokens // ranks)} or use more ranks"
             )
-        return cap
+        return np.full(ranks, min(given, MOST_TOKENS), np.int64)
+
+    @cached_property
+    def member_shares(self) -> Ints:
+        """int64 [ranks] > 0: in what proportion the ranks of a group that splits heads share its tokens: their default
+        caps, rounded up, or alike under an explicit cap."""
+        if self.policy.token_cap is not None:
+            return np.ones(self.ranks, np.int64)
+        most = np.ceil(_CAP_PERCENT * self.token_shares / 100)
+        return np.maximum(most, 1).astype(np.int64)
+
+    @cached_property
+    def token_cap(self) -> int:
+        """The largest of the ranks' caps: what holds for every rank. Raises CapacityError."""
+        return int(self.token_caps.max())
 
     @cached_property
     def cost(self) -> CostModel:

@@ -52,7 +52,6 @@ def build_report(
     low = next(iter(lowered.values()))
     traffic = [item for (kind, phase), low in lowered.items() for item in _traffic(problem, kind, phase, low)]
     load = (_loads(problem, placement, lowered) / low.groups.sizes)[low.groups.of_rank]
-    tokens = low.home.per_rank
     time, mean = load / problem.speeds, float(load.sum()) / problem.speeds.sum()
     block_tokens, heaviest = _largest(shards, placement)
     heaviest /= int(low.groups.sizes.max())
@@ -67,7 +66,7 @@ def build_report(
         "imbalance_bound": max(1.0, _ratio(makespan.bound or 0.0, mean)),
         "imbalance": {
             "compute": _ratio(float(time.max()), mean) - 1 if mean else 0.0,
-            "tokens": float(tokens.max()) / float(tokens.mean()) - 1,
+            "tokens": float((low.held / problem.token_shares).max()) - 1,
         },
         "area": {kind: int(problem.batch.area(kind)) for kind in problem.batch.kinds},
         "bytes": in_all(moved(programs, low.sets.sets, problem.model, problem.cluster).values()).summary(),

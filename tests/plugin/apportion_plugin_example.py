@@ -27,8 +27,8 @@ def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
     every = np.arange(problem.bins)
     first = [every if only is None else np.array(only) for only in allowed]
     for item in np.lexsort((-problem.weights, -problem.sizes, free)):
-        best = first[item][used[first[item]].argmin()]
-        if used[best] + problem.sizes[item] <= problem.cap:
+        best = first[item][(problem.caps - used)[first[item]].argmax()]
+        if used[best] + problem.sizes[item] <= problem.caps[best]:
             bins[item] = best
             used[best] += problem.sizes[item]
     if (bins < 0).any():

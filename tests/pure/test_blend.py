@@ -232,7 +232,7 @@ def test_kinds_share_a_layout_that_none_of_them_waits_for_long(seed):
     assert busiest(made, placement) <= 1.05 * least
     shards = Blocks()(made)
     case = PartitionProblem(
-        shards.per_piece(shards.weight), shards.per_piece(shards.lengths), 16, made.token_cap
+        shards.per_piece(shards.weight), shards.per_piece(shards.lengths), made.token_caps
     )
     pieces = PartitionSolver("lpt")(case)
     by_sum = Placement(shards.starts, pieces.bin[shards.piece], shards.weight, 0.0)

@@ -62,6 +62,14 @@ def test_slow_ranks_get_less_compute_and_as_many_tokens(name):
     assert np.bincount(found.rank, problem.tokens).tolist() == [96] * 4
 
 
+def test_tokens_follow_the_room_of_ranks():
+    problem = replace(long_sequence(), room=np.array([1.0, 1.0, 0.5, 0.5]))
+    found = hypergraph.solve(problem, Budget())
+    assert (np.bincount(found.rank, problem.tokens) <= problem.tokens_caps[1]).all()
+    assert problem.tokens_caps[1].tolist() == [141, 141, 70, 70]
+    assert found.tokens_imbalance <= 0.2
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_fixed_vertices_stay(name):
     problem = long_sequence()
@@ -106,6 +114,7 @@ def test_wrong_columns_are_refused():
     problem = long_sequence()
     for changed in (
         {"speeds": np.ones(3)},
+        {"room": np.ones(3)},
         {"flops_slack": (-1.0, 0.0)},
         {"price": np.ones(2)},
         {"nodes": 0},

@@ -26,15 +26,15 @@ def array(values: list[int]) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def optimum(weights: list[int], sizes: list[int], bins: int, cap: int, speeds: list[float]) -> float:
-    """The least makespan over all assignments that hold the cap."""
-    best = float("inf")
+def optimum(weights: list[int], sizes: list[int], caps: list[int], speeds: list[float]) -> float:
+    """The least makespan over all assignments that hold the caps."""
+    best, bins = float("inf"), len(caps)
     for chosen in product(range(bins), repeat=len(weights)):
         load, used = [0] * bins, [0] * bins
         for item, b in enumerate(chosen):
             load[b] += weights[item]
             used[b] += sizes[item]
-        if max(used) <= cap:
+        if all(held <= cap for held, cap in zip(used, caps, strict=True)):
             best = min(best, max(work / speed for work, speed in zip(load, speeds, strict=True)))
     return best
 
@@ -43,15 +43,15 @@ def optimum(weights: list[int], sizes: list[int], bins: int, cap: int, speeds: l
 @given(
     items=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5)), min_size=1, max_size=6),
     bins=st.integers(1, 3),
-    room=st.integers(0, 20),
+    rooms=st.lists(st.integers(-4, 20), min_size=3, max_size=3),
     speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
 )
-def test_bound_is_never_above_the_optimum_and_the_cap_holds(items, bins, room, speeds):
+def test_bound_is_never_above_the_optimum_and_each_cap_holds(items, bins, rooms, speeds):
     weights, sizes = map(list, zip(*items, strict=True))
-    cap = max(sizes) + room
-    result = lpt(array(weights), array(sizes), bins, cap, np.array(speeds[:bins]))
-    best = optimum(weights, sizes, bins, cap, speeds[:bins])
-    assert sums(result, array(sizes), bins).max() <= cap
+    caps = [max(0, max(sizes) + room) for room in rooms[:bins]]
+    result = lpt(array(weights), array(sizes), array(caps), np.array(speeds[:bins]))
+    best = optimum(weights, sizes, caps, speeds[:bins])
+    assert (sums(result, array(sizes), bins) <= caps).all()
     assert result.termination.bound <= best + 1e-9
     placed = result.bin >= 0
     assert result.termination.solved == bool(placed.all())
@@ -64,8 +64,8 @@ def test_bound_is_never_above_the_optimum_and_the_cap_holds(items, bins, room, s
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=7), bins=st.integers(1, 3))
 def test_grahams_guarantee_on_equal_bins(weights, bins):
     ones = np.ones(len(weights), np.int64)
-    result = lpt(array(weights), ones, bins, len(weights))
-    best = optimum(weights, [1] * len(weights), bins, len(weights), [1.0] * bins)
+    result = lpt(array(weights), ones, np.full(bins, len(weights)))
+    best = optimum(weights, [1] * len(weights), [len(weights)] * bins, [1.0] * bins)
     assert result.termination.value <= (4 / 3 - 1 / (3 * bins)) * best + 1e-9
 
 
@@ -73,28 +73,33 @@ def test_value_does_not_depend_on_the_order_of_the_items():
     rng = np.random.default_rng(0)
     weights, sizes = rng.integers(1, 1000, 300), rng.integers(1, 50, 300)
     order = rng.permutation(300)
-    cap = int(sizes.sum() // 16 * 1.1)
-    one, other = lpt(weights, sizes, 16, cap), lpt(weights[order], sizes[order], 16, cap)
+    caps = rng.integers(sizes.sum() // 16, sizes.sum() // 16 * 1.3, 16)
+    one, other = lpt(weights, sizes, caps), lpt(weights[order], sizes[order], caps)
     loads = np.sort(sums(one, weights, 16)), np.sort(sums(other, weights[order], 16))
     assert np.array_equal(*loads)
 
 
 def test_a_slow_bin_gets_less():
     weights = np.full(300, 10)
-    result = lpt(weights, np.ones(300, np.int64), 3, 300, np.array([1.0, 1.0, 0.5]))
+    result = lpt(weights, np.ones(300, np.int64), np.full(3, 300), np.array([1.0, 1.0, 0.5]))
     assert sums(result, weights, 3).tolist() == [1200, 1200, 600]
+
+
+def test_a_full_bin_leaves_the_others_their_own_room():
+    result = lpt(array([1] * 9), array([1] * 9), array([1, 3, 5]), np.array([2.0, 1.0, 1.0]))
+    assert sums(result, array([1] * 9), 3).tolist() == [1, 3, 5]
 
 
 def test_items_stay_in_the_bins_that_they_are_allowed():
     allowed = [(2,), (2, 3), None, None]
-    result = lpt(array([9, 9, 1, 1]), array([1, 1, 1, 1]), 4, 2, None, allowed)
+    result = lpt(array([9, 9, 1, 1]), array([1, 1, 1, 1]), np.full(4, 2), None, allowed)
     assert result.bin[0] == 2
     assert result.bin[1] == 3
     assert set(result.bin[2:].tolist()) <= {0, 1}
 
 
 def test_an_item_that_fits_nowhere_is_named():
-    result = lpt(array([5, 5, 5]), array([2, 2, 2]), 2, 3)
+    result = lpt(array([5, 5, 5]), array([2, 2, 2]), np.full(2, 3))
     assert result.termination.status is Status.NO_SOLUTION
     assert (result.bin < 0).sum() == 1
 

@@ -102,9 +102,10 @@ def test_a_budget_is_not_negative(field):
     ("make", "fault"),
     [
         (
-            lambda: PartitionProblem(np.ones(2), np.ones(3), 2, 9),
+            lambda: PartitionProblem(np.ones(2), np.ones(3), np.array([9, 9])),
             "weights = 2: must have as many entries as sizes",
         ),
+        (lambda: PartitionProblem(np.ones(2), np.ones(2), 9), "caps = 9: must have one cap a bin"),
         (lambda: TransportProblem(np.array([1]), TwoLevelCost(1, 0.0, 1.0)), "surplus = 1: must add up to 0"),
         (lambda: TwoLevelCost(8, 2.0, 1.0), "0 <= intra <= inter"),
         (
@@ -138,7 +139,7 @@ def ordered(problem: PartitionProblem, budget: Budget) -> Partition:
     bins = np.arange(len(problem.sizes)) % problem.bins
     for item, only in enumerate(problem.allowed or []):
         bins[item] = bins[item] if only is None or bins[item] in only else only[0]
-    if np.bincount(bins, problem.sizes, problem.bins).max() > problem.cap:
+    if (np.bincount(bins, problem.sizes, problem.bins) > problem.caps).any():
         return Partition(np.full(len(bins), -1), Termination(Status.NO_SOLUTION, 0.0))
     speeds = np.ones(problem.bins) if problem.speeds is None else problem.speeds
     value = float((np.bincount(bins, problem.weights, problem.bins) / speeds).max())
@@ -168,7 +169,7 @@ def test_the_kit_finds_a_solver_that_does_not_keep_it(solver, fault):
 def test_the_exact_partition_is_exact_where_sizes_are_large():
     weights = np.array([92945263581024, 53627188461169, 41787542623086, 37258533772903, 23082868630713])
     sizes = np.array([710570006, 857650229, 106308065, 605479149, 741195911])
-    problem = PartitionProblem(weights, sizes, 4, 857650229, np.array([1000.0, 1.0, 0.5, 1000.0]))
+    problem = PartitionProblem(weights, sizes, np.full(4, 857650229), np.array([1000.0, 1.0, 0.5, 1000.0]))
     found = find_solver("partition", "ilp").load()(problem, Budget())
     assert found.termination.status is Status.OPTIMAL
     assert found.termination.value == pytest.approx(CASES["partition"].optimum(problem))

@@ -53,7 +53,7 @@ def test_oracle_for_lpt(seed):
     weights, ones = draw.integers(1, 100, 10), np.ones(10, np.int64)
     problem = GroupingProblem(weights[:, None].astype(float), ones, np.array([1]), 3, 4)
     best = ilp.solve(problem, Budget(steps=100_000))
-    greedy = solve_lpt(PartitionProblem(weights, ones, 3, 4), Budget())
+    greedy = solve_lpt(PartitionProblem(weights, ones, np.full(3, 4)), Budget())
     assert best.termination.status is Status.OPTIMAL
     assert makespan_bound(weights, np.ones(3)) <= best.termination.value + 1e-6
     assert best.termination.value <= greedy.termination.value

@@ -1,8 +1,7 @@
-"""Rule 6: what the request promises holds: token cap, home ranks, memory cap, tolerance."""
+"""Rule 6: what the request promises holds: token caps, home ranks, memory cap, tolerance."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,13 +17,13 @@ Floats = NDArray[np.float64]
 
 RULE = "limits"
 _GIB = 2**30
-#: the default cap of `Policy.token_cap`
+#: the default of `Policy.token_cap`, of a rank's share by speed
 _DEFAULT_CAP = 1.02
 
 
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `limits`."""
-    yield from _token_cap(subject)
+    yield from _token_caps(subject)
     yield from _home_ranks(subject)
     for program in subject.programs:
         yield from _memory(subject, program)
@@ -36,7 +35,7 @@ def _home_ranks(subject: Subject) -> Iterator[Violation]:
     homes = subject.plan.request.batch.home_ranks
     if not homes:
         return
-    layout = subject.plan.layouts.get("attention", subject.home)
+    layout = subject.attention
     sequence, rank = layout.spans["sequence"], layout.spans.rank_of_row()
     order = np.argsort(sequence, kind="stable")
     for number, allowed in homes.items():
@@ -46,16 +45,14 @@ def _home_ranks(subject: Subject) -> Iterator[Violation]:
             yield Violation(RULE, stray, None, None, None, message)
 
 
-def _token_cap(subject: Subject) -> Iterator[Violation]:
+def _token_caps(subject: Subject) -> Iterator[Violation]:
     """Rows of the layout that computes attention: the loader's own may be as uneven as its batches."""
-    plan = subject.plan
-    request = plan.request
+    rows, given = subject.attention.rows_per_rank, subject.plan.request.policy.token_cap
     # the planner rounds its default down; a whole token more is still the share that was promised
-    cap = request.policy.token_cap or math.ceil(_DEFAULT_CAP * request.batch.tokens / plan.header.ranks)
-    layout = plan.layouts.get("attention", subject.home)
-    rows = layout.rows_per_rank
-    for rank in np.flatnonzero(rows > cap).tolist():
-        message = f"holds {rows[rank]} tokens in layout {layout.name}, the token cap is {cap}"
+    caps = np.ceil(_DEFAULT_CAP * subject.token_shares) if given is None else np.full(len(rows), given)
+    for rank in np.flatnonzero(rows > caps).tolist():
+        cap = int(caps[rank])
+        message = f"holds {rows[rank]} tokens in layout {subject.attention.name}, the token cap is {cap}"
         yield Violation(RULE, rank, None, None, None, message)
 
 

@@ -160,25 +160,17 @@ def _exchanges(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _balance(subject: Subject) -> Iterator[Fact]:
-    """Of rows, and of compute by speed, in the phase that is less even."""
+    """Of tokens where attention is computed, and of compute in the phase that is less even, both by speed."""
     plan = subject.plan
     request = plan.request
-    yield ("imbalance", "tokens"), _token_imbalance(subject)
+    rows = subject.attention.rows_per_rank
+    yield ("imbalance", "tokens"), float((rows / subject.token_shares).max()) - 1
     speeds = np.asarray(request.cluster.speeds or np.ones(plan.header.ranks), np.float64)
     found = [totals.loads(plan.programs, plan.header, request.model, phase) for phase in PHASES]
     time: NDArray[np.float64] = max((load / speeds for load in found), key=lambda times: float(times.max()))
     mean = float((time * speeds).sum()) / float(speeds.sum())
     yield ("imbalance", "compute"), float(time.max()) / mean - 1 if mean else 0.0
     yield ("bounds", "makespan", "value"), float(time.max())
-
-
-def _token_imbalance(subject: Subject) -> float:
-    """Of home rows; or of another layout, where that is what the report says: plans of version 1.0 tell that of the
-    layout in which attention is computed."""
-    rows = [subject.home.rows_per_rank, *(layout.rows_per_rank for layout in subject.plan.layouts.values())]
-    found = [float(some.max()) / float(some.mean()) - 1 for some in rows]
-    said = _at(subject.plan.report, ("imbalance", "tokens"))
-    return next((one for one in found if _agrees(said, one)), found[0])
 
 
 def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:

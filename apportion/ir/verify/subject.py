@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError
@@ -22,6 +23,7 @@ from apportion.ir.verify.report import Violation, first_few
 from apportion.ir.verify.view import Program, head_sets
 
 T = TypeVar("T")
+Floats = NDArray[np.float64]
 
 
 # Runs of consecutive home rows a task or transfer that are made room for, in turn: few are the rule.
@@ -39,6 +41,20 @@ class Subject:
     def home(self) -> Layout:
         """The layout of home rows."""
         return self.plan.layouts[self.plan.header.home_layout]
+
+    @cached_property
+    def attention(self) -> Layout:
+        """The layout in which attention is computed; where ranks split heads and have no such rows, home rows'."""
+        return self.plan.layouts.get("attention", self.home)
+
+    @cached_property
+    def token_shares(self) -> Floats:
+        """float64 [ranks]: the batch's tokens by speed."""
+        request = self.plan.request
+        speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
+        rates = speeds / speeds.max()
+        shares: Floats = request.batch.tokens * rates / rates.sum()
+        return shares
 
     @cached_property
     def homes(self) -> Homes:

@@ -262,16 +262,23 @@ def _transfer(
 
 
 def plan_exchange(
-    tokens: int, attention: Rows, groups: Groups, sets: HeadSets, matchings: Matchings, reshuffle: bool
+    tokens: int,
+    attention: Rows,
+    groups: Groups,
+    shares: Ints,
+    sets: HeadSets,
+    matchings: Matchings,
+    reshuffle: bool,
 ) -> Exchange | None:
     """The exchange around attention on these rows of groups; None where home rows are attention rows.
 
-    reshuffle: whether home rows are the loader's contiguous shares of the token axis. Where heads take turns, attention
-    rows hold those of one stage at a time, and so are never home rows.
+    shares: int64 [ranks], see `Groups.member_rows`. reshuffle: whether home rows are the loader's contiguous shares of
+    the token axis. Where heads take turns, attention rows hold those of one stage at a time, and so are never home
+    rows.
     """
     if not reshuffle and not groups.split and sets.stages is None:
         return None
-    home = contiguous_rows(tokens, groups.ranks) if reshuffle else groups.member_rows(attention)
+    home = contiguous_rows(tokens, groups.ranks) if reshuffle else groups.member_rows(attention, shares)
     pieces = _pieces(home, attention)
     piece, dst = _copies(pieces, groups)
     src, rows = pieces.src[piece], pieces.rows[piece]

@@ -75,21 +75,25 @@ class Groups:
         ends = np.cumsum(sizes)
         return index, self.first[group[index]] + np.arange(len(index)) - (ends - sizes)[index]
 
-    def member_rows(self, rows: Rows) -> Rows:
-        """The home rows of every rank where the rows of each group are cut evenly among its ranks, in order."""
+    def member_rows(self, rows: Rows, shares: Ints) -> Rows:
+        """The home rows of every rank where the rows of each group are cut among its ranks, in order, in proportion to
+        their shares, int64 [ranks] > 0. A group of no more rows than the sum of its shares gives no rank more than
+        its own."""
         held, first_row = rows.per_rank, np.cumsum(rows.per_rank) - rows.per_rank
-        of, place, size = self.of_rank, self.member, self.sizes[self.of_rank]
-        cut = first_row[of] + held[of] * place // size  # in rows of all groups, one after another
-        cut = cut[(place > 0) & (held[of] * place // size < held[of])]
+        of, edges = self.of_rank, np.append(0, np.cumsum(shares))
+        whole, before = edges[self.first[1:]] - edges[self.first[:-1]], edges[:-1] - edges[self.first[of]]
+        inside = held[of] * before // whole[of]
+        cut = first_row[of] + inside  # in rows of all groups, one after another
+        cut = cut[(before > 0) & (inside < held[of])]
         ends = np.cumsum(rows.lengths[rows.order])
         block = rows.order[np.searchsorted(ends, cut, "right")]
         token = rows.starts[block] + cut - first_row[rows.home[block]] - rows.row[block]
         starts = np.union1d(rows.starts, token)
         block = rows.block_of(starts[:-1])
         group, row = rows.home[block], rows.row[block] + starts[:-1] - rows.starts[block]
-        # the last place whose first row, held * place // size, is not after `row`
-        member = ((row + 1) * self.sizes[group] - 1) // held[group]
-        return Rows(starts, self.first[group] + member, self.ranks)
+        # the last rank whose first row, held * before // whole, is not after `row`
+        most = edges[self.first[group]] + ((row + 1) * whole[group] - 1) // held[group]
+        return Rows(starts, np.searchsorted(edges[:-1], most, "right") - 1, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -292,8 +296,8 @@ class Ulysses(InnerPass):
 
 
 def virtual_problem(problem: Problem, groups: Groups) -> Problem:
-    """The problem whose ranks are the groups, all of one size: their links are those of all members together, their
-    speed that of the slowest, because heads are split evenly."""
+    """The problem whose ranks are the groups, all of one size: their links and their share of the tokens are those of
+    all members together, their speed that of the slowest, because heads are split evenly."""
     if not groups.split:
         return problem
     if problem.batch.home_ranks:
@@ -304,7 +308,8 @@ def virtual_problem(problem: Problem, groups: Groups) -> Problem:
     size = int(groups.sizes[0])
     given = problem.policy.token_cap
     policy = problem.policy if given is None else replace(problem.policy, token_cap=given * size)
-    return replace(problem, cluster=_virtual_cluster(problem.cluster, size), policy=policy)
+    rates = tuple(problem.token_rates.reshape(-1, size).sum(1).tolist())
+    return replace(problem, cluster=_virtual_cluster(problem.cluster, size), policy=policy, rates=rates)
 
 
 def _virtual_cluster(cluster: Cluster, size: int) -> Cluster:

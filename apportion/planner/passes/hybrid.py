@@ -130,7 +130,7 @@ def _turns(lengths: Ints, wanted: Ints, ranks: int, solver: PartitionSolver) -> 
 
 def _cheapest(lengths: Ints, groups: int, solver: PartitionSolver) -> Ints:
     """The group of each sequence; all groups have one degree, so L^2 is the price."""
-    return solver(PartitionProblem(lengths**2, lengths, groups, int(lengths.sum()))).bin
+    return solver(PartitionProblem(lengths**2, lengths, np.full(groups, lengths.sum()))).bin
 
 
 def _widened(groups: list[int], ranks: int) -> Ints:

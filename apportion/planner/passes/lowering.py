@@ -221,6 +221,12 @@ class Lowering:
         return self.rows if self.exchange is None else self.exchange.home
 
     @property
+    def held(self) -> Ints:
+        """int64 [ranks]: tokens of each rank where attention is computed; where its ranks share tokens and split heads,
+        those of its home rows."""
+        return (self.home if self.groups.split else self.rows).per_rank
+
+    @property
     def holds(self) -> bool:
         """Whether tiles stay for several stages of heads, so that their rows are never used for others."""
         return self.sets.stages is not None and self.sets.stages.hold

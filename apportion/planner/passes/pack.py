@@ -232,7 +232,7 @@ def _spread(
 def _packed(weights: Ints, lengths: Ints, count: int, room: int, solver: PartitionSolver) -> Ints | None:
     """By work; where that leaves a sequence without room, by length. None where that does, too."""
     # a sequence without work weighs a little, or all such would go to the same microbatch
-    found = solver(PartitionProblem(np.maximum(weights, 1), lengths, count, room)).bin
+    found = solver(PartitionProblem(np.maximum(weights, 1), lengths, np.full(count, room))).bin
     return found if (found >= 0).all() else _best_fit(lengths, count, room)
 
 

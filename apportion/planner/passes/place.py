@@ -72,9 +72,7 @@ def _place(problem: Problem, shards: Shards, felt: Ints, solver: PartitionSolver
     """felt: int64 [blocks], what is balanced."""
     weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
     allowed = _allowed(problem, shards)
-    case = PartitionProblem(
-        shards.per_piece(felt), sizes, problem.ranks, problem.token_cap, problem.speeds, allowed
-    )
+    case = PartitionProblem(shards.per_piece(felt), sizes, problem.token_caps, problem.speeds, allowed)
     result = solver(case)
     end = None if solver.entry.heuristic else result.termination
     home = result.bin[shards.piece]
@@ -114,7 +112,7 @@ def _allowed(problem: Problem, shards: Shards) -> list[tuple[int, ...] | None] |
 def _fill(problem: Problem, shards: Shards, case: PartitionProblem, bins: Ints) -> tuple[Ints, Ints]:
     """Cut the blocks without a home along the room that is left; returns starts and homes of the finer blocks."""
     home, allowed, there = bins[shards.piece], case.allowed, bins >= 0
-    room = (problem.token_cap - exact_sums(bins[there], case.sizes[there], problem.ranks)).tolist()
+    room = (case.caps - exact_sums(bins[there], case.sizes[there], problem.ranks)).tolist()
     load = exact_sums(bins[there], case.weights[there], problem.ranks)
     order = np.lexsort((np.arange(problem.ranks), load / problem.speeds)).tolist()
     cuts: dict[int, list[tuple[int, int]]] = {}
@@ -141,10 +139,11 @@ def _full(
     only: tuple[int, ...] | None,
     allowed: Sequence[tuple[int, ...] | None] | None,
 ) -> CapacityError:
-    sizes = shards.per_piece(shards.lengths).tolist()
+    sizes, caps = shards.per_piece(shards.lengths).tolist(), problem.token_caps
+    most = caps.max() if only is None else caps[list(only)].max()
     need = sum(size for size, ranks in zip(sizes, allowed or [], strict=True) if ranks == only)
     return CapacityError(
-        f"{need} tokens have home_ranks {only}, which hold at most {problem.token_cap} each, other pieces included: "
+        f"{need} tokens have home_ranks {only}, which hold at most {most} each, other pieces included: "
         f"raise token_cap or widen home_ranks"
     )
 

@@ -71,7 +71,7 @@ def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> fl
         return AUTO_SHARE * mean / heaviest
     if shards.block_tokens <= min(AUTO_STEP, problem.batch.tokens // (AUTO_BLOCKS * problem.ranks)):
         return 1.0
-    bins = solver(PartitionProblem(weights, sizes, problem.ranks, problem.token_cap, problem.speeds)).bin
+    bins = solver(PartitionProblem(weights, sizes, problem.token_caps, problem.speeds)).bin
     there = bins >= 0
     load = exact_sums(bins[there], weights[there], problem.ranks)
     busiest, left_over = float((load / problem.speeds).max()), float(weights[~there].sum())

@@ -18,7 +18,7 @@ from apportion.planner.solvers.use import PartitionSolver
 
 Ints = NDArray[np.integer[Any]]
 
-# Without a cap of the user's, the least of these times the mean (or the longest sequence) that LPT can keep to.
+# Without a cap of the user's, the least of these times a rank's share (or the longest sequence) that LPT can keep to.
 SLACKS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 
 
@@ -66,7 +66,7 @@ def spread(
     if cap is None:
         return _least_slack(problem, weights, sizes, load, used, solver)
     for by in (weights, sizes):
-        home = _fill(problem, by, sizes, load if by is weights else used, used, cap, solver)
+        home = _fill(problem, by, sizes, load if by is weights else used, used, problem.token_caps, solver)
         if (home >= 0).all():
             return home
     left = home < 0
@@ -81,22 +81,22 @@ def _least_slack(
     problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, solver: PartitionSolver
 ) -> Ints:
     most = int(max(used.max(), sizes.max(initial=0)))
-    mean = problem.batch.tokens / problem.ranks
-    caps = [max(int(slack * mean), most) for slack in SLACKS]
-    for cap in (*dict.fromkeys(caps), problem.batch.tokens + most):
-        home = _fill(problem, weights, sizes, load, used, cap, solver)
+    shares = [np.maximum((slack * problem.token_shares).astype(np.int64), most) for slack in SLACKS]
+    shares.append(np.full(problem.ranks, problem.batch.tokens + most))
+    for caps in {some.tobytes(): some for some in shares}.values():
+        home = _fill(problem, weights, sizes, load, used, caps, solver)
         if (home >= 0).all():
             break
     return home
 
 
 def _fill(
-    problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, cap: int, solver: PartitionSolver
+    problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, caps: Ints, solver: PartitionSolver
 ) -> Ints:
-    """The solver's answer under `cap`, -1 for what fits nowhere. What is already there enters as items with one rank
-    to go to."""
+    """The solver's answer under the ranks' caps, -1 for what fits nowhere. What is already there enters as items with
+    one rank to go to."""
     if not used.any():
-        return solver(PartitionProblem(weights, sizes, problem.ranks, cap, problem.speeds)).bin
+        return solver(PartitionProblem(weights, sizes, caps, problem.speeds)).bin
     both = np.concatenate([load, weights]), np.concatenate([used, sizes])
     allowed = [*((rank,) for rank in range(problem.ranks)), *[None] * len(weights)]
-    return solver(PartitionProblem(*both, problem.ranks, cap, problem.speeds, allowed)).bin[problem.ranks :]
+    return solver(PartitionProblem(*both, caps, problem.speeds, allowed)).bin[problem.ranks :]

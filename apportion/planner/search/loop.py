@@ -298,9 +298,10 @@ def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Place
 
 
 def _check_cap(problem: Problem, draft: Draft) -> None:
-    """Strategies without a token cap are held to that of the policy here. Raises CapacityError."""
+    """Strategies without a token cap are held to those of the policy here. Raises CapacityError."""
     if not draft.placed.passes.place.own_cap:
         return
-    most = int(next(iter(draft.lowered.values())).home.per_rank.max())
-    if most > problem.token_cap:
-        raise CapacityError(f"the fullest rank would hold {most} tokens, the cap is {problem.token_cap}")
+    held, caps = next(iter(draft.lowered.values())).held, problem.token_caps
+    rank = int((held / caps).argmax())
+    if held[rank] > caps[rank]:
+        raise CapacityError(f"the fullest rank would hold {held[rank]} tokens, the cap is {caps[rank]}")

@@ -31,22 +31,22 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class PartitionProblem:
-    """K items into `bins` so that the heaviest bin (weight over speed) is light.
+    """K items into bins so that the heaviest bin (weight over speed) is light.
 
-    weights, sizes: int64 [K], >= 0; cap: the largest sum of sizes in one bin; speeds: float64 [bins], default 1.
-    allowed: for each item the bins that may take it, or None for any; None: any for all.
+    weights, sizes: int64 [K], >= 0; caps: int64 [bins], the largest sum of sizes in each bin; speeds: float64 [bins],
+    default 1. allowed: for each item the bins that may take it, or None for any; None: any for all.
     """
 
     weights: Ints
     sizes: Ints
-    bins: int
-    cap: int
+    caps: Ints
     speeds: Floats | None = None
     allowed: Sequence[tuple[int, ...] | None] | None = None
 
     def __post_init__(self) -> None:
         same_length("weights", self.weights, "sizes", self.sizes)
-        positive("bins", self.bins)
+        if np.ndim(self.caps) != 1 or not len(self.caps):
+            raise ConfigError("caps", self.caps, "must have one cap a bin", "write np.full(bins, cap)")
         if self.speeds is not None and len(self.speeds) != self.bins:
             raise ConfigError("speeds", len(self.speeds), f"must be {self.bins}, one a bin", "leave it out")
         if self.allowed is not None and len(self.allowed) != len(self.weights):
@@ -54,6 +54,10 @@ class PartitionProblem:
             raise ConfigError("allowed", len(self.allowed), rule, "give None where any bin will do")
         if any(bins is not None and not len(bins) for bins in self.allowed or ()):
             raise ConfigError("allowed", (), "leaves an item no bin", "give None where any bin will do")
+
+    @property
+    def bins(self) -> int:
+        return len(self.caps)
 
     @property
     def rates(self) -> Floats:
@@ -207,7 +211,8 @@ class HypergraphProblem:
     pins[ptr[e] : ptr[e + 1]]; price: int64 [E] >= 0. The value is the sum of price times (ranks spanned - 1).
     flops_slack, tokens_slack: eps of (nodes, ranks). A node has at most (1 + eps[0]) times its share of a weight, a
     rank (1 + eps[0]) (1 + eps[1]) times, both rounded down, but no less than the share rounded up. Shares of flops
-    follow speeds, float64 [ranks], default 1. fixed: int64 [V], the rank that a vertex must have, -1: any.
+    follow `speeds`, those of tokens `room`: float64 [ranks], default 1. fixed: int64 [V], the rank that a vertex must
+    have, -1: any.
     """
 
     flops: Ints
@@ -221,6 +226,7 @@ class HypergraphProblem:
     tokens_slack: tuple[float, float]
     fixed: Ints | None = None
     speeds: Floats | None = None
+    room: Floats | None = None
 
     def __post_init__(self) -> None:
         same_length("tokens", self.tokens, "flops", self.flops)
@@ -229,8 +235,9 @@ class HypergraphProblem:
         positive("ranks_per_node", self.ranks_per_node)
         if self.fixed is not None:
             same_length("fixed", self.fixed, "flops", self.flops)
-        if self.speeds is not None and len(self.speeds) != self.ranks:
-            raise ConfigError("speeds", len(self.speeds), f"must be {self.ranks}, one a rank", "leave it out")
+        for name, shares in (("speeds", self.speeds), ("room", self.room)):
+            if shares is not None and len(shares) != self.ranks:
+                raise ConfigError(name, len(shares), f"must be {self.ranks}, one a rank", "leave it out")
         if min(*self.flops_slack, *self.tokens_slack) < 0:
             slack = (*self.flops_slack, *self.tokens_slack)
             raise ConfigError("slack", slack, "must not be negative", "use 0.05")
@@ -244,16 +251,25 @@ class HypergraphProblem:
         """int64 [V]: the rank that each vertex must have, -1: any."""
         return np.full(len(self.flops), -1, np.int64) if self.fixed is None else self.fixed
 
+    @property
+    def flops_shares(self) -> Floats:
+        """float64 [ranks]: what the ranks' flops are in proportion to."""
+        return np.ones(self.ranks) if self.speeds is None else np.asarray(self.speeds, np.float64)
+
+    @property
+    def tokens_shares(self) -> Floats:
+        """float64 [ranks]: what the ranks' tokens are in proportion to."""
+        return np.ones(self.ranks) if self.room is None else np.asarray(self.room, np.float64)
+
     @cached_property
     def flops_caps(self) -> tuple[Ints, Ints]:
         """int64 [nodes], int64 [ranks]: the most flops of each."""
-        speeds = np.ones(self.ranks) if self.speeds is None else np.asarray(self.speeds, np.float64)
-        return caps_of(int(self.flops.sum()), self.flops_slack, speeds, self.nodes)
+        return caps_of(int(self.flops.sum()), self.flops_slack, self.flops_shares, self.nodes)
 
     @cached_property
     def tokens_caps(self) -> tuple[Ints, Ints]:
         """int64 [nodes], int64 [ranks]: the most tokens of each."""
-        return caps_of(int(self.tokens.sum()), self.tokens_slack, np.ones(self.ranks), self.nodes)
+        return caps_of(int(self.tokens.sum()), self.tokens_slack, self.tokens_shares, self.nodes)
 
 
 def caps_of(total: int, slack: tuple[float, float], shares: Floats, nodes: int) -> tuple[Ints, Ints]:

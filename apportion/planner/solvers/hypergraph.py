@@ -132,10 +132,8 @@ def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | 
     between = connectivity(problem, rank // problem.ranks_per_node, problem.nodes)
     status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
     end = Termination(status, min(bound, value), value, None if status is Status.OPTIMAL else limit)
-    speeds = np.ones(problem.ranks) if problem.speeds is None else problem.speeds
-    flops, tokens = problem.flops, problem.tokens
-    even = np.ones(problem.ranks)
-    return Sides(rank, between, imbalance(rank, flops, speeds), imbalance(rank, tokens, even), end)
+    flops = imbalance(rank, problem.flops, problem.flops_shares)
+    return Sides(rank, between, flops, imbalance(rank, problem.tokens, problem.tokens_shares), end)
 
 
 def imbalance(rank: Ints, weights: Ints, shares: NDArray[np.float64]) -> float:

@@ -70,14 +70,15 @@ class PartitionCases:
         return self._drawn(draw, 20_000, 512)
 
     def hopeless(self) -> PartitionProblem:
-        return PartitionProblem(np.array([1, 1]), np.array([3, 9]), 2, 8)
+        return PartitionProblem(np.array([1, 1]), np.array([3, 9]), np.array([8, 8]))
 
     def _drawn(self, draw: Draw, items: int, bins: int) -> PartitionProblem:
         weights, sizes = draw.integers(1, 1000, items), draw.integers(1, 50, items)
-        cap = int(max(sizes.max(), sizes.sum() // bins * 1.2 + 1))
         speeds = draw.choice([0.5, 1.0, 1.0, 2.0], bins) if draw.random() < 0.7 else None
+        room = np.ones(bins) if speeds is None or draw.random() < 0.5 else speeds
+        caps = np.maximum(sizes.max(), sizes.sum() / room.sum() * room * 1.2 + 1).astype(np.int64)
         held = [tuple(np.flatnonzero(draw.random(bins) < 0.7).tolist()) or None for _ in range(items)]
-        return PartitionProblem(weights, sizes, bins, cap, speeds, held if draw.random() < 0.3 else None)
+        return PartitionProblem(weights, sizes, caps, speeds, held if draw.random() < 0.3 else None)
 
     def permuted(self, problem: PartitionProblem, draw: Draw) -> PartitionProblem:
         order = draw.permutation(len(problem.weights))
@@ -89,8 +90,8 @@ class PartitionCases:
             yield f"bins {result.bin} are not one of {problem.bins} for each item"
             return
         used = np.bincount(result.bin, problem.sizes, problem.bins)
-        if used.max() > problem.cap:
-            yield f"bin {used.argmax()} holds {used.max():.0f}, the cap is {problem.cap}"
+        for full in np.flatnonzero(used > problem.caps)[:1].tolist():
+            yield f"bin {full} holds {used[full]:.0f}, the cap is {problem.caps[full]}"
         if not self._allowed(problem, result.bin.tolist()):
             yield f"bins {result.bin} are not all allowed"
 
@@ -109,7 +110,7 @@ class PartitionCases:
             self._heaviest(problem, chosen)
             for chosen in product(range(problem.bins), repeat=len(problem.weights))
             if self._allowed(problem, chosen)
-            and np.bincount(chosen, problem.sizes, problem.bins).max() <= problem.cap
+            and (np.bincount(chosen, problem.sizes, problem.bins) <= problem.caps).all()
         ]
         return min(values, default=None)
 

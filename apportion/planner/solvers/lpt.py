@@ -29,15 +29,16 @@ def solve(problem: PartitionProblem, budget: Budget) -> Partition:
     choice = np.diff(group_ptr)
     choice[0] = problem.bins  # the least free go first, or others take their room
     weights, sizes, rates = problem.weights, problem.sizes, problem.rates
+    caps = np.ascontiguousarray(problem.caps, np.int64)
     order = np.lexsort((np.arange(len(weights)), -sizes, -weights, choice[group]))
     assigned, load = _assign(
-        order, weights, sizes, smallest_left(sizes[order]), rates, problem.cap, group, group_ptr, group_bins
+        order, weights, sizes, smallest_left(sizes[order]), rates, caps, group, group_ptr, group_bins
     )
     bound, value = makespan_bound(weights, rates), float((load / rates).max())
     if (assigned >= 0).all():
         status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
         return Partition(assigned, Termination(status, min(bound, value), value))
-    hopeless = int(sizes.max()) > problem.cap or int(sizes.sum()) > problem.cap * problem.bins
+    hopeless = int(sizes.max()) > int(caps.max()) or int(sizes.sum()) > int(caps.sum())
     return Partition(assigned, Termination(Status.INFEASIBLE if hopeless else Status.NO_SOLUTION, bound))
 
 
@@ -80,7 +81,7 @@ def _assign(
     sizes: Ints,
     least: Ints,
     speed: Floats,
-    cap: int,
+    caps: Ints,
     group: Ints,
     group_ptr: Ints,
     group_bins: Ints,
@@ -92,19 +93,19 @@ def _assign(
     for step in range(len(order)):
         item = order[step]
         # bins too full for anything that is left leave the heap
-        while live > 0 and used[heap[0]] + least[step] > cap:
+        while live > 0 and used[heap[0]] + least[step] > caps[heap[0]]:
             live -= 1
             _swap(heap, where, 0, live)
             _sift(heap, where, live, 0, load, speed)
         best = -1
         if group[item] == 0:
-            if live > 0 and used[heap[0]] + sizes[item] <= cap:
+            if live > 0 and used[heap[0]] + sizes[item] <= caps[heap[0]]:
                 best = heap[0]
             else:
-                best = _least_loaded(heap, live, load, used, speed, cap - sizes[item])
+                best = _least_loaded(heap, live, load, used, speed, caps, sizes[item])
         else:
             some = group_bins[group_ptr[group[item]] : group_ptr[group[item] + 1]]
-            best = _least_loaded(some, len(some), load, used, speed, cap - sizes[item])
+            best = _least_loaded(some, len(some), load, used, speed, caps, sizes[item])
         if best < 0:
             continue
         assigned[item] = best
@@ -116,11 +117,14 @@ def _assign(
 
 
 @jit
-def _least_loaded(some: Ints, count: int, load: Ints, used: Ints, speed: Floats, room: int) -> int:
+def _least_loaded(
+    some: Ints, count: int, load: Ints, used: Ints, speed: Floats, caps: Ints, size: int
+) -> int:
     best = -1
     for index in range(count):
         candidate = some[index]
-        if used[candidate] <= room and (best < 0 or _before(candidate, best, load, speed)):
+        fits = used[candidate] + size <= caps[candidate]
+        if fits and (best < 0 or _before(candidate, best, load, speed)):
             best = candidate
     return best
 

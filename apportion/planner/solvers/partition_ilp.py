@@ -85,7 +85,8 @@ def _model(problem: PartitionProblem, order: Ints, scale: float) -> tuple[Any, l
     model = pulp.LpProblem("partition", pulp.LpMinimize)
     most = model.add_variable("T", 0)
     model += most
-    rates, alike = problem.rates, problem.speeds is None and problem.allowed is None
+    rates, caps = problem.rates, np.maximum(problem.caps, 1).tolist()
+    alike = problem.speeds is None and problem.allowed is None and len(set(caps)) == 1
     chosen: list[dict[int, Any]] = []
     for place, item in enumerate(order.tolist()):
         only = None if problem.allowed is None else problem.allowed[item]
@@ -93,14 +94,11 @@ def _model(problem: PartitionProblem, order: Ints, scale: float) -> tuple[Any, l
         chosen.append({bin_: model.add_variable(f"x_{place}_{bin_}", cat="Binary") for bin_ in bins})
         model += pulp.lpSum(chosen[place].values()) == 1
     # numbers about 1: HiGHS keeps rows within 1e-6
-    weights, sizes = (
-        (problem.weights[order] / scale).tolist(),
-        (problem.sizes[order] / max(problem.cap, 1)).tolist(),
-    )
+    weights, sizes = (problem.weights[order] / scale).tolist(), problem.sizes[order].tolist()
     for bin_ in range(problem.bins):
         here = [(place, held[bin_]) for place, held in enumerate(chosen) if bin_ in held]
         model += pulp.lpSum(weights[place] * one for place, one in here) <= float(rates[bin_]) * most
-        model += pulp.lpSum(sizes[place] * one for place, one in here) <= 1
+        model += pulp.lpSum(sizes[place] / caps[bin_] * one for place, one in here) <= 1
     return model, chosen, most
 
 
@@ -114,11 +112,11 @@ def _restriction(problem: PartitionProblem) -> Ints:
 
 
 def _value(problem: PartitionProblem, found: Ints) -> float | None:
-    """The heaviest bin; None where one is over the cap."""
+    """The heaviest bin; None where one is over its cap."""
     load, used = np.zeros(problem.bins, np.int64), np.zeros(problem.bins, np.int64)
     np.add.at(load, found, problem.weights)
     np.add.at(used, found, problem.sizes)
-    return None if int(used.max()) > problem.cap else float((load / problem.rates).max())
+    return None if (used > problem.caps).any() else float((load / problem.rates).max())
 
 
 def _below(bound: float, value: float | None) -> float:

@@ -73,7 +73,8 @@ class Blend(PlacePass):
         """Where pairs of each kind count so many times."""
         documents, speeds = problem.batch.starts, problem.speeds
         rows = profile(problem.bands, factor if self.weigh == "pairs" else pair_times(problem, factor))
-        tokens = token_shares(problem.batch.tokens, speeds, problem.policy.token_cap and problem.token_cap)
+        cap = problem.policy.token_cap and problem.token_cap
+        tokens = token_shares(problem.batch.tokens, problem.token_rates, cap)
         pieces, count = walk(documents, rows, tokens, speeds, self.head)
         count = repair(rows.table, pieces, count, rows.below[-1] * (speeds / speeds.sum()), UNEVEN)
         starts, home = _joined(documents, pieces[:count])
@@ -97,11 +98,11 @@ def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
     return {kind: np.maximum(np.rint(unit * time), 1).astype(np.int64) for kind, time in times.items()}
 
 
-def token_shares(tokens: int, speeds: Floats, cap: int | None = None) -> Ints:
-    """int64 [ranks]: tokens of each rank, as its speed, none above the cap; what capped ranks leave goes to others."""
-    share, free = speeds * (tokens / speeds.sum()), np.ones(len(speeds), bool)
+def token_shares(tokens: int, rates: Floats, cap: int | None = None) -> Ints:
+    """int64 [ranks]: tokens of each rank, as its rate, none above the cap; what capped ranks leave goes to others."""
+    share, free = rates * (tokens / rates.sum()), np.ones(len(rates), bool)
     while cap is not None and free.any():
-        share[free] = speeds[free] * ((tokens - share[~free].sum()) / speeds[free].sum())
+        share[free] = rates[free] * ((tokens - share[~free].sum()) / rates[free].sum())
         over = free & (share > cap)
         if not over.any():
             break

@@ -80,6 +80,7 @@ class Blocks:
             compute,
             _within_cap(problem, tokens),
             speeds=problem.speeds,
+            room=problem.token_caps / problem.token_cap,
         )
 
 
@@ -91,7 +92,8 @@ def homes(
     tries: int,
 ) -> Blocks:
     """A home for every block of the shards, cut where no rank has room for a whole one: the best of so many ways to
-    weigh compute against bytes. compute, tokens: what nodes and ranks may have above the mean. Raises CapacityError."""
+    weigh compute against bytes. compute, tokens: what nodes and ranks may have above their share. Raises
+    CapacityError."""
     kind = max(problem.bands, key=lambda name: problem.layers[name] * problem.batch.area(name))
     blocks, room = Blocks(shards.starts, np.full(len(shards.lengths), -1, np.int64)), _Room(problem, tokens)
     if problem.batch.home_ranks:
@@ -122,8 +124,7 @@ def _merit(problem: Problem, case: HypergraphProblem) -> float:
 
 def _within_cap(problem: Problem, slack: tuple[float, float]) -> tuple[float, float]:
     """The tolerances of tokens, no more than the policy's cap leaves."""
-    cap = problem.policy.token_cap
-    if cap is None:
+    if problem.policy.token_cap is None:
         return slack
     most = max(0.0, problem.token_cap * problem.ranks / problem.batch.tokens - 1)
     node = min(slack[0], most)
@@ -134,8 +135,8 @@ class _Room:
     """Tokens that nodes and ranks may have."""
 
     def __init__(self, problem: Problem, slack: tuple[float, float]) -> None:
-        slack, even = _within_cap(problem, slack), np.ones(problem.ranks)
-        self.nodes, self.ranks = caps_of(problem.batch.tokens, slack, even, problem.cluster.nodes)
+        slack, room = _within_cap(problem, slack), problem.token_caps / problem.token_cap
+        self.nodes, self.ranks = caps_of(problem.batch.tokens, slack, room, problem.cluster.nodes)
         self.per_node = problem.cluster.ranks_per_node
 
     def left(self, blocks: Blocks) -> Ints:

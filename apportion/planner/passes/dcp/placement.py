@@ -36,10 +36,10 @@ class Dcp(PlacePass):
     """Homes for blocks of tokens and, for every head group, kind and phase, a rank for every cell.
 
     head_groups: shares of the heads that are placed apart ("kv": one a KV head, as the paper has it). solver: of kind
-    hypergraph. epsilon_compute, epsilon_tokens: what nodes, and ranks within a node, may have above the mean, so that a
-    rank has at most (1 + first) (1 + second) times the mean: by default 5 and 2 % more (the paper's evaluation: compute
-    0.4 and 0.1). Both hold: blocks are cut as finely as that takes. divisions: T of Listing 3. tries: of homes; those
-    that keep no rank's links busy for long are taken. An explicit token_cap is obeyed.
+    hypergraph. epsilon_compute, epsilon_tokens: what nodes, and ranks within a node, may have above their share by
+    speed, so that a rank has at most (1 + first) (1 + second) times its share: by default 5 and 2 % more (the paper's
+    evaluation: compute 0.4 and 0.1). Both hold: blocks are cut as finely as that takes. divisions: T of Listing 3.
+    tries: of homes; those that keep no rank's links busy for long are taken. An explicit token_cap is obeyed.
     Raises ConfigError, CapacityError, MissingDependencyError.
     """
 

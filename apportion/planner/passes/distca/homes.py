@@ -56,16 +56,16 @@ def causal_sequences(problem: Problem, kind: str) -> Bools:
 def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Ranges:
     """Every sequence's home ranges, in the order of sequences and steps.
 
-    folded: bool [sequences], which are walked from both ends. Ranks get equal shares of what may live on them; a
-    share's end moves to the end of a sequence, else to a whole multiple of `granularity` rows, where the cap leaves
-    room. Sequences with `home_ranks` are homed first, those with the fewest ranks before others; tokens are as even as
-    that order can make them.
+    folded: bool [sequences], which are walked from both ends. Ranks get shares of what may live on them, in proportion
+    to their caps: equal ones where ranks are alike. A share's end moves to the end of a sequence, else to a whole
+    multiple of `granularity` rows, where the caps leave room. Sequences with `home_ranks` are homed first, those with
+    the fewest ranks before others; tokens over caps are as even as that order can make them.
     """
     used, parts = np.zeros(problem.ranks, np.int64), []
     for members, ranks in _groups(problem):
         lengths = problem.batch.lengths[members]
-        share = _water_filled(used[ranks], int(lengths.sum()))
-        slack = _slack(problem, int((used[ranks] + share).max()))
+        share = _water_filled(used[ranks], int(lengths.sum()), problem.token_caps[ranks])
+        slack = _slack(problem, used[ranks] + share, problem.token_caps[ranks])
         cuts = _moved(np.cumsum(share)[:-1], lengths, slack, granularity * np.where(folded[members], 2, 1))
         part = _parts(lengths, cuts)
         parts.append(Ranges(members[part.seq], part.a, part.b, ranks[part.rank]))
@@ -90,26 +90,26 @@ def _groups(problem: Problem) -> Iterator[tuple[Ints, Ints]]:
         yield np.array(members[ranks]), np.array(ranks)
 
 
-def _water_filled(used: Ints, tokens: int) -> Ints:
-    """int64 [ranks]: shares of `tokens` that level what ranks hold, the fullest as low as can be."""
-    order = np.argsort(used, kind="stable")
-    sums = np.cumsum(used[order])
-    count = np.arange(1, len(used) + 1)
-    level = (tokens + sums) / count  # were only the first `count` ranks to get any
-    filled = int(np.flatnonzero(level >= used[order])[-1]) + 1
-    chosen = order[:filled]
-    base, extra = divmod(tokens + int(sums[filled - 1]), filled)
+def _water_filled(used: Ints, tokens: int, caps: Ints) -> Ints:
+    """int64 [ranks]: shares of `tokens` that level what ranks hold over their caps, the fullest as low as can be."""
+    full = used / caps
+    order = np.argsort(full, kind="stable")
+    sums, room = np.cumsum(used[order]), np.cumsum(caps[order])
+    level = (tokens + sums) / room  # were only the first ranks to get any
+    filled = int(np.flatnonzero(level >= full[order])[-1]) + 1
+    chosen = np.sort(order[:filled])
+    total = tokens + int(sums[filled - 1])
     share = np.zeros(len(used), np.int64)
-    share[chosen] = base - used[chosen]
-    share[np.sort(chosen)[:extra]] += 1
+    share[chosen] = np.maximum(total * caps[chosen] // int(room[filled - 1]) - used[chosen], 0)
+    share[chosen[: tokens - int(share.sum())]] += 1
     return share
 
 
-def _slack(problem: Problem, fullest: int) -> int:
+def _slack(problem: Problem, held: Ints, caps: Ints) -> int:
     """How far the end of a share may move either way; where homes are given, whatever other sequences there are."""
     if problem.policy.token_cap is None and problem.batch.home_ranks:
-        return fullest // SLACK
-    return max(0, (problem.token_cap - fullest) // 2)
+        return int(held.max()) // SLACK
+    return max(0, int((caps - held).min()) // 2)
 
 
 def _moved(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:

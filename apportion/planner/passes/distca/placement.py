@@ -1,6 +1,6 @@
 """Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are, attention moves.
 
-homes       sequential: ranks are filled one after another, equal tokens, whatever their work     `distca.homes`
+homes       sequential: ranks are filled one after another, tokens as caps, whatever their work    `distca.homes`
 attention   items move from surplus to deficit servers, cheapest bytes a pair first               `distca.greedy`
 
 tokens   |  rank 0   |  rank 1   |  rank 2   |      work   ###########|##|####   ──►   ######|#####|######

@@ -22,7 +22,7 @@ from apportion.ir.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import placed
-from apportion.planner.problem import Placement, PlacePass, Problem, Shards
+from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
 
 Ints = NDArray[np.integer[Any]]
 
@@ -32,8 +32,9 @@ _WHOLE = 1e-9
 
 @dataclass(frozen=True)
 class Zeppelin(PlacePass):
-    """Algorithms 1 and 2 of the paper. The price of a sequence is its squared length, whatever its mask; relative
-    speeds are ignored, and so are the cuts of the shards.
+    """Algorithms 1 and 2 of the paper. The price of a sequence is its squared length, whatever its mask; the cuts of
+    the shards are ignored. Relative speeds count by the capacities that follow them: a sequence's fragments are in
+    proportion to the capacities of their ranks, and the least loaded rank is the one that is least full.
 
     cap: "paper", as printed: of the ranks' tokens only those of whole sequences are held against the capacity, so that
     fragments may overload a rank (sequences of 5 and 2 times the capacity on 8 ranks put 1.71 times of it on one).
@@ -42,8 +43,8 @@ class Zeppelin(PlacePass):
     Both read the paper so: the budget of a node is the mean of all tokens; "empty buckets", which may not exist, are
     the least loaded; numbers of fragments are rounded up; zones are < and >= the threshold, or raising it never ends.
 
-    capacity: tokens of a rank (the paper's L), default the plan's token cap. inter_tokens, intra_tokens: lengths from
-    which sequences are inter-node and intra-node at first, default the capacities of a node and of a rank.
+    capacity: tokens of a rank (the paper's L), default each rank's token cap. inter_tokens, intra_tokens: lengths from
+    which sequences are inter-node and intra-node at first, default the largest capacity of a node and of a rank.
     parts: in how many blocks a rank's share of an inter-node sequence is cut, one for each rank that relays it (see the
     schedule `queues`). Raises ConfigError, CapacityError.
     """
@@ -64,94 +65,111 @@ class Zeppelin(PlacePass):
     def shares(self, problem: Problem) -> Ints:
         """int64 [3, shares]: sequence, rank and tokens, in the order of sequences and of the ranks in each."""
         lengths, nodes, ranks = problem.batch.lengths, problem.cluster.nodes, problem.cluster.ranks_per_node
-        cap, enforce = self._capacity(problem), self.cap == "enforce"
+        caps, enforce = self._capacities(problem), self.cap == "enforce"
+        of_nodes = caps.reshape(nodes, ranks).sum(1)
         order = np.argsort(-lengths, kind="stable")
-        inter, intra = self.inter_tokens or ranks * cap, self.intra_tokens or cap
-        parts = _to_nodes(lengths, order, nodes, ranks * cap, inter, enforce)
-        found = _to_ranks(parts, nodes, ranks, cap, intra, enforce)
+        inter, intra = self.inter_tokens or int(of_nodes.max()), self.intra_tokens or int(caps.max())
+        parts = _to_nodes(lengths, order, np.minimum(of_nodes, MOST_TOKENS), inter, enforce)
+        found = _to_ranks(parts, caps.reshape(nodes, ranks), intra, enforce)
         return np.ascontiguousarray(found[:, np.lexsort((found[1], found[0]))])
 
-    def _capacity(self, problem: Problem) -> int:
-        tokens, ranks = problem.batch.tokens, problem.ranks
-        cap = self.capacity or problem.token_cap
+    def _capacities(self, problem: Problem) -> Ints:
+        """int64 [ranks]: the most tokens of each. Raises CapacityError."""
+        tokens, ranks, cap = problem.batch.tokens, problem.ranks, self.capacity
+        if cap is None:
+            return problem.token_caps
         if cap * ranks < tokens:
             raise CapacityError(
                 f"the batch has {tokens} tokens but {ranks} ranks of capacity {cap} hold {cap * ranks}: raise "
                 f"recipe.place.zeppelin.capacity to at least {-(-tokens // ranks)} or leave it out"
             )
-        return cap
+        return np.full(ranks, min(cap, MOST_TOKENS), np.int64)
 
 
 # ---- algorithm 1
 
 
 @jit
-def _to_nodes(lengths: Ints, order: Ints, nodes: int, cap: int, threshold: int, enforce: bool) -> Ints:
+def _to_nodes(lengths: Ints, order: Ints, caps: Ints, threshold: int, enforce: bool) -> Ints:
     """Algorithm 1: int64 [4, parts]: sequence, node, tokens, and 1 where the sequence is of the inter-node zone.
 
-    order: int64 [sequences], longest first; cap: tokens of a node; threshold: the first one, s1.
+    order: int64 [sequences], longest first; caps: int64 [nodes], tokens of each; threshold: the first one, s1.
     """
-    sizes, total = lengths[order], lengths.sum()
-    crossing, room = _crossing(sizes, nodes, cap, threshold, enforce)
+    sizes, total, nodes = lengths[order], lengths.sum(), len(caps)
+    crossing, room = _crossing(sizes, caps, threshold, enforce)
     parts, load, count = np.zeros((4, room + len(order)), np.int64), np.zeros(nodes, np.int64), 0
     for item in range(crossing):
-        share = _split(load, sizes[item], _over(sizes[item] * nodes, total), cap, enforce)
+        share = _split(load, sizes[item], _over(sizes[item] * nodes, total), caps, enforce)
         count = _put(parts, count, order[item], 0, share, load)
     parts[3, :count] = 1
     end = count + len(order) - crossing
     parts[0, count:end], parts[2, count:end] = order[crossing:], sizes[crossing:]
-    parts[1, count:end] = _whole(sizes[crossing:], load, cap)
+    parts[1, count:end] = _whole(sizes[crossing:], load, caps)
     return parts[:, :end].copy()
 
 
 @jit
-def _crossing(sizes: Ints, nodes: int, cap: int, threshold: int, enforce: bool) -> tuple[int, int]:
+def _crossing(sizes: Ints, caps: Ints, threshold: int, enforce: bool) -> tuple[int, int]:
     """How many sequences are of the inter-node zone once the others fit on nodes, and how many nodes these are on, all
     together. sizes: int64 [sequences], falling. A falling threshold adds to the zone behind those that are there."""
+    nodes = len(caps)
     load, crossing, spread, total = np.zeros(nodes, np.int64), 0, 0, sizes.sum()
     while True:
         while crossing < len(sizes) and sizes[crossing] >= threshold:
-            share = _split(load, sizes[crossing], _over(sizes[crossing] * nodes, total), cap, enforce)
+            share = _split(load, sizes[crossing], _over(sizes[crossing] * nodes, total), caps, enforce)
             load += share
             spread += int(np.count_nonzero(share))
             crossing += 1
-        if (_whole(sizes[crossing:], load.copy(), cap) >= 0).all():
+        if (_whole(sizes[crossing:], load.copy(), caps) >= 0).all():
             return crossing, spread
         threshold = sizes[crossing]
 
 
 @jit
-def _whole(sizes: Ints, load: Ints, cap: int) -> Ints:
-    """int64 [items]: the least loaded bucket for one after another, which is added to its load, until one would pass
-    `cap`: from there on -1."""
-    bucket, heap = np.full(len(sizes), -1, np.int64), np.argsort(load, kind="mergesort")
+def _whole(sizes: Ints, load: Ints, caps: Ints) -> Ints:
+    """int64 [items]: the least full bucket with room for one after another, which is added to its load, until one has
+    room nowhere: from there on -1."""
+    bucket, heap = np.full(len(sizes), -1, np.int64), np.argsort(load / caps, kind="mergesort")
     for item in range(len(sizes)):
-        least = heap[0]
-        if load[least] + sizes[item] > cap:
+        at = _with_room(heap, load, caps, sizes[item])
+        if at < 0:
             break
-        load[least] += sizes[item]
-        bucket[item] = least
-        _sink(heap, load)
+        load[heap[at]] += sizes[item]
+        bucket[item] = heap[at]
+        _sink(heap, load, caps, at)
     return bucket
 
 
 @jit
-def _sink(heap: Ints, load: Ints) -> None:
-    """Restore a heap by (load, bucket) whose first entry has grown."""
-    at = 0
+def _with_room(heap: Ints, load: Ints, caps: Ints, size: int) -> int:
+    """Where the least full bucket with so much room stands in the heap, -1 where none has."""
+    if load[heap[0]] + size <= caps[heap[0]]:
+        return 0
+    best = -1
+    for at in range(1, len(heap)):
+        fits = load[heap[at]] + size <= caps[heap[at]]
+        if fits and (best < 0 or _before(load, caps, heap[at], heap[best])):
+            best = at
+    return best
+
+
+@jit
+def _sink(heap: Ints, load: Ints, caps: Ints, at: int) -> None:
+    """Restore a heap by (load over cap, bucket) whose entry `at` has grown."""
     while 2 * at + 1 < len(heap):
         child = 2 * at + 1
-        if child + 1 < len(heap) and _before(load, heap[child + 1], heap[child]):
+        if child + 1 < len(heap) and _before(load, caps, heap[child + 1], heap[child]):
             child += 1
-        if not _before(load, heap[child], heap[at]):
+        if not _before(load, caps, heap[child], heap[at]):
             return
         heap[at], heap[child] = heap[child], heap[at]
         at = child
 
 
 @jit
-def _before(load: Ints, one: int, other: int) -> bool:
-    return bool(load[one] < load[other] or (load[one] == load[other] and one < other))
+def _before(load: Ints, caps: Ints, one: int, other: int) -> bool:
+    left, right = load[one] * caps[other], load[other] * caps[one]
+    return bool(left < right or (left == right and one < other))
 
 
 @jit
@@ -172,31 +190,45 @@ def _over(value: int, by: int) -> int:
 
 
 @jit
-def _split(load: Ints, tokens: int, count: int, cap: int, enforce: bool) -> Ints:
-    """int64 [buckets]: `tokens` spread evenly over the `count` least loaded buckets. enforce: over as many more as it
-    takes for none to pass `cap`; where all are too few, so that the fullest holds least."""
-    buckets, order = len(load), np.argsort(load, kind="mergesort")
-    share = np.zeros(buckets, np.int64)
+def _split(load: Ints, tokens: int, count: int, caps: Ints, enforce: bool) -> Ints:
+    """int64 [buckets]: `tokens` spread, as caps are, over the `count` least full buckets. enforce: over as many more as
+    it takes for none to pass its cap; where all are too few, so that the fullest is least full."""
+    buckets, order = len(load), np.argsort(load / caps, kind="mergesort")
     for wide in range(min(count, buckets), buckets + 1):
-        each, more = tokens // wide, tokens % wide
-        share[order[:wide]] = each
-        share[order[:more]] += 1
-        if not enforce or (load + share)[share > 0].max() <= cap:
+        share = _shared(tokens, order[:wide], caps)
+        if not enforce or _fits(load, share, caps):
             return share
-    return _level(load, tokens)
+    return _level(load, tokens, caps)
 
 
 @jit
-def _level(load: Ints, tokens: int) -> Ints:
-    """int64 [buckets]: `tokens` to the least loaded buckets, up to one level."""
-    low, high = load.min(), load.max() + tokens
+def _shared(tokens: int, some: Ints, caps: Ints) -> Ints:
+    """int64 [buckets]: `tokens` over some buckets as their caps are; the first of them get what is left over."""
+    share, room = np.zeros(len(caps), np.int64), caps[some].sum()
+    for bucket in some:
+        share[bucket] = tokens * caps[bucket] // room
+    share[some[: tokens - share.sum()]] += 1
+    return share
+
+
+@jit
+def _fits(load: Ints, share: Ints, caps: Ints) -> bool:
+    """Whether no bucket that gets a share passes its cap."""
+    return bool(((load + share <= caps) | (share == 0)).all())
+
+
+@jit
+def _level(load: Ints, tokens: int, caps: Ints) -> Ints:
+    """int64 [buckets]: `tokens` to the least full buckets, up to one level of the fullest cap, and others as theirs."""
+    largest = caps.max()
+    low, high = np.int64(0), load.max() + tokens
     while low < high:
         level = (low + high) // 2
-        if np.maximum(level - load, 0).sum() < tokens:
+        if np.maximum(level * caps // largest - load, 0).sum() < tokens:
             low = level + 1
         else:
             high = level
-    share: Ints = np.maximum(high - load, 0)
+    share: Ints = np.maximum(high * caps // largest - load, 0)
     over = share.sum() - tokens
     for bucket in range(len(load)):
         if over > 0 and share[bucket] > 0:
@@ -209,39 +241,41 @@ def _level(load: Ints, tokens: int) -> Ints:
 
 
 @jit
-def _to_ranks(parts: Ints, nodes: int, ranks: int, cap: int, threshold: int, enforce: bool) -> Ints:
-    """Algorithm 2 on every node: int64 [3, shares]: sequence, rank, tokens. parts: of `_to_nodes`, longest first."""
+def _to_ranks(parts: Ints, caps: Ints, threshold: int, enforce: bool) -> Ints:
+    """Algorithm 2 on every node: int64 [3, shares]: sequence, rank, tokens. parts: of `_to_nodes`, longest first; caps:
+    int64 [nodes, ranks of a node], tokens of each."""
+    nodes, ranks = caps.shape
     shares, count = np.empty((3, parts.shape[1] * ranks), np.int64), 0
     by_node = np.argsort(parts[1], kind="mergesort")
     ends = np.cumsum(np.bincount(parts[1], minlength=nodes))
     for node in range(nodes):
         inside = parts[:, by_node[ends[node - 1] if node else 0 : ends[node]]]
-        count = _to_ranks_of_node(inside, node * ranks, ranks, cap, threshold, enforce, shares, count)
+        count = _to_ranks_of_node(inside, node * ranks, caps[node], threshold, enforce, shares, count)
     return shares[:, :count].copy()
 
 
 @jit
 def _to_ranks_of_node(
-    parts: Ints, first: int, ranks: int, cap: int, threshold: int, enforce: bool, shares: Ints, opening: int
+    parts: Ints, first: int, caps: Ints, threshold: int, enforce: bool, shares: Ints, opening: int
 ) -> int:
     """Algorithm 2 on the node whose ranks are `first` and on; its shares go to column `opening` and on, and the next
     free column is returned. threshold: the first one, s0."""
     crossing, inside = parts[:, parts[3] == 1], parts[:, parts[3] == 0]
-    begin, sizes = 0, inside[2]
+    begin, sizes, ranks = 0, inside[2], len(caps)
     while True:
         while begin < len(sizes) and sizes[begin] >= threshold:
             begin += 1
         load, count = np.zeros(ranks, np.int64), opening
         for part in range(crossing.shape[1]):
-            share = _split(load, crossing[2, part], ranks, cap, enforce)
+            share = _split(load, crossing[2, part], ranks, caps, enforce)
             count = _put(shares, count, crossing[0, part], first, share, load)
         budget, turn = _squares(sizes[:begin]) / ranks, 0
         for part in range(begin):
             fragments = min(int(np.ceil(float(sizes[part]) ** 2 / budget - _WHOLE)), ranks)
-            share = _by_turns(load, sizes[part], fragments, turn, cap, enforce)
+            share = _by_turns(load, sizes[part], fragments, turn, caps, enforce)
             count = _put(shares, count, inside[0, part], first, share, load)
             turn = (turn + fragments) % ranks
-        rank = _whole(sizes[begin:], load, cap)
+        rank = _whole(sizes[begin:], load, caps)
         if (rank >= 0).all():
             end = count + len(rank)
             shares[0, count:end], shares[1, count:end], shares[2, count:end] = (
@@ -262,14 +296,12 @@ def _squares(sizes: Ints) -> float:
 
 
 @jit
-def _by_turns(load: Ints, tokens: int, fragments: int, turn: int, cap: int, enforce: bool) -> Ints:
-    """int64 [ranks]: `tokens` in even fragments, round-robin from rank `turn` on. enforce: where they fit there, else
-    as `_split` does."""
-    share = np.zeros(len(load), np.int64)
-    for fragment in range(fragments):
-        share[(turn + fragment) % len(load)] = (tokens + fragments - 1 - fragment) // fragments
-    if enforce and (load + share)[share > 0].max() > cap:
-        return _split(load, tokens, fragments, cap, True)
+def _by_turns(load: Ints, tokens: int, fragments: int, turn: int, caps: Ints, enforce: bool) -> Ints:
+    """int64 [ranks]: `tokens` in fragments as caps are, round-robin from rank `turn` on. enforce: where they fit there,
+    else as `_split` does."""
+    share = _shared(tokens, (turn + np.arange(fragments)) % len(load), caps)
+    if enforce and not _fits(load, share, caps):
+        return _split(load, tokens, fragments, caps, True)
     return share
 
 
