@@ -99,3 +99,7 @@ class Clock:
     @property
     def expired(self) -> bool:
         return self.left_s <= 0
+
+
+#: a clock without a deadline
+NEVER = Clock(math.inf)
