@@ -18,7 +18,7 @@ from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 from apportion.planner.cost import CostModel
-from apportion.planner.solvers.status import Termination
+from apportion.planner.solvers.status import Limit, Termination
 from apportion.planner.solvers.use import Use
 
 Ints = NDArray[np.integer[Any]]
@@ -140,13 +140,14 @@ class Shards:
     """Blocks: block b is the tokens [starts[b], starts[b + 1]). A piece is what placement cannot split.
 
     starts: int64 [blocks + 1]; piece: int64 [blocks], numbered from 0; weight: int64 [blocks], allowed pairs of the
-    block's queries, summed over kinds times layers.
+    block's queries, summed over kinds times layers. limit: why blocks are not as small as an even placement takes.
     """
 
     starts: Ints
     piece: Ints
     weight: Ints
     block_tokens: int
+    limit: Limit | None = None
 
     @cached_property
     def lengths(self) -> Ints:

@@ -51,8 +51,8 @@ def build_report(
     """The report of a plan; byte counts are of one attention call of each kind, forward and backward."""
     low = next(iter(lowered.values()))
     traffic = [item for (kind, phase), low in lowered.items() for item in _traffic(problem, kind, phase, low)]
-    load = (_loads(problem, placement, lowered) / low.groups.sizes)[low.groups.of_rank]
-    time, mean = load / problem.speeds, float(load.sum()) / problem.speeds.sum()
+    load = _of_ranks(problem, placement, lowered)
+    mean = float(load.sum()) / problem.speeds.sum()
     block_tokens, heaviest = _largest(shards, placement)
     heaviest /= int(low.groups.sizes.max())
     sizes = [len(part) for part in parts]
@@ -65,7 +65,7 @@ def build_report(
         "heaviest_piece_over_mean": _ratio(heaviest, mean),
         "imbalance_bound": max(1.0, _ratio(makespan.bound or 0.0, mean)),
         "imbalance": {
-            "compute": _ratio(float(time.max()), mean) - 1 if mean else 0.0,
+            "compute": _over_mean(load, problem.speeds),
             "tokens": float((low.held / problem.token_shares).max()) - 1,
         },
         "area": {kind: int(problem.batch.area(kind)) for kind in problem.batch.kinds},
@@ -86,6 +86,27 @@ def build_report(
         "plan_bytes": {"largest_rank": max(sizes), "total": sum(sizes)},
         "termination": _termination(placement, makespan),
     }
+
+
+def compute_imbalance(
+    problem: Problem, placement: Placement, lowered: Mapping[tuple[str, str], Lowering]
+) -> float:
+    """What the busiest rank has above the mean, by its speed, over the mean."""
+    return _over_mean(_of_ranks(problem, placement, lowered), problem.speeds)
+
+
+def _over_mean(load: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
+    mean = float(load.sum()) / speeds.sum()
+    return _ratio(float((load / speeds).max()), mean) - 1 if mean else 0.0
+
+
+def _of_ranks(
+    problem: Problem, placement: Placement, lowered: Mapping[tuple[str, str], Lowering]
+) -> NDArray[np.float64]:
+    """float64 [ranks]: pairs times layers, as `_loads` has them of groups."""
+    groups = next(iter(lowered.values())).groups
+    load: NDArray[np.float64] = (_loads(problem, placement, lowered) / groups.sizes)[groups.of_rank]
+    return load
 
 
 def _loads(

@@ -10,8 +10,13 @@ import apportion as ap
 from apportion.ir import masks
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.policy import Policy, Recipe
+from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe, is_deterministic
+from apportion.planner.search.candidates import Candidate
+from apportion.planner.search.loop import SAME_TIME, Portfolio, Trial, _Search
+from apportion.planner.search.price import Price
 from apportion.planner.simulate import simulate
+from apportion.planner.solvers.status import Budget
 
 CLUSTER = ap.Cluster(nodes=2, ranks_per_node=4)
 MODEL = ap.Model(q_heads=8, kv_heads=2, head_dim=64, layers=2)
@@ -58,7 +63,36 @@ def test_it_is_never_worse_than_a_recipe_of_its_own_list(name: str) -> None:
     found = plan(candidates=names, improve=False, steps=8)
     tried = {trial["recipe"]["name"]: trial for trial in found.report["search"]["tried"]}
     single = milliseconds(ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, name))
-    assert tried[name]["refused"] or milliseconds(found) <= single
+    assert tried[name]["refused"] or milliseconds(found) <= (1 + SAME_TIME) * single
+
+
+def trial(us: float, imbalance: float) -> Trial:
+    return Trial(Candidate(find_recipe("fcp")), price=Price(0.0, 0.0, us, 0.0), imbalance=imbalance)
+
+
+@pytest.mark.parametrize(
+    ("best", "other", "taken"),
+    [
+        ((1000.0, 0.026), (1000.1, 0.002), True),  # a ten thousandth slower, and much more even
+        ((1000.0, 0.002), (999.9, 0.026), False),
+        ((1000.0, 0.002), (998.0, 0.026), True),  # a real gain
+        ((1000.0, 0.002), (999.9, 0.004), True),  # about as even
+        ((1000.0, 0.004), (1000.1, 0.002), False),
+    ],
+)
+def test_balance_decides_where_times_are_the_same(best: Any, other: Any, taken: bool) -> None:
+    problem = Problem(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, ap.Policy(auto()))
+    search = _Search(problem, Portfolio(), 8, Budget().start())
+    search.best, search.fastest_us = trial(*best), min(best[0], other[0])
+    assert search._is_better(trial(*other)) is taken
+
+
+def test_the_best_stays_near_the_fastest() -> None:
+    """A slower one that is more even may be taken, and then a slower one than that, but never far from the fastest."""
+    problem = Problem(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, ap.Policy(auto()))
+    search = _Search(problem, Portfolio(), 8, Budget().start())
+    search.best, search.fastest_us = trial(1000.9, 0.01), 999.0
+    assert search._is_better(trial(999.0, 0.05))
 
 
 def test_what_cannot_be_the_best_is_dropped_by_a_bound_that_holds() -> None:

@@ -19,12 +19,17 @@ from apportion.ir.model import Model
 from apportion.ir.policy import Policy, Recipe, Step
 from apportion.planner.passes.cells import cut_cells
 from apportion.planner.passes.dcp import placement as dcp
-from apportion.planner.passes.dcp.cells import Heads, divide, hyperedges, traffic
+from apportion.planner.passes.dcp.cells import Heads, Pairs, divide, hyperedges, traffic
+from apportion.planner.passes.dcp.homes import FEW_PAIRS, PAIRS, joined, movable
+from apportion.planner.passes.dcp.homes import Blocks as Homes
+from apportion.planner.passes.dcp.links import exchanged, link_gbs, traffic_of
 from apportion.planner.passes.dcp.placement import Dcp
 from apportion.planner.passes.shard import Blocks
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipes import find_recipe
 from apportion.planner.registry import build
+from apportion.planner.solvers.status import Budget, Limit
+from apportion.planner.solvers.use import HypergraphSolver
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=16, dtype="bf16", layers=1)
 # tokens: 16, a float32 output row with its LSE: 4 x (16 + 1), and so on, for each of the heads
@@ -143,6 +148,101 @@ def test_more_tries_never_keep_links_busy_for_longer() -> None:
         nic = problem.cluster.inter_gbs * problem.cluster.nics_per_node / 4
         times.append((within / problem.cluster.intra_gbs + between / nic).max())
     assert times == sorted(times, reverse=True)
+
+
+SHARE = 32768
+LARGE = {
+    "one": [64 * SHARE],
+    "two": [32 * SHARE] * 2,
+    "skewed": [32 * SHARE, 16 * SHARE, *[1024] * 512],
+    "short": [32] * 2048 * 32,
+    "blocks": [1024] * 2048,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("groups", [1, 8])
+def test_pairs_are_as_few_as_can_be_solved_in_time(name: str, groups: int) -> None:
+    """Blocks of one sequence are joined; a pair of blocks counts once, however many documents it has."""
+    problem = problem_of(Batch.from_lengths(LARGE[name]), 64, 8)
+    starts = Blocks(1024, False)(problem).starts
+    found = joined(problem, starts, groups)
+    assert np.isin(found, starts).all()
+    lengths, sequences = np.diff(found), problem.batch.starts
+    inside = np.searchsorted(sequences, found[:-1], "right") == np.searchsorted(sequences, found[1:], "left")
+    assert (lengths[~inside] <= 1024).all()
+    blocks = Homes(found, np.full(len(lengths), -1))
+    pairs = max(len(blocks.pairs(bands)) for bands in problem.bands.values())
+    fewest = sum(-(-length // 1024) > 1 for length in LARGE[name]) + (lengths <= 1024).sum()
+    assert pairs * groups <= max(FEW_PAIRS, PAIRS * 64, fewest * groups)
+
+
+def test_few_pairs_stay_as_the_blocks_are() -> None:
+    problem = problem_of(Batch.from_lengths([LONG, 700]), 8)
+    starts = Blocks(1024, False)(problem).starts
+    assert joined(problem, starts, 1) is starts
+
+
+def test_joined_blocks_are_as_even_as_can_be() -> None:
+    problem = problem_of(Batch.from_lengths([70 * 1024, 100, 200, 80 * 1024 + 5]), 2)
+    starts = Blocks(256, False)(problem).starts
+    lengths = np.diff(joined(problem, starts, 8))
+    first = lengths[np.cumsum(lengths) <= 70 * 1024]
+    assert first.sum() == 70 * 1024
+    assert first.max() - first.min() <= 256 < first.min()
+    assert {100, 200} < set(lengths.tolist())
+
+
+def test_cells_of_the_same_blocks_are_one_pair() -> None:
+    cells = cut_cells(Batch.from_lengths([3, 5, 4, 16]).bands("default"), np.array([0, 12, 20, 28]))
+    pairs = Pairs.of(cells, 3)
+    assert [*zip(pairs.q.tolist(), pairs.k.tolist(), strict=True)] == [(0, 0), (1, 1), (2, 1), (2, 2)]
+    assert pairs.of_cell.tolist() == [0, 0, 0, 1, 2, 3]
+    assert pairs.work.tolist() == [6 + 15 + 10, 36, 64, 36]
+
+
+def test_exchanges_shorten_the_time_on_links_and_keep_caps() -> None:
+    lengths = [20000, 9000, 4000, 3000, 500]
+    batch = Batch.from_lengths(lengths, home_ranks=[None, None, (4, 5), None, None])
+    problem = problem_of(batch, 16, 4)
+    place = Dcp(epsilon_tokens=(0.3, 0.3))
+    placement = place(problem, Blocks(512, False)(problem))
+    rng, gbs = np.random.default_rng(0), link_gbs(problem)
+    blocks = Homes(placement.starts, placement.home)
+    pairs = blocks.pairs(problem.bands["default"])
+    case = blocks.case(problem, pairs, Heads(1, 1), "backward", (0.1, 0.1), (0.3, 0.3))
+    rank = np.concatenate([placement.home, rng.integers(0, 16, len(pairs))])
+    free = movable(problem, placement.starts)
+    assert 0 < (~free).sum() < len(free)
+    home = exchanged([(case, rank)], free, gbs)
+    assert (home != placement.home).any()
+    assert (home == placement.home)[~free].all()
+    assert (home // 4 == placement.home // 4).all()
+    assert (np.bincount(home, placement.lengths, 16) <= case.tokens_caps[1]).all()
+    before, after = (
+        traffic_of([(case, np.concatenate([some, rank[len(home) :]]))], len(home))
+        for some in (placement.home, home)
+    )
+    assert after.times(gbs).max() < before.times(gbs).max()
+    np.testing.assert_array_equal(after.received[1], before.received[1])
+    sent = traffic(case.ptr, case.pins, case.price, np.concatenate([home, rank[len(home) :]]), 16, 4)
+    np.testing.assert_array_equal(np.concatenate([after.sent, after.received]), sent)
+
+
+@pytest.mark.parametrize("name", ["one tail of 16", "tails", "shared question"])
+def test_a_deadline_ends_the_greedy_with_both_balances(name: str) -> None:
+    problem = problem_of(BATCHES[name], 32, 8)
+    placement = placed(problem, solver=HypergraphSolver("greedy", Budget(0.0)))
+    check(problem, placement)
+    assert placement.termination.limit is Limit.TIME
+    assert placement.termination.value > placed(problem).termination.value
+
+
+def test_a_deadline_that_is_kept_leaves_no_trace() -> None:
+    problem = problem_of(BATCHES["tails"], 8, 4)
+    placement = placed(problem, solver=HypergraphSolver("greedy", Budget(3600.0)))
+    assert placement.termination.limit is None
+    np.testing.assert_array_equal(placement.home, placed(problem).home)
 
 
 def test_slow_ranks_get_less_compute_and_fewer_tokens() -> None:
@@ -321,8 +421,9 @@ def test_the_engine_s_plan_equals_dense_attention() -> None:
     assert plan.report["termination"]["limit"] is None
 
 
-def test_a_deadline_that_cuts_the_engine_is_reported() -> None:
-    plan = planned(batch_of("causal", "full"), MODEL, 4, solver={"mtkahypar": {"deadline_s": 0.0}})
+@pytest.mark.parametrize("solver", ["greedy", "mtkahypar"])
+def test_a_deadline_that_cuts_the_solver_is_reported(solver: str) -> None:
+    plan = planned(batch_of("causal", "full"), MODEL, 4, solver={solver: {"deadline_s": 0.0}})
     assert plan.report["termination"]["limit"] == "time"
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 import apportion as ap
 from apportion.ir.workload import lognormal_lengths
+from apportion.planner.passes.shard import _affordable
+from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe, passes_of, with_block
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
@@ -229,6 +231,27 @@ def test_auto_goes_no_further_than_balance_needs(lengths, ranks, smallest):
     assert plan.report["block_tokens"] >= smallest
     assert plan.report["heaviest_piece_over_mean"] <= 0.5
     assert plan.report["imbalance"]["compute"] <= 0.05
+
+
+TOTAL = 64 * 32768
+
+
+@pytest.mark.parametrize(
+    ("shares", "limit"), [((1 / 3, 1 / 3), None), ((0.2,) * 4, None), ((0.4, 0.33), None), ((0.9,), "tasks")]
+)
+def test_auto_is_even_for_a_few_giants_or_says_why_not(shares, limit):
+    """Where smaller blocks would be too many tasks, steps that it passed over are tried too."""
+    lengths = [int(share * TOTAL) for share in shares]
+    batch = ap.Batch.from_lengths([*lengths, TOTAL - sum(lengths)])
+    plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, verify=False)
+    assert plan.report["termination"]["limit"] == limit
+    assert (plan.report["imbalance"]["compute"] <= 0.01) is (limit is None)
+    assert plan.report["imbalance"]["compute"] < 0.02
+    assert _affordable(plan_problem(batch), plan.report["block_tokens"])
+
+
+def plan_problem(batch):
+    return Problem(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, ap.Policy(find_recipe("fcp")))
 
 
 @pytest.mark.parametrize(

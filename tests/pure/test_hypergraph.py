@@ -10,10 +10,12 @@ import pytest
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.planner.solvers import hypergraph, mtkahypar
 from apportion.planner.solvers.contracts import HypergraphProblem
+from apportion.planner.solvers.hypergraph_graph import graph_of
+from apportion.planner.solvers.hypergraph_moves import board_of, refine, regroup
 from apportion.planner.solvers.hypergraph_tokens import place_tokens
 from apportion.planner.solvers.kit_cases import HypergraphCases
 from apportion.planner.solvers.registry import SOLVERS
-from apportion.planner.solvers.status import Budget, Limit, Status
+from apportion.planner.solvers.status import NEVER, Budget, Limit, Status
 
 ENGINES = ["greedy", "mtkahypar"]
 
@@ -102,6 +104,39 @@ def test_small_sequences_are_not_torn_apart():
     )
     found = hypergraph.solve(problem, Budget())
     assert (found.termination.status, found.termination.value) == (Status.OPTIMAL, 0.0)
+
+
+def test_a_deadline_gives_up_bytes_and_no_balance():
+    problem = HypergraphCases().large(np.random.default_rng(0))
+    cut, whole = hypergraph.solve(problem, Budget(0.0)), hypergraph.solve(problem, Budget())
+    assert hypergraph.holds(problem, cut.rank)
+    assert (cut.termination.limit, whole.termination.limit) == (Limit.TIME, None)
+    assert cut.termination.value >= whole.termination.value
+
+
+def test_polishing_moves_nothing_that_is_fixed_and_never_adds_bytes():
+    problem = long_sequence(nodes=2, per_node=4, slack=0.3)
+    homes = np.where(problem.tokens > 0, np.arange(len(problem.flops)) % 8, -1)
+    fixed = replace(problem, fixed=homes)
+    rank = hypergraph.quick(fixed, NEVER)
+    found = hypergraph.polished(fixed, rank, None)
+    assert hypergraph.holds(fixed, found.rank)
+    assert (found.rank // 4 == rank // 4).all()
+    assert found.termination.value <= hypergraph.connectivity(fixed, rank, 8)
+
+
+def test_what_a_hyperedge_has_on_a_part_moves_at_once():
+    """Two rows on part 0 whose columns are on part 1: no single vertex gains by leaving, all of them do."""
+    ptr, pins = np.array([0, 3, 5, 7]), np.array([0, 2, 3, 1, 2, 1, 3])
+    price = np.array([5, 4, 4])
+    graph = graph_of(ptr, pins, price, 4)
+    part, movable = np.array([0, 1, 0, 0]), np.array([0, 0, 1, 1])
+    flops, caps = np.array([0, 0, 1, 1]), np.array([2, 2])
+    board = board_of(graph, part, np.zeros(4, np.int64), movable, flops, caps)
+    refine(graph, board, 2, 3)
+    assert board.part.tolist() == [0, 1, 0, 0]
+    regroup(graph, board, 2, 3)
+    assert board.part.tolist() == [0, 1, 1, 1]
 
 
 def test_tokens_without_room_have_no_rank():

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.planner.passes.shard import row_areas, row_times, row_weights
+from apportion.planner.passes.shard import AUTO_IMBALANCE, row_areas, row_times, row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.lpt import makespan_bound
+from apportion.planner.solvers.status import Status, Termination
 from apportion.planner.solvers.use import PartitionSolver
 
 Ints = NDArray[np.integer[Any]]
@@ -78,13 +79,28 @@ def _place(problem: Problem, shards: Shards, felt: Ints, solver: PartitionSolver
     home = result.bin[shards.piece]
     if (home >= 0).all():
         bound = makespan_bound(weights, problem.speeds)
-        return Placement(shards.starts, home, shards.weight, bound, termination=end)
+        return _limited(
+            problem, shards, Placement(shards.starts, home, shards.weight, bound, termination=end)
+        )
     starts, home = _fill(problem, shards, case, result.bin)
     weight = row_weights(problem, starts)
     # what was cut is no longer indivisible: it counts by its parts
     cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
     items = np.concatenate([weights[result.bin >= 0], weight[cut]])
-    return Placement(starts, home, weight, makespan_bound(items, problem.speeds), termination=end)
+    bound = makespan_bound(items, problem.speeds)
+    return _limited(problem, shards, Placement(starts, home, weight, bound, termination=end))
+
+
+def _limited(problem: Problem, shards: Shards, placement: Placement) -> Placement:
+    """The placement, with the limit of its blocks where that is why it is not even, and no solver says more."""
+    if shards.limit is None or placement.termination is not None:
+        return placement
+    load = placement.rank_sums(placement.weight, problem.ranks)
+    busiest, mean = float((load / problem.speeds).max()), float(load.sum() / problem.speeds.sum())
+    if busiest <= (1 + AUTO_IMBALANCE) * mean:
+        return placement
+    end = Termination(Status.FEASIBLE, min(placement.bound, busiest), busiest, shards.limit)
+    return replace(placement, termination=end)
 
 
 def _rows(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Ints:

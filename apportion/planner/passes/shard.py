@@ -7,7 +7,7 @@ pieces         A       B       B      A                C             zig-zag pai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from apportion.ir.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums
 from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.status import Limit
 from apportion.planner.solvers.use import PartitionSolver
 
 Ints = NDArray[np.integer[Any]]
@@ -34,6 +35,7 @@ AUTO_SHARE = 0.5
 # a step, or so many blocks a rank: what then is uneven is not for want of small blocks.
 AUTO_IMBALANCE, AUTO_SHRINK, AUTO_BLOCKS = 0.01, 0.75, 16
 # All this as long as the plan has no more tasks than this, in all or a rank: half the block is four times the tasks.
+# There `auto` also tries the steps that it passed over, and what is not even then is said (Limit.TASKS).
 AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
 
 
@@ -58,9 +60,42 @@ class Blocks(ShardPass):
         while (factor := _too_coarse(problem, shards, self.solver)) < 1 and block > 1:
             block = _smaller(block, factor)
             if not _affordable(problem, block):
-                break
+                return self._affordable(problem, shards)
             shards = cut(problem, block, self.zigzag)
         return shards
+
+    def _affordable(self, problem: Problem, last: Shards) -> Shards:
+        """Where smaller blocks would be too many tasks: of the steps that are not, the largest that end even with what
+        is left over cut to the room that there is; else those that end the least uneven, which say why."""
+        best, least = last, _imbalance(problem, last, self.solver)
+        for block in range(LARGEST_AUTO_BLOCK, 0, -AUTO_STEP):
+            if not _affordable(problem, block):
+                break
+            shards = cut(problem, block, self.zigzag)
+            found = _imbalance(problem, shards, self.solver)
+            if found <= AUTO_IMBALANCE:
+                return shards
+            if found < least:
+                best, least = shards, found
+        return best if least <= AUTO_IMBALANCE else replace(best, limit=Limit.TASKS)
+
+
+def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> float:
+    """What the busiest rank has above the mean, over it: `place lpt` fills what is left over into the room of the
+    lightest ranks, here by the mean weight of a token of each block."""
+    weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
+    bins = solver(PartitionProblem(weights, sizes, problem.token_caps, problem.speeds)).bin
+    there = bins >= 0
+    load = exact_sums(bins[there], weights[there], problem.ranks).astype(np.float64)
+    room = problem.token_caps - exact_sums(bins[there], sizes[there], problem.ranks)
+    left = np.flatnonzero(~there[shards.piece])
+    order = np.argsort(load / problem.speeds, kind="stable")
+    until, edges = np.cumsum(shards.lengths[left]), np.append(0, np.cumsum(room[order]))
+    for block, end in zip(left.tolist(), until.tolist(), strict=True):
+        begin, size = end - int(shards.lengths[block]), int(shards.lengths[block])
+        part = np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin)
+        load[order] += np.maximum(part, 0) * (float(shards.weight[block]) / size)
+    return float((load / problem.speeds).max() * problem.speeds.sum() / max(1, int(weights.sum()))) - 1
 
 
 def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> float:

@@ -16,9 +16,18 @@ from numpy.typing import NDArray
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
 from apportion.planner.solvers.hypergraph_coarse import contract, merge
 from apportion.planner.solvers.hypergraph_graph import Graph, components, graph_of, spans
-from apportion.planner.solvers.hypergraph_moves import PASSES, board_of, refine, repair, settle
+from apportion.planner.solvers.hypergraph_moves import (
+    PASSES,
+    ROUNDS,
+    board_of,
+    refine,
+    regroup,
+    repair,
+    settle,
+    shed,
+)
 from apportion.planner.solvers.hypergraph_tokens import place_tokens
-from apportion.planner.solvers.status import Budget, Limit, Status, Termination
+from apportion.planner.solvers.status import NEVER, Budget, Clock, Limit, Status, Termination
 
 Ints = NDArray[np.integer[Any]]
 
@@ -33,8 +42,15 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
-    """The greedy. It ends by itself, so the budget is not looked at."""
-    return partition(problem, lambda case, homes: (spread(case, homes), None))
+    """The greedy. It ends by itself; at a deadline it gives up what would only save bytes."""
+    clock = budget.start()
+    return partition(problem, lambda case, homes: spread(case, homes, clock))
+
+
+def quick(problem: HypergraphProblem, clock: Clock) -> Ints:
+    """int64 [V]: what the greedy begins with, to compare homes by, where all vertices with tokens are fixed. It depends
+    on the order of the vertices."""
+    return spread(problem, problem.bound_to, clock, thorough=False)[0]
 
 
 def partition(problem: HypergraphProblem, engine: Engine) -> Sides:
@@ -57,28 +73,43 @@ def partition(problem: HypergraphProblem, engine: Engine) -> Sides:
     return answer(problem, rank, bound, limit)
 
 
-def spread(problem: HypergraphProblem, homes: Ints) -> Ints:
-    """int64 [V]: ranks for all vertices where those with tokens have their homes, nodes first."""
+def spread(
+    problem: HypergraphProblem, homes: Ints, clock: Clock, thorough: bool = True
+) -> tuple[Ints, Limit | None]:
+    """int64 [V]: ranks for all vertices where those with tokens have their homes, nodes first; and what cut the search.
+    thorough: whether to try all that `level` can."""
     per_node, free = problem.ranks_per_node, homes < 0
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
     node = np.where(free, -1, homes // per_node)
+    zero = np.zeros(len(homes), np.int64)
     if problem.nodes > 1:
-        zero = np.zeros(len(homes), np.int64)
-        node = level(graph, problem, node, zero, problem.nodes, problem.flops_caps[0])
+        node = level(graph, problem, node, zero, problem.nodes, problem.flops_caps[0], clock, thorough)
     else:
-        node = np.zeros(len(homes), np.int64)
-    return level(graph, problem, homes, node * per_node, per_node, problem.flops_caps[1])
+        node = zero
+    base = node * per_node
+    rank = level(graph, problem, homes, base, per_node, problem.flops_caps[1], clock, thorough)
+    return rank, Limit.TIME if clock.expired else None
 
 
-def level(graph: Graph, problem: HypergraphProblem, part: Ints, base: Ints, span: int, cap: Ints) -> Ints:
+def level(
+    graph: Graph,
+    problem: HypergraphProblem,
+    part: Ints,
+    base: Ints,
+    span: int,
+    cap: Ints,
+    clock: Clock = NEVER,
+    thorough: bool = True,
+) -> Ints:
     """int64 [V]: parts in [base, base + span) for vertices that have none, and for others without tokens that repair
-    moves."""
+    moves. thorough: move groups of vertices too, and on the level of ranks start from pieces as well."""
     movable, flops = (problem.tokens == 0) & (problem.bound_to < 0), problem.flops
-    found = _moved(graph, flops, part, base, movable, span, cap)
-    if len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap):
+    found = _moved(graph, flops, part, base, movable, span, cap, clock, thorough)
+    few = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
+    if few or not thorough or clock.expired:
         return found
-    coarse = _coarsely(graph, flops, part, base, span, cap)
-    return better(problem, found, _moved(graph, flops, coarse, base, movable, span, cap), cap)
+    coarse = _coarsely(graph, flops, part, base, span, cap, clock)
+    return better(problem, found, _moved(graph, flops, coarse, base, movable, span, cap, clock), cap)
 
 
 def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Ints:
@@ -91,7 +122,7 @@ def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Int
     return min(one, other, key=merit)
 
 
-def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints) -> Ints:
+def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints, clock: Clock) -> Ints:
     """The parts where what is free moves in pieces: better for long sequences over many ranks, worse for others."""
     free = part < 0
     merged = merge(graph, part, base, flops, PIECES * len(cap))
@@ -100,17 +131,43 @@ def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap:
     held[merged], of_base[merged], movable[merged] = part, base, free
     np.add.at(weight, merged, flops)
     coarse = contract(graph, merged, count)
-    return _moved(coarse, weight, held, of_base, movable > 0, span, cap)[merged]
+    return _moved(coarse, weight, held, of_base, movable > 0, span, cap, clock)[merged]
 
 
 def _moved(
-    graph: Graph, flops: Ints, part: Ints, base: Ints, movable: NDArray[np.bool_], span: int, cap: Ints
+    graph: Graph,
+    flops: Ints,
+    part: Ints,
+    base: Ints,
+    movable: NDArray[np.bool_],
+    span: int,
+    cap: Ints,
+    clock: Clock,
+    thorough: bool = True,
 ) -> Ints:
     board = board_of(graph, part, base, movable.astype(np.int64), flops, cap)
     settle(graph, board, span, np.argsort(-graph.price, kind="stable"))
-    repair(graph, board, span)
+    for _ in range(4 * len(part) // ROUNDS + 1):
+        if clock.expired:
+            shed(graph, board, span)
+            return board.part
+        if not repair(graph, board, span, ROUNDS):
+            break
     refine(graph, board, span, PASSES)
+    if thorough and not clock.expired:
+        regroup(graph, board, span, PASSES)
+        refine(graph, board, span, PASSES)
     return board.part
+
+
+def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> Sides:
+    """The answer of these ranks, int64 [V], with which both constraints hold, after moves that gain."""
+    graph, span = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.ranks_per_node
+    movable = ((problem.tokens == 0) & (problem.bound_to < 0)).astype(np.int64)
+    board = board_of(graph, rank, rank // span * span, movable, problem.flops, problem.flops_caps[1])
+    regroup(graph, board, span, PASSES)
+    refine(graph, board, span, PASSES)
+    return answer(problem, board.part, lower_bound(problem), limit)
 
 
 def holds(problem: HypergraphProblem, rank: Ints) -> bool:

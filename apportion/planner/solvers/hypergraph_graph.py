@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.jit import jit
+from apportion.ir.jit import jit, lean
 
 Ints = NDArray[np.integer[Any]]
 
@@ -63,7 +63,7 @@ def components(ptr: Ints, pins: Ints, vertices: int, base: Ints, free: NDArray[n
     return root
 
 
-@jit
+@lean
 def _top(root: Ints, v: int) -> int:
     while root[v] != v:
         root[v] = root[root[v]]

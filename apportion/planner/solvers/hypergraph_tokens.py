@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.jit import jit
+from apportion.ir.jit import jit, lean
 from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.solvers.hypergraph_graph import Graph, components, graph_of
 
@@ -24,9 +24,9 @@ Floats = NDArray[np.float64]
 
 # what hangs together is placed as one where it takes at most this share of a part's cap, in both weights
 WHOLE_SHARE = 0.5
-# Of 0.5 to 50, it had the least simulated time for five log-normal batches on 8 to 64 ranks: from 1 to 8 bytes hardly
-# differ, but with less a few ranks send and receive most of them.
-SPREAD = 8.0
+# Of 0.5 to 50: from 1 to 8 bytes hardly differ, but with less a few ranks send and receive most of them. Exchanging
+# homes afterwards evens that, in nodes (`passes/dcp/links.py`).
+SPREAD = 4.0
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _place(
         at = end
 
 
-@jit
+@lean
 def _enter(v: int, p: int, flops: Ints, tokens: Ints, graph: Graph, parts: _Parts) -> None:
     parts.part[v] = p
     parts.load[p] += flops[v]
@@ -201,7 +201,7 @@ def _enter(v: int, p: int, flops: Ints, tokens: Ints, graph: Graph, parts: _Part
         parts.seen[graph.of[at], p] = 1
 
 
-@jit
+@lean
 def _cheapest(
     members: Ints, flops: Ints, tokens: Ints, graph: Graph, span: int, rate: float, parts: _Parts
 ) -> int:

@@ -128,7 +128,7 @@ _BUILT_IN = (
         "DCP, section 4.2; moves after Fiduccia and Mattheyses 1982",
         "two constraints, nodes then ranks: greedy with affinity, repair of both balances, moves that gain",
         heuristic=True,
-        limits=(),
+        limits=("deadline_s",),
     ),
     Entry(
         "mtkahypar",

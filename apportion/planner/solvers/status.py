@@ -26,6 +26,7 @@ class Limit(StrEnum):
     TIME = "time"
     STEPS = "steps"
     GAP = "gap"  # the answer is as near to the bound as was asked for
+    TASKS = "tasks"  # smaller blocks would be more even, but too many tasks (`shard blocks`)
     ENGINE = "engine"  # the engine died or its answer was wrong: this one is the fallback's
 
 
@@ -99,3 +100,7 @@ class Clock:
     @property
     def expired(self) -> bool:
         return self.left_s <= 0
+
+
+#: a clock without a deadline
+NEVER = Clock(math.inf)

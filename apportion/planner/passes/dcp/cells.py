@@ -19,6 +19,7 @@ from apportion.ir.jit import jit
 from apportion.ir.model import Model
 from apportion.ir.sorting import sort_order
 from apportion.planner.passes.cells import Cells
+from apportion.planner.problem import exact_sums
 
 Ints = NDArray[np.integer[Any]]
 
@@ -51,8 +52,34 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Cells of the same two blocks as one, for they need the same tiles.
+
+    q, k: int64 [pairs], query and key block; work: int64 [pairs]; of_cell: int64 [cells], the pair of each cell."""
+
+    q: Ints
+    k: Ints
+    work: Ints
+    of_cell: Ints
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+    @staticmethod
+    def of(cells: Cells, blocks: int) -> Pairs:
+        """Those of cells in so many blocks: many short documents share a block."""
+        key = cells.q.astype(np.int64) * blocks + cells.k
+        if (key[1:] < key[:-1]).any():
+            key, of_cell = np.unique(key, return_inverse=True)
+        else:
+            fresh = np.append(True, key[1:] != key[:-1])[: len(key)]
+            key, of_cell = key[fresh], np.cumsum(fresh) - 1
+        return Pairs(key // blocks, key % blocks, exact_sums(of_cell, cells.work, len(key)), of_cell)
+
+
+@dataclass(frozen=True)
 class Hyperedges:
-    """Columns of `HypergraphProblem`: ptr, pins, price. Vertices: the blocks, then the cells, head group after head
+    """Columns of `HypergraphProblem`: ptr, pins, price. Vertices: the blocks, then the pairs, head group after head
     group. Hyperedges: the query tiles by (group, block), then the key tiles by (key set, block)."""
 
     ptr: Ints
@@ -60,8 +87,8 @@ class Hyperedges:
     price: Ints
 
 
-def hyperedges(cells: Cells, lengths: Ints, heads: Heads, row_bytes: tuple[int, int]) -> Hyperedges:
-    """The hypergraph of cells in blocks of so many tokens, int64 [blocks]."""
+def hyperedges(cells: Cells | Pairs, lengths: Ints, heads: Heads, row_bytes: tuple[int, int]) -> Hyperedges:
+    """The hypergraph of cells, or pairs, in blocks of so many tokens, int64 [blocks]."""
     blocks, count = len(lengths), len(cells)
     group = np.repeat(np.arange(heads.groups), count)
     q, k = np.tile(cells.q, heads.groups), np.tile(cells.k, heads.groups)

@@ -14,16 +14,20 @@ from numpy.typing import NDArray
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import PHASES
 from apportion.planner.options import Amount, Count
-from apportion.planner.passes.cells import Cells, cut_cells
-from apportion.planner.passes.dcp.cells import Heads, divide
-from apportion.planner.passes.dcp.homes import SPREADS, Blocks, homes
+from apportion.planner.passes.cells import cut_cells
+from apportion.planner.passes.dcp.cells import Heads, Pairs, divide
+from apportion.planner.passes.dcp.homes import SPREADS, Blocks, homes, movable
+from apportion.planner.passes.dcp.links import exchanged, link_gbs
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
+from apportion.planner.solvers.hypergraph import polished
 from apportion.planner.solvers.status import Status, Termination
 from apportion.planner.solvers.use import HypergraphSolver
 
 Ints = NDArray[np.integer[Any]]
+#: by kind and phase
+Answers = Mapping[tuple[str, str], Sides]
 
 # what cutting cells that are too heavy to be balanced stops at
 MOST_CELLS = 2**19
@@ -54,8 +58,10 @@ class Dcp(PlacePass):
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         groups = problem.model.kv_heads if self.head_groups == "kv" else self.head_groups
         heads = Heads.of(problem.model, groups, "recipe.place.dcp.head_groups")
-        blocks = homes(problem, shards, self.epsilon_compute, self.epsilon_tokens, self.tries)
-        blocks, cells, sides = self._balanced(problem, blocks, heads)
+        slack, budget = (self.epsilon_compute, self.epsilon_tokens), self.solver.spends
+        blocks = homes(problem, shards, *slack, self.tries, groups, budget)
+        blocks, pairs, sides = self._balanced(problem, blocks, heads)
+        blocks, sides = self._exchanged(problem, blocks, pairs, heads, sides)
         weight = row_weights(problem, blocks.starts)
         return Placement(
             blocks.starts,
@@ -63,27 +69,41 @@ class Dcp(PlacePass):
             weight,
             float(weight.sum() / problem.speeds.sum()),
             termination=_together([side.termination for side in sides.values()]),
-            execution={key: self._execution(problem, blocks, cells, heads, key, sides[key]) for key in sides},
+            execution={key: self._execution(problem, blocks, pairs, heads, key, sides[key]) for key in sides},
             head_groups=groups,
         )
 
     def _balanced(
         self, problem: Problem, blocks: Blocks, heads: Heads
-    ) -> tuple[Blocks, Mapping[str, Cells], Mapping[tuple[str, str], Sides]]:
-        """Who computes each cell, of blocks cut finely enough for both balances."""
+    ) -> tuple[Blocks, Mapping[str, Pairs], Answers]:
+        """Who computes each pair of blocks, cut finely enough for both balances."""
         for cut in count():
-            cells = {kind: cut_cells(bands, blocks.starts) for kind, bands in problem.bands.items()}
-            sides = self._solved(problem, blocks, cells, heads)
-            if len(sides) == len(PHASES) * len(cells):
-                return blocks, cells, sides
-            finer = blocks.finer(list(cells.values()))
+            pairs = {kind: blocks.pairs(bands) for kind, bands in problem.bands.items()}
+            sides = self._solved(problem, blocks, pairs, heads)
+            if len(sides) == len(PHASES) * len(pairs):
+                return blocks, pairs, sides
+            finer = blocks.finer(list(pairs.values()))
             small = len(finer.home) == len(blocks.home) or cut == MOST_CUTS
-            if small or heads.groups * max(map(len, cells.values())) > MOST_CELLS:
+            if small or heads.groups * max(map(len, pairs.values())) > MOST_CELLS:
                 break
             blocks = finer
-        raise self._uneven(problem, list(cells.values()))
+        raise self._uneven(problem, list(pairs.values()))
 
-    def _uneven(self, problem: Problem, cells: list[Cells]) -> CapacityError:
+    def _exchanged(
+        self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads, sides: Answers
+    ) -> tuple[Blocks, Answers]:
+        """Homes that keep no rank's links busy for long, for the same compute, and the answers with them."""
+        cases = {key: self._case(problem, blocks, pairs[key[0]], heads, key[1]) for key in sides}
+        placed = [(cases[key], sides[key].rank) for key in sides]
+        home = exchanged(placed, movable(problem, blocks.starts), link_gbs(problem))
+        found = {}
+        for key, (case, rank) in zip(sides, placed, strict=True):
+            fixed, now = case.bound_to.copy(), rank.copy()
+            fixed[: len(home)] = now[: len(home)] = home
+            found[key] = polished(replace(case, fixed=fixed), now, sides[key].termination.limit)
+        return Blocks(blocks.starts, home), found
+
+    def _uneven(self, problem: Problem, cells: list[Pairs]) -> CapacityError:
         heaviest, count = max((int(each.work.max(initial=0)), len(each)) for each in cells)
         mean = max(problem.batch.area(kind) for kind in problem.bands) / problem.ranks
         return CapacityError(
@@ -92,13 +112,13 @@ class Dcp(PlacePass):
         )
 
     def _solved(
-        self, problem: Problem, blocks: Blocks, cells: Mapping[str, Cells], heads: Heads
+        self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads
     ) -> dict[tuple[str, str], Sides]:
         """The answers up to the first that does not keep both balances."""
         sides: dict[tuple[str, str], Sides] = {}
-        for kind in cells:
+        for kind in pairs:
             for phase in PHASES:
-                case = self._case(problem, blocks, cells[kind], heads, phase)
+                case = self._case(problem, blocks, pairs[kind], heads, phase)
                 found = self.solver(case)
                 if not found.termination.solved:
                     return sides
@@ -106,9 +126,9 @@ class Dcp(PlacePass):
         return sides
 
     def _case(
-        self, problem: Problem, blocks: Blocks, cells: Cells, heads: Heads, phase: str
+        self, problem: Problem, blocks: Blocks, pairs: Pairs, heads: Heads, phase: str
     ) -> HypergraphProblem:
-        case = blocks.case(problem, cells, heads, phase, self.epsilon_compute, self.epsilon_tokens)
+        case = blocks.case(problem, pairs, heads, phase, self.epsilon_compute, self.epsilon_tokens)
         free = np.full(len(case.flops) - len(blocks.home), -1, np.int64)
         return replace(case, fixed=np.concatenate([blocks.home, free]))
 
@@ -116,15 +136,17 @@ class Dcp(PlacePass):
         self,
         problem: Problem,
         blocks: Blocks,
-        cells: Mapping[str, Cells],
+        pairs: Mapping[str, Pairs],
         heads: Heads,
         key: tuple[str, str],
         sides: Sides,
     ) -> Execution:
         kind, phase = key
-        rank = sides.rank[len(blocks.home) :].reshape(heads.groups, -1).astype(np.int32)
+        of_pair = sides.rank[len(blocks.home) :].reshape(heads.groups, -1)
+        rank = of_pair[:, pairs[kind].of_cell].astype(np.int32)
+        cells = cut_cells(problem.bands[kind], blocks.starts)
         row_bytes = heads.bytes_of(problem.model, phase)
-        division = divide(cells[kind], rank, blocks.home, blocks.lengths, heads, row_bytes, self.divisions)
+        division = divide(cells, rank, blocks.home, blocks.lengths, heads, row_bytes, self.divisions)
         return Execution(rank, division)
 
 
