@@ -258,10 +258,13 @@ def attend(
     take = take / tl.where(none, 1.0, total)
     o_at = tl.where(work, o_work, o_home) + (offset * E)[:, None]
     if flags & COMPLETE:
-        sink = tl.load(sinks + tl.load(columns), mask=has_sinks != 0, other=NEG_INF).to(tl.float64)
-        new, with_sink, _ = merge_weights(new, sink + tl.zeros([M], tl.float64))
-        keep, take = (keep * with_sink)[:, None], (take * with_sink)[:, None]
-        _results(o_at, out + (offset * E)[:, None], live[:, None], keep, take, fresh, sums, E, EA, EB)
+        sink = tl.load(sinks + tl.load(columns), mask=has_sinks != 0, other=0).to(tl.float64)
+        sink = tl.where(has_sinks != 0, sink, NEG_INF) + tl.zeros([M], tl.float64)
+        new, share, _ = merge_weights(new, sink)
+        old_share, new_share = (keep * share)[:, None], (take * share)[:, None]
+        _results(
+            o_at, out + (offset * E)[:, None], live[:, None], old_share, new_share, fresh, sums, E, EA, EB
+        )
     else:
         _merge(o_at, live[:, None], keep[:, None], take[:, None], fresh, sums, E, EA, EB)
     tl.store(lse_at, new, mask=live)
