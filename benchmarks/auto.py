@@ -87,6 +87,8 @@ def _auto(outcome: Trial | Refusal) -> dict[str, Any]:
     search, report = outcome.report["search"], outcome.report
     return {
         "efficiency": outcome.simulated["efficiency"],
+        "of_attainable": outcome.simulated["of_attainable"],
+        "lost_ms": outcome.simulated["lost_ms"],
         "recipe": search["recipe"],
         "steps": search["steps"],
         "stopped": search["stopped"],
@@ -95,6 +97,7 @@ def _auto(outcome: Trial | Refusal) -> dict[str, Any]:
         "imbalance": report["imbalance"],
         "kv_gap": report["bounds"]["kv_bytes"]["gap"],
         "exposed_ms": outcome.simulated["exposed_ms"],
+        "largest_part": report["plan_bytes"]["largest_rank"],
     }
 
 
@@ -109,6 +112,7 @@ def summary(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "ranks": ranks,
             "seeds": len(held),
             **{name: float(np.mean([row[name]["efficiency"] for row in held])) for name in AUTOS},
+            "of_attainable": float(np.mean([row["auto"]["of_attainable"] for row in held])),
             "planning_ms": float(np.median([row["auto"]["planning_ms"] for row in held])),
             "worst_ratio": min((row["ratio"] for row in held if row["ratio"] is not None), default=None),
         }
@@ -138,7 +142,9 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    values = "  ".join(f"{name} {row[name]['efficiency']:.3f}" for name in AUTOS)
+    values = "  ".join(
+        f"{name} {row[name]['efficiency']:.3f} ({row[name]['of_attainable']:.3f})" for name in AUTOS
+    )
     chosen = row["auto"]["recipe"]["name"]
     best = (
         "" if row["best_single"] is None else f"  best single {row['best_single']}, ratio {row['ratio']:.3f}"
