@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from apportion.bench import Source, warm_up
@@ -157,26 +156,6 @@ def a100s() -> Cluster:
 # --- one situation
 
 
-class TooLong(Exception):
-    """A recipe took longer than was allowed."""
-
-
-@contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raises TooLong after so many seconds."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def figures(plan: Plan, found: Simulation) -> dict[str, float]:
     """Over all layers: efficiency, what is attainable, and the share."""
     layers = plan.request.model.layers_of
@@ -189,25 +168,44 @@ def figures(plan: Plan, found: Simulation) -> dict[str, float]:
 
 
 def attempt(situation: Situation, batch: Batch, recipe: str, seconds: float) -> dict[str, Any]:
-    """Figures of one recipe, or why there are none."""
+    """Figures of one recipe, or why there are none; in a child process, which is killed when its time is up."""
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(theirs, situation, batch, recipe))
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(seconds):
+            return {"reason": f"more than {seconds:g} s"}
+        found: dict[str, Any] = json.loads(ours.recv_bytes())
+        return found
+    except EOFError:
+        return {"reason": "killed, probably for memory"}
+    finally:
+        child.kill()
+        child.join()
+
+
+def _send(there: Connection, situation: Situation, batch: Batch, recipe: str) -> None:
+    there.send_bytes(json.dumps(_attempt(situation, batch, recipe)).encode())
+
+
+def _attempt(situation: Situation, batch: Batch, recipe: str) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
-        with limited(seconds):
-            plan = api.plan(
-                batch, situation.cluster, situation.model, recipe=recipe, verify=False, hardware=HARDWARE
-            )
-            took = time.perf_counter() - begin
-            found = simulate(plan, HARDWARE)
-        made = figures(plan, found) | {
-            "tokens": plan.report["imbalance"]["tokens"],
-            "planning_ms": round(1e3 * took, 1),
-        }
+        plan = api.plan(
+            batch, situation.cluster, situation.model, recipe=recipe, verify=False, hardware=HARDWARE
+        )
+        took = time.perf_counter() - begin
+        found = simulate(plan, HARDWARE)
     except ApportionError as error:
         return {"reason": str(error)[:200]}
-    except TooLong:
-        return {"reason": f"more than {seconds:g} s"}
     except MemoryError:
         return {"reason": "out of memory"}
+    made: dict[str, Any] = figures(plan, found) | {
+        "tokens": plan.report["imbalance"]["tokens"],
+        "planning_ms": round(1e3 * took, 1),
+    }
     if recipe == "auto":
         verify(plan)
         search = plan.report["search"]
@@ -244,11 +242,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         "ratio",
         "planning ms",
     )
-    lines = [line(heads), line(["---", *["--:"] * 3, "---", "---", "--:", "--:"])]
+    lines = [line(heads), line(["---", *["--:"] * 3, "---", "---", "--:"])]
     for one in rows:
         auto, best = one["auto"], one["best"]
         if "reason" in auto:
-            lines.append(line([one["situation"], "-", "-", "-", auto["reason"][:60], best or "-", "-", "-"]))
+            lines.append(line([one["situation"], "-", "-", "-", auto["reason"][:60], best or "-", "-"]))
             continue
         single = one["single"][best]["efficiency"] if best else None
         ratio = auto["efficiency"] / single if single else None
@@ -262,7 +260,6 @@ def table(rows: list[dict[str, Any]]) -> str:
                     auto["recipe"]["name"],
                     "-" if best is None else f"`{best}` {single:.3f}",
                     "-" if ratio is None else _marked(ratio, 0.99),
-                    f"{auto['planning_ms']:.0f}",
                 ]
             )
         )
