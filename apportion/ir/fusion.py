@@ -92,8 +92,8 @@ def find_complete(programs: ProgramSet, phase: str) -> Mapping[str, Complete]:
 
 
 def _complete(programs: ProgramSet, name: str, added: Argument, beside: tuple[str, ...]) -> Complete:
-    """Of the sum that tasks of a list add to. Tasks whose rows beside it are elsewhere, or have some of the heads, are
-    not looked at: such rows may have several owners in one instruction."""
+    """Of the sum that tasks of a list add to. Where any task of an instruction has its rows beside the sum elsewhere,
+    or some of the heads, nothing is complete after it: rows may have several owners, one launch after another."""
     operands, instructions = programs["operands"], programs["instructions"]
     home = operands["space"] == Space.HOME
     mine = np.flatnonzero(home & (operands["tensor"] == added.tensors[0]))
@@ -121,9 +121,9 @@ def _complete(programs: ProgramSet, name: str, added: Argument, beside: tuple[st
     plain = np.ones(len(tasks), bool)
     for column in (added.column, *beside):
         plain &= whole[first + tasks[column]]
-    own, other = number[first + tasks[added.column]], np.full(len(points), -1)
-    _latest(other, np.where(plain, -1, own), at, *ranges)
-    complete, covered = _decide(last, other, np.where(plain, own, -1), at, *ranges)
+    own = number[first + tasks[added.column]]
+    plain &= ~np.isin(at, at[(own >= 0) & ~plain])
+    complete, covered = _decide(last, np.where(plain, own, -1), at, *ranges)
     edges = np.flatnonzero(np.diff(covered, prepend=0, append=0))
     row0, row1 = points[edges[::2]], points[edges[1::2]]
     return Complete(complete, row0 // span, row0 % span, row1 - row0 // span * span)
@@ -140,16 +140,16 @@ def _latest(last: Ints, used: Ints, at: Ints, low: Ints, high: Ints) -> None:
 
 
 @jit
-def _decide(last: Ints, other: Ints, own: Ints, at: Ints, low: Ints, high: Ints) -> tuple[Bools, Ints]:
-    """bool [tasks], those that are the last to use all of their rows; int8 [parts], 1 for what these leave. other:
-    int64 [parts], the last instruction in which tasks use them that are not looked at."""
+def _decide(last: Ints, own: Ints, at: Ints, low: Ints, high: Ints) -> tuple[Bools, Ints]:
+    """bool [tasks], those that are the last to use all of their rows; int8 [parts], 1 for what these leave. own: int64
+    [tasks], number of a home operand, -1 for tasks that are not looked at."""
     complete, covered = np.zeros(len(own), np.bool_), np.zeros(len(last), np.int8)
     for task in range(len(own)):
         if own[task] < 0:
             continue
         done = True
         for part in range(low[own[task]], high[own[task]]):
-            done = done and last[part] == at[task] and other[part] != at[task]
+            done = done and last[part] == at[task]
         complete[task] = done
         if done:
             covered[low[own[task]] : high[own[task]]] = 1

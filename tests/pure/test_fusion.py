@@ -12,6 +12,7 @@ from apportion.ir.codec import Plan
 from apportion.ir.fusion import Complete, find_complete
 from apportion.ir.isa import OPERAND_COLUMNS, PHASES, TASK_LIST, Op, Space, Tensor
 from apportion.ir.model import Model
+from apportion.ir.ops import LIST_OF_OP, LISTS
 from apportion.ir.plan import ProgramSet
 from apportion.ir.programs import instruction_of
 from apportion.planner import api
@@ -49,13 +50,11 @@ def walked(programs: ProgramSet, phase: str, column: str) -> tuple[set[int], set
                 used.append((int(at[i]), operand, plain))
                 if plain:
                     tasks[i] = int(at[i]), operand
+    mixed = {at for at, _, plain in used if not plain and LISTS[LIST_OF_OP[op[at]]] == name}
     done = {
         i
         for i, (at, operand) in tasks.items()
-        if not any(
-            rows[operand] & rows[other] and (later > at or (later == at and not plain))
-            for later, other, plain in used
-        )
+        if at not in mixed and not any(rows[operand] & rows[other] and later > at for later, other, _ in used)
     }
     return done, {row for i in done for row in rows[tasks[i][1]]}
 

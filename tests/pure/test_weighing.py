@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from apportion.ir import masks
-from apportion.ir.batch import Batch
+from apportion.ir.batch import Batch, Sequence
 from apportion.ir.cluster import Cluster
 from apportion.ir.masks import Mask
 from apportion.ir.model import Model
@@ -17,7 +17,7 @@ from apportion.planner.passes.blend.placement import pair_times
 from apportion.planner.passes.shard import row_times, row_weights
 from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe
-from apportion.planner.search.candidates import SCATTERED, SHORT, SPARSE, key_reach, portfolio
+from apportion.planner.search.candidates import SHORT, SPARSE, key_reach, portfolio
 from apportion.planner.simulate import simulate
 
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, layers=2)
@@ -75,7 +75,7 @@ def test_reach_is_that_of_the_farthest_kind() -> None:
     both = problem_of(Batch.from_lengths([65536], mask={"a": masks.causal(), "b": masks.sliding_window(512)}))
     assert key_reach(window) == pytest.approx(512 / 8192, rel=0.01)
     assert key_reach(both) == pytest.approx(32768.5 / 8192)
-    assert key_reach(window) < SCATTERED < SPARSE < SHORT < key_reach(both)
+    assert key_reach(window) < SPARSE < SHORT < key_reach(both)
 
 
 def test_a_search_starts_from_what_suits_the_mask() -> None:
@@ -101,3 +101,21 @@ def test_equal_plans_are_tried_once() -> None:
     found = api.plan(Batch.from_lengths([512] * 8), Cluster(1, 8), MODEL, recipe="auto").report["search"]
     steps = [str(one["recipe"]["steps"]["place"]) for one in found["tried"]]
     assert sum("head" in place for place in steps) == 0
+
+
+@pytest.mark.parametrize("recipe", ["auto", "fcp", "blend", "dcp"])
+def test_masks_without_pairs_are_planned_and_priced(recipe: str) -> None:
+    nothing = Batch.from_sequences([Sequence(64, masks.bands([])), Sequence(32, masks.bands([]))])
+    found = simulate(api.plan(nothing, Cluster(1, 2), MODEL, recipe=recipe))
+    assert found.to_data()["attainable"] == 1
+    mask = {"some": masks.causal(), "none": masks.bands([])}
+    one = Batch.from_sequences([Sequence(64, mask)])
+    model = Model(q_heads=4, kv_heads=4, head_dim=16, layers={"some": 1, "none": 1})
+    assert 0 < simulate(api.plan(one, Cluster(1, 2), model, recipe=recipe)).of_attainable <= 1
+
+
+def test_time_of_a_kind_without_pairs() -> None:
+    problem = problem_of(Batch.from_sequences([Sequence(64, masks.bands([]))]))
+    assert [times.tolist() for times in pair_times(problem, problem.layers).values()] == [[]]
+    assert row_times(problem, problem.batch.starts)[0] > 0
+    assert key_reach(problem) == 0

@@ -77,6 +77,17 @@ def attention_with_lse(comm, sinks, options, uses_out, compiled, given):
     return [None if x is None else x.detach().double().numpy() for x in found]
 
 
+def attention_on_nan(comm, sinks, check, shard):
+    """As `attention`, where memory that nothing was written to is NaN; check: looks behind every kernel."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with check_kernels(check):
+            return attention(comm, None, sinks, {}, shard)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def twice(comm, shard):
     """The same plan on the same numbers, two handles: bytes of everything."""
     results = [attention(comm, None, None, {}, shard) for _ in range(2)]

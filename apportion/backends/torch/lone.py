@@ -16,7 +16,7 @@ from apportion.backends.torch.memory import Buffer, Memory
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage.machine import StageMachine
 from apportion.backends.torch.stage.program import load
-from apportion.ir.isa import KV_SIDE, TABLES, Op, Space
+from apportion.ir.isa import KV_SIDE, TABLES, Op, Space, Use
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.plan import Header, ProgramSet, Table
 
@@ -33,16 +33,17 @@ class Shape(NamedTuple):
 def lone_task(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, shape: Shape
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What computes a task, forward and backward, on uninitialised accumulators.
+    """What computes a task, forward and backward: nothing is read but its operands, and results are written once.
 
     q [rows, Hq, D], k [keys, Hk, D], v [keys, Hk, Dv], do [rows, Hq, Dv].
     """
-    given = {Name.Q: (q,), Name.KV: (k, v), Name.DO: (do,)}
+    given = {Name.Q: (q,), Name.KV: (k, v)}
     dtype = next(name for name, held in DTYPES.items() if held == q.dtype)
     widths = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
     header = Header(1, ("default",), "", 0, "attention", ("attention",), (), *widths, dtype)
-    forward, backward = (_machine(header, op, given, shape).run for op in (Op.ATTEND, Op.ATTEND_GRAD))
-    return forward, backward
+    forward = _machine(header, Op.ATTEND, given, shape)
+    backward = _machine(header, Op.ATTEND_GRAD, {**given, Name.DO: (do,)}, shape)
+    return forward.run, backward.run
 
 
 def _machine(header: Header, op: Op, given: dict[Name, tuple[Tensor, ...]], shape: Shape) -> StageMachine:
@@ -57,7 +58,8 @@ def _columns(op: Op, shape: Shape) -> ProgramSet:
     ends = [argument.tensors[0] for argument in op.rule.arguments]
     rows = [shape.keys if name in KV_SIDE else shape.rows for name in ends]
     operands = [(int(name), int(Space.HOME), 0, count, 0, 0) for name, count in zip(ends, rows, strict=True)]
-    task = (*range(1, len(ends) + 1), shape.dmin, shape.dmax, 0)
+    first = sum(argument.flag for argument in op.rule.arguments if argument.use is Use.ADD)
+    task = (*range(1, len(ends) + 1), shape.dmin, shape.dmax, first)
     lists: dict[str | None, list[tuple[int, ...]]] = {
         "operands": [(0,) * 6, *operands],
         "instructions": [(int(op), 0, 0, 0, 1)],

@@ -20,8 +20,8 @@ from apportion.planner.problem import Problem
 ROUNDS, BUFFERS = 6, 16
 # Where queries see fewer keys than these shares of a rank's tokens: in few steps tiles of short documents are cheap to
 # send twice, so that either route may be better; below the second (windows, chunks, answers to one question) they have
-# few readers, and neither relays nor split heads save bytes; below the third clusters of cells fit on a rank.
-SHORT, SPARSE, SCATTERED = 0.6, 0.2, 0.1
+# few readers, and neither relays nor split heads save bytes: clusters of cells fit on a rank.
+SHORT, SPARSE = 0.6, 0.2
 # Of tiles that are relayed: they pass through two rounds, so that more of these are on their way.
 RELAYED_ROUNDS = 12
 # What is tried around the best: about so many rounds, and so many buffers.
@@ -85,8 +85,11 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     others = [_mixed("blend", "star", degree) for degree in degrees]
     others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
     if reach < SPARSE:  # few tiles come, and all of them at once
-        first = [replace(_mixed("blend", "star", 1), rounds=1), replace(_whole(), rounds=1)]
-        return [*first, *([_clustered()] if reach < SCATTERED else [])], others
+        return [
+            replace(_mixed("blend", "star", 1), rounds=1),
+            replace(_whole(), rounds=1),
+            _clustered(),
+        ], others
     if reach < SHORT:
         return [_mixed("blend", "star", 1), _whole(), _mixed("blend", route, 1)], others
     first = [_mixed("blend", "star", degree) for degree in degrees[:2]]
@@ -107,7 +110,7 @@ def key_reach(problem: Problem) -> float:
     tokens, most = problem.batch.tokens / problem.ranks, 0.0
     for bands in problem.bands.values():
         pairs = area(bands).astype(np.float64)
-        keys = pairs / (bands[:, 1] - bands[:, 0])
+        keys = pairs / np.maximum(bands[:, 1] - bands[:, 0], 1)
         most = max(most, float((pairs * keys).sum() / max(pairs.sum(), 1.0)))
     return most / tokens
 

@@ -1,4 +1,5 @@
-"""What the executor starts for a program: kernels, messages, and the casts at the end of a call.
+"""What the executor starts for a program: kernels, messages, and the casts at the end of a call. It is the stage engine
+that is described, whoever's kernels a hardware file has the times of; engines that go task by task start more.
 
     attend        1 kernel               launch   1 where it sends staged messages: packs their tiles into buffers
     attend_grad   2: dQ; dK and dV       wait     1 where its round brought staged ones: unpacks them

@@ -57,6 +57,8 @@ def whole_us(batch: Batch, model: Model, kind: str, phase: str, costs: Costs) ->
 
 def _joined(bands: Ints) -> Ints:
     """int64 [n, 6]: full bands one below the other as one; the others as they are."""
+    if not len(bands):
+        return bands
     q0, q1, k0, k1, dmin, dmax = bands.T
     full = (dmin <= q0 - k1 + 1) & (dmax >= q1 - 1 - k0)
     order = np.lexsort((q0, k1, k0, full))

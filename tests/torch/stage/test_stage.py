@@ -103,6 +103,35 @@ def test_plans_written_by_hand(interpreted, path, extra):
         cases.assert_good(got, problem, cases.allowed(plan.request.batch, kind), "fp16")
 
 
+def unwritten(recipe, *lengths, ranks=2):
+    model = cases.model(2, "fp16", (16, 16), kv_heads=2)
+    return api.plan(Batch.from_lengths(lengths), cluster(ranks), model, recipe=recipe)
+
+
+UNWRITTEN = {
+    **{path.stem: None for path in BY_HAND if path.stem in ("clear", "nested", "relay", "waves")},
+    "fcp": ("fcp", 400, 60),
+    "ulysses": ("ulysses", 50, 9),
+    "dcp": ("dcp", 300, 90, 7),
+    "a rank without rows": ("wlb", 10),
+}
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_nothing_is_read_that_was_not_written(interpreted, name, check):
+    """Rows that a task completes never are in accumulators; nor do those who look behind kernels read them there."""
+    if (made := UNWRITTEN[name]) is None:
+        path = next(path for path in BY_HAND if path.stem == name)
+        plan = text.parse(path.read_text().replace('"dtype": "fp64"', '"dtype": "fp16"'))
+    else:
+        plan = unwritten(*made)
+    problem = cases.problem_of(plan, 3, sinks=not check)
+    shards, ranks = cases.shards(plan, problem), plan.header.ranks
+    results = interpreted.run(jobs.attention_on_nan, ranks, problem.sinks, check, each=shards)
+    cases.assert_good(cases.gathered(plan, results), problem, cases.allowed(plan.request.batch), "fp16")
+
+
 def small_plan(dtype="fp32"):
     batch = Batch.from_lengths([50, 9, 1])
     return cases.make_plan(batch, Cluster(1, 2), cases.model(2, dtype, (16, 16)), cases.recipe())

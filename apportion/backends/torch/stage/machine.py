@@ -19,7 +19,6 @@ from apportion.backends.torch.stage.launcher import Launcher, default_launcher
 from apportion.backends.torch.stage.program import Launch, StageLoaded
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.transport import Transport
-from apportion.ir.isa import Op
 from apportion.ir.isa import Tensor as Name
 
 
@@ -49,7 +48,7 @@ class StageMachine(TorchMachine):
         header, dtype = self.program.header, DTYPES[self.program.header.dtype]
         keys = header.kv_heads
         widths = (header.q_heads, header.head_dim), (keys, header.head_dim), (keys, header.v_head_dim)
-        if {Op.DELTA, Op.ATTEND_GRAD} & set(self.program.ops):
+        if Name.DO in self.memory.home:
             return tuple(self.memory.fresh(width, dtype) for width in widths)
         return (self.memory.fresh((header.q_heads, header.v_head_dim), dtype),)
 

@@ -8,7 +8,7 @@ What a call has to do for an instruction is to put the addresses of its arrays b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -201,7 +201,7 @@ class _Builder:
         return self.slots.index(slot)
 
     def complete(self) -> dict[tuple[int, Name], list[tuple[int, int]]]:
-        """(step, tensor) -> the home rows that it leaves as results."""
+        """(step, tensor) -> the home rows that it leaves as results, ranges apart from each other."""
         found: dict[tuple[int, Name], set[tuple[int, int]]] = {}
         for column, done in self._complete.items():
             name = "tasks" if column == "o" else "grads"
@@ -211,7 +211,7 @@ class _Builder:
                 operand = self._program.operands[int(table[column][task])]
                 rows = operand.row, operand.row + operand.rows
                 found.setdefault((int(step[task]), operand.tensor), set()).add(rows)
-        return {key: sorted(ranges) for key, ranges in found.items()}
+        return {key: _apart(ranges) for key, ranges in found.items()}
 
     def step(self, step: Step) -> Iterator[_Draft]:
         """The launches of a step; of row ops, where there are rows."""
@@ -407,6 +407,17 @@ class _Builder:
             places.append(slice(self._end, self._end + len(padded)))
             self._end += len(padded)
         return places
+
+
+def _apart(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that meet as one, ascending."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
 
 
 #: home rows that callers always pass in

@@ -116,11 +116,12 @@ def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -
     """int64 [tasks]: which launch of its instruction runs each task, 0 nearly always.
 
     Tasks of an instruction that write rows [start, stop) of one slot may share a launch if they have one owner; where
-    ranges of two owners meet, what comes later in the program is launched later.
+    ranges of two owners meet, what comes later in the program is launched later. Other slots are launched at once.
     """
     wave = np.zeros(len(instruction), np.int64)
-    for clash in np.unique(instruction[_clashes(instruction, slot, start, stop, owner)]):
-        mine = np.flatnonzero(instruction == clash)
+    found = _clashes(instruction, slot, start, stop, owner)
+    for clash, of in set(zip(instruction[found].tolist(), slot[found].tolist(), strict=True)):
+        mine = np.flatnonzero((instruction == clash) & (slot == of))
         wave[mine] = _serial(slot[mine], start[mine], stop[mine], owner[mine])
     return wave
 

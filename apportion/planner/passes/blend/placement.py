@@ -94,7 +94,8 @@ def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
         )
         times[kind] = factor[kind] * spent / pairs
         most += float((times[kind] * pairs).sum())
-    unit = min(2**61 / most, FINE / min(float(time.min()) for time in times.values()))
+    least = min((float(time.min()) for time in times.values() if len(time)), default=1.0)
+    unit = min(2**61 / most, FINE / max(least, 1e-12))
     return {kind: np.maximum(np.rint(unit * time), 1).astype(np.int64) for kind, time in times.items()}
 
 
