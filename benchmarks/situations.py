@@ -240,7 +240,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         "its recipe",
         "best single",
         "ratio",
-        "planning ms",
     )
     lines = [line(heads), line(["---", *["--:"] * 3, "---", "---", "--:"])]
     for one in rows:
