@@ -33,8 +33,8 @@ from apportion.ir.isa import (
     Space,
     Tensor,
 )
+from apportion.ir.ops import starts_of
 from apportion.ir.plan import Header, ProgramSet
-from apportion.ir.programs import starts_of
 from apportion.ir.segments import Cuts, Ints, own_cuts, segment_ends
 
 View = TypeVar("View")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-WIDTH = 117  # the widest table; narrower terminals wrap its lines rather than lose figures
+WIDTH = 110  # the widest table; narrower terminals wrap its lines rather than lose figures
 
 
 def refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT) -> int:

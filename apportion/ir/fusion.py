@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from apportion.ir.isa import OPERAND_COLUMNS, RULES, TASK_LIST, Argument, Op, Space, Use
 from apportion.ir.jit import jit
+from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Ints, ProgramSet
-from apportion.ir.programs import instruction_of
 
 Bools = NDArray[np.bool_]
 

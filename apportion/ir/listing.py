@@ -25,8 +25,8 @@ from apportion.ir.isa import (
     Space,
     Tensor,
 )
+from apportion.ir.ops import starts_of
 from apportion.ir.plan import ProgramSet, Table
-from apportion.ir.programs import starts_of
 
 if TYPE_CHECKING:
     from apportion.ir.codec import Plan

@@ -1,4 +1,4 @@
-"""Tables of ops and tensors for loops over columns: by code, derived from `ir.isa`."""
+"""Tables of ops and tensors for loops over columns, by code, derived from `ir.isa`; which rows an instruction has."""
 
 from __future__ import annotations
 
@@ -29,3 +29,20 @@ def list_table(rules: Mapping[int, Rule]) -> Ints:
 LIST_OF_OP = list_table(RULES)
 #: bool [tensors]: whether its heads are KV heads; whether it has none
 IS_KEY, IS_HEADLESS = (np.array([tensor in group for tensor in Tensor]) for group in (KV_SIDE, HEADLESS))
+
+
+def starts_of(op: Ints, count: Ints) -> Ints:
+    """int64 [instructions]: the first row of its list, over all ranks, that each instruction consumes.
+    op, count: columns of the instructions."""
+    lists, starts = LIST_OF_OP[op], np.zeros(len(op), np.int64)
+    for number in range(NO_LIST):
+        at = np.flatnonzero(lists == number)
+        starts[at] = np.cumsum(count[at]) - count[at]
+    return starts
+
+
+def instruction_of(op: Ints, count: Ints, name: str) -> Ints:
+    """int64 [rows]: the instruction, over all ranks, that consumes each row of a list.
+    op, count: columns of the instructions."""
+    at = np.flatnonzero(LIST_OF_OP[op] == LISTS.index(name))
+    return np.repeat(at, count[at])

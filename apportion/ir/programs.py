@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.isa import TABLES, Op, Tensor
 from apportion.ir.jit import lean
-from apportion.ir.ops import IS_HEADLESS, IS_KEY, LIST_OF_OP, LISTS, NO_LIST
+from apportion.ir.ops import IS_HEADLESS, IS_KEY, instruction_of, starts_of
 from apportion.ir.plan import Ints, ProgramSet, Table
 from apportion.ir.sorting import stable_order
 
@@ -145,23 +145,6 @@ class ProgramView:
     def _arena(self, column: str) -> Ints:
         arenas = self.source["arenas"]
         return arena_table(arenas.rank_of_row(), arenas["tensor"], arenas[column], arenas.ranks)
-
-
-def starts_of(op: Ints, count: Ints) -> Ints:
-    """int64 [instructions]: the first row of its list, over all ranks, that each instruction consumes.
-    op, count: columns of the instructions."""
-    lists, starts = LIST_OF_OP[op], np.zeros(len(op), np.int64)
-    for number in range(NO_LIST):
-        at = np.flatnonzero(lists == number)
-        starts[at] = np.cumsum(count[at]) - count[at]
-    return starts
-
-
-def instruction_of(op: Ints, count: Ints, name: str) -> Ints:
-    """int64 [rows]: the instruction, over all ranks, that consumes each row of a list.
-    op, count: columns of the instructions."""
-    at = np.flatnonzero(LIST_OF_OP[op] == LISTS.index(name))
-    return np.repeat(at, count[at])
 
 
 def head_table(q_heads: int, kv_heads: int, head_sets: Sequence[Sequence[int]]) -> Ints:

@@ -12,9 +12,8 @@ from apportion.ir.codec import Plan
 from apportion.ir.fusion import Complete, find_complete
 from apportion.ir.isa import OPERAND_COLUMNS, PHASES, TASK_LIST, Op, Space, Tensor
 from apportion.ir.model import Model
-from apportion.ir.ops import LIST_OF_OP, LISTS
+from apportion.ir.ops import LIST_OF_OP, LISTS, instruction_of
 from apportion.ir.plan import ProgramSet
-from apportion.ir.programs import instruction_of
 from apportion.planner import api
 
 SUMS = {"o": (Tensor.O, ("q",)), "dq": (Tensor.DQ, ("q", "do", "delta")), "dkv": (Tensor.DKV, ("kv",))}
@@ -24,7 +23,7 @@ def walked(programs: ProgramSet, phase: str, column: str) -> tuple[set[int], set
     """(complete tasks, complete home rows) of one rank's program, row by row."""
     tensor, beside = SUMS[column]
     name = TASK_LIST[phase]
-    operands, op = programs["operands"], programs["instructions"]["op"]
+    operands, op = programs["operands"], programs["instructions"]["op"].astype(int)
     rows = {
         number: set(
             range(int(operands["row"][number]), int(operands["row"][number] + operands["rows"][number]))

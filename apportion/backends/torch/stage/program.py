@@ -43,8 +43,8 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.fusion import find_complete
 from apportion.ir.isa import OP_NAMES, PHASES, Op, Space
 from apportion.ir.isa import Tensor as Name
+from apportion.ir.ops import instruction_of
 from apportion.ir.plan import ProgramSet
-from apportion.ir.programs import instruction_of
 
 
 class Launch(NamedTuple):

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from apportion.backends.torch.stage.tiles import Ints, Tiles, cut_tiles, shelves, waves
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
+from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Header, ProgramSet
-from apportion.ir.programs import instruction_of
 
 #: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`
 TILE = 10
