@@ -37,7 +37,7 @@ REPORTED = (
 UNVERIFIED = "cannot be verified"  # how the verifier begins where a plan is too large for one of its rules
 SIMULATED = (
     *("forward_ms", "backward_ms", "efficiency", "attainable", "of_attainable", "time_imbalance", "lost_ms"),
-    *("exposed_ms", "peak_rows"),
+    "exposed_ms",
 )
 
 
@@ -56,8 +56,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """One recipe on one batch: what its report says, what was simulated (names of `SIMULATED`; milliseconds are of one
-    attention call of each kind), and what was measured.
+    """One recipe on one batch: what its report says, what was simulated (`SIMULATED` and `peak_rows`, for one attention
+    call of each kind), and what was measured.
 
     verify_ms: None where the plan was not verified, because nobody asked for it or, as `unverified` says, because it is
     too large for the verifier.
@@ -74,7 +74,7 @@ class Trial:
         return float(self.simulated["forward_ms"] + self.simulated["backward_ms"])
 
     def value(self, name: str) -> Any:
-        return self.simulated[name] if name in SIMULATED else self.report[name]
+        return self.simulated[name] if name in self.simulated else self.report[name]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Row:
         time, so that they belong together; speed-ups and times of planning are over all batches."""
         trials = sorted(self.trials, key=lambda trial: trial.total_ms)
         middle = trials[(len(trials) - 1) // 2] if trials else None
-        names = (*SIMULATED, *REPORTED)
+        names = (*SIMULATED, "peak_rows", *REPORTED)
         return {
             "recipe": self.recipe,
             "status": "ok" if trials else "refused",
@@ -195,7 +195,7 @@ def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
     except ApportionError as error:
         return Refusal(str(error))
     simulated = {name: getattr(simulation, name) for name in SIMULATED}
-    simulated["peak_rows"] = simulation.peak_work_rows
+    simulated |= {"peak_rows": simulation.peak_work_rows}
     return Trial(plan.report, simulated, planning_ms, verify_ms, unverified)
 
 

@@ -51,9 +51,7 @@ COLUMNS = (
     Column("backward\nms", lambda row: f"{row['backward_ms']:.2f}"),
     Column("speed-up\n(min-max)", _speedup),
     Column("effi-\nciency", lambda row: f"{100 * row['efficiency']:.0f} %"),
-    Column(
-        "of attain-\nable", lambda row: _later(row, "of_attainable", lambda share: f"{100 * share:.0f} %")
-    ),
+    Column("attain-\ned", lambda row: _later(row, "of_attainable", lambda share: f"{100 * share:.0f} %")),
     Column("exposed\nms", lambda row: f"{row['exposed_ms']:.2f}"),
     Column("compute\nimbalance", lambda row: percent(row["imbalance"]["compute"])),
     Column("time\nimbalance", lambda row: _later(row, "time_imbalance", percent), wide=True),

@@ -14,13 +14,12 @@ program alone; executors and the simulator go by it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import OPERAND_COLUMNS, RULES, TASK_LIST, Argument, Op, Space, Use
+from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RULES, TASK_LIST, Argument, Op, Space
 from apportion.ir.jit import jit
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Ints, ProgramSet
@@ -63,38 +62,35 @@ class Complete(NamedTuple):
         return whole
 
 
-def _sums() -> Mapping[str, tuple[tuple[Argument, tuple[str, ...]], ...]]:
-    """phase -> what its attention op adds up, with the columns of operands that stand beside."""
-    found: dict[str, tuple[tuple[Argument, tuple[str, ...]], ...]] = {}
-    for phase, name in TASK_LIST.items():
-        (rule,) = (rule for rule in RULES.values() if rule.list == name)
-        found[phase] = tuple(
-            (
-                one,
-                tuple(
-                    other.column
-                    for other in rule.arguments
-                    if other.use.reads and one.like in (other.column, other.like)
-                ),
-            )
-            for one in rule.arguments
-            if one.use is Use.ADD
-        )
-    return MappingProxyType(found)
+class _Uses(NamedTuple):
+    """Every operand that an instruction names, but those of `finish`. operand: int64 [uses], over all ranks; at: int64
+    [uses], the instruction."""
 
+    operand: Ints
+    at: Ints
 
-_SUMS = _sums()
+    @staticmethod
+    def of(programs: ProgramSet) -> _Uses:
+        operands, instructions = programs["operands"], programs["instructions"]
+        op, found = instructions["op"], []
+        for table, columns in OPERAND_COLUMNS.items():
+            at = instruction_of(op, instructions.wide("count"), table)
+            first = operands.ptr[programs[table].rank_of_row()]
+            some = np.flatnonzero(op[at] != Op.FINISH)
+            found += [((first + programs[table][column])[some], at[some]) for column in columns]
+        return _Uses(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def find_complete(programs: ProgramSet, phase: str) -> Mapping[str, Complete]:
     """Column of the phase's list of tasks -> what is complete, of programs of any number of ranks."""
-    return {one.column: _complete(programs, TASK_LIST[phase], one, beside) for one, beside in _SUMS[phase]}
+    uses = _Uses.of(programs)
+    return {column: _complete(programs, uses, phase, added) for column, added in ADDED[phase].items()}
 
 
-def _complete(programs: ProgramSet, name: str, added: Argument, beside: tuple[str, ...]) -> Complete:
-    """Of the sum that tasks of a list add to. Where any task of an instruction has its rows beside the sum elsewhere,
-    or some of the heads, nothing is complete after it: rows may have several owners, one launch after another."""
-    operands, instructions = programs["operands"], programs["instructions"]
+def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) -> Complete:
+    """Of one sum. Where any task of an instruction has its rows beside the sum elsewhere, or some of the heads, nothing
+    is complete after it: rows may have several owners, one launch after another."""
+    operands, instructions, name = programs["operands"], programs["instructions"], TASK_LIST[phase]
     home = operands["space"] == Space.HOME
     mine = np.flatnonzero(home & (operands["tensor"] == added.tensors[0]))
     if not len(mine):
@@ -103,23 +99,17 @@ def _complete(programs: ProgramSet, name: str, added: Argument, beside: tuple[st
     number = np.full(len(operands), -1)
     number[mine] = np.arange(len(mine))
     row, rows = (operands.wide(column)[mine] for column in ("row", "rows"))
-    span = int((row + rows).max(initial=0)) + 1
+    span = int((row + rows).max()) + 1
     begin = operands.rank_of_row()[mine] * span + row
     points = np.unique(np.concatenate([begin, begin + rows]))
     ranges = np.searchsorted(points, begin), np.searchsorted(points, begin + rows)
     last = np.full(len(points), -1)
-    for table, columns in OPERAND_COLUMNS.items():
-        at = instruction_of(instructions["op"], instructions.wide("count"), table)
-        first = operands.ptr[programs[table].rank_of_row()]
-        counts = instructions["op"][at] != Op.FINISH
-        for column in columns:
-            used = np.where(counts, number[first + programs[table][column]], -1)
-            _latest(last, used, at, *ranges)
+    _latest(last, number[uses.operand], uses.at, *ranges)
     tasks, whole = programs[name], home & (operands["heads"] == 0)
     at = instruction_of(instructions["op"], instructions.wide("count"), name)
     first = operands.ptr[tasks.rank_of_row()]
     plain = np.ones(len(tasks), bool)
-    for column in (added.column, *beside):
+    for column in (added.column, *_beside(phase, added)):
         plain &= whole[first + tasks[column]]
     own = number[first + tasks[added.column]]
     plain &= ~np.isin(at, at[(own >= 0) & ~plain])
@@ -127,6 +117,12 @@ def _complete(programs: ProgramSet, name: str, added: Argument, beside: tuple[st
     edges = np.flatnonzero(np.diff(covered, prepend=0, append=0))
     row0, row1 = points[edges[::2]], points[edges[1::2]]
     return Complete(complete, row0 // span, row0 % span, row1 - row0 // span * span)
+
+
+def _beside(phase: str, added: Argument) -> list[str]:
+    """The columns of what tasks read whose rows stand beside those of a sum."""
+    (rule,) = (rule for rule in RULES.values() if rule.list == TASK_LIST[phase])
+    return [one.column for one in rule.arguments if one.use.reads and added.like in (one.column, one.like)]
 
 
 @jit

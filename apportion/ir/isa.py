@@ -386,6 +386,15 @@ class Op(IntEnum):
 
 #: op -> its rule: what tables are derived from
 RULES: Mapping[int, Rule] = MappingProxyType({op: op.rule for op in Op})
+#: phase -> what its attention tasks add up, by the column of their list
+ADDED: Mapping[str, Mapping[str, Argument]] = MappingProxyType(
+    {
+        phase: {
+            a.column: a for op in Op if op.rule.list == name for a in op.rule.arguments if a.use is Use.ADD
+        }
+        for phase, name in TASK_LIST.items()
+    }
+)
 #: ops whose rows are attention tasks
 ATTENTION = tuple(op for op in Op if op.rule.is_attention)
 OP_NAMES: Mapping[Op, str] = MappingProxyType({op: op.name.lower() for op in Op})

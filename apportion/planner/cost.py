@@ -15,10 +15,12 @@ Both rules keep what the grids have: no time falls when rows or keys are added.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.bands import area, tighten
 from apportion.ir.fields import choice
 from apportion.ir.figures import Grid
 from apportion.ir.hardware import Hardware
@@ -38,6 +40,25 @@ def causal_pairs(rows: Count, keys: Count) -> Ints:
     rows, keys = np.asarray(rows, np.int64), np.asarray(keys, np.int64)
     side = np.minimum(rows, keys)
     return np.asarray(rows * keys - side * (side - 1) // 2)
+
+
+class Attention(Protocol):
+    """What prices attention, as `CostModel` does."""
+
+    def attention_us(
+        self, phase: str, q_rows: Ints, kv_rows: Ints, pairs: Ints, q_heads: Ints, kv_heads: Ints, /
+    ) -> Floats: ...
+
+
+def bands_us(costs: Attention, model: Model, phase: str, bands: NDArray[np.integer]) -> Floats:
+    """float64 [n]: what each of int64 [n, 6] bands takes as one task with all heads, 0 where it has no pair."""
+    q0, q1, k0, k1, _, _ = tighten(bands).T
+    pairs, times = area(bands), np.zeros(len(bands))
+    some = np.flatnonzero(pairs)
+    heads, kv_heads = (np.full(len(some), count) for count in (model.q_heads, model.kv_heads))
+    sizes = (q1 - q0)[some], (k1 - k0)[some], pairs[some]
+    times[some] = costs.attention_us(phase, *sizes, heads, kv_heads)
+    return times
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ def test_it_is_never_worse_than_a_recipe_of_its_own_list(name: str) -> None:
 
 
 def trial(us: float, imbalance: float) -> Trial:
-    return Trial(Candidate(find_recipe("fcp")), price=Price(0.0, 0.0, us, 0.0), imbalance=imbalance)
+    return Trial(Candidate(find_recipe("fcp")), price=Price(0.0, 0.0, us, 0.0, 0.0), imbalance=imbalance)
 
 
 @pytest.mark.parametrize(

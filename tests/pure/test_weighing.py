@@ -67,7 +67,9 @@ def test_two_kinds_are_weighed_by_their_layers() -> None:
     model = Model(q_heads=8, kv_heads=8, head_dim=64, layers={"global": 1, "local": 5})
     batch = Batch.from_lengths([900, 800, 60, 50, 40], mask=mask)
     steps = {"shard": {"sequences": {}}, "place": {"blend": {"weigh": "time"}}, "schedule": {"matchings": {}}}
-    api.plan(batch, Cluster(1, 2), model, recipe={"name": "mine", "steps": steps})
+    plan = api.plan(batch, Cluster(1, 2), model, recipe={"name": "mine", "steps": steps})
+    assert plan.report["imbalance"]["tokens"] < 0.01
+    assert simulate(plan).time_imbalance < 0.1
 
 
 def test_reach_is_that_of_the_farthest_kind() -> None:

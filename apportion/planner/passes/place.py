@@ -77,16 +77,13 @@ def _place(problem: Problem, shards: Shards, felt: Ints, solver: PartitionSolver
     result = solver(case)
     end = None if solver.entry.heuristic else result.termination
     home = result.bin[shards.piece]
-    if (home >= 0).all():
-        bound = makespan_bound(weights, problem.speeds)
-        return _limited(
-            problem, shards, Placement(shards.starts, home, shards.weight, bound, termination=end)
-        )
-    starts, home = _fill(problem, shards, case, result.bin)
-    weight = row_weights(problem, starts)
-    # what was cut is no longer indivisible: it counts by its parts
-    cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
-    items = np.concatenate([weights[result.bin >= 0], weight[cut]])
+    starts, weight, items = shards.starts, shards.weight, weights
+    if (home < 0).any():
+        starts, home = _fill(problem, shards, case, result.bin)
+        weight = row_weights(problem, starts)
+        # what was cut is no longer indivisible: it counts by its parts
+        cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
+        items = np.concatenate([weights[result.bin >= 0], weight[cut]])
     bound = makespan_bound(items, problem.speeds)
     return _limited(problem, shards, Placement(starts, home, weight, bound, termination=end))
 

@@ -17,6 +17,7 @@ from apportion.ir import bands as band_algebra
 from apportion.ir.batch import Batch
 from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.jit import jit
+from apportion.planner.cost import bands_us
 from apportion.planner.options import Count
 from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums
 from apportion.planner.solvers.contracts import PartitionProblem
@@ -186,25 +187,17 @@ def row_areas(bands: Ints, starts: Ints) -> Ints:
 
 def row_times(problem: Problem, starts: Ints) -> Ints:
     """int64 [blocks]: nanoseconds at speed 1 of what the queries of each block see, each band as one task with all
-    heads, and of work on home rows; both phases, summed over kinds times layers."""
+    heads, and of the statistics of home rows; both phases, summed over kinds times layers."""
     model, cost, lengths = problem.model, problem.cost, np.diff(starts)
-    sums = tuple(
-        model.row_bytes(tensor) for tensor in Tensor if tensor.contents.partial and tensor.contents.side
+    statistics = (
+        model.row_bytes(Tensor.DO) + model.q_heads * model.output_bytes + model.row_bytes(Tensor.DELTA)
     )
-    layers = sum(problem.layers.values())
-    time = layers * cost.moved_us(
-        2 * sum(sums) * lengths
-    )  # results: written wide, then read and written narrow
+    time = sum(problem.layers.values()) * cost.moved_us(statistics * lengths)
     for kind, bands in problem.bands.items():
         block, part = _rows_of_blocks(bands, starts)
-        q0, q1, k0, k1, dmin, dmax = part.T
-        keys = np.minimum(k1, q1 - dmin) - np.maximum(k0, q0 - dmax)
-        pairs = band_algebra.area(part)
-        some = np.flatnonzero(pairs)
-        sizes = (q1 - q0)[some], keys[some], pairs[some]
         for phase in PHASES:
-            spent = cost.attention_us(phase, *sizes, model.q_heads, model.kv_heads)
-            time = time + problem.layers[kind] * np.bincount(block[some], spent, len(lengths))
+            spent = bands_us(cost, model, phase, part)
+            time = time + problem.layers[kind] * np.bincount(block, spent, len(lengths))
     return np.rint(1e3 * time).astype(np.int64)
 
 

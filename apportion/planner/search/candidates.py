@@ -82,16 +82,14 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     degrees = _degrees(problem) if inner == "auto" else []
     reach = key_reach(problem)
     route = "node" if problem.cluster.nodes > 1 else "star"
-    others = [_mixed("blend", "star", degree) for degree in degrees]
-    others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
-    if reach < SPARSE:  # few tiles come, and all of them at once
-        return [
-            replace(_mixed("blend", "star", 1), rounds=1),
-            replace(_whole(), rounds=1),
-            _clustered(),
-        ], others
     if reach < SHORT:
-        return [_mixed("blend", "star", 1), _whole(), _mixed("blend", route, 1)], others
+        others = [_mixed("blend", "star", degree) for degree in degrees]
+        others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
+        star, whole = _mixed("blend", "star", 1), _whole()
+        if reach >= SPARSE:
+            return [star, whole, _mixed("blend", route, 1)], others
+        # few tiles come, and all of them at once
+        return [replace(star, rounds=1), replace(whole, rounds=1), _named("dcp")], others
     first = [_mixed("blend", "star", degree) for degree in degrees[:2]]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
     first += [_blocks("auto", 1)]
@@ -117,9 +115,13 @@ def key_reach(problem: Problem) -> float:
 
 def last_resort() -> Candidate:
     """What serves whatever can be served: `fcp` as it is."""
+    return _named("fcp")
+
+
+def _named(name: str) -> Candidate:
     from apportion.planner.recipes import find_recipe
 
-    return Candidate(find_recipe("fcp"))
+    return Candidate(find_recipe(name))
 
 
 def _degrees(problem: Problem) -> list[int]:
@@ -137,13 +139,6 @@ def _whole() -> Candidate:
     """Whole sequences, even in time; what fits nowhere is cut."""
     recipe = _recipe("whole", 1, "lpt", "matchings")
     return Candidate(recipe, ROUNDS).with_step("place", {"lpt": {"weigh": "time"}}, "whole", ROUNDS)
-
-
-def _clustered() -> Candidate:
-    """Cells that share rows, on one rank (DCP)."""
-    from apportion.planner.recipes import find_recipe
-
-    return Candidate(find_recipe("dcp"))
 
 
 def _staged(degree: int) -> Candidate:

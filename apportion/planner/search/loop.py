@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Annotated, Any, Literal
 
@@ -129,6 +130,13 @@ class _Search:
     _planned: set[str] = field(default_factory=set)
     _placed: dict[str, Placed] = field(default_factory=dict)
 
+    @cached_property
+    def _whole(self) -> dict[tuple[str, str], float]:
+        """Microseconds of all bands of each kind and phase, each whole."""
+        batch, model, cost = self.problem.batch, self.problem.model, self.problem.cost
+        keys = [(kind, phase) for kind in batch.kinds for phase in PHASES]
+        return {key: whole_us(batch, model, *key, cost) for key in keys}
+
     def run(self) -> None:
         """Tries the first of the portfolio, then, while that helps, the neighbours of the best, then the others, and
         their neighbours where they are better."""
@@ -201,7 +209,7 @@ class _Search:
             return Trial(candidate, least), None
         draft = pipeline.draft(placed, SILENT, lowered)
         _check_cap(self.problem, draft)
-        least, found = price(draft.plan(), self.problem, most)
+        least, found = price(draft.plan(), self.problem, self._whole, most)
         if found is None:
             return Trial(candidate, least), None
         imbalance = compute_imbalance(self.problem, placed.placement, draft.lowered)
@@ -260,7 +268,7 @@ class _Search:
             "backward_ms": found.backward_ms,
             "ms": found.layers_us / layers / 1e3,
             "ideal_ms": found.ideal_us / layers / 1e3,
-            "attainable_ms": self._attainable_us() / layers / 1e3,
+            "attainable_ms": found.attainable_us / layers / 1e3,
             "gap": found.layers_us / found.ideal_us - 1 if found.ideal_us else 0.0,
             "stopped": None if self.stopped is None else str(self.stopped),
             "steps": len(self.trials),
@@ -269,16 +277,6 @@ class _Search:
             "tried": [trial.record(layers) for trial in self.trials],
             "untried": self._untried(),
         }
-
-    def _attainable_us(self) -> float:
-        """All layers: whole bands, divided evenly by speed (`simulate.losses`)."""
-        problem = self.problem
-        whole = (
-            problem.layers[kind] * whole_us(problem.batch, problem.model, kind, phase, problem.cost)
-            for kind in problem.batch.kinds
-            for phase in PHASES
-        )
-        return sum(whole) / float(problem.speeds.sum())
 
     def _untried(self) -> list[str]:
         """Candidates that the search ended before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,21 +12,27 @@ from apportion.ir.isa import PHASES
 from apportion.planner.pipeline import Lowered, Placed
 from apportion.planner.problem import Problem
 from apportion.planner.simulate import prepare, run_all
+from apportion.planner.simulate.losses import attainable_us
 
 
 @dataclass(frozen=True)
 class Price:
     """Simulated milliseconds of one call of every kind, as `Simulation` has them, and microseconds of all layers:
-    what the search compares, and what it would be without communication and overheads."""
+    what the search compares, what it would be without communication and overheads, and what is attainable
+    (`simulate.losses`)."""
 
     forward_ms: float
     backward_ms: float
     layers_us: float
     ideal_us: float
+    attainable_us: float
 
 
-def price(plan: Plan, problem: Problem, most_us: float) -> tuple[float, Price | None]:
-    """What the plan takes at least, all layers, and what it takes where that is less than `most_us`.
+def price(
+    plan: Plan, problem: Problem, whole: Mapping[tuple[str, str], float], most_us: float
+) -> tuple[float, Price | None]:
+    """What the plan takes at least, all layers, and what it takes where that is less than `most_us`. whole: `whole_us`
+    of each kind and phase.
 
     Raises VerifyError for a plan that cannot run."""
     prepared = prepare(plan, problem.cost)
@@ -36,7 +43,12 @@ def price(plan: Plan, problem: Problem, most_us: float) -> tuple[float, Price | 
     layers = [problem.layers[kind] for kind, _ in found.runs]
     value = sum(count * run.makespan_us for count, run in zip(layers, found.runs.values(), strict=True))
     ideal = sum(count * run.ideal_us for count, run in zip(layers, found.runs.values(), strict=True))
-    return least, Price(found.forward_ms, found.backward_ms, value, ideal)
+    attainable = sum(
+        problem.layers[item.kind] * attainable_us(whole[item.kind, item.phase], item.work)
+        for item in prepared
+    )
+    attainable = max(attainable / float(problem.speeds.sum()), ideal)
+    return least, Price(found.forward_ms, found.backward_ms, value, ideal, attainable)
 
 
 def least_placed_us(placed: Placed) -> float:

@@ -19,23 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.bands import area
-from apportion.ir.isa import OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Tensor, Use
+from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Tensor, Use
 from apportion.ir.jit import jit
 from apportion.ir.messages import Bools
-from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes, finished_rows
+from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes
 from apportion.planner.simulate.program import Floats, Ints, View
-
-#: phase -> what its attention tasks add up: operands of rows of their list
-_SUMS = {
-    phase: {
-        a.column: a
-        for rule in RULES.values()
-        if rule.list == name
-        for a in rule.arguments
-        if a.use is Use.ADD
-    }
-    for phase, name in TASK_LIST.items()
-}
 
 
 def pass_table(rules: Mapping[int, Rule]) -> Ints:
@@ -154,7 +142,7 @@ def _accumulated(view: View, of: Ints) -> Ints:
     table, found, model = view.source[TASK_LIST[view.phase]], view.operands, view.model
     first, most = found.ptr[view.rank_of], int(np.diff(found.ptr).max())
     moved = np.zeros(len(first), np.int64)
-    for column, argument in _SUMS[view.phase].items():
+    for column, argument in ADDED[view.phase].items():
         (tensor,) = argument.tensors
         beside = model.accumulator_bytes if tensor == Tensor.O else 0
         held = _Held(first, found.bytes, most, model.row_bytes(tensor, 1), model.result_bytes(tensor), beside)
@@ -212,7 +200,7 @@ def _row_bytes(view: View) -> Ints:
     op, count = (view.instructions.wide(name) for name in ("op", "count"))
     a, b, c, d, first = (table.wide(name) for name in ("a", "b", "c", "d", "first"))
     moved = _passed(op, count, found.ptr[view.rank_of], _Rows(a, b, c, d, first), found.bytes, _PASSES)
-    some, rows = finished_rows(view)
+    some, rows = view.finished
     at, heads = view.instruction_of("rowops")[some], found.heads[view.operand("rowops", "c")[some]]
     moved[at] = 0
     np.add.at(moved, at, rows * heads * (model.row_bytes(Tensor.O, 1) + model.output_bytes))

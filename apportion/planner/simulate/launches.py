@@ -20,7 +20,7 @@ import numpy as np
 
 from apportion.ir.isa import OP_NAMES, RULES, Op, Rule, Tensor
 from apportion.ir.jit import jit
-from apportion.ir.messages import Bools, Groups, group_tiles
+from apportion.ir.messages import Groups, group_tiles
 from apportion.planner.simulate.program import Ints, Tiles, View
 
 
@@ -72,26 +72,9 @@ def count_kernels(view: View, posted: Posted) -> Ints:
     waits, finishes = (np.flatnonzero(table["op"] == op) for op in (Op.WAIT, Op.FINISH))
     kernels[view.launches] = posted.packed > 0
     kernels[waits] = posted.unpacked[view.launch_of[waits]] > 0
-    kernels[finishes] = _left_in(view, finishes)
+    some, left = view.finished
+    kernels[finishes] = np.bincount(view.instruction_of("rowops")[some], left, len(kernels))[finishes] > 0
     return kernels
-
-
-def finished_rows(view: View) -> tuple[Ints, Ints]:
-    """int64 [n] each: the rows of list `rowops` that are of `finish`, and how many rows of O no task has left."""
-    instruction = view.instruction_of("rowops")
-    some = np.flatnonzero(view.instructions["op"][instruction] == Op.FINISH)
-    if not len(some):
-        return some, some
-    operand, rank = view.operand("rowops", "c")[some], view.rank_of[instruction[some]]
-    rows, row = view.operands.rows[operand], view.source["operands"].wide("row")[operand]
-    return some, rows - view.complete["o"].within(rank, row, rows)
-
-
-def _left_in(view: View, instructions: Ints) -> Bools:
-    """bool: whether instructions that finish have rows left."""
-    some, rows = finished_rows(view)
-    of = view.instruction_of("rowops")[some]
-    return np.bincount(of, rows, len(view.instructions))[instructions] > 0
 
 
 def cast_bytes(view: View) -> Ints:
@@ -102,11 +85,10 @@ def cast_bytes(view: View) -> Ints:
     model, plan = view.model, view.plan
     rows: Ints = plan.layout(plan.header.home_layout).rows_per_rank
     wide, narrow = model.accumulator_bytes, model.element_bytes
-    ranks, none = np.arange(view.ranks), np.zeros(view.ranks, np.int64)
     if (view.instructions["op"] == Op.PROJECT_GRAD).any():
         return rows * (model.row_bytes(Tensor.DX) // wide * (wide + narrow))
-    moved = none.copy()
+    moved, ranks, first = np.zeros_like(rows), np.arange(view.ranks), np.zeros_like(rows)
     for column, tensor in (("dq", Tensor.DQ), ("dkv", Tensor.DKV)):
-        left = rows - view.complete[column].within(ranks, none, rows)
+        left = rows - view.complete[column].within(ranks, first, rows)
         moved += left * (model.row_bytes(tensor) // wide * (wide + narrow))
     return moved

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.bands import area
 from apportion.ir.batch import Batch
 from apportion.ir.model import Model
+from apportion.planner.cost import bands_us
 from apportion.planner.simulate.durations import Costs, Work
 from apportion.planner.simulate.program import Floats, Ints
 
@@ -49,10 +49,7 @@ class Losses(NamedTuple):
 def whole_us(batch: Batch, model: Model, kind: str, phase: str, costs: Costs) -> float:
     """All bands of a kind, each as one task with all heads, at speed 1. Full bands of neighbouring rows that see the
     same keys (answers to one question) are one."""
-    bands = _joined(batch.bands(kind))
-    rows, keys = bands[:, 1] - bands[:, 0], bands[:, 3] - bands[:, 2]
-    heads, kv_heads = (np.full(len(bands), count) for count in (model.q_heads, model.kv_heads))
-    return float(costs.attention_us(phase, rows, keys, area(bands), heads, kv_heads).sum())
+    return float(bands_us(costs, model, phase, _joined(batch.bands(kind))).sum())
 
 
 def _joined(bands: Ints) -> Ints:
@@ -80,12 +77,17 @@ def _joined(bands: Ints) -> Ints:
     return merged
 
 
+def attainable_us(whole: float, work: Work) -> float:
+    """At speed 1. whole: `whole_us`."""
+    return min(whole, work.tasks)
+
+
 def find_losses(
     makespan_us: float, ideal_us: float, whole: float, work: Work, busy_us: Floats, speeds: Floats
 ) -> Losses:
     """Of one run. whole: `whole_us`; busy_us: float64 [ranks], what the compute streams do; speeds: of the ranks."""
     speed = float(speeds.sum())
-    attainable = max(min(whole, work.tasks) / speed, ideal_us)
+    attainable = max(attainable_us(whole, work) / speed, ideal_us)
     even, busiest = float((busy_us * speeds).sum()) / speed, float(busy_us.max(initial=0.0))
     return Losses(
         ideal_us,

@@ -202,6 +202,18 @@ class View(ProgramView):
         """Column of the tasks' list -> the home rows that its tasks leave as results."""
         return find_complete(self.source, self.phase)
 
+    @cached_property
+    def finished(self) -> tuple[Ints, Ints]:
+        """int64 [n] each: the rows of list `rowops` that are of `finish`, and how many rows of O each has to do, which
+        no task has left complete."""
+        instruction = self.instruction_of("rowops")
+        some = np.flatnonzero(self.instructions["op"][instruction] == Op.FINISH)
+        if not len(some):
+            return some, some
+        operand, rank = self.operand("rowops", "c")[some], self.rank_of[instruction[some]]
+        rows, row = self.operands.rows[operand], self.source["operands"].wide("row")[operand]
+        return some, rows - self.complete["o"].within(rank, row, rows)
+
     def operand(self, name: str, column: str) -> Ints:
         """int64 [rows]: which of `operands` a column of a list names."""
         return self.source[name][column] + self._first_operands[name]

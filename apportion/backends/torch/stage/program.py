@@ -203,12 +203,11 @@ class _Builder:
     def complete(self) -> dict[tuple[int, Name], list[tuple[int, int]]]:
         """(step, tensor) -> the home rows that it leaves as results, ranges apart from each other."""
         found: dict[tuple[int, Name], set[tuple[int, int]]] = {}
-        for column, done in self._complete.items():
-            name = "tasks" if column == "o" else "grads"
-            table, instructions = self._programs[name], self._programs["instructions"]
-            step = instruction_of(instructions["op"], instructions.wide("count"), name)
-            for task in np.flatnonzero(done.tasks).tolist():
-                operand = self._program.operands[int(table[column][task])]
+        instructions = self._programs["instructions"]
+        for roles in ROLES.values():
+            step = instruction_of(instructions["op"], instructions.wide("count"), roles.table)
+            for task in np.flatnonzero(self._complete[roles.owner].tasks).tolist():
+                operand = self._program.operands[int(self._programs[roles.table][roles.owner][task])]
                 rows = operand.row, operand.row + operand.rows
                 found.setdefault((int(step[task]), operand.tensor), set()).add(rows)
         return {key: _apart(ranges) for key, ranges in found.items()}

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.bands import area
 from apportion.ir.isa import PHASES
+from apportion.planner.cost import bands_us
 from apportion.planner.options import Natural, Share
 from apportion.planner.passes.blend.profile import profile
 from apportion.planner.passes.blend.repair import repair
@@ -88,10 +89,8 @@ def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
     phases; each kind counts `factor` times. In units that keep all sums exact."""
     model, cost, times, most = problem.model, problem.cost, {}, 1.0
     for kind, bands in problem.bands.items():
-        rows, keys, pairs = bands[:, 1] - bands[:, 0], bands[:, 3] - bands[:, 2], np.maximum(area(bands), 1)
-        spent = sum(
-            cost.attention_us(phase, rows, keys, pairs, model.q_heads, model.kv_heads) for phase in PHASES
-        )
+        pairs = np.maximum(area(bands), 1)
+        spent = sum((bands_us(cost, model, phase, bands) for phase in PHASES), np.zeros(len(bands)))
         times[kind] = factor[kind] * spent / pairs
         most += float((times[kind] * pairs).sum())
     least = min((float(time.min()) for time in times.values() if len(time)), default=1.0)
