@@ -73,6 +73,10 @@ STRATEGIES: dict[str, dict] = {
         "place": {"zeppelin": {"cap": "paper", "inter_tokens": 30, "parts": 2}},
         "schedule": {"queues": {"proxies": 2, "local": "even"}},
     },
+    "mixed": steps("mixed"),
+    "mixed_overlapped": steps("mixed", inner={"overlap": True, "lone": 0.9}) | {"route": {"node": {}}},
+    "mixed_blocks": BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": "node", "lone": 0.9}}},
+    "mixed_cells": steps("distca") | {"inner": {"ulysses": {"degree": "node", "lone": 0.5}}},
 }
 #: stages of twice as many heads as ranks: at least four query heads
 WIDE = {

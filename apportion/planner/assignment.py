@@ -182,7 +182,9 @@ def _restored(problem: Problem, choice: Choice) -> tuple[Placed, Search]:
     check_request(problem)
     search = _search(problem, choice.search)
     passes = passes_of(problem.policy.recipe if search is None else _recipe(search))
-    groups, inner = grouped(problem, passes)
+    groups, inner, lone = grouped(problem, passes)
+    if lone is not None and not len(lone.others):
+        lone = None
     first = _first_ranks(choice.groups, problem.ranks)
     if first is not None:
         groups = unequal_groups(passes, first)
@@ -191,7 +193,7 @@ def _restored(problem: Problem, choice: Choice) -> tuple[Placed, Search]:
     # all that is asked of shards behind placement is the report's heaviest piece
     every, one = np.array([0, inner.batch.tokens]), np.zeros(1, np.int64)
     shards = Shards(every, one, one + choice.heaviest, choice.block_tokens)
-    return Placed(problem, passes, groups, inner, shards, placement), search
+    return Placed(problem, passes, groups, inner, shards, placement, lone), search
 
 
 # ---------------------------------------------------------------------------------------------- writing

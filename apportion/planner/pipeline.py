@@ -29,8 +29,9 @@ from apportion.planner.passes.cells import HeadGroups, cut_cells
 from apportion.planner.passes.exchange import Exchange, plan_exchange
 from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virtual_problem
 from apportion.planner.passes.headwise import lower_stages
+from apportion.planner.passes.lone import Lone
 from apportion.planner.passes.lower import lower_backward, lower_forward
-from apportion.planner.passes.lowering import Lowering
+from apportion.planner.passes.lowering import Beside, Lowering
 from apportion.planner.passes.overlap import overlapped
 from apportion.planner.passes.remap import Remapping
 from apportion.planner.passes.route import KeysOnly, Routed, Site, depths
@@ -47,7 +48,7 @@ Lowered = dict[tuple[str, str], Lowering]
 
 @dataclass(frozen=True)
 class Placed:
-    """A problem whose blocks have homes. inner: the problem whose ranks are `groups`."""
+    """A problem whose blocks have homes. inner: the problem whose ranks are `groups`, without `lone` sequences."""
 
     problem: Problem
     passes: Passes
@@ -55,6 +56,7 @@ class Placed:
     inner: Problem
     shards: Shards
     placement: Placement
+    lone: Lone | None = None
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,12 @@ class SearchPass(Pass, Protocol):
 
 def place(problem: Problem, passes: Passes, watch: Watch) -> Placed:
     """Runs the passes up to placement. Raises ConfigError, CapacityError."""
-    groups, inner = grouped(problem, passes)
+    groups, inner, lone = grouped(problem, passes)
     checks = Checks(passes)
+    if lone is not None and not len(lone.others):
+        with watch("place"):
+            shards, placement = lone.placement(problem)
+        return Placed(problem, passes, groups, inner, shards, placement)
     with watch("shard"):
         shards = passes.shard(inner)
         checks.shards(inner, shards)
@@ -113,22 +119,25 @@ def place(problem: Problem, passes: Passes, watch: Watch) -> Placed:
         checks.placement(inner, shards, placement)
     if placement.groups is not None:
         groups = unequal_groups(passes, placement.groups)
-    return Placed(problem, passes, groups, inner, shards, placement)
+    return Placed(problem, passes, groups, inner, shards, placement, lone)
 
 
-def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem]:
-    """The groups of ranks that placement takes for ranks, and the problem in which they are. Raises ConfigError,
-    CapacityError."""
-    groups = Groups.single(problem.ranks) if passes.inner is None else passes.inner.groups(problem)
-    return groups, virtual_problem(problem, groups)
+def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | None]:
+    """The groups of ranks that placement takes for ranks, the problem in which they are, and the sequences that are not
+    in it. Raises ConfigError, CapacityError."""
+    if passes.inner is None:
+        return Groups.single(problem.ranks), problem, None
+    groups = passes.inner.groups(problem)
+    lone = passes.inner.find_lone(problem, groups)
+    if lone is not None and not len(lone.others):
+        return Groups.single(problem.ranks), problem, lone
+    return groups, virtual_problem(problem, groups, lone), lone
 
 
 def schedule(placed: Placed, watch: Watch) -> Lowered:
     """The tasks of every kind and phase and when their tiles move. Raises ConfigError, CapacityError."""
     with watch("schedule"):
-        return _schedule(
-            placed.inner, placed.passes, placed.placement, placed.groups, placed.problem.member_shares
-        )
+        return _schedule(placed)
 
 
 def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None) -> Draft:
@@ -154,7 +163,9 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None) ->
     with watch("encode"):
         parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks)
     with watch("report"):
-        report = build_report(problem, placed.shards, placed.placement, draft.lowered, draft.programs, parts)
+        report = build_report(
+            problem, placed.shards, placed.placement, placed.lone, draft.lowered, draft.programs, parts
+        )
         if draft.remapping is not None:
             report |= {"remap": draft.remapping.said}
         if search is not None:
@@ -247,29 +258,26 @@ def _with_own_cap(problem: Problem, passes: Passes, lowered: Lowered) -> Problem
     return replace(problem, policy=replace(problem.policy, token_cap=cap))
 
 
-def _schedule(
-    problem: Problem, passes: Passes, placement: Placement, groups: Groups, shares: Ints
-) -> Lowered:
-    """The tasks of every kind and phase and when their tiles move; `problem` has groups for ranks. shares: int64
-    [ranks], see `Groups.member_rows`."""
+def _schedule(placed: Placed) -> Lowered:
+    """The tasks of every kind and phase and when their tiles move."""
+    problem, passes, placement, groups = placed.inner, placed.passes, placed.placement, placed.groups
     if placement.execution is not None and passes.route.rings:
         rule = "the placement says who computes, and what that adds up does not go around rings"
         raise ConfigError("recipe.steps.route", "ring", rule, "use star, node or tree")
     rows = Rows(placement.starts, placement.home, len(groups))
     heads = HeadGroups.of(problem.model, placement.head_groups)
     sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
-    exchange = plan_exchange(
-        problem.batch.tokens, rows, groups, shares, sets, passes.schedule.exchange, passes.reshuffle
-    )
+    exchange = _exchange(placed, rows, sets)
     site = Site(rows, problem.batch, problem.cluster)
     lowered: Lowered = {}
     for kind, bands in problem.bands.items():
+        beside = None if exchange is None else _beside(placed, exchange, kind)
         if placement.execution is None:
             found = find_tasks(bands, rows)
             Checks(passes).tasks(bands, rows.starts, found[0], found[2], len(heads))
             if placement.groups is not None:
                 check_groups(groups, len(found[2]))
-            low = _scheduled(passes, site, found, None, exchange, groups, sets, heads)
+            low = _scheduled(passes, site, found, None, exchange, groups, sets, heads, beside)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
         cells = cut_cells(bands, rows.starts)
@@ -281,9 +289,42 @@ def _schedule(
             found = placed_tasks(cells, execution, rows, heads)
             Checks(passes).tasks(bands, rows.starts, found[0], found[2], len(heads))
             division = None if execution.division is None else execution.division.reshape(-1)
-            low = _scheduled(passes, site, found, division, exchange, groups, sets, heads)
+            low = _scheduled(passes, site, found, division, exchange, groups, sets, heads, beside)
             lowered[kind, phase] = low
     return lowered
+
+
+def _exchange(placed: Placed, rows: Rows, sets: HeadSets) -> Exchange | None:
+    """Of home rows and those of groups; home rows of lone sequences stay where they are."""
+    passes, lone, shares, first = placed.passes, placed.lone, placed.problem.member_shares, None
+    tokens = placed.inner.batch.tokens
+    if lone is not None:
+        if passes.reshuffle:
+            rule = "moves all rows, those of lone sequences too"
+            raise ConfigError(
+                "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.lone` out"
+            )
+        first = lone.rows.per_rank
+        shares = np.maximum(placed.problem.member_room - first, 1)
+    return plan_exchange(
+        tokens, rows, placed.groups, shares, sets, passes.schedule.exchange, passes.reshuffle, first
+    )
+
+
+def _beside(placed: Placed, exchange: Exchange, kind: str) -> Beside | None:
+    """What single ranks compute of one kind while rows of groups travel."""
+    lone = placed.lone
+    if lone is None:
+        return None
+    rows, bands, cluster = lone.rows, lone.alone.bands(kind), placed.problem.cluster
+    found = find_tasks(bands, rows)
+    single, model = Groups.single(cluster.ranks), placed.problem.model
+    sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
+    site, passes = Site(rows, lone.alone, cluster), replace(placed.passes, inner=None)
+    Checks(passes).tasks(bands, rows.starts, found[0], found[2], 1)
+    low = _scheduled(passes, site, found, None, None, single, sets, heads)
+    early = lone.early
+    return Beside(low, lone.beside(exchange.home), early[low.tasks.k])
 
 
 def _scheduled(
@@ -295,6 +336,7 @@ def _scheduled(
     groups: Groups,
     sets: HeadSets,
     heads: HeadGroups,
+    beside: Beside | None = None,
 ) -> Lowering:
     """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
     tasks, members, edges = found
@@ -311,7 +353,7 @@ def _scheduled(
         schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))
     tasks = tasks.arriving(schedule.routed.arrives)
     tasks, members, parts, stage = program_order(tasks, members, schedule, site.rows, division)
-    low = Lowering(site.rows, tasks, members, parts, stage, schedule, exchange, groups, sets, heads)
+    low = Lowering(site.rows, tasks, members, parts, stage, schedule, exchange, groups, sets, heads, beside)
     checks.lowering(low)
     return overlapped(low) if overlap else low
 

@@ -35,7 +35,8 @@ class Problem:
     """A request with what several passes derive from it.
 
     rates: what tokens are shared by, one number > 0 a rank; None: the cluster's speeds. Where ranks are groups, whose
-    speed is that of their slowest member, it is the sum over their members.
+    speed is that of their slowest member, it is the sum over their members. caps: the largest number of tokens on each
+    rank, where an explicit cap leaves them different ones.
     """
 
     batch: Batch
@@ -44,6 +45,7 @@ class Problem:
     policy: Policy
     hardware: Hardware | None = None
     rates: tuple[float, ...] | None = None
+    caps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("batch", Batch), ("cluster", Cluster), ("model", Model), ("policy", Policy)):
@@ -84,6 +86,8 @@ class Problem:
         """int64 [ranks]: the largest number of tokens on each rank. Default: 1.02 times its share, rounded down so that
         the imbalance is at most 2 %, but no less than the share rounded up. Raises CapacityError."""
         tokens, ranks, given = self.batch.tokens, self.ranks, self.policy.token_cap
+        if self.caps is not None:
+            return np.asarray(self.caps, np.int64)
         if given is None:
             most = np.floor(_CAP_PERCENT * tokens * self.token_rates / (100 * self.token_rates.sum()))
             caps: Ints = np.maximum(most, np.ceil(self.token_shares)).astype(np.int64)
@@ -99,10 +103,13 @@ class Problem:
     def member_shares(self) -> Ints:
         """int64 [ranks] > 0: in what proportion the ranks of a group that splits heads share its tokens: their default
         caps, rounded up, or alike under an explicit cap."""
-        if self.policy.token_cap is not None:
-            return np.ones(self.ranks, np.int64)
-        most = np.ceil(_CAP_PERCENT * self.token_shares / 100)
-        return np.maximum(most, 1).astype(np.int64)
+        return np.ones(self.ranks, np.int64) if self.policy.token_cap is not None else self.member_room
+
+    @cached_property
+    def member_room(self) -> Ints:
+        """int64 [ranks] > 0: their default caps, rounded up, under an explicit one."""
+        most = np.maximum(np.ceil(_CAP_PERCENT * self.token_shares / 100), 1).astype(np.int64)
+        return most if self.policy.token_cap is None else np.minimum(most, self.policy.token_cap)
 
     @cached_property
     def token_cap(self) -> int:

@@ -217,6 +217,17 @@ _ENTRIES = (
         schedule={"matchings": {"coalesce": "auto", "buffers": 4}},
     ),
     _entry(
+        "mixed",
+        "short sequences whole on one rank with all heads; others split by heads in a node, and cut between nodes",
+        "ours",
+        "",
+        _GROUPS,
+        inner={"ulysses": {"degree": "node", "lone": "auto"}},
+        shard={"sequences": {}},
+        place={"blend": {"weigh": "time"}},
+        schedule={"matchings": {"coalesce": "auto", "buffers": 16}},
+    ),
+    _entry(
         "contiguous",
         "no planning: the token axis in equal shares, the KV that is missing gathered",
         "the floor to compare with",

@@ -13,6 +13,7 @@ from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
 from apportion.ir.plan import ProgramSet
 from apportion.ir.totals import in_all, moved, rounds
 from apportion.planner import bounds
+from apportion.planner.passes.lone import Lone
 from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.shard import row_areas
 from apportion.planner.problem import Placement, Problem, Shards, exact_sums
@@ -44,6 +45,7 @@ def build_report(
     problem: Problem,
     shards: Shards,
     placement: Placement,
+    lone: Lone | None,
     lowered: Mapping[tuple[str, str], Lowering],
     programs: Mapping[tuple[str, str], ProgramSet],
     parts: list[bytes],
@@ -51,12 +53,13 @@ def build_report(
     """The report of a plan; byte counts are of one attention call of each kind, forward and backward."""
     low = next(iter(lowered.values()))
     traffic = [item for (kind, phase), low in lowered.items() for item in _traffic(problem, kind, phase, low)]
-    load = _of_ranks(problem, placement, lowered)
+    load = _of_ranks(problem, placement, lone, lowered)
     mean = float(load.sum()) / problem.speeds.sum()
     block_tokens, heaviest = _largest(shards, placement)
     heaviest /= int(low.groups.sizes.max())
     sizes = [len(part) for part in parts]
-    makespan = bounds.makespan(_makespan_bound(placement, low), load, problem.speeds)
+    bound = _makespan_bound(placement, low) if lone is None else 0.0
+    makespan = bounds.makespan(bound, load, problem.speeds)
     return {
         "recipe": problem.policy.recipe.name,
         "ranks": problem.ranks,
@@ -79,7 +82,7 @@ def build_report(
             for bound in (
                 makespan,
                 bounds.slots([item.max_degree for item in traffic], [item.slots for item in traffic]),
-                _kv_bound(problem, placement, lowered, traffic),
+                _kv_bound(problem, placement, lone, lowered, traffic),
                 bounds.remote_pairs_bytes(problem.model, [], None, heads_split=low.groups.split),
             )
         },
@@ -89,10 +92,13 @@ def build_report(
 
 
 def compute_imbalance(
-    problem: Problem, placement: Placement, lowered: Mapping[tuple[str, str], Lowering]
+    problem: Problem,
+    placement: Placement,
+    lone: Lone | None,
+    lowered: Mapping[tuple[str, str], Lowering],
 ) -> float:
     """What the busiest rank has above the mean, by its speed, over the mean."""
-    return _over_mean(_of_ranks(problem, placement, lowered), problem.speeds)
+    return _over_mean(_of_ranks(problem, placement, lone, lowered), problem.speeds)
 
 
 def _over_mean(load: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
@@ -101,12 +107,15 @@ def _over_mean(load: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
 
 
 def _of_ranks(
-    problem: Problem, placement: Placement, lowered: Mapping[tuple[str, str], Lowering]
+    problem: Problem,
+    placement: Placement,
+    lone: Lone | None,
+    lowered: Mapping[tuple[str, str], Lowering],
 ) -> NDArray[np.float64]:
-    """float64 [ranks]: pairs times layers, as `_loads` has them of groups."""
+    """float64 [ranks]: pairs times layers, as `_loads` has them of groups, and those of lone sequences."""
     groups = next(iter(lowered.values())).groups
     load: NDArray[np.float64] = (_loads(problem, placement, lowered) / groups.sizes)[groups.of_rank]
-    return load
+    return load if lone is None else load + lone.pairs(problem)
 
 
 def _loads(
@@ -194,18 +203,22 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
 def _kv_bound(
     problem: Problem,
     placement: Placement,
+    lone: Lone | None,
     lowered: Mapping[tuple[str, str], Lowering],
     traffic: list[Traffic],
 ) -> bounds.Bound:
     """KV goes out forward and backward and its gradient comes back, between ranks, or between groups of ranks."""
     low = next(iter(lowered.values()))
+    starts, home, groups = placement.starts, placement.home, len(low.groups)
+    if lone is not None:
+        starts, home = lone.in_groups(low.rows, low.groups.of_rank)
     loads = {
-        kind: placement.rank_sums(row_areas(bands, placement.starts), len(low.groups))
-        for kind, bands in problem.bands.items()
+        kind: exact_sums(home, row_areas(bands, starts), groups) for kind, bands in problem.bands.items()
     }
     value = sum(item.bytes for item in traffic if item.name in ("fetch", "return"))
     moving = any(low.tasks.queries_move for low in lowered.values())
     caps = {kind: int(pairs.max()) for kind, pairs in loads.items()}
     # groups of a strategy without a cap of its own may hold more than their ranks' caps
-    cap = max(problem.token_cap * int(low.groups.sizes.max()), int(low.rows.per_rank.max()))
+    fullest = int(exact_sums(home, np.diff(starts), groups).max())
+    cap = max(problem.token_cap * int(low.groups.sizes.max()), fullest)
     return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value), moving)

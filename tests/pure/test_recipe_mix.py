@@ -75,6 +75,15 @@ def random_recipe(draw: random.Random) -> Recipe:
     return Recipe("mix", {**steps, "reshuffle": draw.random() < 0.3})
 
 
+def with_lone(draw: random.Random, recipe: Recipe) -> Recipe:
+    """Perhaps with sequences that one rank computes alone, where groups split heads."""
+    lone, steps = draw.choice([None, "auto", 0.3, 1.0]), recipe.to_data()["steps"]
+    if lone is None or "inner" not in steps:
+        return recipe
+    inner = {"ulysses": {**steps["inner"]["ulysses"], "lone": lone}}
+    return Recipe(recipe.name, {**steps, "inner": inner, "reshuffle": False})
+
+
 def random_batch(draw: random.Random) -> Batch:
     causal = [(length, masks.causal()) for length in (1, 2, 7, 20, 33, 64)]
     chosen = draw.choices([*causal, *causal, *SEQUENCES.values()], k=draw.randint(1, 4))
@@ -87,6 +96,7 @@ def plan_of(seed: int) -> tuple[ap.Plan, tuple] | None:
     ranks = draw.choice([1, 2, 3, 4, 6, 8, 12])
     per_node = draw.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
     recipe, batch, layer = random_recipe(draw), random_batch(draw), draw.choice(HEADS)
+    recipe = with_lone(draw, recipe) if seed % 2 else recipe
     cap = batch.tokens if recipe.step("place").name in ("lpt", "dcp") else None
     model = Model(*layer[:4], dtype="fp64", layers=1)
     try:

@@ -9,6 +9,7 @@ its gradients are added up at home.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +29,9 @@ Bools = NDArray[np.bool_]
 
 CHANNEL = 0
 # Requests of the home ranges, in the order in which they are made.
-COPIES, WHOLE = range(2)
+COPIES, WHOLE = range(REQUESTS := 2)
+#: rank, row, rows of each: integers [n]
+Requests = Sequence[tuple[Ints, Ints, Ints]]
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,11 @@ class Turns:
 
 @dataclass(frozen=True)
 class Exchange:
-    """home: rows of every rank; attention: rows of every group. turns: None where all rows move at the same time."""
+    """home: rows of every rank, behind the `first`, int64 [ranks], that are not exchanged; attention: rows of every
+    group. turns: None where all rows move at the same time."""
 
     home: Rows
+    first: Ints
     attention: Rows
     groups: Groups
     sets: HeadSets
@@ -103,21 +108,19 @@ class Exchange:
         """All ranks take part where they are one group."""
         return ALL_TO_ALL if self.groups.split and len(self.groups) == 1 else P2P
 
-    def home_ranges(self, tensor: Tensor) -> RangeSet:
-        """Home rows of the copies with the heads of their rank, and all home rows of each rank."""
+    def home_ranges(self, tensor: Tensor, beside: Requests = ()) -> RangeSet:
+        """Home rows of the copies with the heads of their rank, and all home rows of each rank; and behind these what
+        else is asked `beside`, of all heads."""
         heads = (self.sets.key if tensor in KV_SIDE else self.sets.query)[self.dst]
-        rows = (self.src, self.pieces.src_row[self.piece], self.pieces.rows[self.piece])
-        return range_set(rows, whole_ranges(self.home), heads=(heads, 0))
+        src_row = self.pieces.src_row[self.piece] + self.first[self.src]
+        rank, row, rows = whole_ranges(self.home)
+        requests = [(self.src, src_row, self.pieces.rows[self.piece]), (rank, row + self.first[rank], rows)]
+        return range_set(*requests, *beside, heads=(heads, 0, *(0 for _ in beside)))
 
-    def homes(self, ops: Operands, tensors: tuple[Tensor, ...]) -> dict[Tensor, Numbers]:
-        """Numbers of the home operands; request COPIES has one for each copy."""
-        found: dict[Tensor, Numbers] = {}
-        for side in (False, True):
-            same = tuple(tensor for tensor in tensors if (tensor in KV_SIDE) is side)
-            if same:
-                numbers = ops.number(same, Space.HOME, self.home_ranges(same[0]))
-                found |= dict(zip(same, numbers, strict=True))
-        return found
+    def homes(self, ops: Operands, tensors: Sequence[Tensor], beside: Requests = ()) -> dict[Tensor, Numbers]:
+        """Numbers of the home operands of tensors of one side; request COPIES has one for each copy."""
+        numbers = ops.number(tensors, Space.HOME, self.home_ranges(tensors[0], beside))
+        return dict(zip(tensors, numbers, strict=True))
 
 
 def _copies(pieces: Pieces, groups: Groups) -> tuple[Ints, Ints]:
@@ -131,11 +134,12 @@ def _copies(pieces: Pieces, groups: Groups) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class ExchangeSteps:
-    """Positions of one exchange in the template."""
+    """Positions of one exchange in the template. attend: where what lies beside it is computed."""
 
     launches: Ints
     clear: int
     copy: int
+    attend: int
     add: int
     other: int
 
@@ -146,22 +150,27 @@ def launch_other(asm: Assembler, exchange: Exchange | None, channel: int) -> int
 
 
 def reserve(
-    asm: Assembler, exchange: Exchange | None, channel: int | None = None, launched: int = -1
+    asm: Assembler,
+    exchange: Exchange | None,
+    attend: Op,
+    channel: int | None = None,
+    launched: int = -1,
 ) -> ExchangeSteps | None:
-    """Append the steps of an exchange. channel: where a part of it goes by itself, launched behind the rest and waited
-    for elsewhere; launched: the launch of such a part that is waited for here."""
+    """Append the steps of an exchange. attend: the op of what is computed meanwhile; channel: where a part of it goes
+    by itself, launched behind the rest and waited for elsewhere; launched: the launch of such a part that is waited
+    for here."""
     if exchange is None:
         return None
     clear, other = asm.step(Op.CLEAR), launched
     launches = [asm.launch(CHANNEL, exchange.mode) for _ in range(exchange.slots.rounds)]
-    copy = asm.step(Op.COPY)
+    copy, beside = asm.step(Op.COPY), asm.step(attend)
     for launch in launches:
         asm.wait(launch)
     if channel is not None:  # not before: both would share the links
         other = launch_other(asm, exchange, channel)
     if launched >= 0:
         asm.wait(launched)
-    return ExchangeSteps(np.array(launches, np.int64), clear, copy, asm.step(Op.ADD), other)
+    return ExchangeSteps(np.array(launches, np.int64), clear, copy, beside, asm.step(Op.ADD), other)
 
 
 def bring_in(
@@ -269,12 +278,13 @@ def plan_exchange(
     sets: HeadSets,
     matchings: Matchings,
     reshuffle: bool,
+    first: Ints | None = None,
 ) -> Exchange | None:
     """The exchange around attention on these rows of groups; None where home rows are attention rows.
 
-    shares: int64 [ranks], see `Groups.member_rows`. reshuffle: whether home rows are the loader's contiguous shares of
-    the token axis. Where heads take turns, attention rows hold those of one stage at a time, and so are never home
-    rows.
+    shares: int64 [ranks], see `Groups.member_rows`. first: int64 [ranks], home rows that stay as they are, if any.
+    reshuffle: whether home rows are the loader's contiguous shares of the token axis. Where heads take turns, attention
+    rows hold those of one stage at a time, and so are never home rows.
     """
     if not reshuffle and not groups.split and sets.stages is None:
         return None
@@ -283,7 +293,8 @@ def plan_exchange(
     piece, dst = _copies(pieces, groups)
     src, rows = pieces.src[piece], pieces.rows[piece]
     away = np.flatnonzero(src != dst)
-    exchange = Exchange(home, attention, groups, sets, pieces, Slots(away, 0, 0, 1))
+    first = np.zeros(groups.ranks, np.int64) if first is None else first
+    exchange = Exchange(home, first, attention, groups, sets, pieces, Slots(away, 0, 0, 1))
     if groups.split:
         return replace(exchange, slots=at_once(exchange))
     return replace(exchange, slots=matchings.slots(src[away], dst[away], rows[away], groups.ranks))

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.model import Model
-from apportion.planner.options import Count
+from apportion.planner.options import Count, Share
+from apportion.planner.passes.lone import Lone, find_lone
 from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Pass, Problem
 
@@ -250,6 +251,10 @@ class InnerPass(Pass, Protocol):
     def overlap(self) -> bool:
         return False
 
+    def find_lone(self, problem: Problem, groups: Groups) -> Lone | None:
+        """The sequences that stay whole on one rank, None: none do, or all."""
+        return None
+
     @abstractmethod
     def groups(self, problem: Problem) -> Groups: ...
 
@@ -261,12 +266,15 @@ class InnerPass(Pass, Protocol):
 class Ulysses(InnerPass):
     """Groups of `degree` consecutive ranks. degree: a number, "auto" (the largest that divides the ranks and the query
     heads) or "node" (the largest that divides the ranks of a node and the query heads). overlap: whether rows go in and
-    out while others are computed with; then tasks that need no tile are spread over the stages."""
+    out while others are computed with; then tasks that need no tile are spread over the stages. lone: sequences of no
+    more than this share of a rank's time stay whole on one rank, with all heads; "auto": as many as leave the ranks of
+    a group even."""
 
     name: ClassVar[str] = "ulysses"
 
     degree: Count | Literal["auto", "node"] = "auto"
     overlap: bool = False
+    lone: Share | Literal["auto"] | None = None
 
     def _field(self, name: str) -> str:
         """A parameter as errors name it."""
@@ -275,6 +283,10 @@ class Ulysses(InnerPass):
     def head_sets(self, model: Model, groups: Groups) -> HeadSets:
         """Who computes which heads. Raises ConfigError."""
         return HeadSets.of(model, groups)
+
+    def find_lone(self, problem: Problem, groups: Groups) -> Lone | None:
+        """The sequences that stay whole, where there are others."""
+        return find_lone(problem, groups.first, self.lone) if self.lone is not None and groups.split else None
 
     def groups(self, problem: Problem) -> Groups:
         """The groups of the cluster's ranks. Raises ConfigError where the degree does not divide."""
@@ -295,9 +307,10 @@ class Ulysses(InnerPass):
         return self.degree
 
 
-def virtual_problem(problem: Problem, groups: Groups) -> Problem:
+def virtual_problem(problem: Problem, groups: Groups, lone: Lone | None = None) -> Problem:
     """The problem whose ranks are the groups, all of one size: their links and their share of the tokens are those of
-    all members together, their speed that of the slowest, because heads are split evenly."""
+    all members together, their speed that of the slowest, because heads are split evenly. Without lone sequences, and
+    with what these leave of the groups' time and tokens. Raises ConfigError, CapacityError."""
     if not groups.split:
         return problem
     if problem.batch.home_ranks:
@@ -306,10 +319,19 @@ def virtual_problem(problem: Problem, groups: Groups) -> Problem:
             "drop `inner` or the home_ranks",
         )  # fmt: skip
     size = int(groups.sizes[0])
-    given = problem.policy.token_cap
-    policy = problem.policy if given is None else replace(problem.policy, token_cap=given * size)
-    rates = tuple(problem.token_rates.reshape(-1, size).sum(1).tolist())
-    return replace(problem, cluster=_virtual_cluster(problem.cluster, size), policy=policy, rates=rates)
+    given, cluster = problem.policy.token_cap, _virtual_cluster(problem.cluster, size)
+    rates, batch, held = problem.token_rates.reshape(-1, size).sum(1), problem.batch, np.zeros(1, np.int64)
+    if lone is not None:
+        batch, held = lone.shared, lone.rows.per_rank.reshape(-1, size).sum(1)
+        rates = problem.token_shares.reshape(-1, size).sum(1) - held
+        cluster = replace(cluster, speeds=tuple(lone.left.tolist()))
+    policy, caps = problem.policy, None
+    if given is not None:
+        policy = replace(policy, token_cap=given * size - int(held.max()))
+        caps = None if lone is None else tuple((given * size - held).tolist())
+    return replace(
+        problem, batch=batch, cluster=cluster, policy=policy, rates=tuple(rates.tolist()), caps=caps
+    )
 
 
 def _virtual_cluster(cluster: Cluster, size: int) -> Cluster:

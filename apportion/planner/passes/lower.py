@@ -12,6 +12,7 @@ Everything between the exchanges is lowered for groups of ranks and then spread 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 from apportion.ir.isa import FETCHED, FIRST_DKV, FIRST_DQ, RETURNED, SIDES, TRAVELLING, Op, Space, Tensor
 from apportion.ir.plan import ProgramSet
 from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
-from apportion.planner.passes.exchange import WHOLE as HOME_WHOLE
 from apportion.planner.passes.exchange import (
+    REQUESTS,
     Exchange,
     ExchangeSteps,
     bring_in,
@@ -30,6 +31,7 @@ from apportion.planner.passes.exchange import (
     take_out,
     take_out_shared,
 )
+from apportion.planner.passes.exchange import WHOLE as HOME_WHOLE
 from apportion.planner.passes.lowering import (
     ARRIVING,
     CLEARED,
@@ -39,6 +41,7 @@ from apportion.planner.passes.lowering import (
     TILE_INSIDE,
     WHOLE,
     Lowering,
+    RowRange,
     Side,
 )
 from apportion.planner.passes.rows import allot, whole_ranges
@@ -54,19 +57,28 @@ Home = dict[Tensor, Numbers]
 def lower_forward(low: Lowering) -> ProgramSet:
     """The forward programs of all ranks."""
     asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
-    come = reserve(asm, exchange, _channel(low))
-    ahead = _Ahead(asm, low, come)
+    come = reserve(asm, exchange, Op.ATTEND, _channel(low))
+    ahead = _Ahead(asm, low, come, Op.ATTEND)
     core = forward_core(asm, ops, low, ahead)
     leave, finish = ahead.leave(), asm.step(Op.FINISH)
     asm, ops = spread(asm, ops, low)
     results = core[Tensor.O][WHOLE]
     if exchange is not None and come is not None and leave is not None:
-        home = exchange.homes(ops, (Tensor.Q, Tensor.KV, Tensor.O))
+        home, beside = _homes(ops, low, exchange, "forward")
         late, early, _ = _apart(exchange)
         bring_in(asm, exchange, come, home[Tensor.Q], core[Tensor.Q][PIECES], late)
         bring_in(asm, exchange, come, home[Tensor.KV], core[Tensor.KV][PIECES])
         take_out(asm, exchange, leave, core[Tensor.O][PIECES], home[Tensor.O], early)
         results = home[Tensor.O][HOME_WHOLE]
+        if low.beside is not None:
+            _clear(asm, come.clear, low.beside.alone.queries, beside[Tensor.O])
+            _attend(
+                asm,
+                low.beside.alone,
+                low.beside.steps(come.attend, leave.attend),
+                low.beside.of_tasks(beside),
+            )
+            results = beside[Tensor.O][WHOLE]
     asm.rows("rowops", whole_ranges(low.home)[0], finish, 0, 0, results, 0, 0)
     return asm.build(ops, low.sets)
 
@@ -75,14 +87,14 @@ def lower_backward(low: Lowering) -> ProgramSet:
     """The backward programs of all ranks."""
     asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
     delta = asm.step(Op.DELTA)
-    come = reserve(asm, exchange, _channel(low))
-    ahead = _Ahead(asm, low, come)
+    come = reserve(asm, exchange, Op.ATTEND_GRAD, _channel(low))
+    ahead = _Ahead(asm, low, come, Op.ATTEND_GRAD)
     core = backward_core(asm, ops, low, ahead)
     leave = ahead.leave()
     asm, ops = spread(asm, ops, low)
     rows = {tensor: core[tensor][WHOLE] for tensor in (Tensor.DO, Tensor.DELTA)}
     if exchange is not None and come is not None and leave is not None:
-        home = exchange.homes(ops, tuple(t for side in SIDES for t in TRAVELLING[side, "backward"]))
+        home, beside = _homes(ops, low, exchange, "backward")
         late, early, early_keys = _apart(exchange)
         for tensor in (Tensor.Q, Tensor.DO, Tensor.DELTA):
             bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES], late)
@@ -90,15 +102,39 @@ def lower_backward(low: Lowering) -> ProgramSet:
         take_out(asm, exchange, leave, core[Tensor.DQ][PIECES], home[Tensor.DQ], early)
         take_out_shared(asm, ops, exchange, leave, core[Tensor.DKV][PIECES], home[Tensor.DKV], early_keys)
         rows = {tensor: home[tensor][HOME_WHOLE] for tensor in rows}
+        if low.beside is not None:
+            alone = low.beside.alone
+            _clear(asm, come.clear, alone.queries, beside[Tensor.DQ])
+            _clear(asm, come.clear, alone.keys, beside[Tensor.DKV])
+            _attend_grad(asm, alone, low.beside.steps(come.attend, leave.attend), low.beside.of_tasks(beside))
+            rows = {tensor: beside[tensor][WHOLE] for tensor in rows}
     _delta(asm, ops, low, delta, rows)
     return asm.build(ops, low.sets)
+
+
+def _homes(ops: Operands, low: Lowering, exchange: Exchange, phase: str) -> tuple[Home, Home]:
+    """The operands of home rows, by tensor: of what is exchanged, and of what is computed beside it."""
+    exchanged: Home = {}
+    beside: Home = {}
+    for name in SIDES:
+        requests: list[RowRange] = []
+        if low.beside is not None:
+            alone = low.beside.alone
+            side = alone.queries if name == "query" else alone.keys
+            requests, _ = side.home_requests
+            if name == "query":
+                requests[WHOLE] = whole_ranges(low.home)
+        found = exchange.homes(ops, TRAVELLING[name, phase], requests)
+        exchanged |= found
+        beside |= {tensor: Numbers(held.numbers, held.index[REQUESTS:]) for tensor, held in found.items()}
+    return exchanged, beside
 
 
 class _Ahead:
     """Waits for the late part of what comes in, and launches the early part of what goes out."""
 
-    def __init__(self, asm: Assembler, low: Lowering, come: ExchangeSteps | None) -> None:
-        self._asm, self._low, self._come, self._early = asm, low, come, -1
+    def __init__(self, asm: Assembler, low: Lowering, come: ExchangeSteps | None, attend: Op) -> None:
+        self._asm, self._low, self._come, self._attend, self._early = asm, low, come, attend, -1
 
     def first(self) -> None:
         if self._come is not None and self._come.other >= 0:
@@ -109,7 +145,7 @@ class _Ahead:
 
     def leave(self) -> ExchangeSteps | None:
         """Append the steps of the way out."""
-        return reserve(self._asm, self._low.exchange, launched=self._early)
+        return reserve(self._asm, self._low.exchange, self._attend, launched=self._early)
 
 
 def _channel(low: Lowering) -> int:
@@ -131,45 +167,41 @@ def spread(asm: Assembler, ops: Operands, low: Lowering) -> tuple[Assembler, Ope
 
 def forward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
     """The forward of groups between exchanges; returns the operands of rows in attention order."""
-    queries, tasks = low.queries, low.tasks
     home = _at_home(ops, low, "forward")
-    _clear(asm, asm.step(Op.CLEAR), queries, home[Tensor.O])
+    _clear(asm, asm.step(Op.CLEAR), low.queries, home[Tensor.O])
     fetches, returns = append_steps(asm, low.schedule, Op.ATTEND, Op.MERGE, low.batches("forward"), between)
     of = _tiles(asm, ops, low, "forward", home, fetches, returns)
-    asm.rows(
-        "tasks",
-        tasks.exec,
-        fetches.stage[low.stage],
-        *(of[tensor] for tensor in (Tensor.Q, Tensor.KV, Tensor.O)),
-        tasks.dmin,
-        tasks.dmax,
-        queries.opening,
-    )
+    _attend(asm, low, fetches.stage[low.stage], of)
     return home
 
 
 def backward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
     """The backward of groups between exchanges; returns the operands of rows in attention order."""
-    queries, keys, tasks = low.queries, low.keys, low.tasks
     home = _at_home(ops, low, "backward")
     clear = asm.step(Op.CLEAR)
-    _clear(asm, clear, queries, home[Tensor.DQ])
-    _clear(asm, clear, keys, home[Tensor.DKV])
+    _clear(asm, clear, low.queries, home[Tensor.DQ])
+    _clear(asm, clear, low.keys, home[Tensor.DKV])
     fetches, returns = append_steps(
         asm, low.schedule, Op.ATTEND_GRAD, Op.ADD, low.batches("backward"), between
     )
     of = _tiles(asm, ops, low, "backward", home, fetches, returns)
-    columns = (Tensor.Q, Tensor.KV, Tensor.DO, Tensor.DELTA, Tensor.DQ, Tensor.DKV)
-    asm.rows(
-        "grads",
-        tasks.exec,
-        fetches.stage[low.stage],
-        *(of[tensor] for tensor in columns),
-        tasks.dmin,
-        tasks.dmax,
-        FIRST_DQ * queries.opening + FIRST_DKV * keys.opening,
-    )
+    _attend_grad(asm, low, fetches.stage[low.stage], of)
     return home
+
+
+def _attend(asm: Assembler, low: Lowering, at: Ints, of: Mapping[Tensor, Ints]) -> None:
+    """The tasks of the forward, at steps int64 [tasks]; of: int32 [tasks], their operands, by tensor."""
+    columns = (of[tensor] for tensor in (Tensor.Q, Tensor.KV, Tensor.O))
+    tasks = low.tasks
+    asm.rows("tasks", tasks.exec, at, *columns, tasks.dmin, tasks.dmax, low.queries.opening)
+
+
+def _attend_grad(asm: Assembler, low: Lowering, at: Ints, of: Mapping[Tensor, Ints]) -> None:
+    """The same of the backward."""
+    names = (Tensor.Q, Tensor.KV, Tensor.DO, Tensor.DELTA, Tensor.DQ, Tensor.DKV)
+    columns = (of[tensor] for tensor in names)
+    tasks, first = low.tasks, FIRST_DQ * low.queries.opening + FIRST_DKV * low.keys.opening
+    asm.rows("grads", tasks.exec, at, *columns, tasks.dmin, tasks.dmax, first)
 
 
 def _at_home(ops: Operands, low: Lowering, phase: str) -> Home:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import Space
+from apportion.ir.isa import Space, Tensor
 from apportion.ir.jit import jit
 from apportion.planner.passes.assemble import Numbers, RangeSet, range_set
 from apportion.planner.passes.cells import HeadGroups
@@ -88,16 +89,22 @@ class Side:
     @cached_property
     def home_ranges(self) -> RangeSet:
         """Home rows: of tasks, of tiles that leave, of blocks to be cleared, of pieces, and the whole."""
+        requests, heads = self.home_requests
+        return range_set(*requests, heads=heads)
+
+    @property
+    def home_requests(self) -> tuple[list[RowRange], list[Ints | int] | None]:
+        """The same, and the head sets of each: None, all heads."""
         local, sent, edges, cleared = self.local, self.roots, self.edges, self.openers.cleared
         block, group = np.divmod(cleared, len(self.heads))
-        return range_set(
+        requests = [
             (self.exec[local], self.row[local], self.count[local]),
             (edges.home[sent], edges.row[sent], edges.rows[sent]),
             (self.rows.home[block], self.rows.row[block], self.rows.lengths[block]),
             self.pieces,
             self.whole,
-            heads=self._heads_of(self.group[local], self.edge_group[sent], group, None, None),
-        )
+        ]
+        return requests, self._heads_of(self.group[local], self.edge_group[sent], group, None, None)
 
     def tile_ranges(
         self, row: Ints, inner: Ints, outer: Ints, arriving: tuple[RowRange, Ints] | None = None
@@ -189,10 +196,35 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Lone sequences of the ranks of groups (`passes/lone.py`). alone: lowered for single ranks, without tiles; home:
+    all home rows of every rank, of which these are the first; early: bool [tasks of alone], those that run while rows
+    come in, the others while results leave."""
+
+    alone: Lowering
+    home: Rows
+    early: NDArray[np.bool_]
+
+    def steps(self, come: int, leave: int) -> Ints:
+        """int64 [tasks]: the step of each, beside the way in or the way out."""
+        return np.where(self.early, come, leave)
+
+    def of_tasks(self, home: Mapping[Tensor, Numbers]) -> dict[Tensor, Ints]:
+        """int32 [tasks] by tensor: the operands of their rows. home: those of home rows."""
+        sides = {"query": self.alone.queries, "key": self.alone.keys}
+        return {
+            tensor: sides[tensor.contents.side].of_tasks(held, held)
+            for tensor, held in home.items()
+            if tensor.contents.side is not None
+        }
+
+
+@dataclass(frozen=True)
 class Lowering:
     """One attention kind, placed and scheduled, its tasks in program order; everything below is derived.
 
     rows: of every group of ranks, which is a rank by itself unless heads are split. heads: head groups of tasks.
+    beside: what single ranks compute while rows of groups travel.
     """
 
     rows: Rows
@@ -205,6 +237,7 @@ class Lowering:
     groups: Groups
     sets: HeadSets
     heads: HeadGroups
+    beside: Beside | None = None
 
     @property
     def edges(self) -> Edges:
@@ -218,6 +251,8 @@ class Lowering:
     @property
     def home(self) -> Rows:
         """Home rows of every rank."""
+        if self.beside is not None:
+            return self.beside.home
         return self.rows if self.exchange is None else self.exchange.home
 
     @property

@@ -20,11 +20,13 @@ Ints = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of blocks: each rank holds its blocks by rising token. starts: int64 [blocks + 1], home: int64 [blocks]."""
+    """Rows of blocks: each rank holds its blocks by rising token. starts: int64 [blocks + 1], home: int64 [blocks];
+    later: bool [blocks], those that lie behind the others of their rank."""
 
     starts: Ints
     home: Ints
     ranks: int
+    later: NDArray[np.bool_] | None = None
 
     @cached_property
     def lengths(self) -> Ints:
@@ -32,8 +34,10 @@ class Rows:
 
     @cached_property
     def order(self) -> Ints:
-        """Blocks by (rank, token)."""
-        return sort_order(self.home, self.ranks)
+        """Blocks by (rank, token), the later ones behind the others."""
+        if self.later is None:
+            return sort_order(self.home, self.ranks)
+        return sort_order(2 * self.home + self.later, 2 * self.ranks)
 
     @cached_property
     def per_rank(self) -> Ints:

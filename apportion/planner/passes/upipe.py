@@ -56,6 +56,10 @@ class UPipe(Ulysses):
             raise ConfigError(
                 self._field("overlap"), True, "rows of whole stages go in and out", "use ahead: 1"
             )
+        if self.lone is not None:
+            raise ConfigError(
+                self._field("lone"), self.lone, "all sequences take turns by heads", "use inner ulysses"
+            )
 
     def head_sets(self, model: Model, groups: Groups) -> HeadSets:
         """Who computes which heads when; as Ulysses has it where one stage has them all and nothing is projected.

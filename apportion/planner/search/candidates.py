@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -28,6 +29,8 @@ RELAYED_ROUNDS = 12
 MORE_ROUNDS, MORE_BUFFERS = (12, 3, 8, 20, 2, 1), (4,)
 # Which part of a share of a long document comes from its head.
 HEADS = (0.4, 0.5, 0.33)
+# Up to which share of a rank's time sequences stay whole.
+LONE = (0.12, 0.05, 0.25)
 # In what order tiles of several lengths travel, and when tasks run that need none (`even` cuts them into strips).
 ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
 
@@ -87,13 +90,13 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
         others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
         star, whole = _mixed("blend", "star", 1), _whole()
         if reach >= SPARSE:
-            return [star, whole, _mixed("blend", route, 1)], others
+            return [star, *map(_lone, degrees[:1]), whole, _mixed("blend", route, 1)], others
         # few tiles come, and all of them at once
         return [replace(star, rounds=1), replace(whole, rounds=1), _named("dcp")], others
-    first = [_mixed("blend", "star", degree) for degree in degrees[:2]]
+    first = [make(degree) for degree in degrees[:1] for make in (_lone, partial(_mixed, "blend", "star"))]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
-    first += [_blocks("auto", 1)]
-    others = [_staged(degree) for degree in degrees[:1]]
+    others = [_mixed("blend", "star", degree) for degree in degrees[1:2]]
+    others += [_blocks("auto", 1), *map(_staged, degrees[:1])]
     others += [_mixed("blend", route, degree) for degree in degrees[2:]]
     others += [_blocks(4096, degree) for degree in (1, *degrees[:1])]
     others += [Candidate(_recipe(f"zigzag-u{degree}", degree, "zigzag", "ring")) for degree in degrees[:1]]
@@ -133,6 +136,13 @@ def _degrees(problem: Problem) -> list[int]:
 def _mixed(place: str, route: str, degree: int) -> Candidate:
     rounds = ROUNDS if route == "star" else RELAYED_ROUNDS
     return Candidate(_recipe(f"{place}-u{degree}", degree, place, "matchings", route=route), rounds)
+
+
+def _lone(degree: int) -> Candidate:
+    """Heads split for long sequences only, even in time."""
+    inner = {"ulysses": {"degree": degree, "lone": "auto"}}
+    split = _mixed("blend", "star", 1).with_step("inner", inner, f"mixed-u{degree}", ROUNDS)
+    return split.with_step("place", {"blend": {"weigh": "time"}}, split.recipe.name, ROUNDS)
 
 
 def _whole() -> Candidate:
@@ -175,6 +185,7 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> Iterator[Candid
     scheduled = best.rounds is not None
     if scheduled:
         yield from (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[:2])
+    yield from _longer(best)
     yield from _weighed(best)
     yield from _overlapped(best)
     yield from _headed(best)
@@ -199,6 +210,15 @@ def _rerouted(best: Candidate) -> Candidate:
     return best.with_step("route", None, name, ROUNDS)
 
 
+def _longer(best: Candidate) -> Iterator[Candidate]:
+    """With other sequences left whole, where some are."""
+    step = best.recipe.step("inner")
+    if step is not None and step.params.get("lone") is not None:
+        for lone in LONE:
+            value = {step.name: {**step.params, "lone": lone}}
+            yield best.with_step("inner", value, best.recipe.name, best.rounds)
+
+
 def _overlapped(best: Candidate) -> Iterator[Candidate]:
     """With the exchange beside computation, or before and after it."""
     step = best.recipe.step("inner")
@@ -211,10 +231,11 @@ def _overlapped(best: Candidate) -> Iterator[Candidate]:
 def _split(best: Candidate, problem: Problem) -> Iterator[Candidate]:
     step = best.recipe.step("inner")
     held = 1 if step is None else int(step.params["degree"])
+    shared = {"overlap": True} if step is None or step.name != "ulysses" else step.params
     base = best.recipe.name.rpartition("-u")[0] or best.recipe.name
     for degree in sorted({*_degrees(problem), 1}, key=lambda degree: abs(degree - held)):
         if degree != held:
-            value = None if degree == 1 else {"ulysses": {"degree": degree, "overlap": True}}
+            value = None if degree == 1 else {"ulysses": {**shared, "degree": degree}}
             yield best.with_step("inner", value, f"{base}-u{degree}", best.rounds)
 
 

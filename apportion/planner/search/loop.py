@@ -212,7 +212,7 @@ class _Search:
         least, found = price(draft.plan(), self.problem, self._whole, most)
         if found is None:
             return Trial(candidate, least), None
-        imbalance = compute_imbalance(self.problem, placed.placement, draft.lowered)
+        imbalance = compute_imbalance(self.problem, placed.placement, placed.lone, draft.lowered)
         trial = Trial(candidate, least, found, imbalance=imbalance)
         self.fastest_us = min(self.fastest_us, found.layers_us)
         return trial, draft if self._is_better(trial) else None
@@ -220,8 +220,11 @@ class _Search:
     def _is_better(self, trial: Trial) -> bool:
         """Whether it is the most even of those that take about the shortest time that was found; the faster of those
         that are about as even."""
-        if self.best is None or _value(self.best) > self.fastest_us * (1 + SAME_TIME):
+        most = self.fastest_us * (1 + SAME_TIME)
+        if self.best is None or _value(self.best) > most:
             return True
+        if _value(trial) > most:
+            return False
         more_even = self.best.imbalance - trial.imbalance
         return more_even >= MORE_EVEN or (more_even > -MORE_EVEN and _value(trial) < _value(self.best))
 

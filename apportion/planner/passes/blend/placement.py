@@ -74,8 +74,8 @@ class Blend(PlacePass):
         """Where pairs of each kind count so many times."""
         documents, speeds = problem.batch.starts, problem.speeds
         rows = profile(problem.bands, factor if self.weigh == "pairs" else pair_times(problem, factor))
-        cap = problem.policy.token_cap and problem.token_cap
-        tokens = token_shares(problem.batch.tokens, problem.token_rates, cap)
+        caps = None if problem.policy.token_cap is None else problem.token_caps
+        tokens = token_shares(problem.batch.tokens, problem.token_rates, caps)
         pieces, count = walk(documents, rows, tokens, speeds, self.head)
         count = repair(rows.table, pieces, count, rows.below[-1] * (speeds / speeds.sum()), UNEVEN)
         starts, home = _joined(documents, pieces[:count])
@@ -98,15 +98,17 @@ def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
     return {kind: np.maximum(np.rint(unit * time), 1).astype(np.int64) for kind, time in times.items()}
 
 
-def token_shares(tokens: int, rates: Floats, cap: int | None = None) -> Ints:
-    """int64 [ranks]: tokens of each rank, as its rate, none above the cap; what capped ranks leave goes to others."""
+def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> Ints:
+    """int64 [ranks]: tokens of each rank, as its rate, none above the cap, or its own; what capped ranks leave goes to
+    others."""
     share, free = rates * (tokens / rates.sum()), np.ones(len(rates), bool)
+    caps = np.broadcast_to(np.asarray(tokens if cap is None else cap), rates.shape)
     while cap is not None and free.any():
         share[free] = rates[free] * ((tokens - share[~free].sum()) / rates[free].sum())
-        over = free & (share > cap)
+        over = free & (share > caps)
         if not over.any():
             break
-        share[over], free = cap, free & ~over
+        share[over], free = caps[over], free & ~over
     ends = np.floor(np.round(np.cumsum(share), 6) + 0.5).astype(np.int64)
     ends[-1] = tokens
     return np.diff(ends, prepend=0)
