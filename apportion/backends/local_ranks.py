@@ -218,7 +218,7 @@ class Rank(Machine[View]):
         flight = self._flights.get(step.round) if step is not None and step.op == Op.WAIT else None
         if flight is None:
             return set()
-        everyone = flight.step.mode == ALL_TO_ALL
+        everyone = flight.step.mode & ALL_TO_ALL
         peers = set(range(self._network.ranks)) if everyone else {t.peer for t in flight.step.transfers}
         return self._network.missing(flight.step.round, peers)
 
@@ -323,6 +323,8 @@ class Rank(Machine[View]):
     def copy(self, step: Step) -> None:
         for row in step.rowops:
             self.views[row.c].write(self._take(row.a))
+
+    deliver = copy
 
     def clear(self, step: Step) -> None:
         for row in step.rowops:

@@ -7,19 +7,20 @@ gets. Where nothing touches rows after a task but that, the task's kernel writes
     rows 0-99       ■             ■ complete                ·           nothing left to do
     rows 100-127    ■             ■             ■           ■
 
-So a document that one task computes costs neither a wide accumulator nor another pass. The rule follows from the
-program alone; executors and the simulator go by it.
+So a document that one task computes costs neither a wide accumulator nor another pass. The same holds for rows that
+arrive as results (`isa.RESULTS`, `deliver`). The rule follows from the program alone; executors and the simulator go by
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RULES, TASK_LIST, Argument, Op, Space
+from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, RULES, TASK_LIST, Argument, Op, Space, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Ints, ProgramSet
@@ -29,7 +30,7 @@ Bools = NDArray[np.bool_]
 
 class Complete(NamedTuple):
     """Of one sum: tasks: bool [tasks of all ranks], those after which all rows that they add to are complete. rank,
-    row0, row1: int64 [ranges], the home rows that such tasks leave, by rank and row."""
+    row0, row1: int64 [ranges], the home rows that such tasks leave, or that arrive as results, by rank and row."""
 
     tasks: Bools
     rank: Ints
@@ -114,9 +115,52 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     own = number[first + tasks[added.column]]
     plain &= ~np.isin(at, at[(own >= 0) & ~plain])
     complete, covered = _decide(last, np.where(plain, own, -1), at, *ranges)
+    given = number[results_of(programs)]
+    _cover(covered, given[given >= 0], *ranges)
     edges = np.flatnonzero(np.diff(covered, prepend=0, append=0))
     row0, row1 = points[edges[::2]], points[edges[1::2]]
     return Complete(complete, row0 // span, row0 % span, row1 - row0 // span * span)
+
+
+def results_of(programs: ProgramSet) -> Ints:
+    """int64 [n]: the home operands, over all ranks, that take results from elsewhere."""
+    operands, instructions = programs["operands"], programs["instructions"]
+    op, found = instructions["op"], []
+    for table, column in (("transfers", "operand"), ("rowops", "c")):
+        rows = programs[table]
+        at = instruction_of(op, instructions.wide("count"), table)
+        if table == "transfers":
+            some = np.flatnonzero((instructions["mode"][at] & RESULTS > 0) & (rows["send"] == 0))
+        else:
+            some = np.flatnonzero(op[at] == Op.DELIVER)
+        found.append(operands.ptr[rows.rank_of_row()[some]] + rows[column][some])
+    return np.concatenate(found).astype(np.int64)
+
+
+def result_ranges(program: ProgramSet, tensor: Tensor) -> Callable[[int, int], list[tuple[int, int]]]:
+    """Of a program of one rank: the parts of home rows [row, stop) of a sum that arrive as results."""
+    operands = program["operands"]
+    given = results_of(program)
+    given = given[operands["tensor"][given] == tensor]
+    row, rows = (operands.wide(name)[given] for name in ("row", "rows"))
+    found = apart(zip(row.tolist(), (row + rows).tolist(), strict=True))
+
+    def within(row: int, stop: int) -> list[tuple[int, int]]:
+        cut = ((max(row, start), min(stop, end)) for start, end in found)
+        return [(start, end) for start, end in cut if start < end]
+
+    return within
+
+
+def apart(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that meet as one, ascending."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _beside(phase: str, added: Argument) -> list[str]:
@@ -133,6 +177,13 @@ def _latest(last: Ints, used: Ints, at: Ints, low: Ints, high: Ints) -> None:
         if used[use] >= 0:
             for part in range(low[used[use]], high[used[use]]):
                 last[part] = max(last[part], at[use])
+
+
+@jit
+def _cover(covered: Ints, given: Ints, low: Ints, high: Ints) -> None:
+    """Marks the parts of home operands, int64 [n], in place."""
+    for one in given:
+        covered[low[one] : high[one]] = 1
 
 
 @jit

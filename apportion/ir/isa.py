@@ -382,6 +382,17 @@ class Op(IntEnum):
     )
     # add sink logits, write the output
     FINISH = 12, Rule("rowops", (Argument("c", Use.FINISH, (_T.O,), at_home=True),), phases=("forward",))
+    # complete rows of a sum into home rows, as results: see RESULTS
+    DELIVER = (
+        13,
+        Rule(
+            "rowops",
+            (
+                Argument("a", Use.TAKE, (_T.O, _T.DQ, _T.DKV)),
+                Argument("c", Use.WRITE, (_T.O, _T.DQ, _T.DKV), like="a", at_home=True),
+            ),
+        ),
+    )
 
 
 #: op -> its rule: what tables are derived from
@@ -399,9 +410,13 @@ ADDED: Mapping[str, Mapping[str, Argument]] = MappingProxyType(
 ATTENTION = tuple(op for op in Op if op.rule.is_attention)
 OP_NAMES: Mapping[Op, str] = MappingProxyType({op: op.name.lower() for op in Op})
 
-# mode of a launch
+# mode of a launch, as bits
 P2P = 0  # only ranks with transfers in the round take part
 ALL_TO_ALL = 1  # every rank of the plan launches the round, with or without transfers
+# All tiles are of sums, and complete: they travel in the model's dtype (an LSE in the accumulators'), from work rows to
+# home rows to which nothing else is added. What a row of a sum gets so it gets in all its heads, by such rounds and by
+# `deliver`.
+RESULTS = 2
 
 #: table -> its columns, in encoding order. All values are integers.
 TABLES = MappingProxyType(

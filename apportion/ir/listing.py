@@ -18,6 +18,7 @@ from apportion.ir.isa import (
     MOVE_COLUMNS,
     OP_NAMES,
     OPERAND_COLUMNS,
+    RESULTS,
     SPAN_COLUMNS,
     TABLES,
     TENSOR_NAMES,
@@ -180,7 +181,8 @@ class _Writer:
         rows = self.lists[name][start : start + count] if name else []
         if op is Op.LAUNCH:
             words = f"launch {round}" + (f" channel {channel}" if channel else "")
-            words += " all_to_all" if mode == ALL_TO_ALL else ""
+            words += " all_to_all" if mode & ALL_TO_ALL else ""
+            words += " results" if mode & RESULTS else ""
             return f"{words}: {', '.join(map(self.transfer, rows))}" if rows else words
         if op is Op.WAIT:
             return f"wait {round}"

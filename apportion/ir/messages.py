@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import ALL_TO_ALL, HEADLESS, Op, Space, Tensor
+from apportion.ir.isa import ALL_TO_ALL, HEADLESS, RESULTS, Op, Space, Tensor
 from apportion.ir.jit import jit, lean
 from apportion.ir.model import ELEMENT_BYTES
 from apportion.ir.ops import IS_HEADLESS
@@ -83,8 +83,8 @@ class _Memory(NamedTuple):
 
 class _Lists(NamedTuple):
     """Launches and their transfers, rank after rank. tiles, rank, first: int64 [launches], how many, and where the
-    operands of the rank begin; swapped: bool [launches], whether it is an all-to-all; send, peer, operand: int64
-    [transfers]."""
+    operands of the rank begin; swapped: bool [launches], whether all its messages are staged; send, peer, operand:
+    int64 [transfers]."""
 
     tiles: Ints
     rank: Ints
@@ -116,7 +116,8 @@ def _lists(programs: ProgramSet) -> _Lists:
     launches, count = _launches(programs)
     instructions, table = programs["instructions"], programs["transfers"]
     rank = instructions.rank_of_row()[launches]
-    swapped = instructions["mode"][launches] == ALL_TO_ALL
+    # an all-to-all is one buffer; results are rounded on their way
+    swapped = instructions["mode"][launches] & (ALL_TO_ALL | RESULTS) > 0
     send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
     return _Lists(
         count, rank, programs["operands"].ptr.astype(np.int64, copy=False)[rank], swapped, send, peer, operand

@@ -103,6 +103,12 @@ class Model:
         """Bytes of a row of one head of what the forward gives: the output in the model's dtype, and its LSE."""
         return self.result_bytes(Tensor.O) + self.accumulator_bytes
 
+    def sent_result_bytes(self, tensor: Tensor) -> int:
+        """Bytes of a row of one head of a sum that travels as a result; 0 of what is no sum with heads."""
+        if not tensor.contents.partial or tensor in HEADLESS:
+            return 0
+        return self.output_bytes if tensor == Tensor.O else self.result_bytes(tensor)
+
     @staticmethod
     def from_data(data: Any) -> Model:
         """The model of plain data: a mapping of the fields above, all optional. Raises ConfigError."""

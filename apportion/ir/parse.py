@@ -11,7 +11,7 @@ from apportion.ir.codec import Plan
 from apportion.ir.draft import Draft, DraftProgram
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.forms import FORMS, NONE, OPS, SPACES, TENSORS, Form, Operand, Row
-from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_NAMES, PHASES, SPAN_COLUMNS, TABLES, VERSION, Op
+from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_NAMES, PHASES, RESULTS, SPAN_COLUMNS, TABLES, VERSION, Op
 
 _INT = r"(\d{1,15})"
 _NAME = r'("(?:[^"\\]|\\.)*"|[\w.-]+)'
@@ -21,7 +21,7 @@ _OPERAND = re.compile(
 _BOUNDS = re.compile(r"\[(-?\d{1,15}),(-?\d{1,15})\]", re.ASCII)
 _COMMAS = re.compile(r",(?![^\[\]()]*\])")  # commas outside of [dmin,dmax]
 _TRANSFER = re.compile(rf"(send|receive)\s+(\S+)\s+(to|from)\s+{_INT}", re.ASCII)
-_LAUNCH = re.compile(rf"{_INT}(?:\s+channel\s+{_INT})?(\s+all_to_all)?\s*(?::(.*))?", re.ASCII)
+_LAUNCH = re.compile(rf"{_INT}(?:\s+channel\s+{_INT})?(\s+all_to_all)?(\s+results)?\s*(?::(.*))?", re.ASCII)
 _ARENA = re.compile(rf"(\w+)\s+{_INT}x{_INT}", re.ASCII)
 _MOVE_ROW = re.compile(rf"(send|receive)\s+{_INT}\s+row={_INT}\s+rows={_INT}", re.ASCII)
 _LAYOUT = re.compile(rf"{_NAME}\s*:(.*)", re.ASCII)
@@ -227,14 +227,15 @@ class _Reader:
             _LAUNCH, rest, "'launch round: send operand to peer, receive operand from peer, …'"
         )
         rows: list[Row] = []
-        for item in _split(found[4] or "", ","):
+        for item in _split(found[5] or "", ","):
             way, operand, word, peer = self.match(
                 _TRANSFER, item, "'send … to …' or 'receive … from …'"
             ).groups()
             if (way == "send") != (word == "to"):
                 raise self.fail("write 'send … to …' and 'receive … from …'")
             rows.append((int(way == "send"), int(peer), self.index(operand)))
-        self.add(Op.LAUNCH, int(found[1]), int(found[2] or 0), ALL_TO_ALL if found[3] else 0, rows)
+        mode = ALL_TO_ALL * bool(found[3]) | RESULTS * bool(found[4])
+        self.add(Op.LAUNCH, int(found[1]), int(found[2] or 0), mode, rows)
 
     def read_wait(self, rest: str) -> None:
         self.add(Op.WAIT, int(self.match(re.compile(_INT, re.ASCII), rest, "'wait round'")[1]), 0, 0, [])

@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 
 from apportion.ir.bands import INF, MAX_DIAGONALS
 from apportion.ir.errors import DecodeError
-from apportion.ir.isa import MAX_RANKS, OP_NAMES, OPERAND_COLUMNS, TABLES, Op, Space, Tensor
+from apportion.ir.isa import (
+    ALL_TO_ALL,
+    MAX_RANKS,
+    OP_NAMES,
+    OPERAND_COLUMNS,
+    RESULTS,
+    TABLES,
+    Op,
+    Space,
+    Tensor,
+)
 from apportion.ir.ops import IS_KEY, LIST_OF_OP, LISTS
 from apportion.ir.packed import encoded
 from apportion.ir.plan import Header, Ints, Table
@@ -35,7 +45,7 @@ _RANGES: Mapping[tuple[str, str], tuple[int, int]] = {
     ("operands", "space"): (0, max(Space)),
     ("operands", "col"): (0, MAX_HEADS),
     ("instructions", "op"): (min(Op), max(Op)),
-    ("instructions", "mode"): (0, 1),
+    ("instructions", "mode"): (0, ALL_TO_ALL | RESULTS),
     ("transfers", "send"): (0, 1),
     ("tasks", "dmin"): (-LIMIT, LIMIT),
     ("tasks", "dmax"): (-LIMIT, LIMIT),

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
-from apportion.ir.isa import TASK_LIST, Op, Tensor
+from apportion.ir.isa import RESULTS, TASK_LIST, Op, Tensor
 from apportion.ir.jit import jit, lean
 from apportion.ir.model import Model
+from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Header, Ints, ProgramSet
 from apportion.ir.programs import head_table
 
@@ -118,21 +119,46 @@ def moved(
         send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
         ptr, first = (np.asarray(one.ptr, np.int64) for one in (table, operands))
         between = int(
-            _move(send, peer, operand, ptr, first, tensor, rows, heads, row_bytes, node, sent, received)
+            _move(
+                send,
+                _are_results(program),
+                peer,
+                operand,
+                ptr,
+                first,
+                tensor,
+                rows,
+                heads,
+                row_bytes,
+                node,
+                sent,
+                received,
+            )
         )
         found[key] = Moved(sent, received, between)
     return found
 
 
 def _row_bytes(head_sets: Sequence[Sequence[int]], model: Model) -> Ints:
-    """int64 [tensors, none and head sets]: bytes of a row of an operand."""
-    per_head: Ints = np.array([model.row_bytes(tensor, 1) for tensor in Tensor])
-    return per_head[:, None] * head_table(model.q_heads, model.kv_heads, head_sets)
+    """int64 [2, tensors, none and head sets]: bytes of a row of an operand, and of a result."""
+    per_head = np.array(
+        [[model.row_bytes(tensor, 1), model.sent_result_bytes(tensor)] for tensor in Tensor]
+    ).T
+    found: Ints = per_head[:, :, None] * head_table(model.q_heads, model.kv_heads, head_sets)
+    return found
+
+
+def _are_results(program: ProgramSet) -> Ints:
+    """int64 [transfers]: 1 where results travel."""
+    instructions = program["instructions"]
+    at = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
+    return (instructions["mode"][at] & RESULTS > 0).astype(np.int64)
 
 
 @jit
 def _move(
     send: Ints,
+    results: Ints,
     peer: Ints,
     operand: Ints,
     ptr: Ints,
@@ -151,7 +177,7 @@ def _move(
         for row in range(ptr[rank], ptr[rank + 1]):
             if send[row]:
                 at = first[rank] + operand[row]
-                moved = rows[at] * row_bytes[tensor[at], heads[at]]
+                moved = rows[at] * row_bytes[results[row], tensor[at], heads[at]]
                 sent[rank] += moved
                 received[peer[row]] += moved
                 if node[rank] != node[peer[row]]:

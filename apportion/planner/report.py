@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -192,7 +193,12 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
     if exchange is None:
         return []
     dst, tensors = exchange.dst[exchange.moved], FETCHED if way == "in" else RETURNED
-    queries, keys = (sum(model.row_bytes(tensor, 1) for tensor in tensors[side, phase]) for side in SIDES)
+    summed = phase == "backward" and (
+        exchange.sums or (low.sets.stages is not None and low.sets.stages.project)
+    )
+    results = way == "out" and not summed
+    a_head = model.sent_result_bytes if results else partial(model.row_bytes, heads=1)
+    queries, keys = (sum(map(a_head, tensors[side, phase])) for side in SIDES)
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
     size = int((exchange.pieces.rows[exchange.piece[exchange.moved]] * heads).sum())
     slots, name = exchange.slots, f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"

@@ -113,7 +113,7 @@ def _add_instruction(rng: Rng, rows: dict[str, list[tuple[int, ...]]], op: Op, r
     count = int(rng.integers(0, 4)) if name else 0
     launch = op is Op.LAUNCH
     round_ = int(rng.integers(0, 300)) if launch or op is Op.WAIT else 0
-    channel, mode = (int(rng.integers(0, 3)), int(rng.integers(0, 2))) if launch else (0, 0)
+    channel, mode = (int(rng.integers(0, 3)), int(rng.integers(0, 4))) if launch else (0, 0)
     rows["instructions"].append((int(op), round_, channel, mode, count))
     for _ in range(count):
         rows[str(name)].append(_list_row(rng, str(name), len(rows["operands"]), ranks))

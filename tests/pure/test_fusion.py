@@ -35,6 +35,8 @@ def walked(programs: ProgramSet, phase: str, column: str) -> tuple[set[int], set
         bool(space == Space.HOME and heads == 0)
         for space, heads in zip(operands["space"], operands["heads"], strict=True)
     ]
+    modes = programs["instructions"]["mode"].astype(int)
+    given: set[int] = set()  # rows that arrive as results
     used: list[tuple[int, int, bool]] = []  # instruction, operand, whether by a task that may complete it
     tasks: dict[int, tuple[int, int]] = {}
     for table, columns in OPERAND_COLUMNS.items():
@@ -44,6 +46,9 @@ def walked(programs: ProgramSet, phase: str, column: str) -> tuple[set[int], set
                 operand = int(programs[table][each][i])
                 if operand not in rows or op[at[i]] == Op.FINISH:
                     continue
+                arrives = table == "transfers" and modes[at[i]] & 2 and not programs[table]["send"][i]
+                if arrives or op[at[i]] == Op.DELIVER:
+                    given |= rows[operand]
                 own = table == name and each == column
                 plain = own and all(whole[int(programs[table][other][i])] for other in (column, *beside))
                 used.append((int(at[i]), operand, plain))
@@ -55,7 +60,7 @@ def walked(programs: ProgramSet, phase: str, column: str) -> tuple[set[int], set
         for i, (at, operand) in tasks.items()
         if at not in mixed and not any(rows[operand] & rows[other] and later > at for later, other, _ in used)
     }
-    return done, {row for i in done for row in rows[tasks[i][1]]}
+    return done, given | {row for i in done for row in rows[tasks[i][1]]}
 
 
 def plan_of(recipe: str, mask: str) -> Plan:

@@ -27,7 +27,7 @@ from apportion.planner.simulate.launches import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ROOT / "tests/plans/clear.txt"
-GIVE = 13
+GIVE = 14
 GIVEN = Rule(
     "rowops", (Argument("a", Use.TAKE, PARTIALS), Argument("c", Use.WRITE, PARTIALS, like="a")), kernels=3
 )
@@ -107,7 +107,7 @@ assert "give O.work[0:8) -> O.home[0:8)" in plan.text()
 assert text.parse(plan.text()) == plan == codec.decode(plan.encode())
 verify.verify(plan)
 spans = simulate(plan).runs["default", "forward"].spans
-(took,) = (spans.end_us - spans.start_us)[spans.op == 13]
+(took,) = (spans.end_us - spans.start_us)[spans.op == 14]
 assert took > 0
 rng = np.random.default_rng(0)
 q, k, v, do = (rng.normal(size=(16, heads, width)) for heads, width in ((8, 4), (1, 4), (1, 2), (8, 2)))

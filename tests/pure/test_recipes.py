@@ -17,7 +17,7 @@ from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
-from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
+from apportion.ir.isa import ALL_TO_ALL, PHASES, RESULTS, Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy, Recipe, Step
 from apportion.planner import recipes
@@ -195,7 +195,7 @@ def test_ulysses_is_one_all_to_all_in_and_one_out() -> None:
         for rank in range(4):
             launches = programs.rank(rank)["instructions"]
             modes = launches["mode"][launches["op"] == Op.LAUNCH]
-            assert modes.tolist() == [ALL_TO_ALL, ALL_TO_ALL]
+            assert modes.tolist() == [ALL_TO_ALL, ALL_TO_ALL | RESULTS]
     assert plan.report["imbalance"] == {"compute": 0.0, "tokens": 0.0}
 
 

@@ -168,9 +168,9 @@ CASES = {
     "ulysses: own output left out": (
         "ulysses",
         "forward",
-        ("  copy O.work[40:60).h3 -> O.home[0:20).h3 first\n", ""),
-        "dataflow",
-        "which nothing has written",
+        ("  deliver O.work[40:60).h3 -> O.home[0:20).h3 first\n", ""),
+        "results",
+        "gets results in 3 heads of 4",
     ),
     "ulysses: no wait": ("ulysses", "backward", ("  wait 1\n", ""), "transfers", "wait"),
     "ulysses: own gradient left out": (

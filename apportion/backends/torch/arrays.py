@@ -69,11 +69,12 @@ def _dtype(tensor: Name, part: Component, header: Header) -> torch.dtype:
     return wire_dtype(tensor, part, DTYPES[header.dtype])
 
 
-def wire_dtype(tensor: Name, part: Component, model: torch.dtype) -> torch.dtype:
-    """The dtype of a part in a message."""
+def wire_dtype(tensor: Name, part: Component, model: torch.dtype, results: bool = False) -> torch.dtype:
+    """The dtype of a part in a message; results: of one whose rows are results."""
     if part.integer:
         return torch.int64
-    return accumulator_dtype(model) if tensor.contents.wide else model
+    narrow = results and part.width > 0  # all but statistics of rows
+    return accumulator_dtype(model) if tensor.contents.wide and not narrow else model
 
 
 def part_views(arrays: Iterable[torch.Tensor], specs: Iterable[Array]) -> tuple[torch.Tensor, ...]:

@@ -236,6 +236,8 @@ class TaskMachine(TorchMachine):
         for row in step.rowops:
             self.views[row.c].fill(self.views[row.a].read())
 
+    deliver = copy
+
     def clear(self, step: Step) -> None:
         for row in step.rowops:
             whole = self.views[row.c].read()

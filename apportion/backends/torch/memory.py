@@ -206,10 +206,12 @@ class Memory:
 
     def in_message(self, message: Message, operands: Sequence[Operand]) -> list[Parts]:
         """The parts of each tile of a staged message."""
-        return [self._in_message(message.at + at, operands[index]) for index, at in message.tiles]
+        return [
+            self._in_message(message.at + at, operands[index], message.results) for index, at in message.tiles
+        ]
 
-    def _in_message(self, start: int, operand: Operand) -> Parts:
-        found = list(tile_arrays(operand, self._arenas.header, self._arenas.hidden))
+    def _in_message(self, start: int, operand: Operand, results: bool) -> Parts:
+        found = list(tile_arrays(operand, self._arenas.header, self._arenas.hidden, results))
         arrays = [_array(self.staging, start + at, array, operand.rows) for at, array in found]
         return part_views(arrays, [array for _, array in found])
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from apportion.backends.interp import Operand, Program, Step, components
 from apportion.backends.torch.arrays import DTYPES, Array, arrays_of, wire_dtype
-from apportion.ir.isa import ALL_TO_ALL, Op, Space
+from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op, Space
 from apportion.ir.messages import ALIGNMENT, find_messages
 from apportion.ir.plan import Header, ProgramSet
 
@@ -25,12 +25,13 @@ PAGE = 256
 
 class Message(NamedTuple):
     """Tiles that travel together. tiles: operands, with the byte of the message at which each begins. at: where it lies
-    in the staging arena, -1 where it is direct."""
+    in the staging arena, -1 where it is direct. results: whether its rows are results."""
 
     peer: int
     tiles: tuple[tuple[int, int], ...]
     size: int
     at: int
+    results: bool
 
     @property
     def is_staged(self) -> bool:
@@ -49,7 +50,7 @@ class Round(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        return self.mode == ALL_TO_ALL
+        return bool(self.mode & ALL_TO_ALL)
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,15 @@ class Rounds:
         return sum(message.size for found in launched.values() for message in found.sends)
 
 
-def tile_arrays(operand: Operand, header: Header, hidden: int) -> Iterator[tuple[int, Array]]:
+def tile_arrays(
+    operand: Operand, header: Header, hidden: int, results: bool = False
+) -> Iterator[tuple[int, Array]]:
     """How a tile lies in its message: each array with the byte at which it begins. They are those of a work arena, but
-    for accumulated LSE, which travels in the accumulators' dtype."""
+    for accumulated LSE, which travels in the accumulators' dtype, and for results, which do in the model's."""
     arrays = arrays_of(operand.tensor, Space.WORK, header, len(operand.heads), hidden)
     at = 0
     for array, part in zip(arrays, components(operand.tensor, header, hidden), strict=False):
-        travels = array._replace(dtype=wire_dtype(operand.tensor, part, DTYPES[header.dtype]))
+        travels = array._replace(dtype=wire_dtype(operand.tensor, part, DTYPES[header.dtype], results))
         yield at, travels
         at += aligned(operand.rows * travels.row_bytes)
 
@@ -81,9 +84,9 @@ def aligned(size: int, multiple: int = ALIGNMENT) -> int:
     return -(-size // multiple) * multiple
 
 
-def tile_bytes(operand: Operand, header: Header, hidden: int) -> int:
+def tile_bytes(operand: Operand, header: Header, hidden: int, results: bool) -> int:
     """Bytes of a tile in a message."""
-    at, array = list(tile_arrays(operand, header, hidden))[-1]
+    at, array = list(tile_arrays(operand, header, hidden, results))[-1]
     return at + operand.rows * array.row_bytes
 
 
@@ -106,16 +109,17 @@ def find_rounds(programs: ProgramSet, program: Program, hidden: int) -> Rounds:
     return Rounds(found, arena.size)
 
 
-class _Sizes(dict[int, int]):
-    """Operand -> the bytes that its tile takes in a message."""
+class _Sizes(dict[tuple[int, bool], int]):
+    """(operand, whether it is a result) -> the bytes that its tile takes in a message."""
 
     def __init__(self, program: Program, hidden: int) -> None:
         self._program, self._hidden = program, hidden
 
-    def __missing__(self, index: int) -> int:
+    def __missing__(self, key: tuple[int, bool]) -> int:
+        index, results = key
         operand = self._program.operands[index]
-        self[index] = tile_bytes(operand, self._program.header, self._hidden)
-        return self[index]
+        self[key] = tile_bytes(operand, self._program.header, self._hidden, results)
+        return self[key]
 
 
 class _Draft:
@@ -135,7 +139,7 @@ def _drafts(step: Step, listed: list[int], sizes: _Sizes) -> dict[int, _Draft]:
     found: dict[int, _Draft] = {}
     for transfer, number in zip(step.transfers, listed, strict=True):
         draft = found.setdefault(number, _Draft(transfer.send, transfer.peer))
-        draft.add(transfer.operand, sizes[transfer.operand])
+        draft.add(transfer.operand, sizes[transfer.operand, bool(step.mode & RESULTS)])
     return dict(sorted(found.items()))
 
 
@@ -155,7 +159,7 @@ class _Arena:
                 if draft.send == send
             ]
             space = self._take(sum(aligned(draft.size) for draft, flag in mine if flag))
-            sides.append((tuple(_messages(mine, space.start)), space))
+            sides.append((tuple(_messages(mine, space.start, bool(step.mode & RESULTS))), space))
         (sends, out), (receives, into) = sides
         return Round(step.channel, step.mode, sends, receives, out, into)
 
@@ -175,7 +179,7 @@ class _Arena:
         return taken
 
 
-def _messages(drafts: list[tuple[_Draft, bool]], at: int) -> Iterator[Message]:
+def _messages(drafts: list[tuple[_Draft, bool]], at: int, results: bool) -> Iterator[Message]:
     for draft, is_staged in drafts:
-        yield Message(draft.peer, tuple(draft.tiles), draft.size, at if is_staged else -1)
+        yield Message(draft.peer, tuple(draft.tiles), draft.size, at if is_staged else -1, results)
         at += aligned(draft.size) * is_staged

@@ -1,8 +1,8 @@
 """The verifier: nine rules over a finished plan, from the plan alone.
 
-    structure ─ digests ─ layouts ─ operands ─ transfers ─ heads ─ limits ─ dataflow · delivery ─ coverage ─ samples
-    (no rule,   8         1         (no rule)  4           7       6        3          5          2          2 again
-    all need it)                                                                                    and last: report, 9
+    structure ─ digests ─ layouts ─ operands ─ transfers ─ heads ─ limits ─ dataflow · delivery · results ─ coverage
+    (no rule,   8         1         (no rule)  4           7       6        3          5          5         2
+    all need it)                                                     then samples, 2 again, and last report, 9
 
 It shares the codec and the band algebra with the planner and nothing else. Rules run over the columns of all ranks
 at once; where state is sequential, in loops that numba compiles where it is installed. When a plan is broken in one
@@ -25,6 +25,7 @@ from apportion.ir.verify import (
     layouts,
     limits,
     reported,
+    results,
     samples,
     structure,
     transfers,
@@ -60,6 +61,7 @@ _OF_PROGRAMS = (
     Rule("limits", 6, limits.check, 6, _RUN),
     Rule("dataflow", 3, dataflow.check_dataflow, 7, _RUN),
     Rule("delivery", 5, dataflow.check_delivery, 7, _RUN),
+    Rule("results", 5, results.check, 7, _RUN),
     Rule("coverage", 2, coverage.check, 8, _RUN),
     Rule("samples", 2, samples.check, 9, _RUN),
 )

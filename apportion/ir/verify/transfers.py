@@ -70,7 +70,7 @@ def _rounds(program: Program) -> Iterator[Violation]:
                 f"{instructions.rank[first[i]]} with {name} {instructions[name][first[i]]}"
             )
             yield at_instruction(RULE, program, int(order[i]), message)
-    idle = (instructions["mode"][order] != ALL_TO_ALL) & (instructions["count"][order] == 0)
+    idle = (instructions["mode"][order] & ALL_TO_ALL == 0) & (instructions["count"][order] == 0)
     for at in order[idle].tolist():
         message = f"launches round {instructions['round'][at]} without a transfer, and it is no all-to-all"
         yield at_instruction(RULE, program, at, message)
@@ -81,7 +81,7 @@ def _absent(program: Program) -> Iterator[Violation]:
     instructions, turns = program["instructions"], program.turns
     for i in np.flatnonzero(np.diff(turns.ptr) < program.ranks).tolist():
         group = turns.order[turns.ptr[i] : turns.ptr[i + 1]]
-        if (instructions["mode"][group] == ALL_TO_ALL).any():
+        if (instructions["mode"][group] & ALL_TO_ALL).any():
             missing = np.setdiff1d(np.arange(program.ranks), instructions.rank[group])
             message = (
                 f"round {turns.rounds[i]} is an all-to-all, but {len(missing)} ranks do not launch it, "

@@ -366,7 +366,7 @@ class Assembler:
 
     def _instructions(self, count: Ints) -> Table:
         present = count > 0
-        present[:, [step.mode == ALL_TO_ALL for step in self.steps]] = True
+        present[:, [step.mode & ALL_TO_ALL > 0 for step in self.steps]] = True
         for wait, launch in self._waits:
             present[:, wait] = present[:, launch]
         at = np.flatnonzero(present)

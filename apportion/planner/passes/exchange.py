@@ -28,6 +28,8 @@ Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
 
 CHANNEL = 0
+# Of a rank: from so many rows on, unpacking costs more than rounds by tensor do.
+DIRECT_ROWS = 2048
 # Requests of the home ranges, in the order in which they are made.
 COPIES, WHOLE = range(REQUESTS := 2)
 #: rank, row, rows of each: integers [n]
@@ -104,9 +106,25 @@ class Exchange:
         return np.flatnonzero(self.src == self.dst)
 
     @property
+    def sums(self) -> bool:
+        """Whether several ranks of a group bring gradients of the same KV heads home, where they are added up."""
+        return bool(self.sets.shared.any())
+
+    @property
     def mode(self) -> int:
         """All ranks take part where they are one group."""
-        return ALL_TO_ALL if self.groups.split and len(self.groups) == 1 else P2P
+        return ALL_TO_ALL if self.groups.split and len(self.groups) == 1 and not self.direct else P2P
+
+    @cached_property
+    def direct(self) -> bool:
+        """Whether each tensor that comes in has rounds of its own. What a rank gets from another then lies in its work
+        rows as it travels, and need not be unpacked; worth it where rows are many."""
+        moved = self.moved
+        if not self.groups.split or self.turns is not None or self.sets.stages is not None:
+            return False
+        pairs = self.src[moved] * self.groups.ranks + self.dst[moved]
+        many = self.pieces.rows.sum() >= DIRECT_ROWS * self.groups.ranks
+        return bool(many) and len(np.unique(pairs)) == len(pairs)
 
     def home_ranges(self, tensor: Tensor, beside: Requests = ()) -> RangeSet:
         """Home rows of the copies with the heads of their rank, and all home rows of each rank; and behind these what
@@ -134,7 +152,8 @@ def _copies(pieces: Pieces, groups: Groups) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class ExchangeSteps:
-    """Positions of one exchange in the template. attend: where what lies beside it is computed."""
+    """Positions of one exchange in the template. launches: int64 [parts, rounds], a part of tensors each; attend: where
+    what lies beside it is computed."""
 
     launches: Ints
     clear: int
@@ -144,9 +163,10 @@ class ExchangeSteps:
     other: int
 
 
-def launch_other(asm: Assembler, exchange: Exchange | None, channel: int) -> int:
-    """Append the launch of the part that goes by itself; returns its position, -1 where all rows go at once."""
-    return -1 if exchange is None or exchange.turns is None else asm.launch(channel, exchange.mode)
+def launch_other(asm: Assembler, exchange: Exchange | None, channel: int, results: int = 0) -> int:
+    """Append the launch of the part that goes by itself; returns its position, -1 where all rows go at once. results:
+    RESULTS where these are."""
+    return -1 if exchange is None or exchange.turns is None else asm.launch(channel, exchange.mode | results)
 
 
 def reserve(
@@ -155,17 +175,21 @@ def reserve(
     attend: Op,
     channel: int | None = None,
     launched: int = -1,
+    results: int = 0,
+    parts: int = 1,
 ) -> ExchangeSteps | None:
     """Append the steps of an exchange. attend: the op of what is computed meanwhile; channel: where a part of it goes
     by itself, launched behind the rest and waited for elsewhere; launched: the launch of such a part that is waited
-    for here."""
+    for here; results: RESULTS where rows leave as such; parts: of tensors, in rounds of their own."""
     if exchange is None:
         return None
     clear, other = asm.step(Op.CLEAR), launched
-    launches = [asm.launch(CHANNEL, exchange.mode) for _ in range(exchange.slots.rounds)]
-    copy, beside = asm.step(Op.COPY), asm.step(attend)
-    for launch in launches:
-        asm.wait(launch)
+    mode = exchange.mode | results
+    launches = [[asm.launch(CHANNEL, mode) for _ in range(exchange.slots.rounds)] for _ in range(parts)]
+    copy, beside = asm.step(Op.DELIVER if results else Op.COPY), asm.step(attend)
+    for part in launches:
+        for launch in part:
+            asm.wait(launch)
     if channel is not None:  # not before: both would share the links
         other = launch_other(asm, exchange, channel)
     if launched >= 0:
@@ -180,11 +204,12 @@ def bring_in(
     home: Numbers,
     attention: Ints,
     apart: Bools | None = None,
+    part: int = 0,
 ) -> None:
-    """Home rows of one tensor into attention rows; attention: operand numbers of the pieces; apart: bool [pieces],
-    those that go by themselves."""
+    """Home rows of one tensor, which goes in a part of the rounds, into attention rows; attention: operand numbers of
+    the pieces; apart: bool [pieces], those that go by themselves."""
     given, taken = home[COPIES], attention[exchange.piece]
-    _move(asm, exchange, steps, (exchange.src, given), (exchange.dst, taken), apart)
+    _move(asm, exchange, steps, (exchange.src, given), (exchange.dst, taken), apart, part)
 
 
 def take_out(
@@ -210,8 +235,7 @@ def take_out_shared(
     apart: Bools | None = None,
 ) -> None:
     """Gradients of KV rows back home, where several ranks of a group may bring some of the same head."""
-    shared = exchange.sets.shared[exchange.pieces.group[exchange.piece]]
-    if not shared.any():
+    if not exchange.sums:
         take_out(asm, exchange, steps, attention, home, apart)
         return
     arriving = _staged(ops, exchange)
@@ -251,18 +275,30 @@ Side = tuple[Ints, Ints]  # ranks and operand numbers of the copies
 
 
 def _move(
-    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, given: Side, taken: Side, apart: Bools | None
+    asm: Assembler,
+    exchange: Exchange,
+    steps: ExchangeSteps,
+    given: Side,
+    taken: Side,
+    apart: Bools | None,
+    part: int = 0,
 ) -> None:
-    _transfer(asm, exchange, steps, given, taken, apart)
+    _transfer(asm, exchange, steps, given, taken, apart, part)
     kept = exchange.kept
     asm.rows("rowops", given[0][kept], steps.copy, given[1][kept], 0, taken[1][kept], 0, 1)
 
 
 def _transfer(
-    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, given: Side, taken: Side, apart: Bools | None
+    asm: Assembler,
+    exchange: Exchange,
+    steps: ExchangeSteps,
+    given: Side,
+    taken: Side,
+    apart: Bools | None,
+    part: int = 0,
 ) -> None:
     moved = exchange.moved
-    at = steps.launches[exchange.slots.round] if len(moved) else np.zeros(0, np.int64)
+    at = steps.launches[part][exchange.slots.round] if len(moved) else np.zeros(0, np.int64)
     if apart is not None:
         at = np.where(apart[exchange.piece[moved]], steps.other, at)
     (src, out), (dst, arriving) = given, taken

@@ -27,6 +27,7 @@ from apportion.ir.isa import (
     FIRST_DKV,
     KV_SIDE,
     OPERAND_COLUMNS,
+    RESULTS,
     RETURNED,
     SIDES,
     TABLES,
@@ -182,8 +183,11 @@ def _without(part: Part, dropped: Bools) -> Part:
 class _Script:
     """The steps of one phase, and where those of each stage stand: int64 [stages]; launches int64 [stages, rounds]."""
 
-    def __init__(self, asm: Assembler, core: Assembler, exchange: Exchange, stages: HeadStages) -> None:
+    def __init__(
+        self, asm: Assembler, core: Assembler, exchange: Exchange, stages: HeadStages, results: int
+    ) -> None:
         self._asm, self._core, self._exchange, self._stages = asm, core, exchange, stages
+        self._results = results
         # beside tiles that are under way at the same time
         self._channel = 1 + max(step.channel for step in core.steps) if stages.ahead else CHANNEL
         self.project, self.brought, self.attend, self.left, self.added, self.pushed = (
@@ -202,8 +206,8 @@ class _Script:
             self.attend[stage] = self._asm.append(self._core)
             if ahead and stage:
                 self._close(stage - 1)
-            self.going[stage] = self._launch()
-            self.left[stage] = self._asm.step(Op.COPY)
+            self.going[stage] = self._launch(self._results)
+            self.left[stage] = self._asm.step(Op.DELIVER if self._results else Op.COPY)
             if not ahead and stage + 1 < stages:
                 self._bring(stage + 1)
             if not ahead or stage + 1 == stages:
@@ -219,9 +223,9 @@ class _Script:
         self.added[stage] = self._asm.step(Op.ADD)
         self.pushed[stage] = self._asm.step(Op.PROJECT_GRAD)
 
-    def _launch(self) -> list[int]:
+    def _launch(self, results: int = 0) -> list[int]:
         rounds = range(self._exchange.slots.rounds)
-        return [self._asm.launch(self._channel, self._exchange.mode) for _ in rounds]
+        return [self._asm.launch(self._channel, self._exchange.mode | results) for _ in rounds]
 
     def _wait(self, launches: Ints) -> None:
         for launch in launches.tolist():
@@ -301,7 +305,8 @@ class _Programs:
             self._whole(Op.DELTA, a=Tensor.DO, b=Tensor.O, c=Tensor.DELTA)
         if not forward and stages.shared and not stages.project:
             self._whole(Op.CLEAR, c=Tensor.DKV)
-        script = _Script(self.asm, self._core.asm, self._exchange, stages)
+        sums = not forward and (stages.project or stages.shared)
+        script = _Script(self.asm, self._core.asm, self._exchange, stages, 0 if sums else RESULTS)
         script.append()
         if forward:
             self._whole(Op.FINISH, c=Tensor.O)

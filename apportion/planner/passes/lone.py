@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
-from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES, TRAVELLING
+from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
 from apportion.ir.jit import jit
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.shard import row_times, row_weights
@@ -132,12 +132,12 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
 
 def _spared(problem: Problem, rows: Ints) -> Ints:
     """int64, like `rows`: nanoseconds of all layers that a rank spends on rows of its own that are exchanged: they are
-    packed and unpacked, and their results finished. The more lone rows it has, the fewer of these."""
+    packed, and their results unpacked. The more lone rows it has, the fewer of these."""
     model, moved = problem.model, 0
     for phase in PHASES:
-        for side in SIDES:
-            moved += 2 * sum(map(model.row_bytes, TRAVELLING[side, phase]))
-            moved += sum(map(model.row_bytes, RETURNED[side, phase]))
+        for side, heads in zip(SIDES, (model.q_heads, model.kv_heads), strict=True):
+            moved += 2 * sum(map(model.row_bytes, FETCHED[side, phase]))
+            moved += 2 * heads * sum(map(model.sent_result_bytes, RETURNED[side, phase]))
     spent = sum(problem.layers.values()) * 1e3 * problem.cost.moved_us(moved * rows)
     return np.rint(spent).astype(np.int64)
 

@@ -18,7 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import FETCHED, FIRST_DKV, FIRST_DQ, RETURNED, SIDES, TRAVELLING, Op, Space, Tensor
+from apportion.ir.isa import (
+    FETCHED,
+    FIRST_DKV,
+    FIRST_DQ,
+    RESULTS,
+    RETURNED,
+    SIDES,
+    TRAVELLING,
+    Op,
+    Space,
+    Tensor,
+)
 from apportion.ir.plan import ProgramSet
 from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
 from apportion.planner.passes.exchange import (
@@ -57,8 +68,8 @@ Home = dict[Tensor, Numbers]
 def lower_forward(low: Lowering) -> ProgramSet:
     """The forward programs of all ranks."""
     asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
-    come = reserve(asm, exchange, Op.ATTEND, _channel(low))
-    ahead = _Ahead(asm, low, come, Op.ATTEND)
+    come = reserve(asm, exchange, Op.ATTEND, _channel(low), parts=_parts(low, "forward"))
+    ahead = _Ahead(asm, low, come, Op.ATTEND, RESULTS)
     core = forward_core(asm, ops, low, ahead)
     leave, finish = ahead.leave(), asm.step(Op.FINISH)
     asm, ops = spread(asm, ops, low)
@@ -66,8 +77,7 @@ def lower_forward(low: Lowering) -> ProgramSet:
     if exchange is not None and come is not None and leave is not None:
         home, beside = _homes(ops, low, exchange, "forward")
         late, early, _ = _apart(exchange)
-        bring_in(asm, exchange, come, home[Tensor.Q], core[Tensor.Q][PIECES], late)
-        bring_in(asm, exchange, come, home[Tensor.KV], core[Tensor.KV][PIECES])
+        _bring_in(asm, exchange, come, home, core, late, "forward")
         take_out(asm, exchange, leave, core[Tensor.O][PIECES], home[Tensor.O], early)
         results = home[Tensor.O][HOME_WHOLE]
         if low.beside is not None:
@@ -87,8 +97,8 @@ def lower_backward(low: Lowering) -> ProgramSet:
     """The backward programs of all ranks."""
     asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
     delta = asm.step(Op.DELTA)
-    come = reserve(asm, exchange, Op.ATTEND_GRAD, _channel(low))
-    ahead = _Ahead(asm, low, come, Op.ATTEND_GRAD)
+    come = reserve(asm, exchange, Op.ATTEND_GRAD, _channel(low), parts=_parts(low, "backward"))
+    ahead = _Ahead(asm, low, come, Op.ATTEND_GRAD, 0 if exchange is None or exchange.sums else RESULTS)
     core = backward_core(asm, ops, low, ahead)
     leave = ahead.leave()
     asm, ops = spread(asm, ops, low)
@@ -96,9 +106,7 @@ def lower_backward(low: Lowering) -> ProgramSet:
     if exchange is not None and come is not None and leave is not None:
         home, beside = _homes(ops, low, exchange, "backward")
         late, early, early_keys = _apart(exchange)
-        for tensor in (Tensor.Q, Tensor.DO, Tensor.DELTA):
-            bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES], late)
-        bring_in(asm, exchange, come, home[Tensor.KV], core[Tensor.KV][PIECES])
+        _bring_in(asm, exchange, come, home, core, late, "backward")
         take_out(asm, exchange, leave, core[Tensor.DQ][PIECES], home[Tensor.DQ], early)
         take_out_shared(asm, ops, exchange, leave, core[Tensor.DKV][PIECES], home[Tensor.DKV], early_keys)
         rows = {tensor: home[tensor][HOME_WHOLE] for tensor in rows}
@@ -110,6 +118,29 @@ def lower_backward(low: Lowering) -> ProgramSet:
             rows = {tensor: beside[tensor][WHOLE] for tensor in rows}
     _delta(asm, ops, low, delta, rows)
     return asm.build(ops, low.sets)
+
+
+def _parts(low: Lowering, phase: str) -> int:
+    """In how many parts tensors come in."""
+    split = low.exchange is not None and low.exchange.direct
+    return sum(len(FETCHED[side, phase]) for side in SIDES) if split else 1
+
+
+def _bring_in(
+    asm: Assembler,
+    exchange: Exchange,
+    come: ExchangeSteps,
+    home: Home,
+    core: Home,
+    late: Bools | None,
+    phase: str,
+) -> None:
+    """All tensors, each in its part. Queries may be late."""
+    fetched = [(tensor, side) for side in SIDES for tensor in FETCHED[side, phase]]
+    for number, (tensor, side) in enumerate(fetched):
+        part = number if exchange.direct else 0
+        apart = late if side == "query" else None
+        bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES], apart, part)
 
 
 def _homes(ops: Operands, low: Lowering, exchange: Exchange, phase: str) -> tuple[Home, Home]:
@@ -133,19 +164,24 @@ def _homes(ops: Operands, low: Lowering, exchange: Exchange, phase: str) -> tupl
 class _Ahead:
     """Waits for the late part of what comes in, and launches the early part of what goes out."""
 
-    def __init__(self, asm: Assembler, low: Lowering, come: ExchangeSteps | None, attend: Op) -> None:
+    def __init__(
+        self, asm: Assembler, low: Lowering, come: ExchangeSteps | None, attend: Op, results: int
+    ) -> None:
         self._asm, self._low, self._come, self._attend, self._early = asm, low, come, attend, -1
+        self._results = results
 
     def first(self) -> None:
         if self._come is not None and self._come.other >= 0:
             self._asm.wait(self._come.other)
 
     def last(self) -> None:
-        self._early = launch_other(self._asm, self._low.exchange, _channel(self._low))
+        self._early = launch_other(self._asm, self._low.exchange, _channel(self._low), self._results)
 
     def leave(self) -> ExchangeSteps | None:
         """Append the steps of the way out."""
-        return reserve(self._asm, self._low.exchange, self._attend, launched=self._early)
+        return reserve(
+            self._asm, self._low.exchange, self._attend, launched=self._early, results=self._results
+        )
 
 
 def _channel(low: Lowering) -> int:

@@ -187,8 +187,8 @@ def _accumulate(moved: Ints, of: Ints, operand: Ints, fresh: Bools, complete: Bo
 def _rows_us(view: View, costs: Costs, posted: Posted) -> Floats:
     """Memory-bound operations: the rows of an instruction are one kernel, as are the tiles that it packs or unpacks."""
     moved, waits = _row_bytes(view), np.flatnonzero(view.instructions["op"] == Op.WAIT)
-    moved[view.launches] = 2 * posted.packed
-    moved[waits] = 2 * posted.unpacked[view.launch_of[waits]]
+    moved[view.launches] = posted.packed
+    moved[waits] = posted.unpacked[view.launch_of[waits]]
     busy, at = np.zeros(len(moved)), np.flatnonzero(moved)
     busy[at] = costs.rowop_us(moved[at])
     return busy
@@ -200,6 +200,9 @@ def _row_bytes(view: View) -> Ints:
     op, count = (view.instructions.wide(name) for name in ("op", "count"))
     a, b, c, d, first = (table.wide(name) for name in ("a", "b", "c", "d", "first"))
     moved = _passed(op, count, found.ptr[view.rank_of], _Rows(a, b, c, d, first), found.bytes, _PASSES)
+    given = np.flatnonzero(op[view.instruction_of("rowops")] == Op.DELIVER)
+    wide = found.bytes[view.operand("rowops", "c")[given]] - found.results[view.operand("rowops", "c")[given]]
+    np.add.at(moved, view.instruction_of("rowops")[given], -wide)
     some, rows = view.finished
     at, heads = view.instruction_of("rowops")[some], found.heads[view.operand("rowops", "c")[some]]
     moved[at] = 0

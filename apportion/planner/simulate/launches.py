@@ -40,8 +40,8 @@ WORK_NAMES = MappingProxyType(
 
 
 class Posted(NamedTuple):
-    """Of each launch, int64 [launches]: the messages that it posts, sent and received, and the bytes that are copied
-    into those that are sent (packed), and out of those that are received (unpacked)."""
+    """Of each launch, int64 [launches]: the messages that it posts, sent and received, and the bytes that are read and
+    written to copy tiles into those that are sent (packed), and out of those that are received (unpacked)."""
 
     messages: Ints
     packed: Ints
@@ -61,7 +61,12 @@ def _posted(groups: Groups, tiles: Tiles) -> Posted:
     for tile in range(len(tiles.launch)):
         if groups.staged[groups.of[tile]]:
             launch = tiles.launch[tile]
-            copied[tiles.send[tile], launch] += tiles.bytes[tiles.first[launch] + tiles.operand[tile]]
+            operand = tiles.first[launch] + tiles.operand[tile]
+            held, wire = tiles.bytes[operand], tiles.bytes[operand]
+            if tiles.results[launch]:  # rounded as they are packed, and results where they arrive
+                wire = tiles.wire[operand]
+                held = held if tiles.send[tile] else wire
+            copied[tiles.send[tile], launch] += held + wire
     return Posted(messages, copied[1], copied[0])
 
 

@@ -21,7 +21,7 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.fusion import Complete, find_complete
-from apportion.ir.isa import Op, Tensor
+from apportion.ir.isa import RESULTS, Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.plan import ProgramSet
 from apportion.ir.programs import ProgramView, head_table
@@ -78,8 +78,8 @@ class Traffic(NamedTuple):
 
 class Tiles(NamedTuple):
     """Transfers as listed, rank after rank, all int64. launch, send, peer, operand: [transfers], an operand by its
-    number on its rank. rank, round, first: [launches], where the operands of the rank begin. bytes, tensor:
-    [operands]."""
+    number on its rank. rank, round, first, results: [launches], where the operands of the rank begin, and whether what
+    travels are results. bytes, wire, tensor: [operands], what an operand takes in memory, and as a result."""
 
     launch: Ints
     send: Ints
@@ -88,18 +88,22 @@ class Tiles(NamedTuple):
     rank: Ints
     round: Ints
     first: Ints
+    results: Ints
     bytes: Ints
+    wire: Ints
     tensor: Ints
 
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """Operands of all ranks: tensor, rows, heads (1 for X and dX) and bytes, int64 [operands]; ptr [ranks + 1]."""
+    """Operands of all ranks: tensor, rows, heads (1 for X and dX), bytes, and results: what a sum takes once it is a
+    result in the model's dtype, int64 [operands]; ptr [ranks + 1]."""
 
     tensor: Ints
     rows: Ints
     heads: Ints
     bytes: Ints
+    results: Ints
     ptr: Ints
 
 
@@ -154,7 +158,9 @@ class View(ProgramView):
             self.launch_ranks,
             self.launch_rounds,
             first,
+            (self.instructions["mode"][self.launches] & RESULTS).astype(np.int64),
             found.bytes,
+            found.results,
             found.tensor,
         )
 
@@ -185,6 +191,7 @@ class View(ProgramView):
             rows,
             heads.ravel()[kind],
             rows * row_bytes.ravel()[kind],
+            rows * heads.ravel()[kind] * self._result_bytes[tensor],
             table.ptr.astype(np.int64, copy=False),
         )
 
@@ -196,6 +203,11 @@ class View(ProgramView):
         if self.phase == "backward":  # what the forward gave
             per_head[Tensor.O] = self.model.output_bytes
         return heads, heads * np.array(per_head)[:, None]
+
+    @cached_property
+    def _result_bytes(self) -> Ints:
+        """int64 [tensors]: of a row of one head of a sum, as a result; 0 of what is no sum."""
+        return np.array([self.model.sent_result_bytes(tensor) for tensor in Tensor])
 
     @cached_property
     def complete(self) -> Mapping[str, Complete]:

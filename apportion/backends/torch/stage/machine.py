@@ -132,7 +132,7 @@ class StageMachine(TorchMachine):
         for launch in self._loaded.launches[step.index]:
             self._move(launch)
 
-    copy = clear = add = _by_address
+    copy = deliver = clear = add = _by_address
 
     def _move(self, launch: Launch) -> None:
         args = *launch.tables, *launch.arrays(self._addresses), *launch.sizes
@@ -165,8 +165,9 @@ class StageMachine(TorchMachine):
     def finish(self, step: Step) -> None:
         sinks = self._layer.sinks
         for launch in self._loaded.launches[step.index]:
-            given = self._results[0], launch.tables[0] if sinks is None else sinks
-            self._start(launch, *given, SINKS=sinks is not None)
+            if sinks is not None or not launch.for_sinks:
+                given = self._results[0], launch.tables[0] if sinks is None else sinks
+                self._start(launch, *given, SINKS=sinks is not None)
 
     # --- results
 

@@ -8,8 +8,8 @@ What a call has to do for an instruction is to put the addresses of its arrays b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from apportion.backends.torch.stage.tiles import Ints, shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
 from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
 from apportion.ir.errors import ExecutionError
-from apportion.ir.fusion import find_complete
+from apportion.ir.fusion import apart, find_complete, result_ranges
 from apportion.ir.isa import OP_NAMES, PHASES, Op, Space
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.ops import instruction_of
@@ -49,7 +49,7 @@ from apportion.ir.plan import ProgramSet
 
 class Launch(NamedTuple):
     """One kernel launch, but for the arrays and the layer. arrays: which of the machine's arrays come first, by number;
-    tables: device tensors; sizes: integers behind them."""
+    tables: device tensors; sizes: integers behind them. for_sinks: there is nothing to do without learned sinks."""
 
     kernel: str
     programs: int
@@ -57,6 +57,7 @@ class Launch(NamedTuple):
     arrays: Callable[[Sequence[Any]], Any]
     sizes: tuple[int, ...]
     constants: Mapping[str, Any]
+    for_sinks: bool = False
 
 
 class Table:
@@ -160,6 +161,7 @@ class _Draft:
     slots: Sequence[Slot]
     sizes: tuple[int, ...]
     constants: Mapping[str, Any]
+    for_sinks: bool = False
 
     def launch(self, buffer: Tensor, builder: _Builder) -> Launch:
         views = [buffer[place] for place in self.tables]
@@ -167,7 +169,9 @@ class _Draft:
             views[0] = views[0].view(torch.int64)
         numbers = [builder.number(slot) for slot in self.slots]
         arrays = itemgetter(*numbers) if len(numbers) > 1 else _one(numbers[0])
-        return Launch(self.kernel, self.programs, tuple(views), arrays, self.sizes, self.constants)
+        return Launch(
+            self.kernel, self.programs, tuple(views), arrays, self.sizes, self.constants, self.for_sinks
+        )
 
 
 def _one(number: int) -> Callable[[Sequence[Any]], Any]:
@@ -210,7 +214,7 @@ class _Builder:
                 operand = self._program.operands[int(self._programs[roles.table][roles.owner][task])]
                 rows = operand.row, operand.row + operand.rows
                 found.setdefault((int(step[task]), operand.tensor), set()).add(rows)
-        return {key: _apart(ranges) for key, ranges in found.items()}
+        return {key: apart(ranges) for key, ranges in found.items()}
 
     def step(self, step: Step) -> Iterator[_Draft]:
         """The launches of a step; of row ops, where there are rows."""
@@ -301,8 +305,25 @@ class _Builder:
         for message in messages:
             for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
                 operand = self._program.operands[index]
-                arrays = tile_arrays(operand, self._header, self._arenas.hidden)
-                yield message_parts(message, tile, operand, arrays), self._parts.of(operand), operand.rows
+                arrays = tile_arrays(operand, self._header, self._arenas.hidden, message.results)
+                there = message_parts(message, tile, operand, arrays)
+                given = message.results and operand.is_home
+                yield there, self._result(operand) if given else self._parts.of(operand), operand.rows
+
+    def deliver(self, step: Step) -> Iterator[_Draft]:
+        operands = self._program.operands
+        ends = [(operands[row.a], operands[row.c]) for row in step.rowops]
+        yield from self._move([p for a, c in ends for p in moved(self._parts.of(a), self._result(c), c.rows)])
+
+    def _result(self, operand: Operand) -> list[Part]:
+        """The parts of home rows of a sum as the caller gets them."""
+        like, first = _RESULT[operand.tensor]
+        given = self._parts.of(replace(operand, tensor=like))
+        found = [
+            (place._replace(slot=(Name.NONE, True, first + i)), width)
+            for i, (place, width) in enumerate(given)
+        ]
+        return found + self._parts.of(operand)[1:] if operand.tensor == Name.O else found
 
     def _in_turn(self, step: Step, found: list[list[Panel]]) -> Iterator[_Draft]:
         """One launch, unless a row of the step reads or writes what another one writes."""
@@ -363,29 +384,24 @@ class _Builder:
         yield _Draft("delta", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
 
     def finish(self, step: Step) -> Iterator[_Draft]:
-        made = spots(step, self._program.operands, ROWS, self._complete["o"].gaps)
-        if not len(made.tiles):
-            return
-        tables, slots = self._stored(made.tiles, made.heads), [(Name.O, True, 0), (Name.O, True, 1)]
-        sizes = (made.lanes, self._header.q_heads)
-        yield _Draft("finish", len(made.tiles) * made.lanes, tables, list(slots), sizes, self._widths())
+        lse, results = (Name.O, True, 1), result_ranges(self._programs, Name.O)
+        for given, left in (((Name.O, True, 0), self._complete["o"].gaps), ((Name.NONE, True, 0), results)):
+            made = spots(step, self._program.operands, ROWS, left)
+            if len(made.tiles):
+                tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
+                arrived = given[0] == Name.NONE
+                count = len(made.tiles) * made.lanes
+                yield _Draft("finish", count, tables, [given, lse], sizes, self._widths(), arrived)
 
     def results(self, rows: int) -> Iterator[_Draft]:
         """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
         if not rows or Name.DQ not in self._home:
             return
         found: list[Panel] = []
-        for tensor, given, column, at in ((Name.DQ, Name.Q, "dq", 0), (Name.DKV, Name.KV, "dkv", 1)):
+        for tensor, column in ((Name.DQ, "dq"), (Name.DKV, "dkv")):
             for row, stop in self._complete[column].gaps(0, rows):
-                source, target = (
-                    self._parts.of(Operand(0, name, Space.HOME, row, stop - row, *self._all(name)))
-                    for name in (tensor, given)
-                )
-                named = [
-                    (place._replace(slot=(Name.NONE, True, at + i)), width)
-                    for i, (place, width) in enumerate(target)
-                ]
-                found += moved(source, named, stop - row)
+                whole = Operand(0, tensor, Space.HOME, row, stop - row, *self._all(tensor))
+                found += moved(self._parts.of(whole), self._result(whole), stop - row)
         yield from self._move(found)
 
     def _all(self, tensor: Name) -> tuple[tuple[int, ...], slice]:
@@ -408,17 +424,8 @@ class _Builder:
         return places
 
 
-def _apart(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that meet as one, ascending."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return found
-
-
+#: a sum -> the tensor whose home rows its results are like, and the first of the results that they are
+_RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
 #: home rows that callers always pass in
 _GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
 

@@ -1,0 +1,161 @@
+"""Rows that arrive as results: how they travel, what they cost, and what must not touch them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion.ir import text, totals, verify
+from apportion.ir.codec import Plan
+from apportion.ir.fusion import find_complete, result_ranges
+from apportion.ir.isa import PHASES, RESULTS, Op, Tensor
+from apportion.ir.messages import find_messages
+
+PLAN = (Path(__file__).resolve().parents[1] / "plans/results.txt").read_text()
+
+
+def planned(dtype: str = "bf16", recipe: str = "ulysses", kv_heads: int = 4) -> Plan:
+    model = ap.Model(4, kv_heads, 16, dtype=dtype)
+    return ap.plan(ap.Batch.from_lengths([300, 200, 100, 80, 60]), ap.Cluster(1, 4), model, recipe=recipe)
+
+
+def broken(*changes: tuple[str, str]) -> str:
+    written = PLAN
+    for old, new in changes:
+        assert old in written
+        written = written.replace(old, new)
+    return " ".join(map(str, verify.check(text.parse(written))))
+
+
+# ---- what travels
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_results_travel_in_the_models_dtype(dtype: str) -> None:
+    plan = planned(dtype)
+    model, size = plan.request.model, {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
+    moved = totals.moved(plan.programs, plan.header.head_sets, model, plan.request.cluster)
+    rows = plan.request.batch.tokens * 3 / 4  # of all rows, three quarters of the heads are elsewhere
+    lse = max(size, 4)
+    assert moved["default", "forward"].sent.sum() == rows * 4 * (3 * 16 * size + 16 * size + lse)
+    assert moved["default", "backward"].sent.sum() == rows * 4 * (4 * 16 * size + 2 * lse + 3 * 16 * size)
+
+
+def test_shared_kv_heads_are_summed_up_at_home() -> None:
+    plan = planned(kv_heads=2)
+    modes = {phase: set(plan.programs["default", phase]["instructions"]["mode"].tolist()) for phase in PHASES}
+    assert {mode & RESULTS for mode in modes["forward"]} == {0, RESULTS}
+    assert {mode & RESULTS for mode in modes["backward"]} == {0}
+
+
+def test_rows_that_arrive_as_results_need_no_finish_and_no_cast() -> None:
+    plan = planned()
+    for phase, columns in (("forward", "o"), ("backward", "dq dkv")):
+        programs = plan.programs["default", phase]
+        for column in columns.split():
+            found = find_complete(programs, phase)[column]
+            assert (found.row1 - found.row0).sum() == plan.request.batch.tokens
+    run = ap.simulate(plan).runs["default", "forward"]
+    launches = (
+        1 + 1 + 1 + 1 + 1 + 1
+    )  # pack, copy, unpack, attend, deliver and pack, unpack; finish has no rows
+    assert set(run.launches.tolist()) == {launches + 1}
+
+
+def test_result_ranges_are_cut_to_what_is_asked() -> None:
+    program = text.parse(PLAN).programs["default", "forward"].rank(1)
+    within = result_ranges(program, Tensor.O)
+    assert within(0, 8) == [(0, 8)]
+    assert within(3, 5) == [(3, 5)]
+    assert within(8, 9) == []
+    assert result_ranges(program, Tensor.DQ)(0, 8) == []
+
+
+def test_results_are_staged() -> None:
+    plan = planned("fp32")
+    for programs in plan.programs.values():
+        found = find_messages(programs, plan.header)
+        mode = programs["instructions"]["mode"][found.instruction]
+        assert found.staged[mode & RESULTS > 0].all()
+
+
+def test_text_says_results() -> None:
+    plan = text.parse(PLAN)
+    assert "launch 1 all_to_all results: send O.work" in plan.text()
+    assert text.parse(plan.text()) == plan
+    assert {int(op) for op in plan.programs["default", "forward"]["instructions"]["op"]} >= {Op.DELIVER}
+
+
+def test_the_same_plan_without_results_is_right_too() -> None:
+    assert not broken((" results", ""), ("  deliver ", "  copy "))
+
+
+# ---- what must not be
+
+
+def test_nothing_is_added_to_results() -> None:
+    merged = (
+        "  wait 1\n  finish O.home[0:8)\n",
+        "  wait 1\n  clear O.work[0:8).h1\n  merge O.work[0:8).h1 -> O.home[0:8).h1\n  finish O.home[0:8)\n",
+    )
+    first = PLAN.index(merged[0])
+    written = PLAN[:first] + merged[1] + PLAN[first + len(merged[0]) :]
+    found = " ".join(map(str, verify.check(text.parse(written))))
+    assert "[results] rank 0" in found
+    assert "uses O home rows [0, 8) of head set 1, which arrive as results" in found
+
+
+def test_a_row_gets_results_in_all_heads_or_in_none() -> None:
+    found = broken(
+        ("deliver O.work[0:8).h1 -> O.home[0:8).h1 first", "copy O.work[0:8).h1 -> O.home[0:8).h1 first")
+    )
+    assert "O home row 0 gets results in 2 heads of 4" in found
+    assert "which arrive as results" not in found.split("gets results")[0] or "uses O home" in found
+
+
+def test_results_go_from_work_rows_home() -> None:
+    found = broken(
+        (
+            "launch 0 all_to_all: send Q.home[0:8).h3 to 1",
+            "launch 0 all_to_all results: send Q.home[0:8).h3 to 1",
+        ),
+        (
+            "launch 0 all_to_all: send Q.home[0:8).h1 to 0",
+            "launch 0 all_to_all results: send Q.home[0:8).h1 to 0",
+        ),
+    )
+    assert "Q home rows [0, 8) of head set 3 cannot be a result: sums go from work rows to home rows" in found
+    assert "KV work rows [8, 16) of head set 2 cannot be a result" in found
+
+
+def test_ranks_agree_on_results() -> None:
+    first = PLAN.index("launch 1 all_to_all results")
+    written = PLAN[:first] + PLAN[first:].replace(" results", "", 1)
+    found = " ".join(map(str, verify.check(text.parse(written))))
+    assert "[transfers]" in found
+    assert "with mode 3, but rank 0 with mode 1" in found
+
+
+def test_what_is_no_sum_cannot_be_delivered() -> None:
+    found = broken(
+        ("copy Q.home[0:8).h1 -> Q.work[0:8).h1 first,", "deliver Q.home[0:8).h1 -> Q.work[0:8).h1 first,")
+    )
+    assert "operand a must be O or dQ or dKV" in found
+
+
+def test_random_rows_keep_their_sums() -> None:
+    """Numbers through a plan by hand, against one task for each document."""
+    plan = text.parse(PLAN)
+    rng = np.random.default_rng(0)
+    q, k, v, do = (rng.normal(size=(16, h, w)) for h, w in ((4, 4), (2, 4), (2, 6), (4, 6)))
+    from apportion.backends import reference
+
+    found = reference.run(plan, "default", q, k, v, do)
+    copied = reference.run(
+        text.parse(PLAN.replace(" results", "").replace("  deliver ", "  copy ")), "default", q, k, v, do
+    )
+    for one, other in zip(found[:5], copied[:5], strict=True):
+        assert np.array_equal(one, other)
