@@ -73,16 +73,16 @@ _EVEN_MS = {8: 1, 64: 2, 256: 10, 1024: 50}
 _KV = {8: 3.0, 64: 2.0, 256: 1.6}
 _ROWS = (
     Promise(
-        "fcp 2K",
-        lambda: with_block(find_recipe("fcp"), 2048),
+        "fcp_paper 2K",
+        lambda: with_block(find_recipe("fcp_paper"), 2048),
         _FCP_MS,
         over_bound=1.03,
         tokens=0.02,
         slots=True,
     ),
     Promise(
-        "fcp auto",
-        _named("fcp"),
+        "fcp_paper auto",
+        _named("fcp_paper"),
         {8: 2, 64: 8, 256: 50, 1024: 300},
         {8: 0.02, 64: 0.01},
         tokens=0.02,

@@ -28,7 +28,11 @@ _BUILT_IN = {
         "wlb": "passes.pack:Wlb",
     },
     "inner": {"ulysses": "passes.groups:Ulysses", "upipe": "passes.upipe:UPipe"},
-    "shard": {"blocks": "passes.shard:Blocks", "sequences": "passes.sequences:Sequences"},
+    "shard": {
+        "blocks": "passes.shard:Blocks",
+        "chunks": "passes.sequences:Chunks",
+        "sequences": "passes.sequences:Sequences",
+    },
     "place": {
         "lpt": "passes.place:Lpt",
         "zigzag": "passes.zigzag:ZigZag",

@@ -13,7 +13,7 @@ from benchmarks import targets
 from benchmarks.targets import PROMISES, Effort, Figure, merged, promised
 
 EFFORT = Effort(ranks=(2, 4), seeds=(0,), repeats=1, patience=60.0)
-SMALL = replace(PROMISES["fcp 2K"], tokens_per_rank=1024)
+SMALL = replace(PROMISES["fcp_paper 2K"], tokens_per_rank=1024)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_figures_say_whether_they_are_as_promised() -> None:
 
 
 def test_a_row_for_each_rank_count_and_seed(rows: list[dict[str, Any]]) -> None:
-    assert [(row["name"], row["ranks"], row["seed"]) for row in rows] == [("fcp 2K", 2, 0), ("fcp 2K", 4, 0)]
+    assert [(row["name"], row["ranks"], row["seed"]) for row in rows] == [("fcp_paper 2K", 2, 0), ("fcp 2K", 4, 0)]
     for row in rows:
         assert row["slots"] == row["max_degree"]
         assert row["tasks"] > 0
@@ -63,7 +63,7 @@ def test_refusals_are_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(targets, "timed_plan", refuse)
     found = list(targets.measure(SMALL, SMALL.recipe(), replace(EFFORT, ranks=(2,))))
-    assert found == [{"name": "fcp 2K", "ranks": 2, "seed": 0, "refused": "too small"}]
+    assert found == [{"name": "fcp_paper 2K", "ranks": 2, "seed": 0, "refused": "too small"}]
     assert targets.tables(found)["targets-quality"] == "\nfcp 2K, 2 ranks: too small"
 
 

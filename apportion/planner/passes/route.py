@@ -143,6 +143,8 @@ class Node(RoutePass):
     def __call__(self, edges: Edges, site: Site) -> Routed:
         if not len(edges):
             return Routed(edges, np.zeros(0, np.int32))
+        if site.cluster.nodes == 1:
+            return Star()(edges, site)
         node = site.cluster.node_of(np.arange(site.cluster.ranks))
         # tiles keep their order; inside a tile the edges of one node lie side by side
         order = np.lexsort((edges.dst, node[edges.dst], edges.tile))
