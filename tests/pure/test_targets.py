@@ -35,7 +35,7 @@ def test_figures_say_whether_they_are_as_promised() -> None:
 
 
 def test_a_row_for_each_rank_count_and_seed(rows: list[dict[str, Any]]) -> None:
-    assert [(row["name"], row["ranks"], row["seed"]) for row in rows] == [("fcp_paper 2K", 2, 0), ("fcp 2K", 4, 0)]
+    assert [(row["name"], row["ranks"], row["seed"]) for row in rows] == [("fcp_paper 2K", 2, 0), ("fcp_paper 2K", 4, 0)]
     for row in rows:
         assert row["slots"] == row["max_degree"]
         assert row["tasks"] > 0
@@ -64,14 +64,14 @@ def test_refusals_are_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "timed_plan", refuse)
     found = list(targets.measure(SMALL, SMALL.recipe(), replace(EFFORT, ranks=(2,))))
     assert found == [{"name": "fcp_paper 2K", "ranks": 2, "seed": 0, "refused": "too small"}]
-    assert targets.tables(found)["targets-quality"] == "\nfcp 2K, 2 ranks: too small"
+    assert targets.tables(found)["targets-quality"] == "\nfcp_paper 2K, 2 ranks: too small"
 
 
 def test_tables(rows: list[dict[str, Any]]) -> None:
     written = targets.tables(rows)
     times = written["targets-times"].splitlines()
     assert times[0] == "| ms | 2 | 4 |"
-    assert times[2].startswith("| fcp 2K | ")
+    assert times[2].startswith("| fcp_paper 2K | ")
     quality = written["targets-quality"].splitlines()
     assert [line.split(" | ")[1] for line in quality[2:]] == ["2", "4"]
     assert len({line.count("|") for line in quality}) == 1
