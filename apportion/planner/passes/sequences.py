@@ -1,4 +1,4 @@
-"""Blocks that do not depend on loads: one a sequence, for placements that cut by their own rule or not at all; and equal
+"""Blocks that do not depend on loads: one a sequence, for placements that cut by their own rule or not at all; equal
 chunks of the token axis, wherever sequences begin."""
 
 from __future__ import annotations

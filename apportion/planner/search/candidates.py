@@ -88,11 +88,11 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     if reach < SHORT:
         others = [_mixed("blend", "star", degree) for degree in degrees]
         others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
-        star, whole = _mixed("blend", "star", 1), _whole()
+        star, whole, lone = _mixed("blend", "star", 1), _whole(), [*map(_lone, degrees[:1])]
         if reach >= SPARSE:
-            return [star, *map(_lone, degrees[:1]), whole, _mixed("blend", route, 1)], others
+            return [star, *lone, whole, _mixed("blend", route, 1)], others
         # few tiles come, and all of them at once
-        return [replace(star, rounds=1), replace(whole, rounds=1), _named("dcp")], others
+        return [replace(star, rounds=1), replace(whole, rounds=1), *lone, _named("dcp")], others
     first = [make(degree) for degree in degrees[:1] for make in (_lone, partial(_mixed, "blend", "star"))]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
     others = [_mixed("blend", "star", degree) for degree in degrees[1:2]]

@@ -17,6 +17,7 @@ from apportion.ir.isa import PHASES
 from apportion.ir.policy import Recipe
 from apportion.planner import pipeline
 from apportion.planner.options import Count, Positive
+from apportion.planner.passes.groups import Ulysses
 from apportion.planner.passes.schedule import Matchings
 from apportion.planner.pipeline import SILENT, Draft, Lowered, Made, Placed, SearchPass, Watch
 from apportion.planner.problem import Problem
@@ -288,13 +289,16 @@ class _Search:
 
 
 def _same(placed: Placed) -> str:
-    """Equal where plans are: for the same homes, and passes behind placement."""
-    placement, passes = placed.placement, placed.passes
+    """Equal where plans are: for the same homes, and passes behind placement, which move nothing where heads are split
+    among all ranks."""
+    placement, passes, lone = placed.placement, placed.passes, placed.lone
     if placement.execution is not None:
         return repr(passes)
-    homes = digest(placement.starts.tobytes() + placement.home.tobytes())
-    behind = passes.inner, passes.route, passes.schedule, passes.reshuffle, passes.remap
-    return f"{homes.hex()} {behind!r}"
+    alone = b"" if lone is None else lone.index.tobytes() + lone.home.tobytes()
+    homes = digest(placement.starts.tobytes() + placement.home.tobytes() + alone)
+    heads = replace(passes.inner, lone=None) if isinstance(passes.inner, Ulysses) else passes.inner
+    moving = (passes.route, passes.schedule) if len(placed.groups) > 1 else ()
+    return f"{homes.hex()} {(heads, *moving, passes.reshuffle, passes.remap)!r}"
 
 
 def _value(trial: Trial) -> float:
