@@ -165,9 +165,11 @@ class StageMachine(TorchMachine):
     def finish(self, step: Step) -> None:
         sinks = self._layer.sinks
         for launch in self._loaded.launches[step.index]:
-            if sinks is not None or not launch.for_sinks:
+            if launch.kernel == "finish":
                 given = self._results[0], launch.tables[0] if sinks is None else sinks
                 self._start(launch, *given, SINKS=sinks is not None)
+            elif sinks is not None:
+                self._start(launch, self._results[0], sinks)
 
     # --- results
 

@@ -49,7 +49,7 @@ from apportion.ir.plan import ProgramSet
 
 class Launch(NamedTuple):
     """One kernel launch, but for the arrays and the layer. arrays: which of the machine's arrays come first, by number;
-    tables: device tensors; sizes: integers behind them. for_sinks: there is nothing to do without learned sinks."""
+    tables: device tensors; sizes: integers behind them."""
 
     kernel: str
     programs: int
@@ -57,7 +57,6 @@ class Launch(NamedTuple):
     arrays: Callable[[Sequence[Any]], Any]
     sizes: tuple[int, ...]
     constants: Mapping[str, Any]
-    for_sinks: bool = False
 
 
 class Table:
@@ -161,7 +160,6 @@ class _Draft:
     slots: Sequence[Slot]
     sizes: tuple[int, ...]
     constants: Mapping[str, Any]
-    for_sinks: bool = False
 
     def launch(self, buffer: Tensor, builder: _Builder) -> Launch:
         views = [buffer[place] for place in self.tables]
@@ -169,9 +167,7 @@ class _Draft:
             views[0] = views[0].view(torch.int64)
         numbers = [builder.number(slot) for slot in self.slots]
         arrays = itemgetter(*numbers) if len(numbers) > 1 else _one(numbers[0])
-        return Launch(
-            self.kernel, self.programs, tuple(views), arrays, self.sizes, self.constants, self.for_sinks
-        )
+        return Launch(self.kernel, self.programs, tuple(views), arrays, self.sizes, self.constants)
 
 
 def _one(number: int) -> Callable[[Sequence[Any]], Any]:
@@ -384,14 +380,15 @@ class _Builder:
         yield _Draft("delta", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
 
     def finish(self, step: Step) -> Iterator[_Draft]:
-        lse, results = (Name.O, True, 1), result_ranges(self._programs, Name.O)
-        for given, left in (((Name.O, True, 0), self._complete["o"].gaps), ((Name.NONE, True, 0), results)):
+        kernels: tuple[tuple[str, list[Slot], _Left], ...] = (
+            ("finish", [(Name.O, True, 0), (Name.O, True, 1)], self._complete["o"].gaps),
+            ("sink", [(Name.O, True, 1)], result_ranges(self._programs, Name.O)),
+        )
+        for kernel, slots, left in kernels:
             made = spots(step, self._program.operands, ROWS, left)
             if len(made.tiles):
                 tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
-                arrived = given[0] == Name.NONE
-                count = len(made.tiles) * made.lanes
-                yield _Draft("finish", count, tables, [given, lse], sizes, self._widths(), arrived)
+                yield _Draft(kernel, len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
 
     def results(self, rows: int) -> Iterator[_Draft]:
         """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
@@ -424,6 +421,8 @@ class _Builder:
         return places
 
 
+#: which of the rows [row, stop) an op has to do
+_Left = Callable[[int, int], list[tuple[int, int]]]
 #: a sum -> the tensor whose home rows its results are like, and the first of the results that they are
 _RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
 #: home rows that callers always pass in

@@ -5,6 +5,7 @@ add       partial gradients into their accumulators, in program order
 merge     partial (O, LSE) into theirs
 delta     rowsum(dO * O) beside the LSE, and each tile's share of the sinks' gradients
 finish    the output in the model's dtype, with the learned sinks
+sink      the learned sinks join output that arrived in the model's dtype
 """
 
 import triton
@@ -251,4 +252,27 @@ def finish(
         )
         tl.debug_barrier()
         tl.store(lse + at, merged, mask=live)
+    _put(out + (at * E)[:, None], live[:, None], _scaled(rows, keep, EB), E, EA, EB)
+
+
+@triton.jit(do_not_specialize=(*SIZES, *OF_LAYER))
+def sink(
+    tiles, heads, lse, out, sinks, lanes: tl.int32, q_heads: tl.int32,
+    R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
+):  # fmt: skip
+    """The learned sinks join home rows of a tile and head that arrived as results."""
+    tile = tiles + tl.program_id(0) // lanes * TILE
+    lane = tl.program_id(0) % lanes
+    if lane >= tl.load(tile + 5):
+        return
+    row = tl.load(tile) + tl.arange(0, R)
+    live = row < tl.load(tile + 1)
+    head = tl.load(heads + tl.load(tile + 6) + lane * LANE)
+    at = row.to(tl.int64) * q_heads + head
+    rows = _load(out + (at * E)[:, None], live[:, None], E, EA, EB, True)
+    merged, keep, _ = merge_weights(
+        tl.load(lse + at, mask=live, other=NEG_INF), tl.load(sinks + head).to(tl.float64) + row * 0
+    )
+    tl.debug_barrier()
+    tl.store(lse + at, merged, mask=live)
     _put(out + (at * E)[:, None], live[:, None], _scaled(rows, keep, EB), E, EA, EB)
