@@ -129,6 +129,11 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | N
         return Groups.single(problem.ranks), problem, None
     groups = passes.inner.groups(problem)
     lone = passes.inner.find_lone(problem, groups)
+    if lone is not None and passes.reshuffle:
+        rule = "moves all rows, those of lone sequences too"
+        raise ConfigError(
+            "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.lone` out"
+        )
     if lone is not None and not len(lone.others):
         return Groups.single(problem.ranks), problem, lone
     return groups, virtual_problem(problem, groups, lone), lone
@@ -299,16 +304,22 @@ def _exchange(placed: Placed, rows: Rows, sets: HeadSets) -> Exchange | None:
     passes, lone, shares, first = placed.passes, placed.lone, placed.problem.member_shares, None
     tokens = placed.inner.batch.tokens
     if lone is not None:
-        if passes.reshuffle:
-            rule = "moves all rows, those of lone sequences too"
-            raise ConfigError(
-                "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.lone` out"
-            )
         first = lone.rows.per_rank
-        shares = np.maximum(placed.problem.member_room - first, 1)
+        shares = _room_beside(placed.problem, placed.groups, first, rows.per_rank)
     return plan_exchange(
         tokens, rows, placed.groups, shares, sets, passes.schedule.exchange, passes.reshuffle, first
     )
+
+
+def _room_beside(problem: Problem, groups: Groups, first: Ints, held: Ints) -> Ints:
+    """int64 [ranks] > 0: in what proportion members share the rows of their group, int64 [groups], beside `first` rows
+    of their own: what their default caps leave, or an explicit one where a group holds more."""
+    shares: Ints = np.maximum(problem.member_room - first, 1)
+    if problem.policy.token_cap is None:
+        return shares
+    short = held > np.add.reduceat(shares, groups.first[:-1])
+    room: Ints = np.where(short[groups.of_rank], np.maximum(problem.policy.token_cap - first, 1), shares)
+    return room
 
 
 def _beside(placed: Placed, exchange: Exchange, kind: str) -> Beside | None:

@@ -21,9 +21,10 @@ from apportion.planner.passes.distca.communication import (
     most_shards,
     range_cut,
 )
-from apportion.planner.passes.distca.placement import Distca, forward_bytes
+from apportion.planner.passes.distca.placement import CROWDED, Distca, forward_bytes
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.problem import Problem
+from apportion.planner.recipes import find_recipe
 from apportion.planner.registry import build
 from apportion.planner.simulate import simulate
 
@@ -454,3 +455,23 @@ def test_both_head_tail_forms_agree_on_whole_items():
     assert whole == pytest.approx([2000, 2000])
     with pytest.raises(ConfigError, match="alpha"):
         head_tail_cut(0.0, 1, 1, 1, 1, 1)
+
+
+def test_byte_caps_choose_between_rows_and_parts_of_keys():
+    steps = {"shard": {"sequences": {}}, "schedule": {"gather": {}}}
+    place = {"distca": {"kv_ranges": "auto", "buffer_bytes": 1_500_000}}
+    recipe = ap.Recipe("mine", {**steps, "place": place})
+    plan = ap.plan(
+        ap.Batch.from_lengths([2000, 900, 900, 900]), ap.Cluster(1, 4), ap.Model(8, 2, 64), recipe=recipe
+    )
+    assert plan.report["imbalance"]["compute"] < 0.05
+
+
+@pytest.mark.parametrize(("ranks", "by_keys"), [(8, False), (256, True)])
+def test_whole_rows_are_taken_unless_one_rank_sends_several_times_as_much(ranks, by_keys):
+    batch = ap.Batch.from_lengths(lognormal_lengths(0, ranks * 8192))
+    this = Problem(batch, ap.Cluster(ranks // 8, 8), ap.Model(8, 2, 64), ap.Policy(find_recipe("distca")))
+    rows, keys, auto = (place(Distca(kv_ranges=kv_ranges), this) for kv_ranges in (False, True, "auto"))
+    sent = [forward_bytes(this, placement, "default")[0].max() for placement in (rows, keys)]
+    assert (sent[0] > CROWDED * sent[1]) == by_keys
+    assert np.array_equal(auto.starts, (keys if by_keys else rows).starts)

@@ -234,6 +234,49 @@ def test_a_share_is_a_number_from_0_to_1(lone: object) -> None:
         passes_of(recipe(lone))  # type: ignore[arg-type]
 
 
+def test_home_ranks_are_refused_as_in_all_groups() -> None:
+    batch = Batch.from_lengths([200] * 8, home_ranks=[[3], *[None] * 7])
+    with pytest.raises(ConfigError, match="cannot be kept where groups share tokens"):
+        ap.plan(batch, Cluster(1, 4), MODEL, recipe="mixed")
+    made = ap.plan(batch, Cluster(1, 4), MODEL, recipe="auto")
+    assert (
+        made.layout("attention").spans["sequence"][made.layout("attention").spans.rank_of_row() == 3].min()
+        == 0
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cap_is_kept_on_ranks_of_unequal_speed(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    batch = Batch.from_lengths(rng.choice([50, 100, 200, 700, 1500], 15).tolist())
+    speeds = tuple(rng.choice([0.5, 1.0], 4).tolist())
+    cap = int(batch.tokens / 4 * rng.uniform(1.0, 1.3)) + 1
+    made = ap.plan(
+        batch, Cluster(1, 4, speeds=speeds), MODEL, policy=Policy(find_recipe("mixed"), token_cap=cap)
+    )
+    assert made.layout("attention").rows_per_rank.max() <= cap
+
+
+def test_a_cap_of_each_group_counts_what_is_lone() -> None:
+    batch, model = Batch.from_lengths([25, 50, 900, 25, 50, 327]), Model(12, 12, 8)
+    mine = recipe(place={"contiguous": {}})
+    made = ap.plan(batch, Cluster(2, 4), model, policy=Policy(mine, token_cap=176))
+    assert made.layout("attention").rows_per_rank.max() <= 176
+
+
+def test_a_choice_that_leaves_ranks_uneven_is_not_made() -> None:
+    batch = Batch.from_lengths([4000] * 9)
+    made = ap.plan(batch, Cluster(1, 4), MODEL, policy=Policy(recipe(), token_cap=16000))
+    assert made.report["imbalance"]["compute"] < 0.01
+
+
+def test_a_slow_rank_leaves_lone_sequences_to_others() -> None:
+    speeds = (1.0, 1.0, 1.0, 0.01, 1.0, 1.0, 1.0, 1.0)
+    lone = lone_of(problem_of(lognormal(), Cluster(2, 4, speeds=speeds)), 0.25)
+    assert len(lone.index) > 10
+    assert 3 not in lone.home
+
+
 def test_stages_of_heads_leave_none_alone() -> None:
     with pytest.raises(ConfigError, match="lone"):
         passes_of(recipe(inner={"upipe": {"degree": 4, "lone": "auto"}}))

@@ -285,8 +285,10 @@ class Ulysses(InnerPass):
         return HeadSets.of(model, groups)
 
     def find_lone(self, problem: Problem, groups: Groups) -> Lone | None:
-        """The sequences that stay whole, where there are others."""
-        return find_lone(problem, groups.first, self.lone) if self.lone is not None and groups.split else None
+        """The sequences that stay whole, if any; none where sequences have `home_ranks`, which groups refuse."""
+        if self.lone is None or not groups.split or problem.batch.home_ranks:
+            return None
+        return find_lone(problem, groups.first, self.lone)
 
     def groups(self, problem: Problem) -> Groups:
         """The groups of the cluster's ranks. Raises ConfigError where the degree does not divide."""

@@ -35,6 +35,8 @@ Floats = NDArray[np.float64]
 # busiest has no more than this part of its time beyond the mean, and of all work no more than that part is where groups
 # lack the tokens for it.
 SHARES, UNEVEN, APART = (0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03), 0.004, 0.04
+# What is left is so many times as uneven at most; else none are lone.
+MOST_UNEVEN = 2
 # A sequence with more of a rank's tokens is never lone, nor do lone ones fill a rank where there are others.
 TOKENS, FILLED = 0.6, 0.98
 # So much longer than the link takes for them rows of others come in, as they are packed and unpacked too.
@@ -127,7 +129,7 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
             best, least = found, uneven
         if least <= 1:
             break
-    return best
+    return best if share != "auto" or least <= MOST_UNEVEN else None
 
 
 def _spared(problem: Problem, rows: Ints) -> Ints:
@@ -146,8 +148,8 @@ def _find(problem: Problem, first: Ints, times: Ints, sizes: Ints, share: float)
     """The lone sequences, and how uneven they leave ranks: at most 1 is even enough."""
     speeds, members = problem.speeds, np.diff(first)
     whole = float(times.sum()) / float(speeds.sum())
-    fits = sizes <= TOKENS * float(problem.token_shares.min())
-    short = np.flatnonzero((times <= share * whole * float(speeds.min())) & fits)
+    fits = sizes <= TOKENS * float(problem.token_shares.max())
+    short = np.flatnonzero((times <= share * whole * float(speeds.max())) & fits)
     order = short[np.argsort(-times[short], kind="stable")]
     slowest = np.minimum.reduceat(speeds, first[:-1])
     rest = float(times.sum() - times[short].sum()) / float((slowest * members).sum())

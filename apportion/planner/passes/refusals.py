@@ -30,13 +30,13 @@ def obey_token_cap(problem: Problem, starts: Ints, home: Ints, name: str) -> Non
 
     starts: int64 [blocks + 1], home: int64 [blocks].
     """
-    cap = problem.policy.token_cap
-    if cap is None:
+    if problem.policy.token_cap is None:
         return
-    used = exact_sums(home, np.diff(starts), problem.ranks)
-    fullest = int(used.argmax())
-    if used[fullest] > cap:
+    used, caps = exact_sums(home, np.diff(starts), problem.ranks), problem.token_caps
+    fullest = int((used - caps).argmax())
+    if used[fullest] > caps[fullest]:
+        beside = " beside its lone sequences" if problem.caps is not None else ""
         raise CapacityError(
-            f"place pass {name} puts {used[fullest]} tokens on rank {fullest}, token_cap is {cap}: "
+            f"place pass {name} puts {used[fullest]} tokens on rank {fullest}{beside}, token_cap is {caps[fullest]}: "
             f"raise token_cap to {used[fullest]}, leave it out, or use a recipe that plans under it, such as fcp"
         )

@@ -89,14 +89,28 @@ class Distca(PlacePass):
     own_cap: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
-        placement = self._placed(problem, self._by_keys if self.kv_ranges is True else self._by_rows)
-        if self.kv_ranges == "auto":
-            by_keys = self._placed(problem, self._by_keys)
-            if _most_sent(problem, placement) > CROWDED * _most_sent(problem, by_keys):
-                placement = by_keys
+        placement = self._cheaper(problem)
         obey_token_cap(problem, placement.starts, placement.home, "distca")
         self._check_caps(problem, placement)
         return placement
+
+    def _cheaper(self, problem: Problem) -> Placement:
+        """By whole rows or by keys, as the parameter says; "auto": see there, and what caps allow."""
+        if self.kv_ranges != "auto":
+            return self._placed(problem, self._by_keys if self.kv_ranges else self._by_rows)
+        found: list[Placement] = []
+        refused: list[CapacityError] = []
+        for solve in (self._by_rows, self._by_keys):
+            try:
+                placement = self._placed(problem, solve)
+                self._check_caps(problem, placement)
+                found.append(placement)
+            except CapacityError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        crowded = [_most_sent(problem, placement) for placement in found]
+        return found[1] if len(found) == 2 and crowded[0] > CROWDED * crowded[1] else found[0]
 
     def _placed(self, problem: Problem, solve: Callable[[Problem], Solved]) -> Placement:
         starts, home, load, execution = solve(problem)
