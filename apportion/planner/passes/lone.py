@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 # lack the tokens for it.
 SHARES, UNEVEN, APART = (0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03), 0.004, 0.04
 # What is left is so many times as uneven at most; else none are lone.
-MOST_UNEVEN = 2
+MOST_UNEVEN = 8
 # A sequence with more of a rank's tokens is never lone, nor do lone ones fill a rank where there are others.
 TOKENS, FILLED = 0.6, 0.98
 # So much longer than the link takes for them rows of others come in, as they are packed and unpacked too.
