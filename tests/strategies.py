@@ -73,12 +73,12 @@ STRATEGIES: dict[str, dict] = {
         "place": {"zeppelin": {"cap": "paper", "inter_tokens": 30, "parts": 2}},
         "schedule": {"queues": {"proxies": 2, "local": "even"}},
     },
-    "fcp_paper": steps("fcp_paper", shard={"block": 5}),
-    "magi": steps("magi", shard={"size": 7}),
     "mixed": steps("mixed"),
     "mixed_overlapped": steps("mixed", inner={"overlap": True, "lone": 0.9}) | {"route": {"node": {}}},
     "mixed_blocks": BLOCKS | MATCHINGS | {"inner": {"ulysses": {"degree": "node", "lone": 0.9}}},
     "mixed_cells": steps("distca") | {"inner": {"ulysses": {"degree": "node", "lone": 0.5}}},
+    "fcp_paper": steps("fcp_paper", shard={"block": 5}),
+    "magi": steps("magi", shard={"size": 7}),
 }
 #: stages of twice as many heads as ranks: at least four query heads
 WIDE = {
