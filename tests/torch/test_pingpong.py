@@ -46,7 +46,7 @@ def test_every_pair_of_recipes(pool, first, second, turn, ranks):
     batches = [cases.batch_of(MASKS[(k * turn + ranks) % len(MASKS)]) for k in (5, 3)]
     plans = [plan_of(b, name, ranks, model) for b, name in zip(batches, (first, second), strict=True)]
     cap = 2.0 if extra == "softcap" else None
-    problems = [cases.problem_of(p, turn + i, extra == "sinks", cap) for i, p in enumerate(plans)]
+    problems = [cases.problem_of(p, 2 * turn + i, extra == "sinks", cap) for i, p in enumerate(plans)]
     problems[1] = replace(problems[1], sinks=problems[0].sinks)
     options = {"scale": problems[0].scale, "softcap": cap}
     each = list(zip(*(cases.shards(p, q) for p, q in zip(plans, problems, strict=True)), strict=True))
