@@ -268,7 +268,8 @@ def _schedule(placed: Placed) -> Lowered:
     problem, passes, placement, groups = placed.inner, placed.passes, placed.placement, placed.groups
     if placement.execution is not None and passes.route.rings:
         rule = "the placement says who computes, and what that adds up does not go around rings"
-        raise ConfigError("recipe.steps.route", "ring", rule, "use star, node or tree")
+        remedy = "use schedule matchings, gather or divisions, with route star, node or tree"
+        raise ConfigError("recipe.steps.route", "ring", rule, remedy)
     rows = Rows(placement.starts, placement.home, len(groups))
     heads = HeadGroups.of(problem.model, placement.head_groups)
     sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
