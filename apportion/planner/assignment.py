@@ -183,7 +183,7 @@ def _restored(problem: Problem, choice: Choice) -> tuple[Placed, Search]:
     search = _search(problem, choice.search)
     passes = passes_of(problem.policy.recipe if search is None else _recipe(search))
     groups, inner, lone = grouped(problem, passes)
-    if lone is not None and not len(lone.others):
+    if lone is not None and lone.is_all:
         lone = None
     first = _first_ranks(choice.groups, problem.ranks)
     if first is not None:

@@ -107,7 +107,7 @@ def place(problem: Problem, passes: Passes, watch: Watch) -> Placed:
     """Runs the passes up to placement. Raises ConfigError, CapacityError."""
     groups, inner, lone = grouped(problem, passes)
     checks = Checks(passes)
-    if lone is not None and not len(lone.others):
+    if lone is not None and lone.is_all:
         with watch("place"):
             shards, placement = lone.placement(problem)
         return Placed(problem, passes, groups, inner, shards, placement)
@@ -134,7 +134,7 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | N
         raise ConfigError(
             "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.lone` out"
         )
-    if lone is not None and not len(lone.others):
+    if lone is not None and lone.is_all:
         return Groups.single(problem.ranks), problem, lone
     return groups, virtual_problem(problem, groups, lone), lone
 

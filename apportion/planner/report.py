@@ -193,10 +193,7 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
     if exchange is None:
         return []
     dst, tensors = exchange.dst[exchange.moved], FETCHED if way == "in" else RETURNED
-    summed = phase == "backward" and (
-        exchange.sums or (low.sets.stages is not None and low.sets.stages.project)
-    )
-    results = way == "out" and not summed
+    results = way == "out" and exchange.results(phase)
     a_head = model.sent_result_bytes if results else partial(model.row_bytes, heads=1)
     queries, keys = (sum(map(a_head, tensors[side, phase])) for side in SIDES)
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, Op, Space, Tensor
+from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, RESULTS, Op, Space, Tensor
 from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
 from apportion.planner.passes.groups import Groups, HeadSets
 from apportion.planner.passes.rows import Rows, whole_ranges
@@ -109,6 +109,12 @@ class Exchange:
     def sums(self) -> bool:
         """Whether several ranks of a group bring gradients of the same KV heads home, where they are added up."""
         return bool(self.sets.shared.any())
+
+    def results(self, phase: str) -> int:
+        """RESULTS where what leaves in a phase is complete: nobody adds it up at home, or pushes it back further."""
+        stages = self.sets.stages
+        summed = self.sums or (stages is not None and stages.project)
+        return 0 if phase == "backward" and summed else RESULTS
 
     @property
     def mode(self) -> int:

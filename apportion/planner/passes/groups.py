@@ -252,7 +252,7 @@ class InnerPass(Pass, Protocol):
         return False
 
     def find_lone(self, problem: Problem, groups: Groups) -> Lone | None:
-        """The sequences that stay whole on one rank, None: none do, or all."""
+        """The sequences that stay whole on one rank, None: none do."""
         return None
 
     @abstractmethod

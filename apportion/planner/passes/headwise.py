@@ -27,7 +27,6 @@ from apportion.ir.isa import (
     FIRST_DKV,
     KV_SIDE,
     OPERAND_COLUMNS,
-    RESULTS,
     RETURNED,
     SIDES,
     TABLES,
@@ -305,8 +304,8 @@ class _Programs:
             self._whole(Op.DELTA, a=Tensor.DO, b=Tensor.O, c=Tensor.DELTA)
         if not forward and stages.shared and not stages.project:
             self._whole(Op.CLEAR, c=Tensor.DKV)
-        sums = not forward and (stages.project or stages.shared)
-        script = _Script(self.asm, self._core.asm, self._exchange, stages, 0 if sums else RESULTS)
+        results = self._exchange.results(self._phase)
+        script = _Script(self.asm, self._core.asm, self._exchange, stages, results)
         script.append()
         if forward:
             self._whole(Op.FINISH, c=Tensor.O)

@@ -60,6 +60,11 @@ class Lone:
     left: Floats
     come: float
 
+    @property
+    def is_all(self) -> bool:
+        """Whether there are no others."""
+        return not len(self.others)
+
     @cached_property
     def alone(self) -> Batch:
         return self.batch.take(self.index)

@@ -22,7 +22,6 @@ from apportion.ir.isa import (
     FETCHED,
     FIRST_DKV,
     FIRST_DQ,
-    RESULTS,
     RETURNED,
     SIDES,
     TRAVELLING,
@@ -69,7 +68,7 @@ def lower_forward(low: Lowering) -> ProgramSet:
     """The forward programs of all ranks."""
     asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
     come = reserve(asm, exchange, Op.ATTEND, _channel(low), parts=_parts(low, "forward"))
-    ahead = _Ahead(asm, low, come, Op.ATTEND, RESULTS)
+    ahead = _Ahead(asm, low, come, "forward")
     core = forward_core(asm, ops, low, ahead)
     leave, finish = ahead.leave(), asm.step(Op.FINISH)
     asm, ops = spread(asm, ops, low)
@@ -98,7 +97,7 @@ def lower_backward(low: Lowering) -> ProgramSet:
     asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
     delta = asm.step(Op.DELTA)
     come = reserve(asm, exchange, Op.ATTEND_GRAD, _channel(low), parts=_parts(low, "backward"))
-    ahead = _Ahead(asm, low, come, Op.ATTEND_GRAD, 0 if exchange is None or exchange.sums else RESULTS)
+    ahead = _Ahead(asm, low, come, "backward")
     core = backward_core(asm, ops, low, ahead)
     leave = ahead.leave()
     asm, ops = spread(asm, ops, low)
@@ -164,11 +163,10 @@ def _homes(ops: Operands, low: Lowering, exchange: Exchange, phase: str) -> tupl
 class _Ahead:
     """Waits for the late part of what comes in, and launches the early part of what goes out."""
 
-    def __init__(
-        self, asm: Assembler, low: Lowering, come: ExchangeSteps | None, attend: Op, results: int
-    ) -> None:
-        self._asm, self._low, self._come, self._attend, self._early = asm, low, come, attend, -1
-        self._results = results
+    def __init__(self, asm: Assembler, low: Lowering, come: ExchangeSteps | None, phase: str) -> None:
+        self._asm, self._low, self._come, self._early = asm, low, come, -1
+        self._attend = Op.ATTEND if phase == "forward" else Op.ATTEND_GRAD
+        self._results = 0 if low.exchange is None else low.exchange.results(phase)
 
     def first(self) -> None:
         if self._come is not None and self._come.other >= 0:

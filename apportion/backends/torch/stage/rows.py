@@ -230,6 +230,17 @@ def delta(
         tl.store(share, -tl.sum(tl.where(live & (merged != NEG_INF), p * total, 0.0), 0))
 
 
+@triton.jit
+def _join_sink(lse_at, live, sinks, head, row):
+    """Puts the learned sink of a head into the LSE of rows; float64 [rows], what their output is scaled by."""
+    merged, keep, _ = merge_weights(
+        tl.load(lse_at, mask=live, other=NEG_INF), tl.load(sinks + head).to(tl.float64) + row * 0
+    )
+    tl.debug_barrier()
+    tl.store(lse_at, merged, mask=live)
+    return keep
+
+
 @triton.jit(do_not_specialize=(*SIZES, *OF_LAYER))
 def finish(
     tiles, heads, o, lse, out, sinks, lanes: tl.int32, q_heads: tl.int32,
@@ -247,11 +258,7 @@ def finish(
     rows = _load(o + (at * E)[:, None], live[:, None], E, EA, EB, True)
     keep = tl.full([R], 1.0, tl.float32)
     if SINKS:
-        merged, keep, _ = merge_weights(
-            tl.load(lse + at, mask=live, other=NEG_INF), tl.load(sinks + head).to(tl.float64) + row * 0
-        )
-        tl.debug_barrier()
-        tl.store(lse + at, merged, mask=live)
+        keep = _join_sink(lse + at, live, sinks, head, row)
     _put(out + (at * E)[:, None], live[:, None], _scaled(rows, keep, EB), E, EA, EB)
 
 
@@ -270,9 +277,5 @@ def sink(
     head = tl.load(heads + tl.load(tile + 6) + lane * LANE)
     at = row.to(tl.int64) * q_heads + head
     rows = _load(out + (at * E)[:, None], live[:, None], E, EA, EB, True)
-    merged, keep, _ = merge_weights(
-        tl.load(lse + at, mask=live, other=NEG_INF), tl.load(sinks + head).to(tl.float64) + row * 0
-    )
-    tl.debug_barrier()
-    tl.store(lse + at, merged, mask=live)
+    keep = _join_sink(lse + at, live, sinks, head, row)
     _put(out + (at * E)[:, None], live[:, None], _scaled(rows, keep, EB), E, EA, EB)
