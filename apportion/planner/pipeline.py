@@ -37,7 +37,7 @@ from apportion.planner.passes.remap import Remapping
 from apportion.planner.passes.route import KeysOnly, Routed, Site, depths
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.stages import program_order
-from apportion.planner.passes.tasks import Edges, Members, Tasks, find_tasks, placed_tasks
+from apportion.planner.passes.tasks import Edges, Tasks, find_tasks, placed_tasks
 from apportion.planner.problem import Ints, Pass, Placement, Problem, Shards, exact_sums
 from apportion.planner.report import build_report
 from apportion.planner.steps import Passes
@@ -280,9 +280,9 @@ def _schedule(placed: Placed) -> Lowered:
         beside = None if exchange is None else _beside(placed, exchange, kind)
         if placement.execution is None:
             found = find_tasks(bands, rows)
-            Checks(passes).tasks(bands, rows.starts, found[0], found[2], len(heads))
+            Checks(passes).tasks(bands, rows.starts, *found, len(heads))
             if placement.groups is not None:
-                check_groups(groups, len(found[2]))
+                check_groups(groups, len(found[1]))
             low = _scheduled(passes, site, found, None, exchange, groups, sets, heads, beside)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
@@ -293,7 +293,7 @@ def _schedule(placed: Placed) -> Lowered:
                 lowered[kind, phase] = lowered[kind, PHASES[0]]
                 continue
             found = placed_tasks(cells, execution, rows, heads)
-            Checks(passes).tasks(bands, rows.starts, found[0], found[2], len(heads))
+            Checks(passes).tasks(bands, rows.starts, *found, len(heads))
             division = None if execution.division is None else execution.division.reshape(-1)
             low = _scheduled(passes, site, found, division, exchange, groups, sets, heads, beside)
             lowered[kind, phase] = low
@@ -333,7 +333,7 @@ def _beside(placed: Placed, exchange: Exchange, kind: str) -> Beside | None:
     single, model = Groups.single(cluster.ranks), placed.problem.model
     sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
     site, passes = Site(rows, lone.alone, cluster), replace(placed.passes, inner=None)
-    Checks(passes).tasks(bands, rows.starts, found[0], found[2], 1)
+    Checks(passes).tasks(bands, rows.starts, *found, 1)
     low = _scheduled(passes, site, found, None, None, single, sets, heads)
     early = lone.early
     return Beside(low, lone.beside(exchange.home), early[low.tasks.k])
@@ -342,7 +342,7 @@ def _beside(placed: Placed, exchange: Exchange, kind: str) -> Beside | None:
 def _scheduled(
     passes: Passes,
     site: Site,
-    found: tuple[Tasks, Members, Edges],
+    found: tuple[Tasks, Edges],
     division: Ints | None,
     exchange: Exchange | None,
     groups: Groups,
@@ -351,7 +351,7 @@ def _scheduled(
     beside: Beside | None = None,
 ) -> Lowering:
     """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
-    tasks, members, edges = found
+    tasks, edges = found
     routed, checks = _routed(passes, edges, site), Checks(passes)
     checks.routed(edges, routed, len(groups))
     if division is not None:
@@ -364,8 +364,8 @@ def _scheduled(
     if overlap:
         schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))
     tasks = tasks.arriving(schedule.routed.arrives)
-    tasks, members, parts, stage = program_order(tasks, members, schedule, site.rows, division)
-    low = Lowering(site.rows, tasks, members, parts, stage, schedule, exchange, groups, sets, heads, beside)
+    tasks, parts, stage = program_order(tasks, schedule, site.rows, division)
+    low = Lowering(site.rows, tasks, parts, stage, schedule, exchange, groups, sets, heads, beside)
     checks.lowering(low)
     return overlapped(low) if overlap else low
 

@@ -182,7 +182,7 @@ def scheduled(lengths, nodes, ranks_per_node, place_by, proxies=1, mask=None):
     made = problem(lengths, nodes, ranks_per_node, mask)
     placement = place(place_by, made)
     rows = Rows(placement.starts, placement.home, made.ranks)
-    _, _, edges = find_tasks(made.bands["default"], rows)
+    _, edges = find_tasks(made.bands["default"], rows)
     site = Site(rows, made.batch, made.cluster)
     return edges, Queues(proxies)(QueueRings(proxies)(edges, site), made.ranks)
 

@@ -48,6 +48,7 @@ from apportion.planner.passes.lowering import (
     PIECES,
     SENT,
     TILE,
+    TILE_CLEARED,
     TILE_INSIDE,
     WHOLE,
     Lowering,
@@ -333,8 +334,8 @@ def _return(
     come = ((target, arriving, edges.rows), side.edge_group)
     ranges = side.tile_ranges(leaving, passed, onward[passed], come)
     (tiles,) = ops.number((tensor,), Space.WORK, ranges)
-    cleared = side.tile_openers.cleared
-    asm.rows("rowops", edges.dst[cleared], clear[cleared], 0, 0, tiles[TILE][cleared], 0, 0)
+    cleared = side.tile_openers.lane
+    asm.rows("rowops", edges.dst[cleared], clear[cleared], 0, 0, tiles[TILE_CLEARED], 0, 0)
     asm.rows("transfers", edges.dst, launch, 1, target, tiles[TILE])
     asm.rows("transfers", target, launch, 0, edges.dst, tiles[ARRIVING])
     into = np.empty(len(edges), np.int32)
@@ -346,8 +347,8 @@ def _return(
 
 def _clear(asm: Assembler, at: int, side: Side, operands: Numbers) -> None:
     """Home rows that no task opens begin at nothing."""
-    block = side.openers.cleared // len(side.heads)
-    asm.rows("rowops", side.rows.home[block], at, 0, 0, operands[CLEARED], 0, 0)
+    rank = side.openers.lane // len(side.heads)
+    asm.rows("rowops", rank, at, 0, 0, operands[CLEARED], 0, 0)
 
 
 def _delta(asm: Assembler, ops: Operands, low: Lowering, at: int, rows: dict[Tensor, Ints]) -> None:
@@ -358,7 +359,7 @@ def _delta(asm: Assembler, ops: Operands, low: Lowering, at: int, rows: dict[Ten
 
 
 _NO_ROWS = np.zeros(0, np.int64)
-_NONE = Numbers(_NO_ROWS, (_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS))
+_NONE = Numbers(_NO_ROWS, (_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS))
 
 
 def _numbers(

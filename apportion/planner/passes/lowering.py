@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.isa import Space, Tensor
-from apportion.ir.jit import jit
 from apportion.planner.passes.assemble import Numbers, RangeSet, range_set
 from apportion.planner.passes.cells import HeadGroups
 from apportion.planner.passes.exchange import Exchange
 from apportion.planner.passes.groups import Groups, HeadSets
+from apportion.planner.passes.openers import Openers, Written, find_openers
 from apportion.planner.passes.rows import Rows, whole_ranges
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.script import Batches
 from apportion.planner.passes.stages import KeyParts, arena_order
-from apportion.planner.passes.tasks import Edges, Members, Tasks
+from apportion.planner.passes.tasks import Edges, Tasks
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -30,22 +30,7 @@ RowRange = tuple[Ints, Ints, Ints]
 # Requests of the home ranges of a side, in the order in which they are made.
 OF_TASKS, SENT, CLEARED, PIECES, WHOLE = range(5)
 # Requests of its tiles.
-TILE_TASKS, TILE, TILE_INSIDE, ARRIVING = range(4)
-
-
-@dataclass(frozen=True)
-class Openers:
-    """tasks: those that are the first on their rows and cover them all, so they may overwrite;
-    cleared: the groups of rows (blocks, once for each head group, or tiles) that no task opens."""
-
-    tasks: Ints
-    cleared: Ints
-
-    def flags(self, tasks: int) -> Ints:
-        """int32 [tasks]: 1 for those that overwrite."""
-        flags = np.zeros(tasks, np.int32)
-        flags[self.tasks] = 1
-        return flags
+TILE_TASKS, TILE, TILE_INSIDE, TILE_CLEARED, ARRIVING = range(5)
 
 
 @dataclass(frozen=True)
@@ -88,19 +73,19 @@ class Side:
 
     @cached_property
     def home_ranges(self) -> RangeSet:
-        """Home rows: of tasks, of tiles that leave, of blocks to be cleared, of pieces, and the whole."""
+        """Home rows: of tasks, of tiles that leave, those to be cleared, of pieces, and the whole."""
         requests, heads = self.home_requests
         return range_set(*requests, heads=heads)
 
     @property
     def home_requests(self) -> tuple[list[RowRange], list[Ints | int] | None]:
         """The same, and the head sets of each: None, all heads."""
-        local, sent, edges, cleared = self.local, self.roots, self.edges, self.openers.cleared
-        block, group = np.divmod(cleared, len(self.heads))
+        local, sent, edges, openers = self.local, self.roots, self.edges, self.openers
+        rank, group = np.divmod(openers.lane, len(self.heads))
         requests = [
             (self.exec[local], self.row[local], self.count[local]),
             (edges.home[sent], edges.row[sent], edges.rows[sent]),
-            (self.rows.home[block], self.rows.row[block], self.rows.lengths[block]),
+            (rank, openers.row, openers.rows),
             self.pieces,
             self.whole,
         ]
@@ -110,8 +95,8 @@ class Side:
         self, row: Ints, inner: Ints, outer: Ints, arriving: tuple[RowRange, Ints] | None = None
     ) -> RangeSet:
         """Work rows of tiles from `row` on (int64 [edges]): of tasks, whole tiles, the rows of the edges `inner` inside
-        the tiles of the edges `outer`, and other ranges, of these head groups, that `arrive`."""
-        edges, remote = self.edges, self.remote
+        the tiles of the edges `outer`, those to be cleared, and other ranges, of these head groups, that `arrive`."""
+        edges, remote, openers = self.edges, self.remote, self.tile_openers
         edge = self.edge[remote]
         first = row[edge] + self.row[remote] - edges.row[edge]
         inside = row[outer] + edges.row[inner] - edges.row[outer]
@@ -120,8 +105,15 @@ class Side:
             (edges.dst[edge], first, self.count[remote]),
             (edges.dst, row, edges.rows),
             (edges.dst[outer], inside, edges.rows[inner]),
+            (edges.dst[openers.lane], row[openers.lane] + openers.row, openers.rows),
             ranges,
-            heads=self._heads_of(self.group[remote], self.edge_group, self.edge_group[inner], group),
+            heads=self._heads_of(
+                self.group[remote],
+                self.edge_group,
+                self.edge_group[inner],
+                self.edge_group[openers.lane],
+                group,
+            ),
         )
 
     def _heads_of(self, *groups: Ints | None) -> list[Ints | int] | None:
@@ -191,8 +183,7 @@ class Side:
     @cached_property
     def opening(self) -> Ints:
         """int32 [tasks]: 1 for those that overwrite the rows that they add to, at home or in a tile."""
-        tasks = len(self.exec)
-        return self.openers.flags(tasks) | self.tile_openers.flags(tasks)
+        return self.openers.flags | self.tile_openers.flags
 
 
 @dataclass(frozen=True)
@@ -229,7 +220,6 @@ class Lowering:
 
     rows: Rows
     tasks: Tasks
-    members: Members
     parts: KeyParts
     stage: Ints  # int32 [tasks]
     schedule: Schedule
@@ -277,8 +267,9 @@ class Lowering:
         place, index, edges, round_, back = self._edges_of(1)
         edge = place[tasks.query_edge]
         remote = np.flatnonzero(edge >= 0)
-        covered = tasks.rows[remote] == edges.rows[edge[remote]]
-        in_tiles = self._openers(remote, edge[remote], covered, len(edges))
+        tile = edge[remote]
+        inside = tasks.row[remote] - edges.row[tile]
+        written = Written(remote, tile, inside, tasks.rows[remote], np.ones(len(remote), bool))
         return Side(
             rows=self.rows,
             exec=tasks.exec,
@@ -293,7 +284,7 @@ class Lowering:
             heads=self.heads.query,
             carry=self._carry,
             openers=self._query_openers,
-            tile_openers=in_tiles,
+            tile_openers=find_openers(written, edges.rows, len(tasks)),
             pieces=self._pieces,
             whole=whole,
         )
@@ -304,11 +295,11 @@ class Lowering:
         place, index, edges, round_, back = self._edges_of(0)
         away = np.flatnonzero(parts.edge >= 0)
         task, tile = parts.task[away], place[parts.edge[away]]
-        whole = parts.keys[away] == edges.rows[tile]
+        may = np.ones(len(away), bool)
         if self._later:  # gradients may come back to a tile that is passed on before a later stage
             passed_on = np.isin(np.arange(len(edges)), edges.parent)
-            whole &= ~((self.stage[task] > self.schedule.leads + round_[tile]) & passed_on[tile])
-        in_tiles = self._openers(task, tile, whole, len(edges))
+            may = ~((self.stage[task] > self.schedule.leads + round_[tile]) & passed_on[tile])
+        written = Written(task, tile, parts.row[away], parts.keys[away], may)
         group = self.heads.shared[tasks.group] if len(self.heads) > 1 else tasks.group
         return Side(
             rows=self.rows,
@@ -324,7 +315,7 @@ class Lowering:
             heads=self.heads.key_sets,
             carry=self._carry,
             openers=self._key_openers,
-            tile_openers=in_tiles,
+            tile_openers=find_openers(written, edges.rows, len(tasks)),
             pieces=self._pieces,
             whole=_NO_RANGES,
         )
@@ -378,67 +369,45 @@ class Lowering:
 
     @property
     def _query_openers(self) -> Openers:
-        """By query block; a task of several blocks opens all of them or none. Results of rows that left home may come
-        back before a later stage."""
-        members, groups = self.members, len(self.heads)
-        whole = members.whole
-        if self.tasks.queries_move:
-            late = (self.stage[members.task] >= self.schedule.leads) & self.sent(1)[members.block // groups]
-            whole = np.where(late, 0, whole).astype(np.int32)
-        return self._openers(members.task, members.block, whole, groups * len(self.rows.home))
+        """Of home rows. Results of rows that left home may come back before a later stage."""
+        tasks, groups = self.tasks, len(self.heads)
+        at = np.flatnonzero(tasks.query_edge < 0)
+        may = np.ones(len(at), bool)
+        if tasks.queries_move:
+            late = self.stage[at] >= self.schedule.leads
+            may = ~(late & self._left(1, tasks.exec[at], tasks.row[at], tasks.rows[at]))
+        lane = tasks.exec[at] * groups + tasks.group[at] if groups > 1 else tasks.exec[at]
+        written = Written(at, lane, tasks.row[at], tasks.rows[at], may)
+        return find_openers(written, np.repeat(self.rows.per_rank, groups), len(tasks))
 
     @property
     def _key_openers(self) -> Openers:
-        """By key block at home. Gradients of rows that left home may come back before a later stage; and a head group
-        must not overwrite what another added to KV heads that both use."""
+        """Of home rows. Gradients of rows that left home may come back before a later stage; and a head group must not
+        overwrite what another added to KV heads that both use."""
         parts, lanes = self.parts, len(self.heads.key_sets)
-        index = np.flatnonzero(parts.edge < 0)
-        task, block = parts.task[index], parts.block[index]
-        whole = parts.keys[index] == self.rows.lengths[block]
-        late = self.stage[task] >= self.schedule.leads
+        at = np.flatnonzero(parts.edge < 0)
+        task, row, keys = parts.task[at], parts.row[at], parts.keys[at]
+        may = np.full(len(at), not self.heads.keys_overlap)
+        lane, late = self.tasks.exec[task], self.stage[task] >= self.schedule.leads
         if late.any():
-            whole &= ~(late & self.sent(0)[block])
-        if self.heads.keys_overlap:
-            whole[:] = False
-        unit = block * lanes + self.heads.shared[parts.group[index]] if lanes > 1 else block
-        return self._openers(task, unit, whole, lanes * len(self.rows.home))
+            may &= ~(late & self._left(0, lane, row, keys))
+        if lanes > 1:
+            lane = lane * lanes + self.heads.shared[self.tasks.group[task]]
+        return find_openers(
+            Written(task, lane, row, keys, may), np.repeat(self.rows.per_rank, lanes), len(self.tasks)
+        )
 
-    def _openers(self, task: Ints, unit: Ints, whole: Ints, units: int) -> Openers:
-        opens, cleared = _openers_of_many(task, unit, whole, len(self.tasks), units)
-        return Openers(np.flatnonzero(opens), np.flatnonzero(cleared))
-
-    def sent(self, which: int) -> NDArray[np.bool_]:
-        """bool [blocks]: whether any of the block's query or key rows leave home, needed or not."""
+    def _left(self, which: int, rank: Ints, row: Ints, rows: Ints) -> NDArray[np.bool_]:
+        """bool [n]: whether any of the query (1) or key rows [row, row + rows) of a rank leave home, needed or not."""
         edges = self.edges
         roots = np.flatnonzero((edges.parent < 0) & (edges.lane & 1 == which))
-        order, per_rank = self.rows.order, self.rows.per_rank
-        ends = np.cumsum(self.rows.lengths[order])
-        low = (np.cumsum(per_rank) - per_rank)[edges.home[roots]] + edges.row[roots]
-        blocks = len(order) + 1
-        first = np.searchsorted(ends, low, "right")
-        last = np.searchsorted(ends, low + edges.rows[roots] - 1, "right") + 1
-        inside = np.cumsum(np.bincount(first, minlength=blocks) - np.bincount(last, minlength=blocks))
-        sent = np.empty(len(order), bool)
-        sent[order] = inside[:-1] > 0
-        return sent
+        offset = np.cumsum(self.rows.per_rank) - self.rows.per_rank
+        begin = np.sort(offset[edges.home[roots]] + edges.row[roots])
+        end = np.sort(offset[edges.home[roots]] + edges.row[roots] + edges.rows[roots])
+        low = offset[rank] + row
+        met: NDArray[np.bool_] = np.searchsorted(begin, low + rows) > np.searchsorted(end, low, "right")
+        return met
 
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_RANGES = (_NO_ROWS, _NO_ROWS, _NO_ROWS)
-
-
-@jit
-def _openers_of_many(task: Ints, block: Ints, whole: Ints, tasks: int, blocks: int) -> tuple[Ints, Ints]:
-    """Which tasks are the first on all rows of all their blocks (1 or 0), and which blocks no such task opens."""
-    first = np.full(blocks, tasks, np.int32)
-    for member in range(len(task)):
-        first[block[member]] = min(first[block[member]], task[member])
-    opens, cleared = np.zeros(tasks, np.int8), np.ones(blocks, np.int8)
-    opens[task] = 1
-    for member in range(len(task)):
-        if first[block[member]] != task[member] or whole[member] == 0:
-            opens[task[member]] = 0
-    for index in range(blocks):
-        if first[index] < tasks:
-            cleared[index] = 1 - opens[first[index]]
-    return opens, cleared

@@ -23,31 +23,33 @@ from apportion.ir.jit import jit
 from apportion.ir.sorting import sort_order
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.schedule import Schedule
-from apportion.planner.passes.tasks import Edges, Members, Tasks
+from apportion.planner.passes.tasks import Edges, Tasks
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
 
 def program_order(
-    tasks: Tasks, members: Members, schedule: Schedule, rows: Rows, division: Ints | None = None
-) -> tuple[Tasks, Members, KeyParts, Ints]:
+    tasks: Tasks, schedule: Schedule, rows: Rows, division: Ints | None = None
+) -> tuple[Tasks, KeyParts, Ints]:
     """The tasks by rank and stage, merged where they can be, and their stages, int32 [tasks]. Within a stage those with
-    a band that is not full come first: they have one block of queries each, so that they can open it, and the rest
-    keep the order in which they were found. division: int32 [tasks], where the schedule goes by them."""
+    a band that is not full come first, of these the longest: few of them have rows that another has too, so that they
+    can open them. The rest keep the order in which they were found. division: int32 [tasks], where the schedule goes by
+    them."""
     count = schedule.stages
     if division is None or schedule.division is None:
-        tasks, members = strips(tasks, members, schedule, rows.per_rank)
+        tasks = strips(tasks, schedule, rows.per_rank)
         stage = stages(tasks, schedule, rows)
     else:
         stage = (schedule.leads - 1 + np.searchsorted(schedule.division, division, "right")).astype(np.int32)
-    tasks, stage, parts, into = merge_tasks(tasks, stage, schedule, rows)
-    key = 2 * (tasks.exec.astype(np.int64) * count + stage) + tasks.full
-    order = sort_order(key, 2 * rows.ranks * count)
+    tasks, stage, parts = merge_tasks(tasks, stage, schedule, rows)
+    full = tasks.full
+    key = 2 * (tasks.exec.astype(np.int64) * count + stage) + full
+    longest = np.argsort(np.where(full, 0, -tasks.rows), kind="stable")
+    order = longest[sort_order(key[longest], 2 * rows.ranks * count)]
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
-    members = replace(members, task=place[into[members.task]])
-    return tasks.take(order), members, replace(parts, task=place[parts.task]), stage[order]
+    return tasks.take(order), parts.renumbered(place), stage[order]
 
 
 def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
@@ -143,14 +145,14 @@ STRIP_ROWS = 2048
 LEAST_ROWS = 512
 
 
-def strips(tasks: Tasks, members: Members, schedule: Schedule, held: Ints) -> tuple[Tasks, Members]:
+def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
     """Large tasks that need no tile, cut into strips of query rows, so that each stage can have its share of them.
     held: int64 [ranks], the rows of each."""
     if schedule.local != "even" or schedule.stages == 1 or schedule.own is not None:
-        return tasks, members
+        return tasks
     local = np.flatnonzero((tasks.edge < 0) & (tasks.query_edge < 0) & (tasks.rows >= 2 * STRIP_ROWS))
     if not len(local):
-        return tasks, members
+        return tasks
     work, total = tasks.work, np.zeros(len(held), np.int64)
     np.add.at(total, tasks.exec, work)
     parts, short = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
@@ -163,8 +165,7 @@ def strips(tasks: Tasks, members: Members, schedule: Schedule, held: Ints) -> tu
         short[local] = np.where(3 * need < tasks.rows[local], np.maximum(need, LEAST_ROWS), 0)
     left = tasks.rows[local] - 2 * short[local]
     parts[local] = np.clip(2 * schedule.stages * work[local] // total, 1, np.maximum(left // STRIP_ROWS, 1))
-    count = parts + 2 * (short > 0)
-    return _cut_rows(tasks, parts, short, count), _of_strips(members, count)
+    return _cut_rows(tasks, parts, short, parts + 2 * (short > 0))
 
 
 def _cut_rows(tasks: Tasks, parts: Ints, short: Ints, strips: Ints) -> Tasks:
@@ -192,33 +193,27 @@ def _cut_rows(tasks: Tasks, parts: Ints, short: Ints, strips: Ints) -> Tasks:
     return replace(cut, **{name: column.astype(np.int32) for name, column in columns.items()})
 
 
-def _of_strips(members: Members, parts: Ints) -> Members:
-    """The query blocks of strips; one with several strips is not covered by any of them."""
-    several = parts[members.task]
-    index = np.repeat(np.arange(len(members.task)), several)
-    place = np.arange(len(index)) - np.repeat(np.cumsum(several) - several, several)
-    task = (np.cumsum(parts) - parts)[members.task[index]] + place
-    whole = np.where(several[index] > 1, 0, members.whole[index])
-    return Members(task.astype(np.int32), members.block[index], whole.astype(np.int32))
-
-
 @dataclass(frozen=True)
 class KeyParts:
-    """What the tasks' keys are made of, int32 [parts]: `task` has `keys` rows of key block `block`, which arrived by
-    `edge`, -1 where they are at home; group: the task's head group."""
+    """What the tasks' keys are made of, integers [parts], by rising task: `task` has `keys` rows from `row` on, in the
+    tile that arrived by `edge`, or at home, where that is -1."""
 
     task: Ints
-    block: Ints
     edge: Ints
+    row: Ints
     keys: Ints
-    group: Ints
+
+    def renumbered(self, number: Ints) -> KeyParts:
+        """By the tasks' new numbers, int32 [tasks]."""
+        task = number[self.task]
+        order = sort_order(task, len(number))
+        return KeyParts(task[order], self.edge[order], self.row[order], self.keys[order])
 
 
 def merge_tasks(
     tasks: Tasks, stage: Ints, schedule: Schedule, rows: Rows
-) -> tuple[Tasks, Ints, KeyParts, Ints]:
-    """Larger tasks, by rank and stage, the stage of each, their parts, and int32 [tasks] the one that each is now part
-    of."""
+) -> tuple[Tasks, Ints, KeyParts]:
+    """Larger tasks, by rank and stage, the stage of each, and their parts."""
     step = tasks.exec.astype(np.int64) * schedule.stages + stage
     order = sort_order(step, rows.ranks * schedule.stages)
     ordered, step = tasks.take(order), step[order]
@@ -240,10 +235,7 @@ def merge_tasks(
     )
     merged = replace(ordered.take(first), dmin=dmin)
     merged = replace(merged, k1=merged.k0 + count)
-    parts = KeyParts(into, ordered.k, ordered.edge, keys, ordered.group)
-    number = np.empty(len(order), np.int32)
-    number[order] = into
-    return merged, stage[order][first], parts, number
+    return merged, stage[order][first], KeyParts(into, ordered.edge, row, keys)
 
 
 def _queries(tasks: Tasks) -> tuple[Ints, Ints]:

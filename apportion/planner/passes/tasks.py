@@ -83,16 +83,6 @@ class Tasks:
 
 
 @dataclass(frozen=True)
-class Members:
-    """The query blocks of the tasks whose queries are at home, int32 [members]: `task` has rows of `block`, of which
-    each head group counts as one; whole: all of them (0 or 1)."""
-
-    task: Ints
-    block: Ints
-    whole: Ints
-
-
-@dataclass(frozen=True)
 class Edges:
     """Rows on their way, int32 [edges]: rows [row, row + rows) in the attention order of rank `home` go from rank
     `src` to rank `dst`. parent: the edge that brought them to `src`, -1 where `src` is their home. Edges with one
@@ -121,23 +111,23 @@ class Edges:
         return replace(taken, parent=place[taken.parent])
 
 
-def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Members, Edges]:
+def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Edges]:
     """Tasks and edges of one kind; bands: int64 [bands, 6], global tokens."""
     starts = rows.starts
     cells = cut_columns(bands, starts)
-    tasks, members, edges = _gather(cells, starts, rows.home, rows.row, rows.ranks)
+    tasks, edges = _gather(cells, starts, rows.home, rows.row, rows.ranks)
     block, dst, k0, k1 = edges
     home, none = rows.home[block].astype(np.int32), np.full(len(block), -1, np.int32)
     row = (rows.row[block] + k0 - starts[block]).astype(np.int32)
     stay, zero = np.full(tasks.shape[1], -1, np.int32), np.zeros(tasks.shape[1], np.int32)
     lane = np.zeros(len(block), np.int32)
     found = Edges(block, home, row, k1 - k0, home, dst, none, lane)
-    return Tasks(*(*tasks, stay, zero)), Members(*members), found
+    return Tasks(*(*tasks, stay, zero)), found
 
 
 def placed_tasks(
     cells: Cells, execution: Execution, rows: Rows, heads: HeadGroups
-) -> tuple[Tasks, Members, Edges]:
+) -> tuple[Tasks, Edges]:
     """Tasks and edges of one kind and phase, where `execution` says who computes."""
     groups, count = execution.rank.shape
     rank = execution.rank.reshape(-1).astype(np.int64)
@@ -150,10 +140,7 @@ def placed_tasks(
     query_edge[away] += len(keys)
     row = rows.row[q] + q0 - rows.starts[q]
     columns = (rank, row, q1 - q0, k, k0, k1, dmin, dmax, edge, query_edge, group)
-    stay = np.flatnonzero(~away)
-    whole = (q1 - q0 == rows.lengths[q])[stay]
-    members = Members(*_narrow(stay, (q * groups + group)[stay], whole))
-    return Tasks(*_narrow(*columns)), members, joined(keys, queries)
+    return Tasks(*_narrow(*columns)), joined(keys, queries)
 
 
 def _edges(
@@ -196,15 +183,11 @@ def _narrow(*columns: Ints) -> Iterator[Ints]:
 
 
 @jit
-def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
-    """Tasks, members and edges (block, dst, and the hull of the keys) by key block, then in the order of the cells."""
+def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tuple[Ints, Ints]:
+    """Tasks and edges (block, dst, and the hull of the keys) by key block, then in the order of the cells."""
     cells = cell.shape[1]
     order = counting_order(cell[1], len(home))
-    task, member, edge = (
-        np.empty((9, cells), np.int32),
-        np.empty((3, cells), np.int32),
-        np.empty((4, cells), np.int32),
-    )
+    task, edge = np.empty((9, cells), np.int32), np.empty((4, cells), np.int32)
     tasks, edges = 0, 0
     seen, tile, last = np.full(ranks, -1, np.int64), np.full(ranks, -1, np.int64), np.zeros(ranks, np.int64)
     for m in range(cells):
@@ -231,6 +214,4 @@ def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tupl
             task[5, t], task[6, t], task[7, t], task[8, t] = k1, dmin, dmax, e
             tasks += 1
         last[dst] = t if full else -1
-        member[0, m], member[1, m] = t, block
-        member[2, m] = rows == starts[block + 1] - starts[block]
-    return task[:, :tasks].copy(), member, edge[:, :edges].copy()
+    return task[:, :tasks].copy(), edge[:, :edges].copy()

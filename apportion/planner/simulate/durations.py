@@ -138,50 +138,53 @@ def _attention_us(view: View, costs: Costs, pairs: Ints) -> _Attention:
 
 def _accumulated(view: View, of: Ints) -> Ints:
     """int64 [instructions]: what reading and writing accumulators moves beyond the results in the model's dtype, each
-    once an instruction. of: int64 [tasks], their instructions."""
-    table, found, model = view.source[TASK_LIST[view.phase]], view.operands, view.model
-    first, most = found.ptr[view.rank_of], int(np.diff(found.ptr).max())
-    moved = np.zeros(len(first), np.int64)
+    row once an instruction. of: int64 [tasks], their instructions."""
+    table, found, model = view.source[TASK_LIST[view.phase]], view.source["operands"], view.model
+    first = view.operands.ptr[view.rank_of][of]
+    moved = np.zeros(len(view.instructions), np.int64)
     for column, argument in ADDED[view.phase].items():
         (tensor,) = argument.tensors
-        beside = model.accumulator_bytes if tensor == Tensor.O else 0
-        held = _Held(first, found.bytes, most, model.row_bytes(tensor, 1), model.result_bytes(tensor), beside)
+        operand = first + table.wide(column)
+        row, rows, space, col, heads = (
+            found[name][operand].astype(np.int64) for name in ("row", "rows", "space", "col", "heads")
+        )
+        lane = (col * (int(heads.max()) + 1) + heads) * 2 + space
+        order = np.lexsort((row, lane, of))
         fresh = (table["first"] & argument.flag) > 0
-        _accumulate(moved, of, table.wide(column), fresh, view.complete[column].tasks, held)
+        wide, narrow = model.row_bytes(tensor, 1), model.result_bytes(tensor)
+        beside = model.accumulator_bytes if tensor == Tensor.O else 0
+        costs = np.array([2 * wide - narrow, -wide, narrow + beside - wide])
+        of_row = costs * view.operands.heads[operand][:, None]
+        _accumulate(moved, order, of, lane, row, rows, fresh, view.complete[column].tasks, of_row)
     return moved
 
 
-class _Held(NamedTuple):
-    """Accumulators. first: int64 [instructions], where the operands of the rank begin; bytes: int64 [operands]; most:
-    operands of a rank; row_bytes, result_bytes: of a row of one head, as it is and in the model's dtype; beside: what
-    is written wide in any case (LSE)."""
-
-    first: Ints
-    bytes: Ints
-    most: int
-    row_bytes: int
-    result_bytes: int
-    beside: int
-
-
 @jit
-def _accumulate(moved: Ints, of: Ints, operand: Ints, fresh: Bools, complete: Bools, held: _Held) -> None:
-    """Adds to what instructions move. operand: int64 [tasks], a number on its rank; fresh, complete: bool [tasks],
-    whether the task overwrites it: then the instruction does not read it; and whether it leaves results: then it does
-    not write it."""
-    seen, new, done = np.full(held.most, -1), np.full(held.most, -1), np.full(held.most, -1)
-    for task in range(len(of)):
-        at, number = of[task], operand[task]
-        size = held.bytes[held.first[at] + number]
-        if seen[number] != at:
-            moved[at] += 2 * size - size // held.row_bytes * held.result_bytes
-            seen[number] = at
-        if fresh[task] and new[number] != at:
-            moved[at] -= size
-            new[number] = at
-        if complete[task] and done[number] != at:
-            moved[at] -= size - size // held.row_bytes * (held.result_bytes + held.beside)
-            done[number] = at
+def _accumulate(
+    moved: Ints,
+    order: Ints,
+    of: Ints,
+    lane: Ints,
+    row: Ints,
+    rows: Ints,
+    fresh: Bools,
+    complete: Bools,
+    of_row: Ints,
+) -> None:
+    """Adds to what instructions move: for each of their rows, what the tasks that add to it come to together. order:
+    int64 [tasks], by instruction, place beside rows, and row; fresh, complete: bool [tasks], whether the task
+    overwrites its rows: then the instruction does not read them; and whether it leaves results: then it does not write
+    them wide. of_row: int64 [tasks, 3], bytes of a row, and what is added for one that is fresh, and complete."""
+    before, reach = -1, np.zeros(3, np.int64)
+    for task in order:
+        if before < 0 or of[before] != of[task] or lane[before] != lane[task]:
+            reach[:] = 0
+        begin, end = row[task], row[task] + rows[task]
+        for mark in range(3):
+            if mark == 0 or (fresh[task] if mark == 1 else complete[task]):
+                moved[of[task]] += of_row[task, mark] * max(end - max(begin, reach[mark]), 0)
+                reach[mark] = max(reach[mark], end)
+        before = task
 
 
 def _rows_us(view: View, costs: Costs, posted: Posted) -> Floats:
