@@ -336,3 +336,29 @@ def _expand(band: Ints, rows: Ints, low: Ints, high: Ints, others: Ints) -> Iter
         pairs = np.column_stack([band[rows[first]], band[others[low[first] + offset]]])
         yield pairs[pairs[:, 0] != pairs[:, 1]]
         done = stop
+
+
+def joined(bands: Ints) -> Ints:
+    """int64 [n, 6]: full bands of neighbouring rows that see the same keys (answers to one question) as one; the others
+    as they are, in another order."""
+    if not len(bands):
+        return bands
+    q0, q1, k0, k1, dmin, dmax = bands.T
+    full = (dmin <= q0 - k1 + 1) & (dmax >= q1 - 1 - k0)
+    order = np.lexsort((q0, k1, k0, full))
+    sorted_ = bands[order]
+    joins = np.zeros(len(bands), bool)
+    joins[1:] = (
+        full[order][1:]
+        & full[order][:-1]
+        & (sorted_[1:, 2:4] == sorted_[:-1, 2:4]).all(axis=1)
+        & (sorted_[1:, 0] == sorted_[:-1, 1])
+    )
+    first = np.flatnonzero(~joins)
+    last = np.append(first[1:], len(bands)) - 1
+    merged = sorted_[first]
+    merged[:, 1] = sorted_[last, 1]
+    many = last > first
+    merged[many, 4] = merged[many, 0] - merged[many, 3] + 1
+    merged[many, 5] = merged[many, 1] - 1 - merged[many, 2]
+    return merged

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.bands import joined
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
@@ -125,6 +126,11 @@ class Problem:
     def bands(self) -> dict[str, Ints]:
         """kind -> int64 [bands, 6] in global tokens."""
         return {kind: self.batch.bands(kind) for kind in self.batch.kinds}
+
+    @cached_property
+    def joined_bands(self) -> dict[str, Ints]:
+        """The same with those as one that one task can compute: what predicted times are of."""
+        return {kind: joined(self.batch.bands(kind)) for kind in self.batch.kinds}
 
     @cached_property
     def layers(self) -> dict[str, int]:

@@ -193,7 +193,7 @@ def row_times(problem: Problem, starts: Ints) -> Ints:
         model.row_bytes(Tensor.DO) + model.q_heads * model.output_bytes + model.row_bytes(Tensor.DELTA)
     )
     time = sum(problem.layers.values()) * cost.moved_us(statistics * lengths)
-    for kind, bands in problem.bands.items():
+    for kind, bands in problem.joined_bands.items():
         block, part = _rows_of_blocks(bands, starts)
         for phase in PHASES:
             spent = bands_us(cost, model, phase, part)

@@ -148,7 +148,8 @@ def _lone(degree: int) -> Candidate:
 def _whole() -> Candidate:
     """Whole sequences, even in time; what fits nowhere is cut."""
     recipe = _recipe("whole", 1, "lpt", "matchings")
-    return Candidate(recipe, ROUNDS).with_step("place", {"lpt": {"weigh": "time"}}, "whole", ROUNDS)
+    place = {"lpt": {"weigh": "time", "solver": "exchange"}}
+    return Candidate(recipe, ROUNDS).with_step("place", place, "whole", ROUNDS)
 
 
 def _staged(degree: int) -> Candidate:

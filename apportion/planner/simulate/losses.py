@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
+from apportion.ir.bands import joined
 from apportion.ir.batch import Batch
 from apportion.ir.model import Model
 from apportion.planner.cost import bands_us
 from apportion.planner.simulate.durations import Costs, Work
-from apportion.planner.simulate.program import Floats, Ints
+from apportion.planner.simulate.program import Floats
 
 
 class Losses(NamedTuple):
@@ -47,34 +46,8 @@ class Losses(NamedTuple):
 
 
 def whole_us(batch: Batch, model: Model, kind: str, phase: str, costs: Costs) -> float:
-    """All bands of a kind, each as one task with all heads, at speed 1. Full bands of neighbouring rows that see the
-    same keys (answers to one question) are one."""
-    return float(bands_us(costs, model, phase, _joined(batch.bands(kind))).sum())
-
-
-def _joined(bands: Ints) -> Ints:
-    """int64 [n, 6]: full bands one below the other as one; the others as they are."""
-    if not len(bands):
-        return bands
-    q0, q1, k0, k1, dmin, dmax = bands.T
-    full = (dmin <= q0 - k1 + 1) & (dmax >= q1 - 1 - k0)
-    order = np.lexsort((q0, k1, k0, full))
-    sorted_ = bands[order]
-    joins = np.zeros(len(bands), bool)
-    joins[1:] = (
-        full[order][1:]
-        & full[order][:-1]
-        & (sorted_[1:, 2:4] == sorted_[:-1, 2:4]).all(axis=1)
-        & (sorted_[1:, 0] == sorted_[:-1, 1])
-    )
-    first = np.flatnonzero(~joins)
-    last = np.append(first[1:], len(bands)) - 1
-    merged = sorted_[first]
-    merged[:, 1] = sorted_[last, 1]
-    many = last > first
-    merged[many, 4] = merged[many, 0] - merged[many, 3] + 1
-    merged[many, 5] = merged[many, 1] - 1 - merged[many, 2]
-    return merged
+    """All bands of a kind, each as one task with all heads, at speed 1; those that one can stand for are one."""
+    return float(bands_us(costs, model, phase, joined(batch.bands(kind))).sum())
 
 
 def attainable_us(whole: float, work: Work) -> float:

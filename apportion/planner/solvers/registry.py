@@ -80,6 +80,15 @@ _BUILT_IN = (
         limits=(),
     ),
     Entry(
+        "exchange",
+        "partition",
+        f"{_HERE}.exchange:solve",
+        "LPT; local search after Finn and Horowitz 1979",
+        "LPT, then items of the heaviest bin move, or change places with one of a lighter bin",
+        heuristic=True,
+        limits=(),
+    ),
+    Entry(
         "ilp",
         "partition",
         f"{_HERE}.partition_ilp:solve",

@@ -73,7 +73,10 @@ class Blend(PlacePass):
     def _weighted(self, problem: Problem, factor: Mapping[str, int]) -> Placement:
         """Where pairs of each kind count so many times."""
         documents, speeds = problem.batch.starts, problem.speeds
-        rows = profile(problem.bands, factor if self.weigh == "pairs" else pair_times(problem, factor))
+        if self.weigh == "pairs":
+            rows = profile(problem.bands, factor)
+        else:
+            rows = profile(problem.joined_bands, pair_times(problem, factor))
         caps = None if problem.policy.token_cap is None else problem.token_caps
         tokens = token_shares(problem.batch.tokens, problem.token_rates, caps)
         pieces, count = walk(documents, rows, tokens, speeds, self.head)
@@ -85,10 +88,10 @@ class Blend(PlacePass):
 
 
 def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
-    """kind -> int64 [bands]: what a pair of each band takes where all of the band is one task with all heads, both
+    """kind -> int64 [joined bands]: what a pair of each takes where all of the band is one task with all heads, both
     phases; each kind counts `factor` times. In units that keep all sums exact."""
     model, cost, times, most = problem.model, problem.cost, {}, 1.0
-    for kind, bands in problem.bands.items():
+    for kind, bands in problem.joined_bands.items():
         pairs = np.maximum(area(bands), 1)
         spent = sum((bands_us(cost, model, phase, bands) for phase in PHASES), np.zeros(len(bands)))
         times[kind] = factor[kind] * spent / pairs
