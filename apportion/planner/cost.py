@@ -238,10 +238,11 @@ class CostModel:
         """Once a kernel of an attend or attend_grad instruction: its tasks are one launch, as in varlen kernels."""
         return self.hardware.grid(phase).launch_us
 
-    def chain_us(self, phase: str, q_rows: Count, kv_rows: Count) -> Floats:
+    def chain_us(self, phase: str, q_rows: Count, kv_rows: Count, diagonals: Count) -> Floats:
         """float64 [n]: the least time of an instruction that holds the task, however many multiprocessors are idle:
-        a tile of its queries walks over its keys (backward: of its keys over its queries) one after the other."""
-        walked = np.asarray(kv_rows if phase == "forward" else q_rows)
+        a tile of its queries walks over the keys that it sees (backward: of its keys over its queries) one after the
+        other. diagonals: of the task's band."""
+        walked = np.minimum(kv_rows if phase == "forward" else q_rows, diagonals + (self.hardware.tile - 1))
         tiles = -(-walked // self.hardware.tile)
         return np.asarray(tiles * (self.hardware.grid(phase).tile_us * self._dims(phase)))
 

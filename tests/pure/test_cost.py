@@ -293,10 +293,10 @@ def test_ideal_is_the_best_of_the_grid() -> None:
 
 def test_the_longest_chain_of_an_instruction() -> None:
     cost = LLAMA_COST["h100"]
-    assert cost.chain_us("forward", 512, 16384) == pytest.approx(128 * H100.forward.tile_us)
-    assert cost.chain_us("backward", 512, 16384) == pytest.approx(4 * H100.backward.tile_us)
+    assert cost.chain_us("forward", 512, 16384, 16895) == pytest.approx(128 * H100.forward.tile_us)
+    assert cost.chain_us("backward", 512, 16384, 16895) == pytest.approx(4 * H100.backward.tile_us)
     lone = cost.attention_us("forward", 128, 16384, 128 * 16384, 1, 1)[0]
-    assert cost.chain_us("forward", 128, 16384) > 50 * lone
+    assert cost.chain_us("forward", 128, 16384, 16511) > 50 * lone
 
 
 def test_rows_and_linear_layers() -> None:

@@ -54,7 +54,7 @@ class Unit:
     def attention_us(self, phase: str, rows: Any, keys: Any, pairs: Any, heads: Any, kv_heads: Any) -> Any:
         return np.asarray(pairs * heads, np.float64)
 
-    def chain_us(self, phase: str, rows: Any, keys: Any) -> Any:
+    def chain_us(self, phase: str, rows: Any, keys: Any, diagonals: Any) -> Any:
         return np.full(len(rows), self.chain)
 
     def launch_us(self, phase: str) -> float:

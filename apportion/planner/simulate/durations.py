@@ -51,7 +51,7 @@ class Costs(Protocol):
         self, phase: str, q_rows: Ints, kv_rows: Ints, pairs: Ints, q_heads: Ints, kv_heads: Ints, /
     ) -> Floats: ...
 
-    def chain_us(self, phase: str, q_rows: Ints, kv_rows: Ints, /) -> Floats: ...
+    def chain_us(self, phase: str, q_rows: Ints, kv_rows: Ints, diagonals: Ints, /) -> Floats: ...
 
     def launch_us(self, phase: str, /) -> float: ...
 
@@ -128,7 +128,8 @@ def _attention_us(view: View, costs: Costs, pairs: Ints) -> _Attention:
     of = view.instruction_of(name)
     first = np.flatnonzero(np.diff(of, prepend=-1))
     together = np.add.reduceat(costs.attention_us(view.phase, *rows, pairs, *heads), first)
-    longest = np.maximum.reduceat(costs.chain_us(view.phase, *rows), first)
+    dmin, dmax = (view.source[name].wide(column) for column in ("dmin", "dmax"))
+    longest = np.maximum.reduceat(costs.chain_us(view.phase, *rows, dmax - dmin + 1), first)
     at = of[first]
     kernels[at] = np.maximum(together, longest)
     launches[at] = KERNELS[view.instructions["op"][at]] * costs.launch_us(view.phase)
