@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from apportion.ir import codec
+from apportion.ir.batch import Batch
 from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import FETCHED, HEADLESS, PHASES, RETURNED, SIDES, Op, Tensor
@@ -31,7 +32,7 @@ from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virt
 from apportion.planner.passes.headwise import lower_stages
 from apportion.planner.passes.lone import Lone
 from apportion.planner.passes.lower import lower_backward, lower_forward
-from apportion.planner.passes.lowering import Beside, Lowering
+from apportion.planner.passes.lowering import Beside, Lowering, leading
 from apportion.planner.passes.overlap import overlapped
 from apportion.planner.passes.remap import Remapping
 from apportion.planner.passes.route import KeysOnly, Routed, Site, depths
@@ -79,7 +80,7 @@ class Draft:
         """The plan as it will be, not sealed yet: its programs can be simulated. Without a report it does not name the
         hardware, whose digest takes long."""
         problem, hardware = self.problem, self.problem.hardware
-        header = _header(problem, self.layouts, next(iter(self.lowered.values())).sets)
+        header = _header(problem, self.layouts, leading(self.lowered).sets)
         digest = hardware.digest() if hardware is not None and report else ""
         request = Request(problem.batch, problem.cluster, problem.model, problem.policy, digest)
         return Plan(header, request, self.layouts, self.programs, self.moves, report)
@@ -129,6 +130,11 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | N
         return Groups.single(problem.ranks), problem, None
     groups = passes.inner.groups(problem)
     lone = passes.inner.find_lone(problem, groups)
+    if passes.reshuffle and len(passes.inner.splits(problem)) < len(problem.batch.kinds):
+        rule = "moves the rows of all kinds, while some are computed where they live"
+        raise ConfigError(
+            "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.kinds` out"
+        )
     if lone is not None and passes.reshuffle:
         rule = "moves all rows, those of lone sequences too"
         raise ConfigError(
@@ -256,7 +262,7 @@ def _with_own_cap(problem: Problem, passes: Passes, lowered: Lowered) -> Problem
     caps differ and each rank keeps to its own, these are the promise."""
     if problem.policy.token_cap is not None or not passes.place.own_cap:
         return problem
-    held, caps = next(iter(lowered.values())).held, problem.token_caps
+    held, caps = leading(lowered).held, problem.token_caps
     if caps.min() < caps.max() and (held <= caps).all():
         return problem
     cap = max(int(held.max()), problem.token_cap)
@@ -275,8 +281,14 @@ def _schedule(placed: Placed) -> Lowered:
     sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
     exchange = _exchange(placed, rows, sets)
     site = Site(rows, problem.batch, problem.cluster)
+    split = problem.bands if passes.inner is None else passes.inner.splits(placed.problem)
     lowered: Lowered = {}
     for kind, bands in problem.bands.items():
+        if exchange is not None and kind not in split:
+            home = exchange.home if placed.lone is None else placed.lone.beside(exchange.home)
+            low = _alone(placed, home, placed.problem.batch, kind)
+            lowered |= {(kind, phase): low for phase in PHASES}
+            continue
         beside = None if exchange is None else _beside(placed, exchange, kind)
         if placement.execution is None:
             found = find_tasks(bands, rows)
@@ -328,15 +340,18 @@ def _beside(placed: Placed, exchange: Exchange, kind: str) -> Beside | None:
     lone = placed.lone
     if lone is None:
         return None
-    rows, bands, cluster = lone.rows, lone.alone.bands(kind), placed.problem.cluster
-    found = find_tasks(bands, rows)
-    single, model = Groups.single(cluster.ranks), placed.problem.model
-    sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
-    site, passes = Site(rows, lone.alone, cluster), replace(placed.passes, inner=None)
-    Checks(passes).tasks(bands, rows.starts, *found, 1)
-    low = _scheduled(passes, site, found, None, None, single, sets, heads)
-    early = lone.early
+    low, early = _alone(placed, lone.rows, lone.alone, kind), lone.early
     return Beside(low, lone.beside(exchange.home), early[low.tasks.k])
+
+
+def _alone(placed: Placed, rows: Rows, batch: Batch, kind: str) -> Lowering:
+    """What single ranks compute of one kind, with all heads, of the sequences of a batch whose rows they have."""
+    cluster, model, bands = placed.problem.cluster, placed.problem.model, batch.bands(kind)
+    found, single = find_tasks(bands, rows), Groups.single(cluster.ranks)
+    sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
+    passes = replace(placed.passes, inner=None)
+    Checks(passes).tasks(bands, rows.starts, *found, 1)
+    return _scheduled(passes, Site(rows, batch, cluster), found, None, None, single, sets, heads)
 
 
 def _scheduled(
@@ -422,7 +437,7 @@ def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
 
 def _layouts(problem: Problem, lowered: Lowered, reshuffle: bool) -> dict[str, Layout]:
     """Home rows; beside the loader's also the attention layout, where one rank has each of its rows."""
-    low = next(iter(lowered.values()))
+    low = leading(lowered)
     layouts = {}
     if not (reshuffle and low.groups.split):
         rows = low.rows if reshuffle else low.home

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.bands import joined
+from apportion.ir.bands import area, joined
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
@@ -131,6 +131,17 @@ class Problem:
     def joined_bands(self) -> dict[str, Ints]:
         """The same with those as one that one task can compute: what predicted times are of."""
         return {kind: joined(self.batch.bands(kind)) for kind in self.batch.kinds}
+
+    @cached_property
+    def reach(self) -> dict[str, float]:
+        """kind -> keys that queries see over the tokens of a rank, each query as often as it has pairs: how far keys
+        have to travel."""
+        tokens, found = self.batch.tokens / self.ranks, {}
+        for kind, bands in self.bands.items():
+            pairs = area(bands).astype(np.float64)
+            keys = pairs / np.maximum(bands[:, 1] - bands[:, 0], 1)
+            found[kind] = float((pairs * keys).sum() / max(pairs.sum(), 1.0)) / tokens
+        return found
 
     @cached_property
     def layers(self) -> dict[str, int]:

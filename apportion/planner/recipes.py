@@ -242,7 +242,7 @@ _ENTRIES = (
         "ours",
         "",
         _GROUPS,
-        inner={"ulysses": {"degree": "node", "lone": "auto"}},
+        inner={"ulysses": {"degree": "node", "lone": "auto", "kinds": "auto"}},
         shard={"sequences": {}},
         place={"blend": {"weigh": "time"}},
         schedule={"matchings": {"coalesce": "auto", "buffers": 16}},

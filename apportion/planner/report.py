@@ -15,7 +15,7 @@ from apportion.ir.plan import ProgramSet
 from apportion.ir.totals import in_all, moved, rounds
 from apportion.planner import bounds
 from apportion.planner.passes.lone import Lone
-from apportion.planner.passes.lowering import Lowering
+from apportion.planner.passes.lowering import Lowering, leading
 from apportion.planner.passes.shard import row_areas
 from apportion.planner.problem import Placement, Problem, Shards, exact_sums
 from apportion.planner.solvers.matching import max_degree
@@ -52,9 +52,9 @@ def build_report(
     parts: list[bytes],
 ) -> dict[str, Any]:
     """The report of a plan; byte counts are of one attention call of each kind, forward and backward."""
-    low = next(iter(lowered.values()))
+    low = leading(lowered)
     traffic = [item for (kind, phase), low in lowered.items() for item in _traffic(problem, kind, phase, low)]
-    load = _of_ranks(problem, placement, lone, lowered)
+    load = _of_ranks(problem, lowered)
     mean = float(load.sum()) / problem.speeds.sum()
     block_tokens, heaviest = _largest(shards, placement)
     heaviest /= int(low.groups.sizes.max())
@@ -92,14 +92,9 @@ def build_report(
     }
 
 
-def compute_imbalance(
-    problem: Problem,
-    placement: Placement,
-    lone: Lone | None,
-    lowered: Mapping[tuple[str, str], Lowering],
-) -> float:
+def compute_imbalance(problem: Problem, lowered: Mapping[tuple[str, str], Lowering]) -> float:
     """What the busiest rank has above the mean, by its speed, over the mean."""
-    return _over_mean(_of_ranks(problem, placement, lone, lowered), problem.speeds)
+    return _over_mean(_of_ranks(problem, lowered), problem.speeds)
 
 
 def _over_mean(load: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
@@ -107,30 +102,12 @@ def _over_mean(load: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
     return _ratio(float((load / speeds).max()), mean) - 1 if mean else 0.0
 
 
-def _of_ranks(
-    problem: Problem,
-    placement: Placement,
-    lone: Lone | None,
-    lowered: Mapping[tuple[str, str], Lowering],
-) -> NDArray[np.float64]:
-    """float64 [ranks]: pairs times layers, as `_loads` has them of groups, and those of lone sequences."""
-    groups = next(iter(lowered.values())).groups
-    load: NDArray[np.float64] = (_loads(problem, placement, lowered) / groups.sizes)[groups.of_rank]
-    return load if lone is None else load + lone.pairs(problem)
-
-
-def _loads(
-    problem: Problem, placement: Placement, lowered: Mapping[tuple[str, str], Lowering]
-) -> NDArray[np.float64]:
-    """float64 [groups]: pairs times layers that each group computes; where the phases differ, of the less even one."""
-    groups = len(next(iter(lowered.values())).groups)
-    if placement.execution is None:
-        return placement.rank_sums(placement.weight, groups).astype(np.float64)
-    loads = {phase: np.zeros(groups) for phase in PHASES}
+def _of_ranks(problem: Problem, lowered: Mapping[tuple[str, str], Lowering]) -> NDArray[np.float64]:
+    """float64 [ranks]: pairs times layers; where the phases differ, of the less even one."""
+    loads = {phase: np.zeros(problem.ranks) for phase in PHASES}
     for (kind, phase), low in lowered.items():
-        work = exact_sums(low.tasks.exec, low.tasks.work, groups) / len(low.heads)
-        loads[phase] += problem.layers[kind] * work
-    return max(loads.values(), key=lambda load: float((load / problem.speeds[:groups]).max()))
+        loads[phase] += problem.layers[kind] * low.pairs
+    return max(loads.values(), key=lambda load: float((load / problem.speeds).max()))
 
 
 def _termination(placement: Placement, makespan: bounds.Bound) -> dict[str, Any]:
@@ -211,7 +188,7 @@ def _kv_bound(
     traffic: list[Traffic],
 ) -> bounds.Bound:
     """KV goes out forward and backward and its gradient comes back, between ranks, or between groups of ranks."""
-    low = next(iter(lowered.values()))
+    low = leading(lowered)
     starts, home, groups = placement.starts, placement.home, len(low.groups)
     if lone is not None:
         starts, home = lone.in_groups(low.rows, low.groups.of_rank)

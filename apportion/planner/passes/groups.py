@@ -12,13 +12,14 @@ and talk to those of other groups that have the same heads.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from apportion.ir.cluster import Cluster
@@ -30,6 +31,9 @@ from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Pass, Problem
 
 Ints = NDArray[np.integer[Any]]
+
+# A kind whose queries see fewer keys than this share of a rank's tokens is computed where its rows live.
+NEAR = 0.2
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,10 @@ class InnerPass(Pass, Protocol):
     """Makes groups of ranks that share tokens and split the heads. overlap: rows go in and out while others are
     computed with."""
 
+    def splits(self, problem: Problem) -> Collection[str]:
+        """The attention kinds whose heads are split, at least one; others are computed where their rows live."""
+        return problem.batch.kinds
+
     @property
     def overlap(self) -> bool:
         return False
@@ -268,13 +276,28 @@ class Ulysses(InnerPass):
     heads) or "node" (the largest that divides the ranks of a node and the query heads). overlap: whether rows go in and
     out while others are computed with; then tasks that need no tile are spread over the stages. lone: sequences of no
     more than this share of a rank's time stay whole on one rank, with all heads; "auto": as many as leave the ranks of
-    a group even."""
+    a group even. kinds: the attention kinds whose heads are split; the others' are computed with all heads where their
+    rows live, which serves windows: they need few keys from elsewhere; "auto": those that see many keys."""
 
     name: ClassVar[str] = "ulysses"
 
     degree: Count | Literal["auto", "node"] = "auto"
     overlap: bool = False
     lone: Share | Literal["auto"] | None = None
+    kinds: Literal["all", "auto"] | Annotated[tuple[str, ...], Meta(min_length=1)] = "all"
+
+    def splits(self, problem: Problem) -> Collection[str]:
+        """The kinds whose heads are split. Raises ConfigError for one that the batch does not have."""
+        known, reach = problem.batch.kinds, problem.reach
+        if self.kinds == "all":
+            return known
+        if self.kinds == "auto":
+            farthest = max(known, key=lambda kind: reach[kind])
+            return {farthest} | {kind for kind in known if reach[kind] >= NEAR}
+        for kind in self.kinds:
+            if kind not in known:
+                raise ConfigError(self._field("kinds"), kind, f"must be of {', '.join(known)}", "correct it")
+        return self.kinds
 
     def _field(self, name: str) -> str:
         """A parameter as errors name it."""

@@ -21,6 +21,7 @@ from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.script import Batches
 from apportion.planner.passes.stages import KeyParts, arena_order
 from apportion.planner.passes.tasks import Edges, Tasks
+from apportion.planner.problem import exact_sums
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -251,6 +252,13 @@ class Lowering:
         those of its home rows."""
         return (self.home if self.groups.split else self.rows).per_rank
 
+    @cached_property
+    def pairs(self) -> Floats:
+        """float64 [ranks]: what each computes; ranks of a group share that of the group."""
+        work = exact_sums(self.tasks.exec, self.tasks.work, len(self.groups)) / len(self.heads)
+        shared: Floats = (work / self.groups.sizes)[self.groups.of_rank]
+        return shared if self.beside is None else shared + self.beside.alone.pairs
+
     @property
     def holds(self) -> bool:
         """Whether tiles stay for several stages of heads, so that their rows are never used for others."""
@@ -407,6 +415,11 @@ class Lowering:
         low = offset[rank] + row
         met: NDArray[np.bool_] = np.searchsorted(begin, low + rows) > np.searchsorted(end, low, "right")
         return met
+
+
+def leading(lowered: Mapping[Any, Lowering]) -> Lowering:
+    """The one whose groups are the plan's: of a kind whose heads are split, if there is any."""
+    return max(lowered.values(), key=lambda low: low.groups.split)
 
 
 _NO_ROWS = np.zeros(0, np.int64)

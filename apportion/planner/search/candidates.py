@@ -9,9 +9,6 @@ from functools import partial
 from math import gcd
 from typing import Any
 
-import numpy as np
-
-from apportion.ir.bands import area
 from apportion.ir.policy import Recipe
 from apportion.planner.problem import Problem
 
@@ -83,7 +80,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     inner: "auto", or "none" for recipes that do not split heads.
     """
     degrees = _degrees(problem) if inner == "auto" else []
-    reach = key_reach(problem)
+    reach = max(problem.reach.values())
     route = "node" if problem.cluster.nodes > 1 else "star"
     if reach < SHORT:
         others = [_mixed("blend", "star", degree) for degree in degrees]
@@ -103,17 +100,6 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
     others += [_mixed("contiguous", "star", 1)]
     others += [_blocks("auto", degree) for degree in degrees[:1]]
     return first, others
-
-
-def key_reach(problem: Problem) -> float:
-    """Keys that queries see over the tokens of a rank, each query as often as it has pairs, of the kind where that is
-    most: how far keys have to travel."""
-    tokens, most = problem.batch.tokens / problem.ranks, 0.0
-    for bands in problem.bands.values():
-        pairs = area(bands).astype(np.float64)
-        keys = pairs / np.maximum(bands[:, 1] - bands[:, 0], 1)
-        most = max(most, float((pairs * keys).sum() / max(pairs.sum(), 1.0)))
-    return most / tokens
 
 
 def last_resort() -> Candidate:
@@ -140,7 +126,7 @@ def _mixed(place: str, route: str, degree: int) -> Candidate:
 
 def _lone(degree: int) -> Candidate:
     """Heads split for long sequences only, even in time."""
-    inner = {"ulysses": {"degree": degree, "lone": "auto"}}
+    inner = {"ulysses": {"degree": degree, "lone": "auto", "kinds": "auto"}}
     split = _mixed("blend", "star", 1).with_step("inner", inner, f"mixed-u{degree}", ROUNDS)
     return split.with_step("place", {"blend": {"weigh": "time"}}, split.recipe.name, ROUNDS)
 

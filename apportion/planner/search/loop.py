@@ -18,6 +18,7 @@ from apportion.ir.policy import Recipe
 from apportion.planner import pipeline
 from apportion.planner.options import Count, Positive
 from apportion.planner.passes.groups import Ulysses
+from apportion.planner.passes.lowering import leading
 from apportion.planner.passes.schedule import Matchings
 from apportion.planner.pipeline import SILENT, Draft, Lowered, Made, Placed, SearchPass, Watch
 from apportion.planner.problem import Problem
@@ -213,7 +214,7 @@ class _Search:
         least, found = price(draft.plan(), self.problem, self._whole, most)
         if found is None:
             return Trial(candidate, least), None
-        imbalance = compute_imbalance(self.problem, placed.placement, placed.lone, draft.lowered)
+        imbalance = compute_imbalance(self.problem, draft.lowered)
         trial = Trial(candidate, least, found, imbalance=imbalance)
         self.fastest_us = min(self.fastest_us, found.layers_us)
         return trial, draft if self._is_better(trial) else None
@@ -297,7 +298,8 @@ def _same(placed: Placed) -> str:
     alone = b"" if lone is None else lone.index.tobytes() + lone.home.tobytes()
     homes = digest(placement.starts.tobytes() + placement.home.tobytes() + alone)
     heads = replace(passes.inner, lone=None) if isinstance(passes.inner, Ulysses) else passes.inner
-    moving = (passes.route, passes.schedule) if len(placed.groups) > 1 else ()
+    whole = passes.inner is not None and len(passes.inner.splits(placed.problem)) < len(placed.problem.bands)
+    moving = (passes.route, passes.schedule) if whole or len(placed.groups) > 1 else ()
     return f"{homes.hex()} {(heads, *moving, passes.reshuffle, passes.remap)!r}"
 
 
@@ -324,7 +326,7 @@ def _check_cap(problem: Problem, draft: Draft) -> None:
     """Strategies without a token cap are held to those of the policy here. Raises CapacityError."""
     if not draft.placed.passes.place.own_cap:
         return
-    held, caps = next(iter(draft.lowered.values())).held, problem.token_caps
+    held, caps = leading(draft.lowered).held, problem.token_caps
     rank = int((held / caps).argmax())
     if held[rank] > caps[rank]:
         raise CapacityError(f"the fullest rank would hold {held[rank]} tokens, the cap is {caps[rank]}")

@@ -66,11 +66,12 @@ def least_scheduled_us(placed: Placed, lowered: Lowered) -> float:
     """All layers: the tasks of the busiest rank; 0.0 where heads are split further."""
     if placed.placement.execution is not None:
         return 0.0
-    problem, first = placed.problem, placed.groups.first[:-1]
-    slow, total = np.minimum.reduceat(problem.speeds, first), 0.0
+    problem, total = placed.problem, 0.0
     for (kind, phase), low in lowered.items():
         if low.sets.stages is not None:
             return 0.0
+        first = low.groups.first[:-1]
+        slow = np.minimum.reduceat(problem.speeds, first)
         tasks, heads, kv_heads = low.tasks, low.sets.query_heads[first], low.sets.key_heads[first]
         times = problem.cost.attention_us(
             phase, tasks.rows, tasks.k1 - tasks.k0, tasks.work, heads[tasks.exec], kv_heads[tasks.exec]
