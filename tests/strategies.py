@@ -79,6 +79,12 @@ STRATEGIES: dict[str, dict] = {
     "mixed_cells": steps("distca") | {"inner": {"ulysses": {"degree": "node", "lone": 0.5}}},
     "fcp_paper": steps("fcp_paper", shard={"block": 5}),
     "magi": steps("magi", shard={"size": 7}),
+    "mixed_kinds": steps("mixed", inner={"lone": 0.5, "kinds": "auto", "overlap": True}),
+    "whole_even": {
+        "shard": {"sequences": {}},
+        "place": {"lpt": {"weigh": "time", "solver": "exchange"}},
+        "schedule": {"matchings": {"coalesce": 1}},
+    },
 }
 #: stages of twice as many heads as ranks: at least four query heads
 WIDE = {

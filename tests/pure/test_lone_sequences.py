@@ -32,7 +32,7 @@ FIRST = np.array([0, 4, 8])
 
 
 def recipe(lone: float | str | None = "auto", degree: int = 4, **steps: object) -> Recipe:
-    inner = {"ulysses": {"degree": degree, "lone": lone}}
+    inner: object = {"ulysses": {"degree": degree, "lone": lone}}
     data = {"inner": inner, "shard": {"sequences": {}}, "place": {"blend": {}}, "schedule": {"matchings": {}}}
     return Recipe("mine", data | steps)
 
@@ -192,6 +192,59 @@ def test_kinds_share_one_choice() -> None:
     model = Model(8, 2, 64, layers={"global": 1, "local": 3})
     made = ap.plan(batch, Cluster(2, 4), model, recipe=recipe())
     assert made.report["imbalance"]["tokens"] <= 0.02
+
+
+WINDOWED = {"global": masks.causal(), "local": masks.sliding_window(512)}
+TWO_KINDS = Model(8, 2, 64, layers={"global": 1, "local": 3})
+
+
+def with_kinds(kinds: object, **steps: object) -> Recipe:
+    return recipe(inner={"ulysses": {"degree": 4, "lone": "auto", "kinds": kinds}}, **steps)
+
+
+@pytest.mark.parametrize("kinds", ["auto", ("global",)])
+def test_windows_are_computed_where_rows_live(kinds: object) -> None:
+    batch = Batch.from_lengths(lognormal_lengths(0, 8 * 8192), mask=WINDOWED)
+    made = ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(kinds))
+    names = {(item["kind"], item["name"]) for item in made.report["exchanges"]}
+    assert {name for kind, name in names if kind == "global"} > {"ulysses_in", "ulysses_out"}
+    assert {name for kind, name in names if kind == "local"} == {"fetch", "return"}
+    assert (made.programs["local", "forward"]["operands"]["heads"] == 0).all()
+    moved = sum(item["bytes"] for item in made.report["exchanges"] if item["kind"] == "local")
+    before = ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds("all")).report["exchanges"]
+    assert moved < 0.5 * sum(item["bytes"] for item in before if item["kind"] == "local")
+
+
+def test_a_kind_that_sees_most_is_split_in_any_case() -> None:
+    mask = {"local": masks.sliding_window(64), "nearer": masks.sliding_window(16)}
+    batch = Batch.from_lengths([3000, 200, 3000, 700], mask=mask)
+    made = ap.plan(
+        batch, Cluster(2, 4), Model(8, 2, 64, layers={"local": 1, "nearer": 1}), recipe=with_kinds("auto")
+    )
+    split = {item["kind"] for item in made.report["exchanges"] if item["name"] == "ulysses_in"}
+    assert split == {"local"}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_each_kind_equals_dense_attention(layer: tuple) -> None:
+    mask = {"global": masks.causal(), "local": masks.sliding_window(20)}
+    batch = Batch.from_lengths([97, 5, 30, 61, 9, 44, 7], mask=mask)
+    model = Model(*layer[:4], dtype="fp64", layers={"global": 1, "local": 1})
+    inner = {"ulysses": {"degree": 2, "lone": 0.9, "kinds": ("global",), "overlap": True}}
+    policy = Policy(recipe(inner=inner, route={"node": {}}), token_cap=batch.tokens)
+    made = ap.plan(batch, Cluster(2, 2), model, policy=policy)
+    for kind in ("global", "local"):
+        compare(made, kind, layer, 1)
+
+
+def test_kinds_are_refused_where_they_cannot_be() -> None:
+    batch = Batch.from_lengths([3000, 200, 3000, 700], mask=WINDOWED)
+    with pytest.raises(ConfigError, match=r"recipe\.inner\.ulysses\.kinds.*must be of global, local"):
+        ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(("loc",)))
+    with pytest.raises(ConfigError, match=r"reshuffle.*rows of all kinds"):
+        ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(("global",), reshuffle=True))
+    with pytest.raises(ConfigError, match="kinds"):
+        passes_of(recipe(inner={"upipe": {"degree": 4, "kinds": "auto"}}))
 
 
 @pytest.mark.parametrize("cap", [1.0, 1.02, 1.2])

@@ -1,9 +1,9 @@
 """Which tasks are the first on their rows, and overwrite them; what none of these opens is cleared before.
 
-    task 0          ┌─────────┐                 the first on all of its rows: opens them
-    task 1     ┌────┼────┐    │                 the first on some: these are cleared, it adds
-    task 2     │    │    │    │  ┌────┐         opens
-    rows       ▒▒▒▒▒■■■■■■■■■■■▒▒▒■■■■■■▒▒▒     ▒ cleared
+task 0          ┌─────────┐                 the first on all of its rows: opens them
+task 1     ┌────┼────┐    │                 the first on some: these are cleared, it adds
+task 2     │    │    │    │  ┌────┐         opens
+rows       ▒▒▒▒▒■■■■■■■■■■■▒▒▒■■■■■■▒▒▒     ▒ cleared
 """
 
 from __future__ import annotations

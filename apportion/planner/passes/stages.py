@@ -210,9 +210,7 @@ class KeyParts:
         return KeyParts(task[order], self.edge[order], self.row[order], self.keys[order])
 
 
-def merge_tasks(
-    tasks: Tasks, stage: Ints, schedule: Schedule, rows: Rows
-) -> tuple[Tasks, Ints, KeyParts]:
+def merge_tasks(tasks: Tasks, stage: Ints, schedule: Schedule, rows: Rows) -> tuple[Tasks, Ints, KeyParts]:
     """Larger tasks, by rank and stage, the stage of each, and their parts."""
     step = tasks.exec.astype(np.int64) * schedule.stages + stage
     order = sort_order(step, rows.ranks * schedule.stages)

@@ -125,9 +125,7 @@ def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Edges]:
     return Tasks(*(*tasks, stay, zero)), found
 
 
-def placed_tasks(
-    cells: Cells, execution: Execution, rows: Rows, heads: HeadGroups
-) -> tuple[Tasks, Edges]:
+def placed_tasks(cells: Cells, execution: Execution, rows: Rows, heads: HeadGroups) -> tuple[Tasks, Edges]:
     """Tasks and edges of one kind and phase, where `execution` says who computes."""
     groups, count = execution.rank.shape
     rank = execution.rank.reshape(-1).astype(np.int64)

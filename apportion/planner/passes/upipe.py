@@ -60,6 +60,10 @@ class UPipe(Ulysses):
             raise ConfigError(
                 self._field("lone"), self.lone, "all sequences take turns by heads", "use inner ulysses"
             )
+        if self.kinds != "all":
+            raise ConfigError(
+                self._field("kinds"), self.kinds, "all kinds take turns by heads", "use inner ulysses"
+            )
 
     def head_sets(self, model: Model, groups: Groups) -> HeadSets:
         """Who computes which heads when; as Ulysses has it where one stage has them all and nothing is projected.

@@ -1,0 +1,80 @@
+"""The partition solver `exchange`: never worse than LPT, within the caps, and near the optimum where LPT is not."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apportion.planner.solvers import exchange, lpt
+from apportion.planner.solvers.contracts import Partition, PartitionProblem
+from apportion.planner.solvers.status import Budget, Status
+
+
+def array(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def held(problem: PartitionProblem, found: Partition, values: np.ndarray) -> np.ndarray:
+    there = found.bin >= 0
+    return np.bincount(found.bin[there], values[there], problem.bins)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    items=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=30),
+    rooms=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    seed=st.integers(0, 2**16),
+)
+def test_never_worse_and_within_the_caps(items: list[tuple[int, int]], rooms: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weights, sizes = (array(list(column)) for column in zip(*items, strict=True))
+    bins = len(rooms)
+    caps = array(rooms) + int(sizes.sum()) // bins
+    speeds = rng.choice([0.5, 1.0, 2.0], bins)
+    allowed = None
+    if rng.random() < 0.5:
+        allowed = [
+            tuple(rng.permutation(bins)[: rng.integers(1, bins + 1)].tolist()) if rng.random() < 0.4 else None
+            for _ in items
+        ]
+    problem = PartitionProblem(weights, sizes, caps, speeds, allowed)
+    usual, found = lpt.solve(problem, Budget()), exchange.solve(problem, Budget())
+    assert (held(problem, found, sizes) <= caps).all()
+    for item, bin_ in enumerate(found.bin.tolist()):
+        assert bin_ < 0 or allowed is None or allowed[item] is None or bin_ in allowed[item]
+    if usual.termination.solved:
+        assert found.termination.solved
+        assert found.termination.value <= usual.termination.value
+        assert found.termination.value == pytest.approx((held(problem, found, weights) / speeds).max())
+    if not found.termination.solved:
+        assert np.array_equal(found.bin >= 0, usual.bin >= 0)
+
+
+def test_documents_under_a_tight_cap() -> None:
+    """Work grows with the square of the size: one item goes for two."""
+    rng = np.random.default_rng(0)
+    sizes = np.maximum(np.rint(rng.lognormal(np.log(300), 1.0, 5000)), 16).astype(np.int64)
+    weights = sizes * (sizes + 500)
+    caps = np.full(64, int(1.02 * sizes.sum() / 64))
+    problem = PartitionProblem(weights, sizes, caps)
+    usual, found = lpt.solve(problem, Budget()), exchange.solve(problem, Budget())
+    mean = weights.sum() / 64
+    assert found.termination.value <= 1.001 * mean
+    assert usual.termination.value > 1.01 * mean
+    assert (held(problem, found, sizes) <= caps).all()
+
+
+def test_what_lpt_finds_no_room_for() -> None:
+    """LPT fills bins by weight, and the large light items are left."""
+    tight = PartitionProblem(array([9, 8, 1, 1]), array([3, 3, 4, 2]), array([6, 6]))
+    assert lpt.solve(tight, Budget()).termination.status is Status.NO_SOLUTION
+    found = exchange.solve(tight, Budget())
+    assert found.termination.solved
+    assert (held(tight, found, tight.sizes) <= 6).all()
+
+
+def test_what_fits_nowhere_stays_out() -> None:
+    problem = PartitionProblem(array([5, 5, 5]), array([2, 2, 2]), array([2, 2]))
+    found = exchange.solve(problem, Budget())
+    assert found.termination.status is Status.INFEASIBLE
+    assert (found.bin >= 0).sum() == 2
