@@ -1,4 +1,5 @@
-"""Which home rows are complete when an attention task has run, so that it writes them as results at once.
+"""Which rows are complete when an attention task has run, so that it writes them as results at once, where they are
+wanted.
 
 A sum over home rows (O, dQ, dKV) is kept in float32, and in the end `finish`, or a cast, turns it into what the caller
 gets. Where nothing touches rows after a task but that, the task's kernel writes them in the model's dtype itself:
@@ -8,8 +9,9 @@ gets. Where nothing touches rows after a task but that, the task's kernel writes
     rows 100-127    ■             ■             ■           ■
 
 So a document that one task computes costs neither a wide accumulator nor another pass. The same holds for rows that
-arrive as results (`isa.RESULTS`, `deliver`). The rule follows from the program alone; executors and the simulator go by
-it.
+arrive as results (`isa.RESULTS`, `deliver`), and for work rows that leave as results and are used for nothing else: the
+kernel writes them *in place*, into the message, or into home rows. The rule follows from the program alone; executors
+and the simulator go by it.
 """
 
 from __future__ import annotations
@@ -26,19 +28,35 @@ from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Ints, ProgramSet
 
 Bools = NDArray[np.bool_]
+_NONE = np.zeros(0, np.int64)
 
 
-class Complete(NamedTuple):
-    """Of one sum: tasks: bool [tasks of all ranks], those after which all rows that they add to are complete. rank,
-    row0, row1: int64 [ranges], the home rows that such tasks leave, or that arrive as results, by rank and row."""
+class Rows(NamedTuple):
+    """Rows [row0, row1) of something, by its number; int64 [ranges], by number and row."""
 
-    tasks: Bools
-    rank: Ints
+    of: Ints
     row0: Ints
     row1: Ints
 
+    def sums(self, count: int) -> Ints:
+        """int64 [count]: the rows of each."""
+        return np.bincount(self.of, self.row1 - self.row0, count).astype(np.int64)
+
+
+class Complete(NamedTuple):
+    """Of one sum. tasks: rows that are complete when a task has run that adds to them, by task. rank, row0, row1: int64
+    [ranges], the home rows that tasks leave so, or that arrive as results, by rank and row. sent, delivered: the work
+    rows that tasks leave so, by the transfer, and the row of `rowops`, that takes them away."""
+
+    tasks: Rows
+    rank: Ints
+    row0: Ints
+    row1: Ints
+    sent: Rows
+    delivered: Rows
+
     def within(self, rank: Ints, row: Ints, rows: Ints) -> Ints:
-        """int64 [n]: how many of the rows [row, row + rows) of ranks are complete; integers [n] each."""
+        """int64 [n]: how many of the home rows [row, row + rows) of ranks are complete; integers [n] each."""
         span = 1 + max(int(self.row1.max(initial=0)), int((row + rows).max(initial=0)))
         begin, sizes = self.rank * span + self.row0, self.row1 - self.row0
         before = np.append(0, np.cumsum(sizes))
@@ -47,13 +65,8 @@ class Complete(NamedTuple):
         )
 
     def gaps(self, row: int, stop: int) -> list[tuple[int, int]]:
-        """Ranges of the rows [row, stop) of a program of one rank that are not complete."""
-        found = []
-        for row0, row1 in zip(self.row0.tolist(), self.row1.tolist(), strict=True):
-            if row < min(row0, stop):
-                found.append((row, min(row0, stop)))
-            row = max(row, row1)
-        return [*found, (row, stop)] if row < stop else found
+        """Ranges of the home rows [row, stop) of a program of one rank that are not complete."""
+        return gaps(zip(self.row0.tolist(), self.row1.tolist(), strict=True), row, stop)
 
     @staticmethod
     def _below(begin: Ints, sizes: Ints, before: Ints, key: Ints) -> Ints:
@@ -63,22 +76,44 @@ class Complete(NamedTuple):
         return whole
 
 
+def gaps(ranges: Iterable[tuple[int, int]], row: int, stop: int) -> list[tuple[int, int]]:
+    """What is left of [row, stop) between ranges, ascending."""
+    found = []
+    for row0, row1 in ranges:
+        if row < min(row0, stop):
+            found.append((row, min(row0, stop)))
+        row = max(row, row1)
+    return [*found, (row, stop)] if row < stop else found
+
+
 class _Uses(NamedTuple):
     """Every operand that an instruction names, but those of `finish`. operand: int64 [uses], over all ranks; at: int64
-    [uses], the instruction."""
+    [uses], the instruction; source: bool [uses], whether it is taken away as results; row: int64 [uses], of its list;
+    is_transfer: bool [uses]."""
 
     operand: Ints
     at: Ints
+    source: Bools
+    row: Ints
+    is_transfer: Bools
 
     @staticmethod
     def of(programs: ProgramSet) -> _Uses:
         operands, instructions = programs["operands"], programs["instructions"]
         op, found = instructions["op"], []
         for table, columns in OPERAND_COLUMNS.items():
+            rows = programs[table]
             at = instruction_of(op, instructions.wide("count"), table)
-            first = operands.ptr[programs[table].rank_of_row()]
+            first = operands.ptr[rows.rank_of_row()]
             some = np.flatnonzero(op[at] != Op.FINISH)
-            found += [((first + programs[table][column])[some], at[some]) for column in columns]
+            moves = np.full(len(some), table == "transfers")
+            for column in columns:
+                taken = np.zeros(len(some), bool)
+                if table == "transfers":
+                    taken = (instructions["mode"][at[some]] & RESULTS > 0) & (rows["send"][some] == 1)
+                elif table == "rowops" and column == "a":
+                    taken = op[at[some]] == Op.DELIVER
+                found.append(((first + rows[column])[some], at[some], taken, some, moves))
         return _Uses(*map(np.concatenate, zip(*found, strict=True)))
 
 
@@ -90,36 +125,75 @@ def find_complete(programs: ProgramSet, phase: str) -> Mapping[str, Complete]:
 
 def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) -> Complete:
     """Of one sum. Where any task of an instruction has its rows beside the sum elsewhere, or some of the heads, nothing
-    is complete after it: rows may have several owners, one launch after another."""
+    is complete after it: rows may have several owners, one launch after another. Work rows of a rank have the same
+    heads, all of them, or are left out."""
     operands, instructions, name = programs["operands"], programs["instructions"], TASK_LIST[phase]
-    home = operands["space"] == Space.HOME
-    mine = np.flatnonzero(home & (operands["tensor"] == added.tensors[0]))
+    mine = np.flatnonzero(operands["tensor"] == added.tensors[0])
     if not len(mine):
-        none = np.zeros(0, np.int64)
-        return Complete(np.zeros(len(programs[name]), bool), none, none, none)
+        none = Rows(_NONE, _NONE, _NONE)
+        return Complete(none, _NONE, _NONE, _NONE, none, none)
     number = np.full(len(operands), -1)
     number[mine] = np.arange(len(mine))
-    row, rows = (operands.wide(column)[mine] for column in ("row", "rows"))
-    span = int((row + rows).max()) + 1
-    begin = operands.rank_of_row()[mine] * span + row
-    points = np.unique(np.concatenate([begin, begin + rows]))
-    ranges = np.searchsorted(points, begin), np.searchsorted(points, begin + rows)
-    last = np.full(len(points), -1)
-    _latest(last, number[uses.operand], uses.at, *ranges)
-    tasks, whole = programs[name], home & (operands["heads"] == 0)
+    rank = operands.rank_of_row()
+    space, row, rows = (operands.wide(column) for column in ("space", "row", "rows"))
+    span = int((row + rows)[mine].max()) + 1
+    begin = ((2 * rank + space) * span + row)[mine]
+    points = np.unique(np.concatenate([begin, begin + rows[mine]]))
+    parts = np.searchsorted(points, begin), np.searchsorted(points, begin + rows[mine])
+    used = number[uses.operand]
+    last, taken, times = np.full(len(points), -1), np.full(len(points), -1), np.zeros(len(points), np.int64)
+    others = ~uses.source
+    _latest(last, times, used[others], uses.at[others], *parts)
+    times[:] = 0
+    _latest(taken, times, used[uses.source], uses.at[uses.source], *parts)
+    place = points // span
+    home = place % 2 == Space.HOME
+    stand = _beside(phase, added)
+    alike = _alike(programs, (added.tensors[0], *(one.tensors[0] for one in stand)))
+    fit = home | ((times == 1) & (taken > last) & alike[np.minimum(place // 2, programs.ranks - 1)])
+
+    tasks = programs[name]
     at = instruction_of(instructions["op"], instructions.wide("count"), name)
     first = operands.ptr[tasks.rank_of_row()]
-    plain = np.ones(len(tasks), bool)
-    for column in (added.column, *_beside(phase, added)):
-        plain &= whole[first + tasks[column]]
-    own = number[first + tasks[added.column]]
-    plain &= ~np.isin(at, at[(own >= 0) & ~plain])
-    complete, covered = _decide(last, np.where(plain, own, -1), at, *ranges)
+    owner = first + tasks[added.column]
+    whole = operands["heads"] == 0
+    plain = np.where(space[owner] == Space.HOME, whole[owner], True)
+    for one in stand:
+        beside = first + tasks[one.column]
+        same = (space[beside] == space[owner]) & (row[beside] == row[owner])
+        plain &= same & np.where(space[owner] == Space.HOME, whole[beside], True)
+    key = 2 * at + space[owner]
+    plain &= ~np.isin(key, key[~plain])
+    own = np.where(plain, number[owner], -1)
+    covered = np.zeros(len(points), np.int8)
+    found = np.empty((3, _decide(last, fit, own, at, *parts, covered, np.empty((3, 0), np.int64))), np.int64)
+    _decide(last, fit, own, at, *parts, covered, found)
+    of_tasks = Rows(found[0], points[found[1]] % span, points[found[2]] % span)
+    in_place = []
+    for moves in (True, False):
+        some = np.flatnonzero(uses.source & (used >= 0) & (uses.is_transfer == moves))
+        ends = (part[used[some]] for part in parts)
+        of, low, high = _covered(covered, *ends)
+        in_place.append(Rows(uses.row[some][of], points[low] % span, points[high] % span))
     given = number[results_of(programs)]
-    _cover(covered, given[given >= 0], *ranges)
+    covered[~home] = 0
+    _cover(covered, given[given >= 0], *parts)
     edges = np.flatnonzero(np.diff(covered, prepend=0, append=0))
     row0, row1 = points[edges[::2]], points[edges[1::2]]
-    return Complete(complete, row0 // span, row0 % span, row1 - row0 // span * span)
+    return Complete(of_tasks, row0 // (2 * span), row0 % span, row1 % span, *in_place)
+
+
+def _alike(programs: ProgramSet, tensors: Iterable[Tensor]) -> Bools:
+    """bool [ranks]: whether work rows of each of these have the same heads in the same columns, all of them."""
+    operands, alike = programs["operands"], np.ones(programs.ranks, bool)
+    rank = operands.rank_of_row()
+    for tensor in tensors:
+        at = np.flatnonzero((operands["tensor"] == tensor) & (operands["space"] == Space.WORK))
+        kind = operands["col"][at].astype(np.int64) * 2**32 + operands["heads"][at]
+        first = np.full(programs.ranks, -1)
+        first[rank[at][::-1]] = kind[::-1]
+        alike[rank[at][kind != first[rank[at]]]] = False
+    return alike
 
 
 def results_of(programs: ProgramSet) -> Ints:
@@ -163,41 +237,70 @@ def apart(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _beside(phase: str, added: Argument) -> list[str]:
-    """The columns of what tasks read whose rows stand beside those of a sum."""
+def _beside(phase: str, added: Argument) -> list[Argument]:
+    """What tasks read whose rows stand beside those of a sum."""
     (rule,) = (rule for rule in RULES.values() if rule.list == TASK_LIST[phase])
-    return [one.column for one in rule.arguments if one.use.reads and added.like in (one.column, one.like)]
+    return [one for one in rule.arguments if one.use.reads and added.like in (one.column, one.like)]
 
 
 @jit
-def _latest(last: Ints, used: Ints, at: Ints, low: Ints, high: Ints) -> None:
-    """Notes when each part of the rows is used. used: int64 [uses], number of a home operand or -1; at: int64 [uses],
-    the instruction; low, high: int64 [home operands], the parts that it has; last: int64 [parts], in place."""
+def _latest(last: Ints, times: Ints, used: Ints, at: Ints, low: Ints, high: Ints) -> None:
+    """Notes when each part of the rows is used, and how often. used: int64 [uses], number of an operand or -1; at:
+    int64 [uses], the instruction; low, high: int64 [operands], the parts that it has; last, times: int64 [parts], in
+    place."""
     for use in range(len(used)):
         if used[use] >= 0:
             for part in range(low[used[use]], high[used[use]]):
                 last[part] = max(last[part], at[use])
+                times[part] += 1
 
 
 @jit
 def _cover(covered: Ints, given: Ints, low: Ints, high: Ints) -> None:
-    """Marks the parts of home operands, int64 [n], in place."""
+    """Marks the parts of operands, int64 [n], in place."""
     for one in given:
         covered[low[one] : high[one]] = 1
 
 
 @jit
-def _decide(last: Ints, own: Ints, at: Ints, low: Ints, high: Ints) -> tuple[Bools, Ints]:
-    """bool [tasks], those that are the last to use all of their rows; int8 [parts], 1 for what these leave. own: int64
-    [tasks], number of a home operand, -1 for tasks that are not looked at."""
-    complete, covered = np.zeros(len(own), np.bool_), np.zeros(len(last), np.int8)
+def _decide(
+    last: Ints, fit: Bools, own: Ints, at: Ints, low: Ints, high: Ints, covered: Ints, found: Ints
+) -> int:
+    """Runs of parts that a task is the last to use: task, first part, and the one behind, into int64 `found` [3, room]
+    as far as there is room; returns how many there are, and marks their parts as covered, int8 [parts]. own: int64
+    [tasks], number of an operand, -1 for tasks that are not looked at; fit: bool [parts], whether they count."""
+    count = 0
     for task in range(len(own)):
-        if own[task] < 0:
-            continue
-        done = True
-        for part in range(low[own[task]], high[own[task]]):
-            done = done and last[part] == at[task]
-        complete[task] = done
-        if done:
-            covered[low[own[task]] : high[own[task]]] = 1
-    return complete, covered
+        part = low[own[task]] if own[task] >= 0 else 0
+        while own[task] >= 0 and part < high[own[task]]:
+            begin = part
+            while part < high[own[task]] and fit[part] and last[part] == at[task]:
+                covered[part] = 1
+                part += 1
+            if begin < part:
+                if count < found.shape[1]:
+                    found[0, count], found[1, count], found[2, count] = task, begin, part
+                count += 1
+            part += 1
+    return count
+
+
+@jit
+def _covered(covered: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+    """Runs of covered parts within [low, high), int64 [n] each: which of them, first part, and the one behind."""
+    room = 0
+    for one in range(len(low)):
+        room += (high[one] - low[one] + 1) // 2
+    of, first, behind = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
+    count = 0
+    for one in range(len(low)):
+        part = low[one]
+        while part < high[one]:
+            begin = part
+            while part < high[one] and covered[part]:
+                part += 1
+            if begin < part:
+                of[count], first[count], behind[count] = one, begin, part
+                count += 1
+            part += 1
+    return of[:count].copy(), first[:count].copy(), behind[:count].copy()

@@ -17,7 +17,7 @@ from apportion.planner.passes.blend.placement import pair_times
 from apportion.planner.passes.shard import row_times, row_weights
 from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe
-from apportion.planner.search.candidates import SHORT, SPARSE, key_reach, portfolio
+from apportion.planner.search.candidates import SHORT, SPARSE, portfolio
 from apportion.planner.simulate import simulate
 
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, layers=2)
@@ -75,9 +75,9 @@ def test_two_kinds_are_weighed_by_their_layers() -> None:
 def test_reach_is_that_of_the_farthest_kind() -> None:
     window = problem_of(Batch.from_lengths([65536], mask=masks.sliding_window(512)))
     both = problem_of(Batch.from_lengths([65536], mask={"a": masks.causal(), "b": masks.sliding_window(512)}))
-    assert key_reach(window) == pytest.approx(512 / 8192, rel=0.01)
-    assert key_reach(both) == pytest.approx(32768.5 / 8192)
-    assert key_reach(window) < SPARSE < SHORT < key_reach(both)
+    assert max(window.reach.values()) == pytest.approx(512 / 8192, rel=0.01)
+    assert max(both.reach.values()) == pytest.approx(32768.5 / 8192)
+    assert max(window.reach.values()) < SPARSE < SHORT < max(both.reach.values())
 
 
 def test_a_search_starts_from_what_suits_the_mask() -> None:
@@ -120,4 +120,4 @@ def test_time_of_a_kind_without_pairs() -> None:
     problem = problem_of(Batch.from_sequences([Sequence(64, masks.bands([]))]))
     assert [times.tolist() for times in pair_times(problem, problem.layers).values()] == [[]]
     assert row_times(problem, problem.batch.starts)[0] > 0
-    assert key_reach(problem) == 0
+    assert max(problem.reach.values()) == 0

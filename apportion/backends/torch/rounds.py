@@ -9,8 +9,10 @@ Staging rows are free again once their round was waited for, so the arena is as 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from apportion.backends.interp import Operand, Program, Step, components
@@ -21,6 +23,7 @@ from apportion.ir.plan import Header, ProgramSet
 
 #: where the staging of a round's messages begins: a multiple of this
 PAGE = 256
+_AT_ONCE: Mapping[int, int] = MappingProxyType({})
 
 
 class Message(NamedTuple):
@@ -90,20 +93,25 @@ def tile_bytes(operand: Operand, header: Header, hidden: int, results: bool) -> 
     return at + operand.rows * array.row_bytes
 
 
-def find_rounds(programs: ProgramSet, program: Program, hidden: int) -> Rounds:
-    """The rounds of one rank's program. hidden: width of X and dX, where they travel."""
+def find_rounds(
+    programs: ProgramSet, program: Program, hidden: int, early: Mapping[int, int] = _AT_ONCE
+) -> Rounds:
+    """The rounds of one rank's program. hidden: width of X and dX, where they travel; early: launch step -> the step
+    from which its messages have their places, where that is not the launch."""
     messages = find_messages(programs, program.header)
     of, staged = iter(messages.of.tolist()), messages.staged.tolist()
-    sizes = _Sizes(program, hidden)
-    arena, under_way, found = _Arena(), {}, {}
+    sizes, due = _Sizes(program, hidden), defaultdict(list)
     for step in program.steps:
         if step.op == Op.LAUNCH:
             listed = [next(of) for _ in step.transfers]
-            drafts = _drafts(step, listed, sizes)
-            found[step.index] = under_way[step.round] = arena.place(
-                step, drafts, [staged[one] for one in drafts]
+            due[early.get(step.index, step.index)].append((step, _drafts(step, listed, sizes)))
+    arena, under_way, found = _Arena(), {}, {}
+    for step in program.steps:
+        for launch, drafts in due[step.index]:
+            found[launch.index] = under_way[launch.round] = arena.place(
+                launch, drafts, [staged[one] for one in drafts]
             )
-        elif step.op == Op.WAIT:
+        if step.op == Op.WAIT:
             found[step.index] = under_way.pop(step.round)
             arena.release(found[step.index])
     return Rounds(found, arena.size)

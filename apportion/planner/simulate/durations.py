@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from apportion.ir.bands import area
 from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Tensor, Use
 from apportion.ir.jit import jit
-from apportion.ir.messages import Bools
 from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes
 from apportion.planner.simulate.program import Floats, Ints, View
 
@@ -139,7 +138,8 @@ def _attention_us(view: View, costs: Costs, pairs: Ints) -> _Attention:
 
 def _accumulated(view: View, of: Ints) -> Ints:
     """int64 [instructions]: what reading and writing accumulators moves beyond the results in the model's dtype, each
-    row once an instruction. of: int64 [tasks], their instructions."""
+    row once an instruction: none is read that a task overwrites, none is written wide that is complete then. of: int64
+    [tasks], their instructions."""
     table, found, model = view.source[TASK_LIST[view.phase]], view.source["operands"], view.model
     first = view.operands.ptr[view.rank_of][of]
     moved = np.zeros(len(view.instructions), np.int64)
@@ -150,42 +150,30 @@ def _accumulated(view: View, of: Ints) -> Ints:
             found[name][operand].astype(np.int64) for name in ("row", "rows", "space", "col", "heads")
         )
         lane = (col * (int(heads.max()) + 1) + heads) * 2 + space
-        order = np.lexsort((row, lane, of))
-        fresh = (table["first"] & argument.flag) > 0
         wide, narrow = model.row_bytes(tensor, 1), model.result_bytes(tensor)
         beside = model.accumulator_bytes if tensor == Tensor.O else 0
-        costs = np.array([2 * wide - narrow, -wide, narrow + beside - wide])
-        of_row = costs * view.operands.heads[operand][:, None]
-        _accumulate(moved, order, of, lane, row, rows, fresh, view.complete[column].tasks, of_row)
+        fresh, done = np.flatnonzero(table["first"] & argument.flag), view.complete[column].tasks
+        for some, row0, row1, size in (
+            (slice(None), row, row + rows, 2 * wide - narrow),
+            (fresh, row[fresh], (row + rows)[fresh], -wide),
+            (done.of, done.row0, done.row1, narrow + beside - wide),
+        ):
+            order = np.lexsort((row0, lane[some], of[some]))
+            size_of_row = size * view.operands.heads[operand][some]
+            _add_rows(moved, order, of[some], lane[some], row0, row1, size_of_row)
     return moved
 
 
 @jit
-def _accumulate(
-    moved: Ints,
-    order: Ints,
-    of: Ints,
-    lane: Ints,
-    row: Ints,
-    rows: Ints,
-    fresh: Bools,
-    complete: Bools,
-    of_row: Ints,
-) -> None:
-    """Adds to what instructions move: for each of their rows, what the tasks that add to it come to together. order:
-    int64 [tasks], by instruction, place beside rows, and row; fresh, complete: bool [tasks], whether the task
-    overwrites its rows: then the instruction does not read them; and whether it leaves results: then it does not write
-    them wide. of_row: int64 [tasks, 3], bytes of a row, and what is added for one that is fresh, and complete."""
-    before, reach = -1, np.zeros(3, np.int64)
-    for task in order:
-        if before < 0 or of[before] != of[task] or lane[before] != lane[task]:
-            reach[:] = 0
-        begin, end = row[task], row[task] + rows[task]
-        for mark in range(3):
-            if mark == 0 or (fresh[task] if mark == 1 else complete[task]):
-                moved[of[task]] += of_row[task, mark] * max(end - max(begin, reach[mark]), 0)
-                reach[mark] = max(reach[mark], end)
-        before = task
+def _add_rows(moved: Ints, order: Ints, of: Ints, lane: Ints, row0: Ints, row1: Ints, size: Ints) -> None:
+    """Adds the size of every row of an instruction and lane that is in any of the ranges [row0, row1) to what the
+    instruction moves, once. order: int64 [ranges], by instruction, lane and row0."""
+    before, reach = -1, 0
+    for one in order:
+        if before < 0 or of[before] != of[one] or lane[before] != lane[one]:
+            reach = 0
+        moved[of[one]] += size[one] * max(row1[one] - max(row0[one], reach), 0)
+        reach, before = max(reach, row1[one]), one
 
 
 def _rows_us(view: View, costs: Costs, posted: Posted) -> Floats:
@@ -199,14 +187,16 @@ def _rows_us(view: View, costs: Costs, posted: Posted) -> Floats:
 
 
 def _row_bytes(view: View) -> Ints:
-    """int64 [instructions]: what row operations read and write."""
+    """int64 [instructions]: what row operations read and write, but for rows that are in place."""
     table, found, model = view.source["rowops"], view.operands, view.model
     op, count = (view.instructions.wide(name) for name in ("op", "count"))
     a, b, c, d, first = (table.wide(name) for name in ("a", "b", "c", "d", "first"))
     moved = _passed(op, count, found.ptr[view.rank_of], _Rows(a, b, c, d, first), found.bytes, _PASSES)
-    given = np.flatnonzero(op[view.instruction_of("rowops")] == Op.DELIVER)
-    wide = found.bytes[view.operand("rowops", "c")[given]] - found.results[view.operand("rowops", "c")[given]]
-    np.add.at(moved, view.instruction_of("rowops")[given], -wide)
+    given, left = view.delivered
+    source, target = (view.operand("rowops", column)[given] for column in "ac")
+    at = view.instruction_of("rowops")[given]
+    moved[at] = 0
+    np.add.at(moved, at, (found.bytes[source] + found.results[target]) // found.rows[source] * left)
     some, rows = view.finished
     at, heads = view.instruction_of("rowops")[some], found.heads[view.operand("rowops", "c")[some]]
     moved[at] = 0

@@ -50,11 +50,12 @@ class Posted(NamedTuple):
 
 def find_posted(view: View) -> Posted:
     """The messages of all launches."""
-    return _posted(group_tiles(view.source, view.plan.header), view.tiles)
+    return _posted(group_tiles(view.source, view.plan.header), view.tiles, view.operands.rows, view.in_place)
 
 
 @jit
-def _posted(groups: Groups, tiles: Tiles) -> Posted:
+def _posted(groups: Groups, tiles: Tiles, rows: Ints, in_place: Ints) -> Posted:
+    """rows: int64 [operands]; in_place: int64 [transfers], rows that are in their message already."""
     messages, copied = np.zeros_like(tiles.first), np.zeros((2, len(tiles.first)), np.int64)
     for tile in groups.first:
         messages[tiles.launch[tile]] += 1
@@ -66,7 +67,8 @@ def _posted(groups: Groups, tiles: Tiles) -> Posted:
             if tiles.results[launch]:  # rounded as they are packed, and results where they arrive
                 wire = tiles.wire[operand]
                 held = held if tiles.send[tile] else wire
-            copied[tiles.send[tile], launch] += held + wire
+            left = rows[operand] - in_place[tile]
+            copied[tiles.send[tile], launch] += (held + wire) // max(rows[operand], 1) * left
     return Posted(messages, copied[1], copied[0])
 
 
@@ -74,11 +76,12 @@ def count_kernels(view: View, posted: Posted) -> Ints:
     """int64 [instructions]: kernels that each starts."""
     table = view.instructions
     kernels: Ints = np.where(table["count"] > 0, KERNELS[table["op"]], 0)
-    waits, finishes = (np.flatnonzero(table["op"] == op) for op in (Op.WAIT, Op.FINISH))
+    waits, finishes, delivers = (np.flatnonzero(table["op"] == op) for op in (Op.WAIT, Op.FINISH, Op.DELIVER))
     kernels[view.launches] = posted.packed > 0
     kernels[waits] = posted.unpacked[view.launch_of[waits]] > 0
-    some, left = view.finished
-    kernels[finishes] = np.bincount(view.instruction_of("rowops")[some], left, len(kernels))[finishes] > 0
+    for at, (some, left) in ((delivers, view.delivered), (finishes, view.finished)):
+        of_row = view.instruction_of("rowops")[some]
+        kernels[at] = np.bincount(of_row, left, len(kernels))[at] > 0
     return kernels
 
 

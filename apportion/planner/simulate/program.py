@@ -215,6 +215,24 @@ class View(ProgramView):
         return find_complete(self.source, self.phase)
 
     @cached_property
+    def in_place(self) -> Ints:
+        """int64 [transfers]: how many of its rows tasks have written into the message."""
+        found = np.zeros(len(self.source["transfers"]), np.int64)
+        for one in self.complete.values():
+            found += one.sent.sums(len(found))
+        return found
+
+    @cached_property
+    def delivered(self) -> tuple[Ints, Ints]:
+        """int64 [n] each: the rows of list `rowops` that are of `deliver`, and how many rows of the sum each has to
+        move, which no task has written where they belong."""
+        some = np.flatnonzero(self.instructions["op"][self.instruction_of("rowops")] == Op.DELIVER)
+        left = self.operands.rows[self.operand("rowops", "a")[some]]
+        for one in self.complete.values():
+            left = left - one.delivered.sums(len(self.source["rowops"]))[some]
+        return some, left
+
+    @cached_property
     def finished(self) -> tuple[Ints, Ints]:
         """int64 [n] each: the rows of list `rowops` that are of `finish`, and how many rows of O each has to do, which
         no task has left complete."""

@@ -9,8 +9,8 @@ from strategies import STRATEGIES, cluster
 
 from apportion.backends.torch.stage.rowlists import COPY, Place, move, panels
 from apportion.backends.torch.stage.tiles import cut_tiles, waves
-from apportion.backends.torch.stage.worklists import ROLES, Columns, work_list
-from apportion.ir.fusion import find_complete
+from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, work_list
+from apportion.ir.fusion import Complete, find_complete
 from apportion.ir.isa import PHASES, Op
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
@@ -122,6 +122,12 @@ def pairs_of_list(made):
     return sorted(found)
 
 
+def anywhere(found: Complete) -> Targets:
+    """Some target of each range of complete work rows."""
+    both = (zip(*(part.tolist() for part in rows), strict=True) for rows in (found.sent, found.delivered))
+    return Targets.of([(row0, row1, 1, 0, 1, 0, 0) for rows in both for _, row0, row1 in rows])
+
+
 @pytest.mark.parametrize("name", ["fcp", "distca", "dcp_heads", "ring", "inner"])
 @pytest.mark.parametrize("mask", ["tree", "window", "bands"])
 def test_work_lists_hold_every_pair_of_an_instruction_once(name, mask):
@@ -131,8 +137,8 @@ def test_work_lists_hold_every_pair_of_an_instruction_once(name, mask):
             programs = plan.programs["default", phase].rank(rank)
             columns = Columns(programs, plan.header)
             for kernel in ("attend",) if phase == "forward" else ("dq", "dkdv"):
-                complete = find_complete(programs, phase)[ROLES[kernel].owner].tasks
-                made = work_list(programs, columns, kernel, 16, 8, complete)
+                found = find_complete(programs, phase)[ROLES[kernel].owner]
+                made = work_list(programs, columns, kernel, 16, 8, found.tasks, anywhere(found))
                 assert pairs_of_list(made) == pairs_of_tasks(programs, columns, kernel)
 
 
@@ -143,8 +149,8 @@ def test_every_instruction_is_one_launch_and_long_tiles_come_first():
             programs = plan.programs["default", phase].rank(1)
             columns = Columns(programs, plan.header)
             kernel = "attend" if phase == "forward" else "dkdv"
-            complete = find_complete(programs, phase)[ROLES[kernel].owner].tasks
-            made = work_list(programs, columns, kernel, 16, 16, complete)
+            found = find_complete(programs, phase)[ROLES[kernel].owner]
+            made = work_list(programs, columns, kernel, 16, 16, found.tasks, anywhere(found))
             assert all(len(launches) == 1 for launches in made.launches.values()), name
             for (launch,) in made.launches.values():
                 tiles = made.tiles[launch.tile : launch.tile + launch.tiles]

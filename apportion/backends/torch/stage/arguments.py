@@ -17,7 +17,7 @@ from torch import Tensor
 _MODEL = frozenset(
     {
         *("q_home", "q_work", "k_home", "v_home", "kv_work", "do_home", "do_work", "sinks"),
-        *("out", "dq_out", "dk_out", "dv_out"),
+        *("out", "dq_out", "dk_out", "dv_out", "wire"),
     }
 )
 _TABLES = frozenset({"tiles", "entries", "heads", "arrays", "chunks"})
@@ -26,7 +26,9 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         **dict.fromkeys(_TABLES, torch.int32),
         "panels": torch.int64,
         **dict.fromkeys(("lse", "lse_home", "lse_work", "shares"), torch.float64),
-        **dict.fromkeys(("o", "o_home", "o_work", "delta_home", "delta_work", "dlse"), torch.float32),
+        **dict.fromkeys(
+            ("o", "o_home", "o_work", "lse_wire", "delta_home", "delta_work", "dlse"), torch.float32
+        ),
         **dict.fromkeys(("dq_home", "dq_work", "dkv_home", "dkv_work"), torch.float32),
     }
 )

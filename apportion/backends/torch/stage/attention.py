@@ -14,10 +14,10 @@ their own.
 import triton
 import triton.language as tl
 
-TILE = tl.constexpr(10)  # as in `worklists`
+TILE = tl.constexpr(16)  # as in `worklists`
 ENTRY = tl.constexpr(12)
 LANE = tl.constexpr(4)
-COMPLETE = tl.constexpr(32)
+COMPLETE, STAGED = tl.constexpr(32), tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -123,6 +123,20 @@ def _results(at, to, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.con
 
 
 @triton.jit
+def _target(tile, heads, lane, M: tl.constexpr):
+    """(whether complete rows of a tile go into a message, their places there or among results [M], in columns)."""
+    row = (tl.load(tile + 11) + tl.arange(0, M)).to(tl.int64)
+    column = tl.load(heads + tl.load(tile + 13) + lane)
+    return (tl.load(tile + 4) & STAGED) != 0, row * tl.load(tile + 12) + column
+
+
+@triton.jit
+def _after(at, unit):
+    """`at`, so many units of 16 bytes on."""
+    return at + tl.load(unit).to(tl.int64) * (128 // at.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
 def _tanh(x):
     """Series where exp would cancel."""
     e = tl.exp(-2.0 * tl.abs(x))
@@ -192,18 +206,19 @@ def _attend_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def attend(
-    tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, o_home, o_work, lse_home, lse_work, out, sinks,
+    tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, o_home, o_work, lse_home, lse_work,
+    out, wire, lse_wire, sinks,
     first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32,
     q_columns: tl.int32, kv_columns: tl.int32, o_columns: tl.int32, has_sinks: tl.int32,
     scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O rows of a tile and head, merged with what the tile's queries see in its entries; where they are complete, home
-    rows of `out`, with the learned sinks.
+    """O rows of a tile and head, merged with what the tile's queries see in its entries; where they are complete, rows
+    of `out`, home rows with the learned sinks, or of the messages in `wire`.
 
     q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV hold k beside v. o float32, lse
-    float64.
+    float64, in messages float32.
     """
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
@@ -258,16 +273,19 @@ def attend(
     take = take / tl.where(none, 1.0, total)
     o_at = tl.where(work, o_work, o_home) + (offset * E)[:, None]
     if flags & COMPLETE:
-        sink = tl.load(sinks + tl.load(columns), mask=has_sinks != 0, other=0).to(tl.float64)
-        sink = tl.where(has_sinks != 0, sink, NEG_INF) + tl.zeros([M], tl.float64)
+        joins = (has_sinks != 0) & (flags & 2 == 0)  # those of work rows join at home
+        sink = tl.load(sinks + tl.load(columns), mask=joins, other=0).to(tl.float64)
+        sink = tl.where(joins, sink, NEG_INF) + tl.zeros([M], tl.float64)
         new, share, _ = merge_weights(new, sink)
         old_share, new_share = (keep * share)[:, None], (take * share)[:, None]
-        _results(
-            o_at, out + (offset * E)[:, None], live[:, None], old_share, new_share, fresh, sums, E, EA, EB
-        )
+        staged, place = _target(tile, heads, lane, M)
+        to = tl.where(staged, _after(wire, tile + 10), out) + (place * E)[:, None]
+        _results(o_at, to, live[:, None], old_share, new_share, fresh, sums, E, EA, EB)
+        tl.store(_after(lse_wire, tile + 14) + place, new.to(tl.float32), mask=live & staged)
+        tl.store(lse_home + place, new, mask=live & (staged == 0))
     else:
         _merge(o_at, live[:, None], keep[:, None], take[:, None], fresh, sums, E, EA, EB)
-    tl.store(lse_at, new, mask=live)
+        tl.store(lse_at, new, mask=live)
 
 
 @triton.jit
@@ -332,15 +350,15 @@ def _dq_rows(
 @triton.jit(do_not_specialize=SIZES)
 def dq(
     tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
-    dq_home, dq_work, dq_out,
+    dq_home, dq_work, dq_out, wire,
     first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32, q_columns: tl.int32,
     kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dq_columns: tl.int32,
     scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ rows of a tile and head; complete ones in dq_out, home rows in the model's dtype. delta [rows, heads, 2]: lse
-    and delta, float32; dq float32."""
+    """dQ rows of a tile and head; complete ones in dq_out, home rows in the model's dtype, or in messages. delta [rows,
+    heads, 2]: lse and delta, float32; dq float32."""
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -397,7 +415,9 @@ def dq(
     offset = (rows.to(tl.int64) * dq_row + tl.load(columns))[:, None] * D
     dq_at = tl.where(work, dq_work, dq_home) + offset
     if flags & COMPLETE:
-        _results(dq_at, dq_out + offset, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
+        staged, place = _target(tile, heads, lane, M)
+        to = tl.where(staged, _after(wire, tile + 10), dq_out) + (place * D)[:, None]
+        _results(dq_at, to, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
     else:
         _merge(dq_at, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
 
@@ -438,15 +458,15 @@ def _dkdv_rows(
 @triton.jit(do_not_specialize=SIZES)
 def dkdv(
     tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
-    dkv_home, dkv_work, dk_out, dv_out,
+    dkv_home, dkv_work, dk_out, dv_out, wire,
     first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32, q_columns: tl.int32,
     kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dkv_columns: tl.int32,
     scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV rows of a tile and KV head, over all query heads that it serves; complete ones in dk_out and dv_out.
-    dkv: dk beside dv, float32."""
+    """dK and dV rows of a tile and KV head, over all query heads that it serves; complete ones in dk_out and dv_out, or
+    in messages. dkv: dk beside dv, float32."""
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -500,8 +520,12 @@ def dkdv(
     offset = (rows.to(tl.int64) * tl.where(work, dkv_columns, kv_heads) + tl.load(columns))[:, None]
     dkv_at = tl.where(work, dkv_work, dkv_home) + offset * (D + E)
     if flags & COMPLETE:
-        _results(dkv_at, dk_out + offset * D, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
-        _results(dkv_at + D, dv_out + offset * E, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
+        staged, place = _target(tile, heads, lane, M)
+        beside = _after(wire, tile + 10) + (place * (D + E))[:, None]
+        dk_to = tl.where(staged, beside, dk_out + (place * D)[:, None])
+        dv_to = tl.where(staged, beside + D, dv_out + (place * E)[:, None])
+        _results(dkv_at, dk_to, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
+        _results(dkv_at + D, dv_to, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
     else:
         _merge(dkv_at, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
         _merge(dkv_at + D, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)

@@ -19,6 +19,7 @@ from apportion.backends.torch.stage.launcher import Launcher, default_launcher
 from apportion.backends.torch.stage.program import Launch, StageLoaded
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.transport import Transport
+from apportion.ir.fusion import gaps
 from apportion.ir.isa import Tensor as Name
 
 
@@ -68,6 +69,8 @@ class StageMachine(TorchMachine):
         if slot is None:
             return self.memory.staging
         tensor, home, number = slot
+        if tensor == Name.NONE and not home:  # staging by its numbers
+            return self.memory.staging.view((DTYPES[self.program.header.dtype], torch.float32)[number])
         if tensor == Name.NONE:
             return self._results[number]
         return (self.memory.home_arrays(tensor) if home else self.memory.work[tensor])[number]
@@ -109,15 +112,26 @@ class StageMachine(TorchMachine):
         """Rows of a sum, complete ones among the results."""
         held = self.memory.view(operand).read()
         row, stop = operand.row, operand.row + operand.rows
-        done = self._loaded.complete.get((step.index, operand.tensor), [])
-        for start, end in [one for one in done if operand.is_home and row < one[1] and one[0] < stop]:
-            low, high = max(start, row), min(end, stop)
-            if row < low:
-                yield tuple(part[row - operand.row : low - operand.row] for part in held)
-            yield tuple(part[low:high] for part in self._result_parts(operand.tensor))
-            row = high
-        if row < stop:
-            yield tuple(part[row - operand.row : stop - operand.row] for part in held)
+        done = self._loaded.complete.get((step.index, operand.tensor, operand.is_home), [])
+        for low, high in gaps(done, row, stop):
+            yield tuple(part[low - row : high - row] for part in held)
+        for start, end in done:
+            if row < end and start < stop:
+                yield from self._completed(operand, max(start, row), min(end, stop))
+
+    def _completed(self, operand: Operand, row: int, stop: int) -> Iterator[tuple[Tensor, ...]]:
+        """Complete rows [row, stop), where they are."""
+        if operand.is_home:
+            yield tuple(part[row:stop] for part in self._result_parts(operand.tensor))
+            return
+        for left in self._loaded.in_place[operand.tensor]:
+            low, high = max(left.row, row), min(left.stop, stop)
+            if low < high:
+                first = left.first + low - left.row
+                parts = tuple(part[:, left.operand.heads] for part in self._result_parts(operand.tensor))
+                if left.message is not None:
+                    parts = self.memory.in_message(left.message, self.program.operands)[left.tile]
+                yield tuple(part[first : first + high - low] for part in parts)
 
     def _result_parts(self, tensor: Name) -> tuple[Tensor, ...]:
         if tensor == Name.O:

@@ -38,11 +38,12 @@ from apportion.backends.torch.stage.rowlists import (
 )
 from apportion.backends.torch.stage.tiles import Ints, shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
-from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
+from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, WorkList, work_list
 from apportion.ir.errors import ExecutionError
-from apportion.ir.fusion import apart, find_complete, result_ranges
-from apportion.ir.isa import OP_NAMES, PHASES, Op, Space
+from apportion.ir.fusion import Complete, apart, find_complete, gaps, result_ranges
+from apportion.ir.isa import OP_NAMES, PHASES, RESULTS, Op, Space
 from apportion.ir.isa import Tensor as Name
+from apportion.ir.messages import ALIGNMENT
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import ProgramSet
 
@@ -89,7 +90,8 @@ class Table:
 @dataclass(frozen=True)
 class StageLoaded(Loaded):
     """launches: of each step; slots: the arrays that a machine keeps ready, by number; shares: tiles of all delta
-    instructions; complete: (step, tensor) -> ranges of home rows that it leaves as results, ascending."""
+    instructions; complete: (step, tensor, whether at home) -> ranges of rows that it leaves as results, ascending;
+    in_place: of a sum, where those of its work rows go."""
 
     table: Table
     launches: Mapping[int, tuple[Launch, ...]]
@@ -97,7 +99,8 @@ class StageLoaded(Loaded):
     slots: tuple[Slot, ...]
     variant: Variant
     shares: int
-    complete: Mapping[tuple[int, Name], list[tuple[int, int]]]
+    complete: Mapping[tuple[int, Name, bool], list[tuple[int, int]]]
+    in_place: Mapping[Name, list[Left]]
 
     @property
     def needs_views(self) -> bool:
@@ -123,11 +126,12 @@ def load(
     shapes: Variant | None = None,
 ) -> StageLoaded:
     """The launches of a one-rank program on a device. rows: home rows; hidden: width of X."""
-    rounds = find_rounds(columns, program, hidden)
+    complete = {name: found for phase in PHASES for name, found in find_complete(columns, phase).items()}
+    rounds = find_rounds(columns, program, hidden, _written_from(columns, complete))
     arenas = Arenas(program, rounds.staging_bytes, hidden)
     header = program.header
     chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
-    builder = _Builder(columns, program, arenas, rounds, chosen)
+    builder = _Builder(columns, program, arenas, rounds, chosen, complete)
     drafts = {step.index: tuple(builder.step(step)) for step in program.steps}
     results = tuple(builder.results(rows))
     table = Table(np.concatenate([*builder.tables, np.zeros(4, np.int32)]), device)
@@ -147,7 +151,23 @@ def load(
         chosen,
         builder.shares,
         builder.complete(),
+        {Name[column.upper()]: rows for column, rows in builder.in_place.rows.items()},
     )
+
+
+def _written_from(programs: ProgramSet, complete: Mapping[str, Complete]) -> dict[int, int]:
+    """Launch -> the first instruction that may write rows into its messages."""
+    instructions = programs["instructions"]
+    found: dict[int, int] = {}
+    launch_of = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
+    for column, one in complete.items():
+        table = "tasks" if column == "o" else "grads"
+        at = instruction_of(instructions["op"], instructions.wide("count"), table)
+        work = programs["operands"]["space"][programs[table][column][one.tasks.of]] == Space.WORK
+        first = int(at[one.tasks.of[work]].min(initial=len(instructions)))
+        for launch in np.unique(launch_of[one.sent.of]).tolist():
+            found[launch] = min(first, found.get(launch, launch))
+    return found
 
 
 @dataclass
@@ -178,7 +198,13 @@ class _Builder:
     """Drafts of the launches of each step, and their tables."""
 
     def __init__(
-        self, columns: ProgramSet, program: Program, arenas: Arenas, rounds: Rounds, chosen: Variant
+        self,
+        columns: ProgramSet,
+        program: Program,
+        arenas: Arenas,
+        rounds: Rounds,
+        chosen: Variant,
+        complete: Mapping[str, Complete],
     ) -> None:
         self._program, self._header, self._arenas, self._rounds = program, program.header, arenas, rounds
         self._variant = chosen
@@ -189,9 +215,8 @@ class _Builder:
         self._parts = Parts(lambda operand: arenas.arrays(operand.tensor, operand.space))
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
         self._columns, self._programs = Columns(columns, program.header), columns
-        self._complete = {
-            column: found for phase in PHASES for column, found in find_complete(columns, phase).items()
-        }
+        self._complete = complete
+        self.in_place = _InPlace.of(columns, program, arenas, rounds, complete)
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
 
     def number(self, slot: Slot) -> int:
@@ -200,16 +225,16 @@ class _Builder:
             self.slots.append(slot)
         return self.slots.index(slot)
 
-    def complete(self) -> dict[tuple[int, Name], list[tuple[int, int]]]:
-        """(step, tensor) -> the home rows that it leaves as results, ranges apart from each other."""
-        found: dict[tuple[int, Name], set[tuple[int, int]]] = {}
+    def complete(self) -> dict[tuple[int, Name, bool], list[tuple[int, int]]]:
+        """(step, tensor, whether at home) -> the rows that it leaves as results, ranges apart from each other."""
+        found: dict[tuple[int, Name, bool], set[tuple[int, int]]] = {}
         instructions = self._programs["instructions"]
         for roles in ROLES.values():
             step = instruction_of(instructions["op"], instructions.wide("count"), roles.table)
-            for task in np.flatnonzero(self._complete[roles.owner].tasks).tolist():
+            for task, *rows in zip(*(one.tolist() for one in self._complete[roles.owner].tasks), strict=True):
                 operand = self._program.operands[int(self._programs[roles.table][roles.owner][task])]
-                rows = operand.row, operand.row + operand.rows
-                found.setdefault((int(step[task]), operand.tensor), set()).add(rows)
+                key = int(step[task]), operand.tensor, operand.is_home
+                found.setdefault(key, set()).add((rows[0], rows[1]))
         return {key: apart(ranges) for key, ranges in found.items()}
 
     def step(self, step: Step) -> Iterator[_Draft]:
@@ -230,6 +255,7 @@ class _Builder:
                 *self._ends(Name.O),
                 *self._ends(Name.O, 1),
                 (Name.NONE, True, 0),
+                *_WIRE,
             ],
             (Name.Q, Name.KV, Name.O),
         )
@@ -240,6 +266,7 @@ class _Builder:
             slots = [*self._ends(Name.Q), *self._kv(), *above, *self._ends(own)]
             # without gradients of home rows nothing is complete, and any array will do
             slots += [(Name.NONE, True, i) if Name.DQ in self._home else slots[0] for i in results]
+            slots += _WIRE[:1]
             yield from self._attention(kernel, step, slots, (Name.Q, Name.KV, Name.DO, Name.DELTA, own))
 
     def _attention(
@@ -247,8 +274,11 @@ class _Builder:
     ) -> Iterator[_Draft]:
         if kernel not in self._lists:
             shape = self._variant.shapes[kernel]
-            complete = self._complete[ROLES[kernel].owner].tasks
-            made = work_list(self._programs, self._columns, kernel, shape.owner, shape.walked, complete)
+            owner = ROLES[kernel].owner
+            complete, targets = self._complete[owner].tasks, self.in_place.targets(owner)
+            made = work_list(
+                self._programs, self._columns, kernel, shape.owner, shape.walked, complete, targets
+            )
             self._lists[kernel] = made, self._stored(made.tiles, made.entries, made.heads)
         made, tables = self._lists[kernel]
         heads = (self._header.q_heads, self._header.kv_heads)
@@ -297,19 +327,26 @@ class _Builder:
         yield from self._move([p for there, here, rows in tiles for p in moved(there, here, rows)])
 
     def _staged(self, messages: Sequence[Message]) -> Iterator[tuple[list[Part], list[Part], int]]:
-        """The parts of each staged tile in its message and in memory, and its rows."""
+        """The parts of each staged tile in its message and in memory, and its rows, but for those that are in place."""
         for message in messages:
             for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
                 operand = self._program.operands[index]
-                arrays = tile_arrays(operand, self._header, self._arenas.hidden, message.results)
-                there = message_parts(message, tile, operand, arrays)
-                given = message.results and operand.is_home
-                yield there, self._result(operand) if given else self._parts.of(operand), operand.rows
+                arrays = list(tile_arrays(operand, self._header, self._arenas.hidden, message.results))
+                for row, stop in self.in_place.left(operand):
+                    some = replace(operand, row=row, rows=stop - row)
+                    there = message_parts(message, tile, operand, arrays, row - operand.row)
+                    given = message.results and operand.is_home
+                    yield there, self._result(some) if given else self._parts.of(some), some.rows
 
     def deliver(self, step: Step) -> Iterator[_Draft]:
         operands = self._program.operands
-        ends = [(operands[row.a], operands[row.c]) for row in step.rowops]
-        yield from self._move([p for a, c in ends for p in moved(self._parts.of(a), self._result(c), c.rows)])
+        panels: list[Panel] = []
+        for source, target in ((operands[row.a], operands[row.c]) for row in step.rowops):
+            for row, stop in self.in_place.left(source):
+                some = replace(source, row=row, rows=stop - row)
+                there = replace(target, row=target.row + row - source.row, rows=stop - row)
+                panels += moved(self._parts.of(some), self._result(there), some.rows)
+        yield from self._move(panels)
 
     def _result(self, operand: Operand) -> list[Part]:
         """The parts of home rows of a sum as the caller gets them."""
@@ -421,6 +458,84 @@ class _Builder:
         return places
 
 
+@dataclass(frozen=True)
+class Left:
+    """Complete work rows [row, stop) of a sum that a task writes where they belong: in a tile of a message from its row
+    `first` on, or, without a message, among the results, from that home row on."""
+
+    row: int
+    stop: int
+    first: int
+    operand: Operand
+    message: Message | None = None
+    tile: int = 0
+
+
+@dataclass(frozen=True)
+class _InPlace:
+    """rows: column of the tasks' list -> the complete work rows of its sum, and where they go."""
+
+    rows: Mapping[str, list[Left]]
+    arenas: Arenas
+
+    @staticmethod
+    def of(
+        programs: ProgramSet,
+        program: Program,
+        arenas: Arenas,
+        rounds: Rounds,
+        complete: Mapping[str, Complete],
+    ) -> _InPlace:
+        tiles: dict[int, tuple[Message, int]] = {}
+        for step in program.steps:
+            if step.op == Op.LAUNCH and step.mode & RESULTS:
+                for message in rounds.of_step[step.index].sends:
+                    tiles |= {index: (message, tile) for tile, (index, _) in enumerate(message.tiles)}
+        sent, source, target = (
+            programs[table][name]
+            for table, name in (("transfers", "operand"), ("rowops", "a"), ("rowops", "c"))
+        )
+        found: dict[str, list[Left]] = {}
+        for column, one in complete.items():
+            found[column] = listed = []
+            for at, row, stop in zip(*(part.tolist() for part in one.sent), strict=True):
+                operand = program.operands[int(sent[at])]
+                message, tile = tiles[int(sent[at])]
+                listed.append(Left(row, stop, row - operand.row, operand, message, tile))
+            for at, row, stop in zip(*(part.tolist() for part in one.delivered), strict=True):
+                operand, home = program.operands[int(source[at])], program.operands[int(target[at])]
+                listed.append(Left(row, stop, home.row + row - operand.row, operand))
+        return _InPlace(found, arenas)
+
+    def targets(self, column: str) -> Targets:
+        """Of the rows of one sum."""
+        return Targets.of([self._target(one) for one in self.rows.get(column, ())])
+
+    def _target(self, left: Left) -> tuple[int, int, int, int, int, int, int]:
+        header, message = self.arenas.header, left.message
+        if message is None:
+            return left.row, left.stop, 0, left.first, header.heads_of(left.operand.tensor), 0, 0
+        at, *beside = (at for at, _ in tile_arrays(left.operand, header, self.arenas.hidden, True))
+        start = message.at + message.tiles[left.tile][1]
+        lse = start + beside[0] if beside else 0
+        columns = len(left.operand.heads)
+        return left.row, left.stop, 1, left.first, columns, (start + at) // ALIGNMENT, lse // ALIGNMENT
+
+    def left(self, operand: Operand) -> list[tuple[int, int]]:
+        """The rows of an operand that are not in place."""
+        return gaps(self._done.get(id(operand), ()), operand.row, operand.row + operand.rows)
+
+    @cached_property
+    def _done(self) -> dict[int, list[tuple[int, int]]]:
+        """Of operands, by what tells them apart: the ranges that are in place, ascending."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for one in sorted((one for rows in self.rows.values() for one in rows), key=lambda one: one.row):
+            found.setdefault(id(one.operand), []).append((one.row, one.stop))
+        return found
+
+
+#: staging as numbers of the model's dtype, and as float32
+_WIRE: list[Slot] = [(Name.NONE, False, 0), (Name.NONE, False, 1)]
 #: which of the rows [row, stop) an op has to do
 _Left = Callable[[int, int], list[tuple[int, int]]]
 #: a sum -> the tensor whose home rows its results are like, and the first of the results that they are

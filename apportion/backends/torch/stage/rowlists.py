@@ -114,12 +114,16 @@ def _parts(slot: Slot, at: int, columns: tuple[int, ...], array: Array) -> list[
 
 
 def message_parts(
-    message: Message, tile: int, operand: Operand, arrays: Iterable[tuple[int, Array]]
+    message: Message, tile: int, operand: Operand, arrays: Iterable[tuple[int, Array]], row: int = 0
 ) -> list[Part]:
-    """The parts of a staged tile as places of the staging arena."""
+    """The parts of a staged tile as places of the staging arena, from one of its rows on."""
     columns = tuple(range(max(len(operand.heads), 1)))
     start = message.at + message.tiles[tile][1]
-    return [part for at, array in arrays for part in _parts(None, start + at, columns, array)]
+    return [
+        part
+        for at, array in arrays
+        for part in _parts(None, start + at + row * array.row_bytes, columns, array)
+    ]
 
 
 def moved(source: list[Part], target: list[Part], rows: int) -> Iterator[Panel]:
@@ -337,6 +341,7 @@ def spots(
         for begin, end in left(own.row, own.row + own.rows):
             for start in range(begin, end, height):
                 stop = min(start + height, end)
-                tiles.append((start, stop, 0, 0, flags, len(columns[0]), at, *shifts, 0))
-    table = np.array(tiles, np.int32).reshape(-1, TILE)
+                tiles.append((start, stop, 0, 0, flags, len(columns[0]), at, *shifts))
+    table = np.zeros((len(tiles), TILE), np.int32)
+    table[:, :9] = np.array(tiles, np.int32).reshape(-1, 9)
     return Spots(table, np.array(heads.numbers, np.int32), int(table[:, 5].max(initial=0)))

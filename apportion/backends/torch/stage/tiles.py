@@ -6,7 +6,7 @@
     pairs    A  A  A AB AB AB B  B
 
 Several tasks of a tile are its entries, in program order. A tile is *fresh* where one of its tasks is the first on its
-rows: then it overwrites; it is *complete* where one of them leaves all of its rows as results. Plain numpy columns, one
+rows: then it overwrites; it is *complete* where its rows are results when its tasks have run. Plain numpy columns, one
 pass for all instructions of a program.
 """
 
@@ -21,6 +21,18 @@ from numpy.typing import NDArray
 Ints = NDArray[np.integer[Any]]
 
 _ROW_BITS = 40
+
+
+class Keyed(NamedTuple):
+    """Rows [row0, row1) of keys, int64 [ranges]."""
+
+    key: Ints
+    row0: Ints
+    row1: Ints
+
+    @property
+    def ends(self) -> tuple[Ints, Ints]:
+        return (self.key << _ROW_BITS) + self.row0, (self.key << _ROW_BITS) + self.row1
 
 
 class Tiles(NamedTuple):
@@ -41,14 +53,24 @@ class Tiles(NamedTuple):
         return np.repeat(np.arange(len(self.key)), np.diff(self.ptr))
 
 
+_NOWHERE = Keyed(*(np.zeros(0, np.int64),) * 3)
+
+
 def cut_tiles(
-    key: Ints, start: Ints, stop: Ints, first: NDArray[Any], height: int, complete: NDArray[Any] | None = None
+    key: Ints,
+    start: Ints,
+    stop: Ints,
+    first: NDArray[Any],
+    height: int,
+    complete: Keyed = _NOWHERE,
+    apart: Keyed = _NOWHERE,
 ) -> Tiles:
     """Tiles of at most `height` rows of all that tasks with one key write. key, start, stop: int64 [tasks], rows
-    [start, stop); first, complete: bool [tasks]; None: nowhere."""
-    begin, end = (key << _ROW_BITS) + start, (key << _ROW_BITS) + stop
-    marks = first.astype(bool), np.zeros(len(key), bool) if complete is None else complete.astype(bool)
-    lo, hi, (fresh, done) = _runs(begin, end, marks)
+    [start, stop); first: bool [tasks]; apart: ranges that no tile has rows of and others too."""
+    begin, end = written = Keyed(key, start, stop).ends
+    fresh_ones = np.flatnonzero(first)
+    marks = (begin[fresh_ones], end[fresh_ones]), complete.ends
+    lo, hi, (fresh, done) = _runs(written, marks, np.concatenate(apart.ends))
     count = -(-(hi - lo) // height)
     run = np.repeat(np.arange(len(lo)), count)
     row0 = lo[run] + _counted(count) * height
@@ -59,18 +81,18 @@ def cut_tiles(
 
 
 def _runs(
-    begin: Ints, end: Ints, marks: tuple[NDArray[np.bool_], ...]
+    written: tuple[Ints, Ints], marks: tuple[tuple[Ints, Ints], ...], cuts: Ints
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Longest ranges in which every row is written, and all have the same marks: each of bool [tasks]; of ranges bool
-    [marks, ranges]."""
-    points = np.unique(np.concatenate([begin, end]))
-    some = (np.ones(len(begin), bool), *marks)
-    depth = np.stack([_depth(points, begin[of], end[of]) for of in some])
-    written, marked = depth[0, :-1] > 0, depth[1:, :-1] > 0
-    keep = np.flatnonzero(written)
+    """Longest ranges in which every row is written, and all have the same marks, without a cut inside: each mark as
+    begins and ends of what has it; of ranges bool [marks, ranges]."""
+    points = np.unique(np.concatenate([*written, *(end for mark in marks for end in mark), cuts]))
+    depth = np.stack([_depth(points, *mark) for mark in (written, *marks)])
+    marked = depth[1:, :-1] > 0
+    keep = np.flatnonzero(depth[0, :-1] > 0)
     lo, hi, marked = points[keep], points[keep + 1], marked[:, keep]
     new = np.ones(len(keep), bool)
     new[1:] = (lo[1:] != hi[:-1]) | (marked[:, 1:] != marked[:, :-1]).any(axis=0)
+    new |= np.isin(lo, cuts)
     at = np.flatnonzero(new)
     return lo[at], hi[np.append(at[1:], len(keep)) - 1] if len(at) else hi, marked[:, at]
 

@@ -13,6 +13,9 @@ those:
 
 An entry is rows [start, stop) of `walked` inside the band dmin <= owner row - walked row <= dmax; in [full0, full1),
 whole blocks, no pair is masked.
+
+Complete rows go where they are wanted: home rows to the results, work rows that leave to their message, or to the
+results of this rank.
 """
 
 from __future__ import annotations
@@ -23,21 +26,22 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from apportion.backends.torch.stage.tiles import Ints, Tiles, cut_tiles, shelves, waves
+from apportion.backends.torch.stage.tiles import Ints, Keyed, Tiles, cut_tiles, shelves, waves
+from apportion.ir.fusion import Rows
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Header, ProgramSet
 
-#: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`
-TILE = 10
+#: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`; where
+#: complete rows go: 16-byte units before, row of row0, columns of a row, heads' columns, 16-byte units before their LSE
+TILE = 16
 #: int32 of an entry: start, stop, full0, full1, dmin, dmax, owner rows it is for (from, to), flags, heads, shifts of
 #: up to 2 `along`
 ENTRY = 12
-#: flags of a tile: fresh, then whether the owner and each `beside` are work rows, and complete; of an entry: of walked
-#: and `along`
-COMPLETE = 32
+#: flags of a tile: fresh, then whether the owner and each `beside` are work rows, complete, and whether these rows go
+#: into a message; of an entry: of walked and `along`
+COMPLETE, STAGED = 32, 64
 _FAR = 2**30  # beyond any row: diagonals are cut to it
 
 
@@ -112,13 +116,39 @@ class WorkList:
     launches: Mapping[int, tuple[Launch, ...]]
 
 
+class Targets(NamedTuple):
+    """Where complete work rows [row0, row1) of a sum go; int64 [ranges], by row. staged: 1 into a message, 0 to
+    results; first: the row there; columns: of a row there; at, lse: bytes before it, and before the LSE of such rows,
+    in units of 16."""
+
+    row0: Ints
+    row1: Ints
+    staged: Ints
+    first: Ints
+    columns: Ints
+    at: Ints
+    lse: Ints
+
+    @staticmethod
+    def of(rows: Sequence[tuple[int, int, int, int, int, int, int]]) -> Targets:
+        return Targets(*np.array(sorted(rows), np.int64).reshape(-1, 7).T)
+
+
 def work_list(
-    programs: ProgramSet, columns: Columns, kernel: str, height: int, block: int, complete: NDArray[np.bool_]
+    programs: ProgramSet,
+    columns: Columns,
+    kernel: str,
+    height: int,
+    block: int,
+    complete: Rows,
+    targets: Targets,
 ) -> WorkList:
-    """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows. complete: bool [tasks],
-    those that leave results."""
+    """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows. complete: the rows that
+    tasks leave as results; targets: where those go that are work rows."""
     tasks = _Tasks(programs, columns, ROLES[kernel])
-    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, complete)
+    done = Keyed(tasks.key[complete.of], complete.row0, complete.row1)
+    apart = _to_targets(done, tasks.spaces[complete.of] & 1, targets)
+    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, done, apart)
     entries, of_tile = _entries(tasks, tiles, block)
     heads = _Heads(columns, tasks)
     numbers = np.arange(len(tiles.key))
@@ -133,10 +163,42 @@ def work_list(
     fields += [shift[sample] for shift in tasks.beside]
     rows = np.zeros((len(order), TILE), np.int32)
     rows[:, : len(fields)] = np.stack(fields, axis=1)[order]
+    _aim(rows, heads, tasks, sample[order], targets)
     entries[:, 9] = heads.entry[entries[:, 9]]  # was the task
     return WorkList(
         rows, entries.astype(np.int32), heads.numbers, _launches(tasks, launch[order], rows[:, 5])
     )
+
+
+def _to_targets(done: Keyed, is_work: Ints, targets: Targets) -> Keyed:
+    """The targets of complete work rows."""
+    low = np.searchsorted(targets.row1, done.row0, "right")
+    high = np.searchsorted(targets.row0, done.row1, "left")
+    count = np.where(is_work == 1, high - low, 0)
+    of = np.repeat(np.arange(len(count)), count)
+    at = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + low[of]
+    return Keyed(
+        done.key[of],
+        np.maximum(targets.row0[at], done.row0[of]),
+        np.minimum(targets.row1[at], done.row1[of]),
+    )
+
+
+def _aim(rows: Ints, heads: _Heads, tasks: _Tasks, sample: Ints, targets: Targets) -> None:
+    """Says of complete tiles where their rows go. rows: int32 [tiles, TILE], in place; sample: int64 [tiles], a task of
+    each."""
+    complete = rows[:, 4] & COMPLETE > 0
+    work = rows[:, 4] & 2 > 0
+    home = np.flatnonzero(complete & ~work)
+    rows[home, 11], rows[home, 12], rows[home, 13] = rows[home, 0], rows[home, 5], heads.in_order
+    aimed = np.flatnonzero(complete & work)
+    at = np.searchsorted(targets.row0, rows[aimed, 0], "right") - 1
+    staged = targets.staged[at]
+    rows[aimed, 4] += (STAGED * staged).astype(np.int32)
+    rows[aimed, 10], rows[aimed, 14] = targets.at[at], targets.lse[at]
+    rows[aimed, 11] = targets.first[at] + rows[aimed, 0] - targets.row0[at]
+    rows[aimed, 12] = targets.columns[at]
+    rows[aimed, 13] = np.where(staged == 1, heads.in_order, heads.at_home[sample[aimed]])
 
 
 class _Tasks:
@@ -216,7 +278,8 @@ def _entries(tasks: _Tasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]:
 class _Heads:
     """Where the head columns of tiles and entries are listed; lanes, tile, entry: int64 [tasks].
 
-    tile: for each lane, owner column and that of each `beside`, four numbers. entry of attend and dq: the KV column of
+    tile: for each lane, owner column and that of each `beside`, four numbers. at_home: int64 [tasks], each lane's head
+    of the owner; in_order: 0, 1, .... entry of attend and dq: the KV column of
     each lane. entry of dkdv: where each lane's query heads begin, and one past the last; a query head is its columns in
     `walked` and `along`.
     """
@@ -230,6 +293,9 @@ class _Heads:
         by_key = roles.walked == "q"
         self.entry = self._listed([owners[0], *walked], self._queries if by_key else self._keys)
         self.lanes = np.array([len(own) for own in columns.columns])[owners[0]]
+        self.at_home = self._listed(owners[:1], lambda owner: list(columns.names[owner]))
+        self.in_order = len(self._numbers)
+        self._numbers += range(int(self.lanes.max(initial=0)))
         self.numbers = np.array(self._numbers, np.int32)
 
     def _listed(self, signatures: Sequence[Ints], write: Callable[..., list[int]]) -> Ints:
