@@ -118,7 +118,9 @@ class Slow:
         self.header, self.key = plan.header, key
         program = plan.programs[key].rank(rank)
         columns = ("o",) if key[1] == "forward" else ("dq", "dkv")
-        self.complete = {column: walked(program, key[1], column)[1] for column in columns}
+        done = {column: walked(program, key[1], column) for column in columns}
+        self.complete = {column: rows for column, (_, rows, _) in done.items()}
+        self.placed = {one for _, _, placed in done.values() for one in placed}
         self.rows = {
             name: [
                 {column: int(values[i]) for column, values in table.columns.items()}
@@ -181,16 +183,23 @@ class Slow:
             if op == Op.LAUNCH:
                 found = self.messages(instruction, rows)
                 messages += [(number, *ends, staged) for ends, staged in found.items()]
-                kernels += any(staged for (send, _), staged in found.items() if send)
+                packed = [row for row in rows if row["send"] and found[1, row["peer"]]]
+                kernels += any(map(self.left, (row["operand"] for row in packed)))
                 if any(staged for (send, _), staged in found.items() if not send):
                     unpacked.add(instruction["round"])
             elif op == Op.WAIT:
                 kernels += instruction["round"] in unpacked
+            elif op == Op.DELIVER:
+                kernels += any(self.left(row["a"]) for row in rows)
             elif op == Op.FINISH:
                 kernels += any(self.has(row["c"]) - self.complete["o"] for row in rows)
             else:
                 kernels += 2 if op == Op.ATTEND_GRAD else 1
         return messages, kernels + self.casts()
+
+    def left(self, operand: int) -> set[int]:
+        """Rows that no task has put where they belong."""
+        return {row for row in self.has(operand) if (operand, row) not in self.placed}
 
     def has(self, operand: int) -> set[int]:
         found = self.rows["operands"][operand]
