@@ -162,8 +162,9 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
         beside = first + tasks[one.column]
         same = (space[beside] == space[owner]) & (row[beside] == row[owner])
         plain &= same & np.where(space[owner] == Space.HOME, whole[beside], True)
-    key = 2 * at + space[owner]
-    plain &= ~np.isin(key, key[~plain])
+    if not plain.all():
+        key = 2 * at + space[owner]
+        plain &= ~np.isin(key, key[~plain])
     own = np.where(plain, number[owner], -1)
     covered = np.zeros(len(points), np.int8)
     found = np.empty((3, _decide(last, fit, own, at, *parts, covered, np.empty((3, 0), np.int64))), np.int64)

@@ -27,7 +27,7 @@ MORE_ROUNDS, MORE_BUFFERS = (12, 3, 8, 20, 2, 1), (4,)
 # Which part of a share of a long document comes from its head.
 HEADS = (0.4, 0.5, 0.33)
 # Up to which share of a rank's time sequences stay whole.
-LONE = (0.12, 0.05, 0.25)
+LONE = (0.05, 0.12, 0.25)
 # In what order tiles of several lengths travel, and when tasks run that need none (`even` cuts them into strips).
 ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
 
@@ -167,27 +167,31 @@ def _recipe(
     return Recipe(name, data)
 
 
-def neighbours(best: Candidate, problem: Problem, inner: str) -> Iterator[Candidate]:
-    """Variations of one step each, those first that helped most often; some are the best itself."""
+def in_more_rounds(best: Candidate) -> Candidate:
+    """The first of its neighbours."""
+    return Candidate(best.recipe, MORE_ROUNDS[0])
+
+
+def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[Candidate]]:
+    """Variations of one parameter each, those first that helped most often; some are the best itself."""
     scheduled = best.rounds is not None
-    if scheduled:
-        yield from (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[:2])
-    yield from _longer(best)
-    yield from _weighed(best)
-    yield from _overlapped(best)
-    yield from _headed(best)
-    if scheduled:
-        yield from (best.with_schedule(order=order) for order in ORDERS)
-    if inner == "auto":
-        yield from _split(best, problem)
-    if scheduled:
-        yield from (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[2:])
-        if not best.overlapped:  # which runs these evenly in any case
-            yield from (best.with_schedule(local=local) for local in LOCALS)
-        if problem.cluster.nodes > 1:
-            yield _rerouted(best)
-        yield from (best.with_schedule(buffers=buffers) for buffers in MORE_BUFFERS)
-    yield from _resized(best)
+    # with an exchange beside computation local tasks run evenly in any case
+    local = scheduled and not best.overlapped
+    reroutes = scheduled and problem.cluster.nodes > 1
+    return [
+        (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[:2] if scheduled),
+        _longer(best),
+        _weighed(best),
+        _overlapped(best),
+        _headed(best),
+        (best.with_schedule(order=order) for order in ORDERS if scheduled),
+        iter(()) if inner != "auto" else _split(best, problem),
+        (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[2:] if scheduled),
+        (best.with_schedule(local=one) for one in LOCALS if local),
+        (one(best) for one in (_rerouted,) if reroutes),
+        (best.with_schedule(buffers=buffers) for buffers in MORE_BUFFERS if scheduled),
+        _resized(best),
+    ]
 
 
 def _rerouted(best: Candidate) -> Candidate:
