@@ -166,7 +166,7 @@ class _Search:
             turn += 1
 
     def _rivals(self) -> list[Candidate]:
-        """What takes hardly longer than the best, and the best itself, in more rounds: it may be the better one then."""
+        """What takes hardly longer than the best, and the best, in more rounds: then it may be the better one."""
         if self.best is None:
             return []
         near = [trial.candidate for trial in self.trials if _value(trial) <= _value(self.best) * (1 + RIVAL)]
