@@ -244,7 +244,7 @@ _ENTRIES = (
         _GROUPS,
         inner={"ulysses": {"degree": "node", "lone": "auto", "kinds": "auto"}},
         shard={"sequences": {}},
-        place={"blend": {"weigh": "time"}},
+        place={"blend": {"weigh": "time", "align": 128}},
         schedule={"matchings": {"coalesce": "auto", "buffers": 16}},
     ),
     _entry(

@@ -26,6 +26,8 @@ RELAYED_ROUNDS = 12
 MORE_ROUNDS, MORE_BUFFERS = (12, 3, 8, 20, 2, 1), (4,)
 # Which part of a share of a long document comes from its head.
 HEADS = (0.4, 0.5, 0.33)
+# Of how many rows cuts are multiples: of a tile of most kernels.
+ALIGN = 128
 # Up to which share of a rank's time sequences stay whole.
 LONE = (0.05, 0.12, 0.25)
 # In what order tiles of several lengths travel, and when tasks run that need none (`even` cuts them into strips).
@@ -128,7 +130,7 @@ def _lone(degree: int) -> Candidate:
     """Heads split for long sequences only, even in time."""
     inner = {"ulysses": {"degree": degree, "lone": "auto", "kinds": "auto"}}
     split = _mixed("blend", "star", 1).with_step("inner", inner, f"mixed-u{degree}", ROUNDS)
-    return split.with_step("place", {"blend": {"weigh": "time"}}, split.recipe.name, ROUNDS)
+    return split.with_step("place", {"blend": {"weigh": "time", "align": ALIGN}}, split.recipe.name, ROUNDS)
 
 
 def _whole() -> Candidate:
@@ -159,7 +161,8 @@ def _recipe(
 ) -> Recipe:
     shard = {"sequences": {}} if blocks is None else {"blocks": {"block": blocks, "zigzag": True}}
     how = {"buffers": BUFFERS} if schedule == "matchings" else {}
-    data: dict[str, Any] = {"shard": shard, "place": {place: {}}, "schedule": {schedule: how}}
+    placed = {"align": ALIGN} if place == "blend" else {}
+    data: dict[str, Any] = {"shard": shard, "place": {place: placed}, "schedule": {schedule: how}}
     if degree > 1:
         data["inner"] = {"ulysses": {"degree": degree, "overlap": True}}
     if route != "star":

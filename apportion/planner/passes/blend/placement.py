@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from apportion.ir.bands import area
 from apportion.ir.isa import PHASES
 from apportion.planner.cost import bands_us
-from apportion.planner.options import Natural, Share
+from apportion.planner.options import Count, Natural, Share
 from apportion.planner.passes.blend.profile import profile
 from apportion.planner.passes.blend.repair import repair
 from apportion.planner.passes.blend.walk import walk
@@ -48,18 +48,20 @@ UNEVEN = 0.002
 class Blend(PlacePass):
     """The densest and the sparsest documents mixed on each rank.
 
-    Tokens are exact: ranks differ by at most one, or as their speeds, as far as a token_cap allows. Work is exact but
-    for rounding, by speed; of several attention kinds the sum over kinds of layers x busiest rank is made small. The
-    cuts of the shards are not looked at.
+    Tokens are exact but for `align`: ranks differ by at most one, or as their speeds, as far as a token_cap allows.
+    Work is exact but for rounding, by speed; of several attention kinds the sum over kinds of layers x busiest rank is
+    made small. The cuts of the shards are not looked at.
     head: which part, 0 to 1, of each share of a document too heavy for one rank comes from its head, where later rows
     see more keys. grain: rows of the largest block; 0: blocks are as large as can be. weigh: make pairs even, or the
-    time that they take on the request's hardware: those of short and sparse bands are dearer. Raises ConfigError,
-    CapacityError.
+    time that they take on the request's hardware: those of short and sparse bands are dearer. align: documents are cut
+    at multiples of so many rows, of half as many and so on where token caps do not allow it; kernels take as long for a
+    part of a tile as for the whole. Raises ConfigError, CapacityError.
     """
 
     head: Share = 0.5
     grain: Natural = 0
     weigh: Literal["pairs", "time"] = "pairs"
+    align: Count = 1
     own_cap: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
@@ -82,6 +84,7 @@ class Blend(PlacePass):
         pieces, count = walk(documents, rows, tokens, speeds, self.head)
         count = repair(rows.table, pieces, count, rows.below[-1] * (speeds / speeds.sum()), UNEVEN)
         starts, home = _joined(documents, pieces[:count])
+        starts, home = _aligned(documents, starts, home, self.align, problem.token_caps)
         starts, home = _ground(starts, home, self.grain)
         weight = np.diff(rows.upto(starts))
         return Placement(starts, home, weight, float(weight.sum() / speeds.sum()))
@@ -123,6 +126,19 @@ def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
     fresh = np.append(True, rank[1:] != rank[:-1])
     fresh |= documents[np.searchsorted(documents, low)] == low
     return np.append(low[fresh], high[-1]), rank[fresh]
+
+
+def _aligned(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints]:
+    """The blocks with every cut moved to the nearest multiple of `rows` within its document, if ranks have room."""
+    of = np.searchsorted(documents, starts, "right") - 1
+    inside, end = starts - documents[of], np.append(documents, documents[-1])[of + 1]
+    while rows > 1:
+        moved = np.minimum(starts + (inside + rows // 2) // rows * rows - inside, end)
+        lengths = np.diff(moved)
+        if (np.bincount(home, lengths, len(caps)) <= caps).all():
+            return np.append(moved[:-1][lengths > 0], moved[-1]), home[lengths > 0]
+        rows //= 2
+    return starts, home
 
 
 def _ground(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
