@@ -325,3 +325,36 @@ def test_inter_node_bytes_shared_by_a_node():
         for route in ("star", "node")
     )
     assert node["inter_node"] * 4 <= star["inter_node"]
+
+
+# ---- cuts at multiples of a tile
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_aligned_documents_are_cut_between_tiles(seed):
+    made = problem(lognormal_lengths(seed, 16 * 32768), 16)
+    placement = place(made, align=128)
+    exact = place(made)
+    of = np.searchsorted(made.batch.starts, placement.starts[:-1], "right") - 1
+    assert ((placement.starts[:-1] - made.batch.starts[of]) % 128 == 0).all()
+    assert set(made.batch.starts) <= set(placement.starts.tolist())
+    assert len(placement.home) <= len(exact.home)
+    assert (tokens(placement, 16) <= made.token_caps).all()
+    assert abs(tokens(placement, 16) - tokens(exact, 16)).max() <= 0.01 * 32768
+
+
+def test_caps_come_before_alignment():
+    for tokens_of_rank in (32768, 1024):
+        batch = lognormal_lengths(0, 16 * tokens_of_rank)
+        tight = place(problem(batch, 16, token_cap=tokens_of_rank), align=128)
+        assert tokens(tight, 16).tolist() == [tokens_of_rank] * 16
+        loose = place(problem(batch, 16), align=128)
+        assert tokens(loose, 16).max() <= 1.02 * tokens_of_rank
+        assert (np.diff(loose.starts)[:-1] > 0).all()
+        assert loose.starts[-1] == sum(batch)
+
+
+def test_aligned_plans_verify_and_say_their_cap():
+    batch = ap.Batch.from_lengths(lognormal_lengths(0, 8 * 4096))
+    plan = ap.plan(batch, ap.Cluster(1, 8), MODEL, recipe=recipe(place={"blend": {"align": 128}}))
+    assert plan.report["imbalance"]["tokens"] <= 0.02
