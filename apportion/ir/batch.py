@@ -401,24 +401,34 @@ def _check_fit(kind: str, held: Kind, lengths: Ints) -> None:
 
 
 def _check_structure(batch: Batch) -> None:
-    """Two structured masks of one sequence must agree on its positions and labels."""
+    """Two structured masks of one sequence must agree on what it does not bring itself of positions and labels."""
     held = list(batch.masks.values())
     if len(held) < 2 or sum(any(spec.structured for spec in kind.specs) for kind in held) < 2:
         return
     for i, length in enumerate(batch.lengths.tolist()):
         specs = [kind.specs[kind.index[i]] for kind in held]
-        told = {_structure(spec, length) for spec in specs if spec.structured}
-        if len(told) > 1:
-            rule = "attention kinds disagree on positions or labels"
-            raise ConfigError(
-                f"sequences[{i}].mask", batch.kinds, rule, "use the same documents or tree in all kinds"
-            )
+        structured = [spec for spec in specs if spec.structured]
+        for what, own, of in (
+            ("positions", batch.own_positions, _positions),
+            ("labels", batch.own_labels, _labels),
+        ):
+            if i not in own and len({of(spec, length) for spec in structured}) > 1:
+                remedy = (
+                    f"use the same documents or tree in all kinds, or give the sequence {what} of its own"
+                )
+                raise ConfigError(
+                    f"sequences[{i}].mask", batch.kinds, f"attention kinds disagree on {what}", remedy
+                )
 
 
-def _structure(spec: Mask, length: int) -> tuple[bytes, ...]:
+def _positions(spec: Mask, length: int) -> tuple[bytes, ...]:
+    return tuple(column.tobytes() for column in spec.runs(length))
+
+
+def _labels(spec: Mask, length: int) -> tuple[bytes, ...]:
     tokens, labels = spec.unlabelled(length)
     differs = labels != tokens + 1
-    return tuple(column.tobytes() for column in (*spec.runs(length), tokens[differs], labels[differs]))
+    return tokens[differs].tobytes(), labels[differs].tobytes()
 
 
 def _by_kind(where: str, mask: Any) -> dict[str, Mask]:

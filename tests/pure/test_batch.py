@@ -79,6 +79,18 @@ def test_the_structured_kind_tells_positions() -> None:
         Batch.from_lengths([5], {"local": masks.documents([3, 2]), "global": pack})
 
 
+def test_kinds_may_differ_where_a_sequence_brings_its_own() -> None:
+    both = {"local": masks.documents([3, 2]), "global": masks.shared_question(2, [1, 2])}
+    own = {"positions": [0, 1, 2, 3, 4], "labels": [1, 2, 3, 4, -1]}
+    batch = Batch.from_sequences([Sequence(5, both, **own), Sequence(3, dict.fromkeys(both, masks.causal()))])
+    assert batch.positions().tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert batch.labels().tolist() == [1, 2, 3, 4, -1, 6, 7, -1]
+    assert Batch.from_data(batch.to_data()) == batch
+    for given, other in (("positions", "labels"), ("labels", "positions")):
+        with pytest.raises(ConfigError, match=f"disagree on {other}.*give the sequence {other} of its own"):
+            Batch.from_sequences([Sequence(5, both, **{given: own[given]})])
+
+
 def test_from_cu_seqlens_and_slices() -> None:
     assert Batch.from_cu_seqlens(np.array([0, 3, 8], np.int32)) == Batch.from_lengths([3, 5])
     batch = Batch.from_slices(6, [(0, 4, 0, 4, 1), (4, 6, 0, 4, 0)])
