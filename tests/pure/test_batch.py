@@ -86,9 +86,9 @@ def test_kinds_may_differ_where_a_sequence_brings_its_own() -> None:
     assert batch.positions().tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert batch.labels().tolist() == [1, 2, 3, 4, -1, 6, 7, -1]
     assert Batch.from_data(batch.to_data()) == batch
-    for given, other in (("positions", "labels"), ("labels", "positions")):
+    for one, other in (("positions", "labels"), ("labels", "positions")):
         with pytest.raises(ConfigError, match=f"disagree on {other}.*give the sequence {other} of its own"):
-            Batch.from_sequences([Sequence(5, both, **{given: own[given]})])
+            Batch.from_sequences([Sequence(5, both, **{one: own[one]})])
 
 
 def test_from_cu_seqlens_and_slices() -> None:
