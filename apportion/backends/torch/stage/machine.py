@@ -124,13 +124,13 @@ class StageMachine(TorchMachine):
         if operand.is_home:
             yield tuple(part[row:stop] for part in self._result_parts(operand.tensor))
             return
-        for left in self._loaded.in_place[operand.tensor]:
-            low, high = max(left.row, row), min(left.stop, stop)
+        for placed in self._loaded.in_place[operand.tensor]:
+            low, high = max(placed.row, row), min(placed.stop, stop)
             if low < high:
-                first = left.first + low - left.row
-                parts = tuple(part[:, left.operand.heads] for part in self._result_parts(operand.tensor))
-                if left.message is not None:
-                    parts = self.memory.in_message(left.message, self.program.operands)[left.tile]
+                first = placed.first + low - placed.row
+                parts = tuple(part[:, placed.operand.heads] for part in self._result_parts(operand.tensor))
+                if placed.message is not None:
+                    parts = self.memory.in_message(placed.message, self.program.operands)[placed.tile]
                 yield tuple(part[first : first + high - low] for part in parts)
 
     def _result_parts(self, tensor: Name) -> tuple[Tensor, ...]:

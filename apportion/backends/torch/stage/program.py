@@ -22,6 +22,7 @@ from apportion.backends.interp import Operand, Program, Step
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.memory import Arenas
 from apportion.backends.torch.rounds import Message, Rounds, find_rounds, tile_arrays
+from apportion.backends.torch.stage.in_place import InPlace, Placed, written_from
 from apportion.backends.torch.stage.rowlists import (
     SLOTS,
     Fold,
@@ -38,12 +39,11 @@ from apportion.backends.torch.stage.rowlists import (
 )
 from apportion.backends.torch.stage.tiles import Ints, shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
-from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, WorkList, work_list
+from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
 from apportion.ir.errors import ExecutionError
-from apportion.ir.fusion import Complete, apart, find_complete, gaps, result_ranges
-from apportion.ir.isa import OP_NAMES, PHASES, RESULTS, Op, Space
+from apportion.ir.fusion import Complete, apart, find_complete, result_ranges
+from apportion.ir.isa import OP_NAMES, PHASES, Op, Space
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.messages import ALIGNMENT
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import ProgramSet
 
@@ -100,7 +100,7 @@ class StageLoaded(Loaded):
     variant: Variant
     shares: int
     complete: Mapping[tuple[int, Name, bool], list[tuple[int, int]]]
-    in_place: Mapping[Name, list[Left]]
+    in_place: Mapping[Name, list[Placed]]
 
     @property
     def needs_views(self) -> bool:
@@ -127,7 +127,7 @@ def load(
 ) -> StageLoaded:
     """The launches of a one-rank program on a device. rows: home rows; hidden: width of X."""
     complete = {name: found for phase in PHASES for name, found in find_complete(columns, phase).items()}
-    rounds = find_rounds(columns, program, hidden, _written_from(columns, complete))
+    rounds = find_rounds(columns, program, hidden, written_from(columns, complete))
     arenas = Arenas(program, rounds.staging_bytes, hidden)
     header = program.header
     chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
@@ -153,21 +153,6 @@ def load(
         builder.complete(),
         {Name[column.upper()]: rows for column, rows in builder.in_place.rows.items()},
     )
-
-
-def _written_from(programs: ProgramSet, complete: Mapping[str, Complete]) -> dict[int, int]:
-    """Launch -> the first instruction that may write rows into its messages."""
-    instructions = programs["instructions"]
-    found: dict[int, int] = {}
-    launch_of = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
-    for column, one in complete.items():
-        table = "tasks" if column == "o" else "grads"
-        at = instruction_of(instructions["op"], instructions.wide("count"), table)
-        work = programs["operands"]["space"][programs[table][column][one.tasks.of]] == Space.WORK
-        first = int(at[one.tasks.of[work]].min(initial=len(instructions)))
-        for launch in np.unique(launch_of[one.sent.of]).tolist():
-            found[launch] = min(first, found.get(launch, launch))
-    return found
 
 
 @dataclass
@@ -216,7 +201,7 @@ class _Builder:
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
         self._columns, self._programs = Columns(columns, program.header), columns
         self._complete = complete
-        self.in_place = _InPlace.of(columns, program, arenas, rounds, complete)
+        self.in_place = InPlace.of(columns, program, arenas, rounds, complete)
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
 
     def number(self, slot: Slot) -> int:
@@ -332,7 +317,7 @@ class _Builder:
             for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
                 operand = self._program.operands[index]
                 arrays = list(tile_arrays(operand, self._header, self._arenas.hidden, message.results))
-                for row, stop in self.in_place.left(operand):
+                for row, stop in self.in_place.rest(operand):
                     some = replace(operand, row=row, rows=stop - row)
                     there = message_parts(message, tile, operand, arrays, row - operand.row)
                     given = message.results and operand.is_home
@@ -342,7 +327,7 @@ class _Builder:
         operands = self._program.operands
         panels: list[Panel] = []
         for source, target in ((operands[row.a], operands[row.c]) for row in step.rowops):
-            for row, stop in self.in_place.left(source):
+            for row, stop in self.in_place.rest(source):
                 some = replace(source, row=row, rows=stop - row)
                 there = replace(target, row=target.row + row - source.row, rows=stop - row)
                 panels += moved(self._parts.of(some), self._result(there), some.rows)
@@ -456,82 +441,6 @@ class _Builder:
             places.append(slice(self._end, self._end + len(padded)))
             self._end += len(padded)
         return places
-
-
-@dataclass(frozen=True)
-class Left:
-    """Complete work rows [row, stop) of a sum that a task writes where they belong: in a tile of a message from its row
-    `first` on, or, without a message, among the results, from that home row on."""
-
-    row: int
-    stop: int
-    first: int
-    operand: Operand
-    message: Message | None = None
-    tile: int = 0
-
-
-@dataclass(frozen=True)
-class _InPlace:
-    """rows: column of the tasks' list -> the complete work rows of its sum, and where they go."""
-
-    rows: Mapping[str, list[Left]]
-    arenas: Arenas
-
-    @staticmethod
-    def of(
-        programs: ProgramSet,
-        program: Program,
-        arenas: Arenas,
-        rounds: Rounds,
-        complete: Mapping[str, Complete],
-    ) -> _InPlace:
-        tiles: dict[int, tuple[Message, int]] = {}
-        for step in program.steps:
-            if step.op == Op.LAUNCH and step.mode & RESULTS:
-                for message in rounds.of_step[step.index].sends:
-                    tiles |= {index: (message, tile) for tile, (index, _) in enumerate(message.tiles)}
-        sent, source, target = (
-            programs[table][name]
-            for table, name in (("transfers", "operand"), ("rowops", "a"), ("rowops", "c"))
-        )
-        found: dict[str, list[Left]] = {}
-        for column, one in complete.items():
-            found[column] = listed = []
-            for at, row, stop in zip(*(part.tolist() for part in one.sent), strict=True):
-                operand = program.operands[int(sent[at])]
-                message, tile = tiles[int(sent[at])]
-                listed.append(Left(row, stop, row - operand.row, operand, message, tile))
-            for at, row, stop in zip(*(part.tolist() for part in one.delivered), strict=True):
-                operand, home = program.operands[int(source[at])], program.operands[int(target[at])]
-                listed.append(Left(row, stop, home.row + row - operand.row, operand))
-        return _InPlace(found, arenas)
-
-    def targets(self, column: str) -> Targets:
-        """Of the rows of one sum."""
-        return Targets.of([self._target(one) for one in self.rows.get(column, ())])
-
-    def _target(self, left: Left) -> tuple[int, int, int, int, int, int, int]:
-        header, message = self.arenas.header, left.message
-        if message is None:
-            return left.row, left.stop, 0, left.first, header.heads_of(left.operand.tensor), 0, 0
-        at, *beside = (at for at, _ in tile_arrays(left.operand, header, self.arenas.hidden, True))
-        start = message.at + message.tiles[left.tile][1]
-        lse = start + beside[0] if beside else 0
-        columns = len(left.operand.heads)
-        return left.row, left.stop, 1, left.first, columns, (start + at) // ALIGNMENT, lse // ALIGNMENT
-
-    def left(self, operand: Operand) -> list[tuple[int, int]]:
-        """The rows of an operand that are not in place."""
-        return gaps(self._done.get(id(operand), ()), operand.row, operand.row + operand.rows)
-
-    @cached_property
-    def _done(self) -> dict[int, list[tuple[int, int]]]:
-        """Of operands, by what tells them apart: the ranges that are in place, ascending."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for one in sorted((one for rows in self.rows.values() for one in rows), key=lambda one: one.row):
-            found.setdefault(id(one.operand), []).append((one.row, one.stop))
-        return found
 
 
 #: staging as numbers of the model's dtype, and as float32

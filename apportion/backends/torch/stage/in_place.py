@@ -1,0 +1,118 @@
+"""Complete work rows that attention writes where they belong, instead of into work rows: which ones, and where that is.
+
+    sum's work rows    ├──── sent to 2 ────┤── delivered ──┤── sent to 3 ──┤
+    written to         a tile of a message   home rows       a tile of a message
+
+Which rows these are follows from the program (`ir.fusion`); where, from the places of messages in the staging arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from apportion.backends.interp import Operand, Program
+from apportion.backends.torch.memory import Arenas
+from apportion.backends.torch.rounds import Message, Rounds, tile_arrays
+from apportion.backends.torch.stage.worklists import ROLES, Targets
+from apportion.ir.fusion import Complete, gaps
+from apportion.ir.isa import RESULTS, Op, Space
+from apportion.ir.messages import ALIGNMENT
+from apportion.ir.ops import instruction_of
+from apportion.ir.plan import ProgramSet
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Complete work rows [row, stop) of a sum that a task writes where they belong: in a tile of a message from its row
+    `first` on, or, without a message, among the results, from that home row on."""
+
+    row: int
+    stop: int
+    first: int
+    operand: Operand
+    message: Message | None = None
+    tile: int = 0
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """rows: column of the tasks' list -> the complete work rows of its sum, and where they go."""
+
+    rows: Mapping[str, list[Placed]]
+    arenas: Arenas
+
+    @staticmethod
+    def of(
+        programs: ProgramSet,
+        program: Program,
+        arenas: Arenas,
+        rounds: Rounds,
+        complete: Mapping[str, Complete],
+    ) -> InPlace:
+        tiles: dict[int, tuple[Message, int]] = {}
+        for step in program.steps:
+            if step.op == Op.LAUNCH and step.mode & RESULTS:
+                for message in rounds.of_step[step.index].sends:
+                    tiles |= {index: (message, tile) for tile, (index, _) in enumerate(message.tiles)}
+        sent, source, target = (
+            programs[table][name]
+            for table, name in (("transfers", "operand"), ("rowops", "a"), ("rowops", "c"))
+        )
+        found: dict[str, list[Placed]] = {}
+        for column, one in complete.items():
+            found[column] = listed = []
+            for at, row, stop in zip(*(part.tolist() for part in one.sent), strict=True):
+                operand = program.operands[int(sent[at])]
+                message, tile = tiles[int(sent[at])]
+                listed.append(Placed(row, stop, row - operand.row, operand, message, tile))
+            for at, row, stop in zip(*(part.tolist() for part in one.delivered), strict=True):
+                operand, home = program.operands[int(source[at])], program.operands[int(target[at])]
+                listed.append(Placed(row, stop, home.row + row - operand.row, operand))
+        return InPlace(found, arenas)
+
+    def targets(self, column: str) -> Targets:
+        """Of the rows of one sum."""
+        return Targets.of([self._target(one) for one in self.rows.get(column, ())])
+
+    def _target(self, placed: Placed) -> tuple[int, int, int, int, int, int, int]:
+        header, message = self.arenas.header, placed.message
+        if message is None:
+            return placed.row, placed.stop, 0, placed.first, header.heads_of(placed.operand.tensor), 0, 0
+        at, *beside = (at for at, _ in tile_arrays(placed.operand, header, self.arenas.hidden, True))
+        start = message.at + message.tiles[placed.tile][1]
+        lse = start + beside[0] if beside else 0
+        columns = len(placed.operand.heads)
+        return placed.row, placed.stop, 1, placed.first, columns, (start + at) // ALIGNMENT, lse // ALIGNMENT
+
+    def rest(self, operand: Operand) -> list[tuple[int, int]]:
+        """The rows of an operand that are not in place."""
+        return gaps(self._done.get(id(operand), ()), operand.row, operand.row + operand.rows)
+
+    @cached_property
+    def _done(self) -> dict[int, list[tuple[int, int]]]:
+        """Of operands, by what tells them apart: the ranges that are in place, ascending."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for one in sorted((one for rows in self.rows.values() for one in rows), key=lambda one: one.row):
+            found.setdefault(id(one.operand), []).append((one.row, one.stop))
+        return found
+
+
+def written_from(programs: ProgramSet, complete: Mapping[str, Complete]) -> dict[int, int]:
+    """Launch -> the first instruction that may write rows into its messages."""
+    instructions = programs["instructions"]
+    found: dict[int, int] = {}
+    launch_of = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
+    for roles in ROLES.values():
+        if roles.owner not in complete:
+            continue
+        one, table = complete[roles.owner], programs[roles.table]
+        at = instruction_of(instructions["op"], instructions.wide("count"), roles.table)
+        work = programs["operands"]["space"][table[roles.owner][one.tasks.of]] == Space.WORK
+        first = int(at[one.tasks.of[work]].min(initial=len(instructions)))
+        for launch in np.unique(launch_of[one.sent.of]).tolist():
+            found[launch] = min(first, found.get(launch, launch))
+    return found
