@@ -82,7 +82,7 @@ STRATEGIES: dict[str, dict] = {
     "mixed_kinds": steps("mixed", inner={"lone": 0.5, "kinds": "auto", "overlap": True}),
     "whole_even": {
         "shard": {"sequences": {}},
-        "place": {"lpt": {"weigh": "time", "solver": "exchange"}},
+        "place": {"lpt": {"weigh": "time", "solver": "swap"}},
         "schedule": {"matchings": {"coalesce": 1}},
     },
 }

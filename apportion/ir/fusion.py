@@ -31,8 +31,8 @@ Bools = NDArray[np.bool_]
 _NONE = np.zeros(0, np.int64)
 
 
-class Rows(NamedTuple):
-    """Rows [row0, row1) of something, by its number; int64 [ranges], by number and row."""
+class RowRanges(NamedTuple):
+    """RowRanges [row0, row1) of something, by its number; int64 [ranges], by number and row."""
 
     of: Ints
     row0: Ints
@@ -48,12 +48,12 @@ class Complete(NamedTuple):
     [ranges], the home rows that tasks leave so, or that arrive as results, by rank and row. sent, delivered: the work
     rows that tasks leave so, by the transfer, and the row of `rowops`, that takes them away."""
 
-    tasks: Rows
+    tasks: RowRanges
     rank: Ints
     row0: Ints
     row1: Ints
-    sent: Rows
-    delivered: Rows
+    sent: RowRanges
+    delivered: RowRanges
 
     def within(self, rank: Ints, row: Ints, rows: Ints) -> Ints:
         """int64 [n]: how many of the home rows [row, row + rows) of ranks are complete; integers [n] each."""
@@ -130,7 +130,7 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     operands, instructions, name = programs["operands"], programs["instructions"], TASK_LIST[phase]
     mine = np.flatnonzero(operands["tensor"] == added.tensors[0])
     if not len(mine):
-        none = Rows(_NONE, _NONE, _NONE)
+        none = RowRanges(_NONE, _NONE, _NONE)
         return Complete(none, _NONE, _NONE, _NONE, none, none)
     number = np.full(len(operands), -1)
     number[mine] = np.arange(len(mine))
@@ -167,15 +167,14 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
         plain &= ~np.isin(key, key[~plain])
     own = np.where(plain, number[owner], -1)
     covered = np.zeros(len(points), np.int8)
-    found = np.empty((3, _decide(last, fit, own, at, *parts, covered, np.empty((3, 0), np.int64))), np.int64)
-    _decide(last, fit, own, at, *parts, covered, found)
-    of_tasks = Rows(found[0], points[found[1]] % span, points[found[2]] % span)
+    task, low, high = _decide(last, fit, own, at, *parts, covered)
+    of_tasks = RowRanges(task, points[low] % span, points[high] % span)
     in_place = []
     for moves in (True, False):
         some = np.flatnonzero(uses.source & (used >= 0) & (uses.is_transfer == moves))
         ends = (part[used[some]] for part in parts)
         of, low, high = _covered(covered, *ends)
-        in_place.append(Rows(uses.row[some][of], points[low] % span, points[high] % span))
+        in_place.append(RowRanges(uses.row[some][of], points[low] % span, points[high] % span))
     given = number[results_of(programs)]
     covered[~home] = 0
     _cover(covered, given[given >= 0], *parts)
@@ -265,12 +264,16 @@ def _cover(covered: Ints, given: Ints, low: Ints, high: Ints) -> None:
 
 @jit
 def _decide(
-    last: Ints, fit: Bools, own: Ints, at: Ints, low: Ints, high: Ints, covered: Ints, found: Ints
-) -> int:
-    """Runs of parts that a task is the last to use: task, first part, and the one behind, into int64 `found` [3, room]
-    as far as there is room; returns how many there are, and marks their parts as covered, int8 [parts]. own: int64
-    [tasks], number of an operand, -1 for tasks that are not looked at; fit: bool [parts], whether they count."""
-    count = 0
+    last: Ints, fit: Bools, own: Ints, at: Ints, low: Ints, high: Ints, covered: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Runs of parts that a task is the last to use, int64 [n] each: task, first part, and the one behind; and marks
+    their parts as covered, int8 [parts]. own: int64 [tasks], number of an operand, -1 for tasks that are not looked at;
+    fit: bool [parts], whether they count."""
+    room, count = 0, 0
+    for task in range(len(own)):
+        if own[task] >= 0:
+            room += (high[own[task]] - low[own[task]] + 1) // 2
+    of, first, behind = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
     for task in range(len(own)):
         part = low[own[task]] if own[task] >= 0 else 0
         while own[task] >= 0 and part < high[own[task]]:
@@ -279,11 +282,10 @@ def _decide(
                 covered[part] = 1
                 part += 1
             if begin < part:
-                if count < found.shape[1]:
-                    found[0, count], found[1, count], found[2, count] = task, begin, part
+                of[count], first[count], behind[count] = task, begin, part
                 count += 1
             part += 1
-    return count
+    return of[:count].copy(), first[:count].copy(), behind[:count].copy()
 
 
 @jit

@@ -130,8 +130,8 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | N
         return Groups.single(problem.ranks), problem, None
     groups = passes.inner.groups(problem)
     lone = passes.inner.find_lone(problem, groups)
-    if passes.reshuffle and len(passes.inner.splits(problem)) < len(problem.batch.kinds):
-        rule = "moves the rows of all kinds, while some are computed where they live"
+    if passes.reshuffle and groups.split and not splits_all(passes, problem):
+        rule = "would leave kinds whose heads are not split in the loader's layout"
         raise ConfigError(
             "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.kinds` out"
         )
@@ -143,6 +143,11 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | N
     if lone is not None and lone.is_all:
         return Groups.single(problem.ranks), problem, lone
     return groups, virtual_problem(problem, groups, lone), lone
+
+
+def splits_all(passes: Passes, problem: Problem) -> bool:
+    """Whether heads of all attention kinds are split, or of none."""
+    return passes.inner is None or passes.inner.splits(problem) == set(problem.batch.kinds)
 
 
 def schedule(placed: Placed, watch: Watch) -> Lowered:

@@ -59,7 +59,7 @@ def build_report(
     block_tokens, heaviest = _largest(shards, placement)
     heaviest /= int(low.groups.sizes.max())
     sizes = [len(part) for part in parts]
-    bound = _makespan_bound(placement, low) if lone is None else 0.0
+    bound = _makespan_bound(placement, lowered) if lone is None else 0.0
     makespan = bounds.makespan(bound, load, problem.speeds)
     return {
         "recipe": problem.policy.recipe.name,
@@ -130,9 +130,10 @@ def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
     return int(placement.lengths.max()), float(placement.weight.max())
 
 
-def _makespan_bound(placement: Placement, low: Lowering) -> float:
-    """Of one rank. A group of ranks shares its load; groups of several sizes leave no bound but the mean."""
-    sizes = set(low.groups.sizes.tolist())
+def _makespan_bound(placement: Placement, lowered: Mapping[tuple[str, str], Lowering]) -> float:
+    """Of one rank. A group of ranks shares its load; groups of several sizes, and kinds whose heads are not split where
+    those of others are, leave no bound but the mean."""
+    sizes = {size for low in lowered.values() for size in low.groups.sizes.tolist()}
     return placement.bound / sizes.pop() if len(sizes) == 1 else 0.0
 
 

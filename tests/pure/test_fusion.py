@@ -9,7 +9,7 @@ from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
-from apportion.ir.fusion import Complete, Rows, find_complete
+from apportion.ir.fusion import Complete, RowRanges, find_complete
 from apportion.ir.isa import OPERAND_COLUMNS, PHASES, TASK_LIST, Op, Space, Tensor
 from apportion.ir.model import Model
 from apportion.ir.ops import instruction_of
@@ -20,7 +20,7 @@ SUMS = {"o": (Tensor.O, ("q",)), "dq": (Tensor.DQ, ("q", "do", "delta")), "dkv":
 BESIDE = {"q": Tensor.Q, "do": Tensor.DO, "delta": Tensor.DELTA, "kv": Tensor.KV}
 
 
-def each_row(found: Rows) -> list[tuple[int, int]]:
+def each_row(found: RowRanges) -> list[tuple[int, int]]:
     return [
         (of, row)
         for of, row0, row1 in zip(*(part.tolist() for part in found), strict=True)
@@ -151,7 +151,7 @@ def test_a_document_on_one_rank_is_complete_at_once() -> None:
 
 def test_rows_within_ranges_and_between_them() -> None:
     rank, row0, row1 = np.array([0, 0, 2]), np.array([5, 20, 0]), np.array([10, 30, 4])
-    nothing = Rows(*(np.zeros(0, np.int64),) * 3)
+    nothing = RowRanges(*(np.zeros(0, np.int64),) * 3)
     found = Complete(nothing, rank, row0, row1, nothing, nothing)
     asked = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 7, 10, 0, 0, 3]), np.array([100, 16, 10, 50, 4, 9])
     assert found.within(*asked).tolist() == [15, 6, 0, 0, 4, 1]

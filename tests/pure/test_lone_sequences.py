@@ -26,6 +26,7 @@ from apportion.planner.passes.rows import Rows
 from apportion.planner.pipeline import SILENT
 from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe, passes_of
+from apportion.planner.search.price import least_placed_us
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=64)
 FIRST = np.array([0, 4, 8])
@@ -237,11 +238,37 @@ def test_each_kind_equals_dense_attention(layer: tuple) -> None:
         compare(made, kind, layer, 1)
 
 
+@pytest.mark.parametrize("name", ["mixed", "auto"])
+@pytest.mark.parametrize("seed", range(6))
+def test_kinds_on_ranks_of_unequal_speed(name: str, seed: int) -> None:
+    """No bound of groups holds where a kind is computed by single ranks, some of them faster."""
+    rng = np.random.default_rng(seed)
+    mask = {"global": masks.causal(), "local": masks.sliding_window(50)}
+    batch = Batch.from_lengths(rng.integers(50, 6000, rng.integers(2, 12)).tolist(), mask=mask)
+    speeds = tuple(rng.choice([1.0, 1.0, 0.9, 0.8], 8).tolist())
+    model = Model(8, 2, 16, layers={"global": 8, "local": 40})
+    made = ap.plan(batch, Cluster(2, 4, speeds=speeds), model, recipe=name)
+    assert made.report["bounds"]["makespan"]["gap"] >= 1
+
+
+def test_no_candidate_is_dropped_for_more_than_it_takes() -> None:
+    mask = {"global": masks.causal(), "local": masks.sliding_window(8000)}
+    batch = Batch.from_lengths([60000, 3000], mask=mask)
+    model = Model(8, 2, 64, layers={"global": 1, "local": 40})
+    steps = with_kinds(("global",), place={"blend": {"weigh": "time"}})
+    problem = Problem(batch, Cluster(1, 4, speeds=(1.0, 1.0, 1.0, 0.2)), model, Policy(steps))
+    placed = pipeline.place(problem, passes_of(steps), SILENT)
+    plan = pipeline.draft(placed, SILENT).plan()
+    found = ap.simulate(plan).runs
+    taken = sum(problem.layers[kind] * run.makespan_us for (kind, _), run in found.items())
+    assert least_placed_us(placed) <= taken
+
+
 def test_kinds_are_refused_where_they_cannot_be() -> None:
     batch = Batch.from_lengths([3000, 200, 3000, 700], mask=WINDOWED)
     with pytest.raises(ConfigError, match=r"recipe\.inner\.ulysses\.kinds.*must be of global, local"):
         ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(("loc",)))
-    with pytest.raises(ConfigError, match=r"reshuffle.*rows of all kinds"):
+    with pytest.raises(ConfigError, match=r"reshuffle.*in the loader's layout"):
         ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(("global",), reshuffle=True))
     with pytest.raises(ConfigError, match="kinds"):
         passes_of(recipe(inner={"upipe": {"degree": 4, "kinds": "auto"}}))

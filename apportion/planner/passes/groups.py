@@ -12,7 +12,7 @@ and talk to those of other groups that have the same heads.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -251,9 +251,9 @@ class InnerPass(Pass, Protocol):
     """Makes groups of ranks that share tokens and split the heads. overlap: rows go in and out while others are
     computed with."""
 
-    def splits(self, problem: Problem) -> Collection[str]:
+    def splits(self, problem: Problem) -> frozenset[str]:
         """The attention kinds whose heads are split, at least one; others are computed where their rows live."""
-        return problem.batch.kinds
+        return frozenset(problem.batch.kinds)
 
     @property
     def overlap(self) -> bool:
@@ -286,18 +286,19 @@ class Ulysses(InnerPass):
     lone: Share | Literal["auto"] | None = None
     kinds: Literal["all", "auto"] | Annotated[tuple[str, ...], Meta(min_length=1)] = "all"
 
-    def splits(self, problem: Problem) -> Collection[str]:
+    def splits(self, problem: Problem) -> frozenset[str]:
         """The kinds whose heads are split. Raises ConfigError for one that the batch does not have."""
-        known, reach = problem.batch.kinds, problem.reach
+        known = problem.batch.kinds
         if self.kinds == "all":
-            return known
+            return frozenset(known)
         if self.kinds == "auto":
+            reach = problem.reach
             farthest = max(known, key=lambda kind: reach[kind])
-            return {farthest} | {kind for kind in known if reach[kind] >= NEAR}
+            return frozenset(kind for kind in known if kind == farthest or reach[kind] >= NEAR)
         for kind in self.kinds:
             if kind not in known:
                 raise ConfigError(self._field("kinds"), kind, f"must be of {', '.join(known)}", "correct it")
-        return self.kinds
+        return frozenset(self.kinds)
 
     def _field(self, name: str) -> str:
         """A parameter as errors name it."""

@@ -25,7 +25,7 @@ from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
 from apportion.ir.jit import jit
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.shard import row_times, row_weights
-from apportion.planner.problem import Placement, Problem, Shards, exact_sums
+from apportion.planner.problem import Placement, Problem, Shards
 from apportion.planner.solvers.lpt import makespan_bound
 
 Ints = NDArray[np.integer[Any]]
@@ -114,11 +114,6 @@ class Lone:
         weight = row_weights(problem, starts)
         bound = makespan_bound(weight, problem.speeds)
         return Shards(starts, np.arange(len(weight)), weight, 0), Placement(starts, self.home, weight, bound)
-
-    def pairs(self, problem: Problem) -> Ints:
-        """int64 [ranks]: pairs times layers of the lone sequences."""
-        weight = row_weights(problem, problem.batch.starts)[self.index]
-        return exact_sums(self.home, weight, self.ranks)
 
 
 def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> Lone | None:

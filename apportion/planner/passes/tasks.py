@@ -211,5 +211,6 @@ def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tupl
             task[0, t], task[1, t], task[2, t], task[3, t], task[4, t] = dst, at, rows, key, k0
             task[5, t], task[6, t], task[7, t], task[8, t] = k1, dmin, dmax, e
             tasks += 1
-        last[dst] = t if full else last[dst]
+        if full:
+            last[dst] = t
     return task[:, :tasks].copy(), edge[:, :edges].copy()

@@ -136,7 +136,7 @@ def _lone(degree: int) -> Candidate:
 def _whole() -> Candidate:
     """Whole sequences, even in time; what fits nowhere is cut."""
     recipe = _recipe("whole", 1, "lpt", "matchings")
-    place = {"lpt": {"weigh": "time", "solver": "exchange"}}
+    place = {"lpt": {"weigh": "time", "solver": "swap"}}
     return Candidate(recipe, ROUNDS).with_step("place", place, "whole", ROUNDS)
 
 
@@ -171,37 +171,38 @@ def _recipe(
 
 
 def in_more_rounds(best: Candidate) -> Candidate:
-    """The first of its neighbours."""
+    """The candidate with its tiles in more rounds than candidates start with."""
     return Candidate(best.recipe, MORE_ROUNDS[0])
 
 
 def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[Candidate]]:
     """Variations of one parameter each, those first that helped most often; some are the best itself."""
-    scheduled = best.rounds is not None
-    # with an exchange beside computation local tasks run evenly in any case
-    local = scheduled and not best.overlapped
-    reroutes = scheduled and problem.cluster.nodes > 1
-    return [
-        (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[:2] if scheduled),
-        _longer(best),
-        _weighed(best),
-        _overlapped(best),
-        _headed(best),
-        (best.with_schedule(order=order) for order in ORDERS if scheduled),
-        iter(()) if inner != "auto" else _split(best, problem),
-        (Candidate(best.recipe, rounds) for rounds in MORE_ROUNDS[2:] if scheduled),
-        (best.with_schedule(local=one) for one in LOCALS if local),
-        (one(best) for one in (_rerouted,) if reroutes),
-        (best.with_schedule(buffers=buffers) for buffers in MORE_BUFFERS if scheduled),
-        _resized(best),
-    ]
+    moves = [_longer(best), _weighed(best), _overlapped(best), _headed(best)]
+    if best.rounds is not None:
+        moves.insert(0, _in_rounds(best, MORE_ROUNDS[:2]))
+        moves.append(best.with_schedule(order=order) for order in ORDERS)
+    if inner == "auto":
+        moves.append(_split(best, problem))
+    if best.rounds is not None:
+        moves.append(_in_rounds(best, MORE_ROUNDS[2:]))
+        if not best.overlapped:  # which runs these evenly in any case
+            moves.append(best.with_schedule(local=local) for local in LOCALS)
+        if problem.cluster.nodes > 1:
+            moves.append(_rerouted(best))
+        moves.append(best.with_schedule(buffers=buffers) for buffers in MORE_BUFFERS)
+    return [*moves, _resized(best)]
 
 
-def _rerouted(best: Candidate) -> Candidate:
+def _in_rounds(best: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:
+    return (Candidate(best.recipe, rounds) for rounds in counts)
+
+
+def _rerouted(best: Candidate) -> Iterator[Candidate]:
     name, route = best.recipe.name, best.recipe.step("route")
     if route is None:
-        return best.with_step("route", {"node": {}}, name, RELAYED_ROUNDS)
-    return best.with_step("route", None, name, ROUNDS)
+        yield best.with_step("route", {"node": {}}, name, RELAYED_ROUNDS)
+    else:
+        yield best.with_step("route", None, name, ROUNDS)
 
 
 def _longer(best: Candidate) -> Iterator[Candidate]:

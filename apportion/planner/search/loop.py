@@ -319,8 +319,8 @@ def _same(placed: Placed) -> str:
     alone = b"" if lone is None else lone.index.tobytes() + lone.home.tobytes()
     homes = digest(placement.starts.tobytes() + placement.home.tobytes() + alone)
     heads = replace(passes.inner, lone=None) if isinstance(passes.inner, Ulysses) else passes.inner
-    whole = passes.inner is not None and len(passes.inner.splits(placed.problem)) < len(placed.problem.bands)
-    moving = (passes.route, passes.schedule) if whole or len(placed.groups) > 1 else ()
+    several = len(placed.groups) > 1 or not pipeline.splits_all(passes, placed.problem)
+    moving = (passes.route, passes.schedule) if several else ()
     return f"{homes.hex()} {(heads, *moving, passes.reshuffle, passes.remap)!r}"
 
 

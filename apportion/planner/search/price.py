@@ -9,7 +9,7 @@ import numpy as np
 
 from apportion.ir.codec import Plan
 from apportion.ir.isa import PHASES
-from apportion.planner.pipeline import Lowered, Placed
+from apportion.planner.pipeline import Lowered, Placed, splits_all
 from apportion.planner.problem import Problem
 from apportion.planner.simulate import prepare, run_all
 from apportion.planner.simulate.losses import attainable_us
@@ -52,13 +52,17 @@ def price(
 
 
 def least_placed_us(placed: Placed) -> float:
-    """All layers: the pairs of the busiest rank at the best throughput; 0.0 where pairs are not computed at home."""
-    problem, placement, sizes = placed.inner, placed.placement, placed.groups.sizes
+    """All layers: the pairs of the busiest rank at the best throughput; 0.0 where pairs are not computed at home. Ranks
+    that split heads are as fast as the slowest of them; where some kinds are not split, as all together."""
+    problem, placement, first = placed.inner, placed.placement, placed.groups.first[:-1]
     if placement.execution is not None:
         return 0.0
-    load = placement.rank_sums(placement.weight, len(sizes)) / sizes
-    slow = np.minimum.reduceat(placed.problem.speeds, placed.groups.first[:-1])
-    pairs, heads = int((load / slow).max()), problem.model.q_heads
+    load, speeds = placement.rank_sums(placement.weight, len(first)), placed.problem.speeds
+    if splits_all(placed.passes, placed.problem):
+        rate = np.minimum.reduceat(speeds, first) * placed.groups.sizes
+    else:
+        rate = np.add.reduceat(speeds, first)
+    pairs, heads = int((load / rate).max()), problem.model.q_heads
     return float(sum(problem.cost.ideal_us(phase, pairs, heads) for phase in PHASES))
 
 

@@ -1,7 +1,7 @@
 """The five kinds of solvers: what goes in and what comes out, as arrays and nothing else.
 
     kind        problem              result        built in
-    partition   PartitionProblem     Partition     lpt, ilp
+    partition   PartitionProblem     Partition     lpt, swap, ilp
     colouring   ColouringProblem     Colouring     matching, flow
     transport   TransportProblem     Transport     flow
     grouping    GroupingProblem      Grouping      ilp

@@ -27,12 +27,13 @@ from apportion.ir.plan import ProgramSet
 
 @dataclass(frozen=True)
 class Placed:
-    """Complete work rows [row, stop) of a sum that a task writes where they belong: in a tile of a message from its row
-    `first` on, or, without a message, among the results, from that home row on."""
+    """Complete work rows [row, stop) of a sum, of an operand of this number, that a task writes where they belong: in a
+    tile of a message from its row `first` on, or, without a message, among the results, from that home row on."""
 
     row: int
     stop: int
     first: int
+    number: int
     operand: Operand
     message: Message | None = None
     tile: int = 0
@@ -66,12 +67,13 @@ class InPlace:
         for column, one in complete.items():
             found[column] = listed = []
             for at, row, stop in zip(*(part.tolist() for part in one.sent), strict=True):
-                operand = program.operands[int(sent[at])]
-                message, tile = tiles[int(sent[at])]
-                listed.append(Placed(row, stop, row - operand.row, operand, message, tile))
+                number = int(sent[at])
+                operand, (message, tile) = program.operands[number], tiles[number]
+                listed.append(Placed(row, stop, row - operand.row, number, operand, message, tile))
             for at, row, stop in zip(*(part.tolist() for part in one.delivered), strict=True):
-                operand, home = program.operands[int(source[at])], program.operands[int(target[at])]
-                listed.append(Placed(row, stop, home.row + row - operand.row, operand))
+                number, home = int(source[at]), program.operands[int(target[at])]
+                operand = program.operands[number]
+                listed.append(Placed(row, stop, home.row + row - operand.row, number, operand))
         return InPlace(found, arenas)
 
     def targets(self, column: str) -> Targets:
@@ -88,16 +90,16 @@ class InPlace:
         columns = len(placed.operand.heads)
         return placed.row, placed.stop, 1, placed.first, columns, (start + at) // ALIGNMENT, lse // ALIGNMENT
 
-    def rest(self, operand: Operand) -> list[tuple[int, int]]:
-        """The rows of an operand that are not in place."""
-        return gaps(self._done.get(id(operand), ()), operand.row, operand.row + operand.rows)
+    def rest(self, number: int, operand: Operand) -> list[tuple[int, int]]:
+        """The rows of the operand of this number that are not in place."""
+        return gaps(self._done.get(number, ()), operand.row, operand.row + operand.rows)
 
     @cached_property
     def _done(self) -> dict[int, list[tuple[int, int]]]:
-        """Of operands, by what tells them apart: the ranges that are in place, ascending."""
+        """Number of an operand -> the ranges that are in place, ascending."""
         found: dict[int, list[tuple[int, int]]] = {}
         for one in sorted((one for rows in self.rows.values() for one in rows), key=lambda one: one.row):
-            found.setdefault(id(one.operand), []).append((one.row, one.stop))
+            found.setdefault(one.number, []).append((one.row, one.stop))
         return found
 
 

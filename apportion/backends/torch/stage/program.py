@@ -317,7 +317,7 @@ class _Builder:
             for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
                 operand = self._program.operands[index]
                 arrays = list(tile_arrays(operand, self._header, self._arenas.hidden, message.results))
-                for row, stop in self.in_place.rest(operand):
+                for row, stop in self.in_place.rest(index, operand):
                     some = replace(operand, row=row, rows=stop - row)
                     there = message_parts(message, tile, operand, arrays, row - operand.row)
                     given = message.results and operand.is_home
@@ -326,8 +326,9 @@ class _Builder:
     def deliver(self, step: Step) -> Iterator[_Draft]:
         operands = self._program.operands
         panels: list[Panel] = []
-        for source, target in ((operands[row.a], operands[row.c]) for row in step.rowops):
-            for row, stop in self.in_place.rest(source):
+        for rowop in step.rowops:
+            source, target = operands[rowop.a], operands[rowop.c]
+            for row, stop in self.in_place.rest(rowop.a, source):
                 some = replace(source, row=row, rows=stop - row)
                 there = replace(target, row=target.row + row - source.row, rows=stop - row)
                 panels += moved(self._parts.of(some), self._result(there), some.rows)

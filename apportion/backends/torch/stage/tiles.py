@@ -63,14 +63,14 @@ def cut_tiles(
     first: NDArray[Any],
     height: int,
     complete: Keyed = _NOWHERE,
-    apart: Keyed = _NOWHERE,
+    within: Keyed = _NOWHERE,
 ) -> Tiles:
     """Tiles of at most `height` rows of all that tasks with one key write. key, start, stop: int64 [tasks], rows
-    [start, stop); first: bool [tasks]; apart: ranges that no tile has rows of and others too."""
+    [start, stop); first: bool [tasks]; within: ranges at whose ends tiles end."""
     begin, end = written = Keyed(key, start, stop).ends
     fresh_ones = np.flatnonzero(first)
     marks = (begin[fresh_ones], end[fresh_ones]), complete.ends
-    lo, hi, (fresh, done) = _runs(written, marks, np.concatenate(apart.ends))
+    lo, hi, (fresh, done) = _runs(written, marks, np.concatenate(within.ends))
     count = -(-(hi - lo) // height)
     run = np.repeat(np.arange(len(lo)), count)
     row0 = lo[run] + _counted(count) * height

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.backends.torch.stage.tiles import Ints, Keyed, Tiles, cut_tiles, shelves, waves
-from apportion.ir.fusion import Rows
+from apportion.ir.fusion import RowRanges
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Header, ProgramSet
@@ -36,6 +36,7 @@ from apportion.ir.plan import Header, ProgramSet
 #: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`; where
 #: complete rows go: 16-byte units before, row of row0, columns of a row, heads' columns, 16-byte units before their LSE
 TILE = 16
+AT, FIRST, COLUMNS, HEADS, LSE = range(10, 15)
 #: int32 of an entry: start, stop, full0, full1, dmin, dmax, owner rows it is for (from, to), flags, heads, shifts of
 #: up to 2 `along`
 ENTRY = 12
@@ -140,15 +141,15 @@ def work_list(
     kernel: str,
     height: int,
     block: int,
-    complete: Rows,
+    complete: RowRanges,
     targets: Targets,
 ) -> WorkList:
     """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows. complete: the rows that
     tasks leave as results; targets: where those go that are work rows."""
     tasks = _Tasks(programs, columns, ROLES[kernel])
     done = Keyed(tasks.key[complete.of], complete.row0, complete.row1)
-    apart = _to_targets(done, tasks.spaces[complete.of] & 1, targets)
-    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, done, apart)
+    within = _to_targets(done, tasks.spaces[complete.of] & 1, targets)
+    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, done, within)
     entries, of_tile = _entries(tasks, tiles, block)
     heads = _Heads(columns, tasks)
     numbers = np.arange(len(tiles.key))
@@ -190,15 +191,15 @@ def _aim(rows: Ints, heads: _Heads, tasks: _Tasks, sample: Ints, targets: Target
     complete = rows[:, 4] & COMPLETE > 0
     work = rows[:, 4] & 2 > 0
     home = np.flatnonzero(complete & ~work)
-    rows[home, 11], rows[home, 12], rows[home, 13] = rows[home, 0], rows[home, 5], heads.in_order
+    rows[home, FIRST], rows[home, COLUMNS], rows[home, HEADS] = rows[home, 0], rows[home, 5], heads.in_order
     aimed = np.flatnonzero(complete & work)
     at = np.searchsorted(targets.row0, rows[aimed, 0], "right") - 1
     staged = targets.staged[at]
     rows[aimed, 4] += (STAGED * staged).astype(np.int32)
-    rows[aimed, 10], rows[aimed, 14] = targets.at[at], targets.lse[at]
-    rows[aimed, 11] = targets.first[at] + rows[aimed, 0] - targets.row0[at]
-    rows[aimed, 12] = targets.columns[at]
-    rows[aimed, 13] = np.where(staged == 1, heads.in_order, heads.at_home[sample[aimed]])
+    rows[aimed, AT], rows[aimed, LSE] = targets.at[at], targets.lse[at]
+    rows[aimed, FIRST] = targets.first[at] + rows[aimed, 0] - targets.row0[at]
+    rows[aimed, COLUMNS] = targets.columns[at]
+    rows[aimed, HEADS] = np.where(staged == 1, heads.in_order, heads.at_home[sample[aimed]])
 
 
 class _Tasks:

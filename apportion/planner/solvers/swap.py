@@ -30,11 +30,31 @@ Bools = NDArray[np.bool_]
 
 #: bins looked at together, the lightest first; steps a bin at most; how near to the bound is enough
 BINS, STEPS, ENOUGH = 8, 16, 5e-4
+#: float64 counts up to here; the rate of a bin that holds nothing
+EXACT, TINY = 2.0**52, 1e-9
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
     """LPT, improved. FEASIBLE with the makespan bound, OPTIMAL where it is reached; where some items have no room,
     these are at bin -1. It ends by itself, so the budget is not looked at."""
+    order = _canonical(problem)
+    allowed = None if problem.allowed is None else [problem.allowed[item] for item in order.tolist()]
+    weights, sizes = problem.weights[order], problem.sizes[order]
+    found = _solve(replace(problem, weights=weights, sizes=sizes, allowed=allowed), budget)
+    bins = np.empty_like(found.bin)
+    bins[order] = found.bin
+    return Partition(bins, found.termination)
+
+
+def _canonical(problem: PartitionProblem) -> Ints:
+    """An order of the items in which only equal ones stand as they were given."""
+    restrictions = [()] * len(problem.weights) if problem.allowed is None else problem.allowed
+    bins = [tuple(some or ()) for some in restrictions]
+    number = {some: place for place, some in enumerate(sorted(set(bins)))}
+    return np.lexsort((problem.sizes, problem.weights, np.array([number[some] for some in bins])))
+
+
+def _solve(problem: PartitionProblem, budget: Budget) -> Partition:
     found = lpt.solve(problem, budget)
     if found.termination.status is Status.NO_SOLUTION:
         found = _by_size(problem, budget) or found
@@ -51,13 +71,16 @@ def solve(problem: PartitionProblem, budget: Budget) -> Partition:
 
 
 def _by_size(problem: PartitionProblem, budget: Budget) -> Partition | None:
-    """Where all items have room: their sizes, not their weights, made even."""
+    """Where all items have room: their sizes, not their weights, made even. None where that is not found, or where
+    sums might not be exact."""
     sizes, caps = problem.sizes, problem.caps
-    rates = caps.astype(np.float64)
+    if float(sizes.astype(np.float64).sum()) > EXACT:
+        return None
+    rates = np.maximum(caps, TINY).astype(np.float64)
     whole = replace(problem, weights=sizes, caps=np.full(problem.bins, sizes.sum()), speeds=rates)
     bins = lpt.solve(whole, budget).bin
     _improve(bins, whole, rates, 1.0)
-    if (exact := np.bincount(bins, sizes, problem.bins)).max() > 2**52 or (exact > caps).any():
+    if (np.bincount(bins, sizes, problem.bins) > caps).any():
         return None
     value = float((np.bincount(bins, problem.weights, problem.bins) / problem.rates).max())
     return Partition(bins, Termination(Status.FEASIBLE, 0.0, value))
@@ -67,7 +90,7 @@ def _improve(bins: Ints, problem: PartitionProblem, rates: Floats, goal: float) 
     """Until no bin's weight over `rates` is above the goal, or nothing helps; in place."""
     order = np.lexsort((bins, problem.weights, problem.sizes))
     caps = np.ascontiguousarray(problem.caps, np.int64)
-    _exchange(bins, order, problem.weights, problem.sizes, caps, rates, _allowed(problem), goal)
+    _swaps(bins, order, problem.weights, problem.sizes, caps, rates, _allowed(problem), goal)
 
 
 def _allowed(problem: PartitionProblem) -> Bools:
@@ -83,7 +106,7 @@ def _allowed(problem: PartitionProblem) -> Bools:
 
 
 @jit
-def _exchange(
+def _swaps(
     assigned: Ints,
     order: Ints,
     weights: Ints,

@@ -1,11 +1,11 @@
-"""The partition solver `exchange`: never worse than LPT, within the caps, and near the optimum where LPT is not."""
+"""The partition solver `swap`: never worse than LPT, within the caps, and near the optimum where LPT is not."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.planner.solvers import exchange, lpt
+from apportion.planner.solvers import lpt, swap
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.status import Budget, Status
 
@@ -38,7 +38,7 @@ def test_never_worse_and_within_the_caps(items: list[tuple[int, int]], rooms: li
             for _ in items
         ]
     problem = PartitionProblem(weights, sizes, caps, speeds, allowed)
-    usual, found = lpt.solve(problem, Budget()), exchange.solve(problem, Budget())
+    usual, found = lpt.solve(problem, Budget()), swap.solve(problem, Budget())
     assert (held(problem, found, sizes) <= caps).all()
     for item, bin_ in enumerate(found.bin.tolist()):
         assert bin_ < 0 or allowed is None or allowed[item] is None or bin_ in allowed[item]
@@ -57,7 +57,7 @@ def test_documents_under_a_tight_cap() -> None:
     weights = sizes * (sizes + 500)
     caps = np.full(64, int(1.02 * sizes.sum() / 64))
     problem = PartitionProblem(weights, sizes, caps)
-    usual, found = lpt.solve(problem, Budget()), exchange.solve(problem, Budget())
+    usual, found = lpt.solve(problem, Budget()), swap.solve(problem, Budget())
     mean = weights.sum() / 64
     assert found.termination.value <= 1.001 * mean
     assert usual.termination.value > 1.01 * mean
@@ -68,13 +68,32 @@ def test_what_lpt_finds_no_room_for() -> None:
     """LPT fills bins by weight, and the large light items are left."""
     tight = PartitionProblem(array([9, 8, 1, 1]), array([3, 3, 4, 2]), array([6, 6]))
     assert lpt.solve(tight, Budget()).termination.status is Status.NO_SOLUTION
-    found = exchange.solve(tight, Budget())
+    found = swap.solve(tight, Budget())
     assert found.termination.solved
     assert (held(tight, found, tight.sizes) <= 6).all()
 
 
 def test_what_fits_nowhere_stays_out() -> None:
     problem = PartitionProblem(array([5, 5, 5]), array([2, 2, 2]), array([2, 2]))
-    found = exchange.solve(problem, Budget())
+    found = swap.solve(problem, Budget())
     assert found.termination.status is Status.INFEASIBLE
     assert (found.bin >= 0).sum() == 2
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_value_does_not_depend_on_the_order_of_the_items(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count, bins = int(rng.integers(3, 9)), int(rng.integers(2, 4))
+    weights, sizes = rng.integers(1, 20, count), rng.integers(1, 6, count)
+    caps = rng.integers(sizes.sum() // bins, sizes.sum() // bins + 3, bins)
+    order = rng.permutation(count)
+    one = swap.solve(PartitionProblem(weights, sizes, caps), Budget()).termination
+    other = swap.solve(PartitionProblem(weights[order], sizes[order], caps), Budget()).termination
+    assert one == other
+
+
+def test_bins_without_room() -> None:
+    problem = PartitionProblem(array([9, 8, 1, 1]), array([3, 3, 4, 2]), array([6, 6, 0]))
+    found = swap.solve(problem, Budget())
+    assert found.termination.solved
+    assert (held(problem, found, problem.sizes) <= problem.caps).all()
