@@ -26,9 +26,11 @@ from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, RULES, TASK_LIST, 
 from apportion.ir.jit import jit
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Ints, ProgramSet
+from apportion.ir.sorting import stable_order
 
 Bools = NDArray[np.bool_]
 _NONE = np.zeros(0, np.int64)
+WORK = int(Space.WORK)
 
 
 class RowRanges(NamedTuple):
@@ -138,8 +140,7 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     space, row, rows = (operands.wide(column) for column in ("space", "row", "rows"))
     span = int((row + rows)[mine].max()) + 1
     begin = ((2 * rank + space) * span + row)[mine]
-    points = np.unique(np.concatenate([begin, begin + rows[mine]]))
-    parts = np.searchsorted(points, begin), np.searchsorted(points, begin + rows[mine])
+    points, parts = _cut(begin, begin + rows[mine])
     used = number[uses.operand]
     last, taken, times = np.full(len(points), -1), np.full(len(points), -1), np.zeros(len(points), np.int64)
     others = ~uses.source
@@ -183,16 +184,39 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     return Complete(of_tasks, row0 // (2 * span), row0 % span, row1 % span, *in_place)
 
 
+def _cut(begin: Ints, end: Ints) -> tuple[Ints, tuple[Ints, Ints]]:
+    """int64 [points], where ranges begin or end, ascending, and the numbers of their begins and of their ends."""
+    keys = np.concatenate([begin, end])
+    order = stable_order(keys)
+    ordered = keys[order]
+    fresh = np.append(True, ordered[1:] != ordered[:-1])
+    number = np.empty(len(keys), np.int64)
+    number[order] = np.cumsum(fresh) - 1
+    return ordered[fresh], (number[: len(begin)], number[len(begin) :])
+
+
 def _alike(programs: ProgramSet, tensors: Iterable[Tensor]) -> Bools:
     """bool [ranks]: whether work rows of each of these have the same heads in the same columns, all of them."""
-    operands, alike = programs["operands"], np.ones(programs.ranks, bool)
-    rank = operands.rank_of_row()
-    for tensor in tensors:
-        at = np.flatnonzero((operands["tensor"] == tensor) & (operands["space"] == Space.WORK))
-        kind = operands["col"][at].astype(np.int64) * 2**32 + operands["heads"][at]
-        first = np.full(programs.ranks, -1)
-        first[rank[at][::-1]] = kind[::-1]
-        alike[rank[at][kind != first[rank[at]]]] = False
+    operands = programs["operands"]
+    looked_at = np.zeros(len(Tensor) + 1, bool)
+    looked_at[list(tensors)] = True
+    tensor, space, col, heads = (operands[name] for name in ("tensor", "space", "col", "heads"))
+    return _all_alike(operands.ptr, tensor, space, col, heads, looked_at)
+
+
+@jit
+def _all_alike(ptr: Ints, tensor: Ints, space: Ints, col: Ints, heads: Ints, looked_at: Bools) -> Bools:
+    ranks = len(ptr) - 1
+    alike = np.ones(ranks, np.bool_)
+    for rank in range(ranks):
+        first = np.full(len(looked_at), -1)
+        for i in range(ptr[rank], ptr[rank + 1]):
+            if space[i] == WORK and looked_at[tensor[i]]:
+                one = first[tensor[i]]
+                if one < 0:
+                    first[tensor[i]] = i
+                elif col[i] != col[one] or heads[i] != heads[one]:
+                    alike[rank] = False
     return alike
 
 

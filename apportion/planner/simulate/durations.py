@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from apportion.ir.bands import area
 from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Tensor, Use
 from apportion.ir.jit import jit
+from apportion.ir.sorting import stable_order
 from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes
 from apportion.planner.simulate.program import Floats, Ints, View
 
@@ -150,6 +151,7 @@ def _accumulated(view: View, of: Ints) -> Ints:
             found[name][operand].astype(np.int64) for name in ("row", "rows", "space", "col", "heads")
         )
         lane = (col * (int(heads.max()) + 1) + heads) * 2 + space
+        lanes, span = int(lane.max()) + 1, int((row + rows).max()) + 1
         wide, narrow = model.row_bytes(tensor, 1), model.result_bytes(tensor)
         beside = model.accumulator_bytes if tensor == Tensor.O else 0
         fresh, done = np.flatnonzero(table["first"] & argument.flag), view.complete[column].tasks
@@ -158,7 +160,7 @@ def _accumulated(view: View, of: Ints) -> Ints:
             (fresh, row[fresh], (row + rows)[fresh], -wide),
             (done.of, done.row0, done.row1, narrow + beside - wide),
         ):
-            order = np.lexsort((row0, lane[some], of[some]))
+            order = stable_order((of[some] * lanes + lane[some]) * span + row0)
             size_of_row = size * view.operands.heads[operand][some]
             _add_rows(moved, order, of[some], lane[some], row0, row1, size_of_row)
     return moved
