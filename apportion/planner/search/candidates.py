@@ -92,7 +92,8 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
             return [star, *lone, whole, _mixed("blend", route, 1)], others
         # few tiles come, and all of them at once
         return [replace(star, rounds=1), replace(whole, rounds=1), *lone, _named("dcp")], others
-    first = [make(degree) for degree in degrees[:1] for make in (_lone, partial(_mixed, "blend", "star"))]
+    makers = _lone, partial(_lone, lone=LONE[0], rounds=MORE_ROUNDS[0]), partial(_mixed, "blend", "star")
+    first = [make(degree) for degree in degrees[:1] for make in makers]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
     others = [_mixed("blend", "star", degree) for degree in degrees[1:2]]
     others += [_blocks("auto", 1), *map(_staged, degrees[:1])]
@@ -126,11 +127,11 @@ def _mixed(place: str, route: str, degree: int) -> Candidate:
     return Candidate(_recipe(f"{place}-u{degree}", degree, place, "matchings", route=route), rounds)
 
 
-def _lone(degree: int) -> Candidate:
+def _lone(degree: int, lone: float | str = "auto", rounds: int = ROUNDS) -> Candidate:
     """Heads split for long sequences only, even in time."""
-    inner = {"ulysses": {"degree": degree, "lone": "auto", "kinds": "auto"}}
-    split = _mixed("blend", "star", 1).with_step("inner", inner, f"mixed-u{degree}", ROUNDS)
-    return split.with_step("place", {"blend": {"weigh": "time", "align": ALIGN}}, split.recipe.name, ROUNDS)
+    inner = {"ulysses": {"degree": degree, "lone": lone, "kinds": "auto"}}
+    split = _mixed("blend", "star", 1).with_step("inner", inner, f"mixed-u{degree}", rounds)
+    return split.with_step("place", {"blend": {"weigh": "time", "align": ALIGN}}, split.recipe.name, rounds)
 
 
 def _whole() -> Candidate:
@@ -181,7 +182,8 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
     if best.rounds is not None:
         moves.insert(0, _in_rounds(best, MORE_ROUNDS[:2]))
         moves.append(best.with_schedule(order=order) for order in ORDERS)
-    if inner == "auto":
+    near = max(problem.reach.values()) < SPARSE
+    if inner == "auto" and not near:
         moves.append(_split(best, problem))
     if best.rounds is not None:
         moves.append(_in_rounds(best, MORE_ROUNDS[2:]))
@@ -190,7 +192,10 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
         if problem.cluster.nodes > 1:
             moves.append(_rerouted(best))
         moves.append(best.with_schedule(buffers=buffers) for buffers in MORE_BUFFERS)
-    return [*moves, _resized(best)]
+    moves.append(_resized(best))
+    if inner == "auto" and near:
+        moves.append(_split(best, problem))
+    return moves
 
 
 def _in_rounds(best: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:
