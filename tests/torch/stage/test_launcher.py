@@ -48,8 +48,8 @@ def gpu(monkeypatch):
 
 
 def launches():
-    """(kernel, programs, arguments, constants) of a layer, forward and backward. With `dcp` queries travel: not all home
-    rows are complete when attention has run."""
+    """(kernel, programs, arguments, constants) of a layer, forward and backward. With `dcp` queries travel, and not all
+    home rows are complete when attention has run."""
     plan = api.plan(Batch.from_lengths([700, 300, 24]), Cluster(1, 2), Model(4, 2, 64), "dcp")
     found, device = [], RecordingDevice(1, 2)
     handle = PlanHandle(plan.for_rank(1), device, engine=StageEngine(lambda *launch: found.append(launch)))
