@@ -26,7 +26,7 @@ from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, RULES, TASK_LIST, 
 from apportion.ir.jit import jit
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Ints, ProgramSet
-from apportion.ir.sorting import stable_order
+from apportion.ir.sorting import ranked
 
 Bools = NDArray[np.bool_]
 _NONE = np.zeros(0, np.int64)
@@ -140,7 +140,8 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     space, row, rows = (operands.wide(column) for column in ("space", "row", "rows"))
     span = int((row + rows)[mine].max()) + 1
     begin = ((2 * rank + space) * span + row)[mine]
-    points, parts = _cut(begin, begin + rows[mine])
+    points, *found = ranked(begin, begin + rows[mine])
+    parts = found[0], found[1]
     used = number[uses.operand]
     last, taken, times = np.full(len(points), -1), np.full(len(points), -1), np.zeros(len(points), np.int64)
     others = ~uses.source
@@ -182,17 +183,6 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     edges = np.flatnonzero(np.diff(covered, prepend=0, append=0))
     row0, row1 = points[edges[::2]], points[edges[1::2]]
     return Complete(of_tasks, row0 // (2 * span), row0 % span, row1 % span, *in_place)
-
-
-def _cut(begin: Ints, end: Ints) -> tuple[Ints, tuple[Ints, Ints]]:
-    """int64 [points], where ranges begin or end, ascending, and the numbers of their begins and of their ends."""
-    keys = np.concatenate([begin, end])
-    order = stable_order(keys)
-    ordered = keys[order]
-    fresh = np.append(True, ordered[1:] != ordered[:-1])
-    number = np.empty(len(keys), np.int64)
-    number[order] = np.cumsum(fresh) - 1
-    return ordered[fresh], (number[: len(begin)], number[len(begin) :])
 
 
 def _alike(programs: ProgramSet, tensors: Iterable[Tensor]) -> Bools:

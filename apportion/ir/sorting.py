@@ -20,6 +20,18 @@ def stable_order(keys: Ints) -> Ints:
     return _radix_order(keys - low, -(-bits // _DIGIT))
 
 
+def ranked(*columns: Ints) -> tuple[Ints, ...]:
+    """int64 [distinct], the numbers in int64 columns, all >= 0, ascending; and of each column, where its numbers are
+    among these."""
+    keys = np.concatenate(columns)
+    order = stable_order(keys)
+    ordered = keys[order]
+    fresh = np.append(True, ordered[1:] != ordered[:-1])[: len(keys)]
+    number = np.empty(len(keys), np.int64)
+    number[order] = np.cumsum(fresh) - 1
+    return ordered[fresh], *np.split(number, np.cumsum([len(column) for column in columns[:-1]]))
+
+
 @jit
 def _radix_order(keys: Ints, passes: int) -> Ints:
     """Least significant digit first (Knuth, volume 3, section 5.2.5)."""

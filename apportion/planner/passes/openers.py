@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit
+from apportion.ir.sorting import ranked
 
 Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
@@ -52,10 +53,9 @@ def find_openers(written: Written, held: Ints, tasks: int) -> Openers:
     start = ends - held
     low = start[written.lane] + written.row
     high = low + written.rows
-    points = np.unique(np.concatenate([[0], ends, low, high]))
+    points, first, last, *_ = ranked(low, high, ends, np.zeros(1, np.int64))
     state = np.zeros(len(points) - 1, np.int8)
     flags = np.zeros(tasks, np.int32)
-    first, last = np.searchsorted(points, low), np.searchsorted(points, high)
     _paint(written.task, first, last, written.may, state, flags)
     lane = np.searchsorted(ends, points[:-1], "right")
     opened = state == _OPENED
