@@ -521,7 +521,9 @@ def dkdv(
     dkv_at = tl.where(work, dkv_work, dkv_home) + offset * (D + E)
     if flags & COMPLETE:
         staged, place = _target(tile, heads, lane, M)
-        beside = _after(wire, tile + 10)  # scalars are chosen: AMD's compiler takes no choice of pointers in tensors
+        beside = _after(
+            wire, tile + 10
+        )  # scalars are chosen: AMD's compiler takes no choice of pointers in tensors
         dk_to = tl.where(staged, beside, dk_out) + (place * tl.where(staged, D + E, D))[:, None]
         dv_to = tl.where(staged, beside + D, dv_out) + (place * tl.where(staged, D + E, E))[:, None]
         _results(dkv_at, dk_to, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
