@@ -13,7 +13,7 @@
 #   make soak     the service under faults and load, for hours if you like (benchmarks/soak.py)
 #   make fuzz     100,000 mutated plans through decoder and verifier
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
-#   make replay   348 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
+#   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
 #   make clean    remove the environment and every cache
 

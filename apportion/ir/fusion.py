@@ -126,63 +126,78 @@ def find_complete(programs: ProgramSet, phase: str) -> Mapping[str, Complete]:
 
 
 def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) -> Complete:
-    """Of one sum. Where any task of an instruction has its rows beside the sum elsewhere, or some of the heads, nothing
-    is complete after it: rows may have several owners, one launch after another. Work rows of a rank have the same
-    heads, all of them, or are left out."""
-    operands, instructions, name = programs["operands"], programs["instructions"], TASK_LIST[phase]
+    """Of one sum: its rows are cut where operands begin or end, and a part of them counts as a whole."""
+    operands, instructions = programs["operands"], programs["instructions"]
     mine = np.flatnonzero(operands["tensor"] == added.tensors[0])
     if not len(mine):
         none = RowRanges(_NONE, _NONE, _NONE)
         return Complete(none, _NONE, _NONE, _NONE, none, none)
     number = np.full(len(operands), -1)
     number[mine] = np.arange(len(mine))
-    rank = operands.rank_of_row()
-    space, row, rows = (operands.wide(column) for column in ("space", "row", "rows"))
-    span = int((row + rows)[mine].max()) + 1
-    begin = ((2 * rank + space) * span + row)[mine]
-    points, *found = ranked(begin, begin + rows[mine])
-    parts = found[0], found[1]
-    used = number[uses.operand]
-    last, taken, times = np.full(len(points), -1), np.full(len(points), -1), np.zeros(len(points), np.int64)
-    others = ~uses.source
-    _latest(last, times, used[others], uses.at[others], *parts)
-    times[:] = 0
-    _latest(taken, times, used[uses.source], uses.at[uses.source], *parts)
-    place = points // span
-    home = place % 2 == Space.HOME
-    stand = _beside(phase, added)
-    alike = _alike(programs, (added.tensors[0], *(one.tensors[0] for one in stand)))
-    fit = home | ((times == 1) & (taken > last) & alike[np.minimum(place // 2, programs.ranks - 1)])
+    place = 2 * operands.rank_of_row()[mine] + operands["space"][mine]
+    row, rows = (operands.wide(column)[mine] for column in ("row", "rows"))
+    span = int((row + rows).max()) + 1
+    points, begins, ends = ranked(place * span + row, place * span + row + rows)
+    used, of_rank = number[uses.operand], points // span // 2
+    alike = _alike(programs, (added.tensors[0], *(one.tensors[0] for one in _beside(phase, added))))
+    home = points // span % 2 == Space.HOME
+    last = _last_used(uses, used, (begins, ends), home, alike[np.minimum(of_rank, programs.ranks - 1)])
 
-    tasks = programs[name]
-    at = instruction_of(instructions["op"], instructions.wide("count"), name)
-    first = operands.ptr[tasks.rank_of_row()]
-    owner = first + tasks[added.column]
-    whole = operands["heads"] == 0
-    plain = np.where(space[owner] == Space.HOME, whole[owner], True)
-    for one in stand:
-        beside = first + tasks[one.column]
-        same = (space[beside] == space[owner]) & (row[beside] == row[owner])
-        plain &= same & np.where(space[owner] == Space.HOME, whole[beside], True)
-    if not plain.all():
-        key = 2 * at + space[owner]
-        plain &= ~np.isin(key, key[~plain])
-    own = np.where(plain, number[owner], -1)
-    covered = np.zeros(len(points), np.int8)
-    task, low, high = _decide(last, fit, own, at, *parts, covered)
-    of_tasks = RowRanges(task, points[low] % span, points[high] % span)
+    tasks, some = programs[TASK_LIST[phase]], np.flatnonzero(_plain(programs, phase, added))
+    at = instruction_of(instructions["op"], instructions.wide("count"), TASK_LIST[phase])[some]
+    owner = number[(operands.ptr[tasks.rank_of_row()] + tasks[added.column])[some]]
+    of, low, high = _runs(last, at, begins[owner], ends[owner])
+    of_tasks = RowRanges(some[of], points[low] % span, points[high] % span)
+    covered = np.zeros(len(points), np.int64)
+    _cover(covered, low, high)
+
     in_place = []
     for moves in (True, False):
-        some = np.flatnonzero(uses.source & (used >= 0) & (uses.is_transfer == moves))
-        ends = (part[used[some]] for part in parts)
-        of, low, high = _covered(covered, *ends)
-        in_place.append(RowRanges(uses.row[some][of], points[low] % span, points[high] % span))
+        taken = np.flatnonzero(uses.source & (used >= 0) & (uses.is_transfer == moves))
+        begin, end = begins[used[taken]], ends[used[taken]]
+        of, low, high = _runs(covered, np.ones(len(taken), np.int64), begin, end)
+        in_place.append(RowRanges(uses.row[taken][of], points[low] % span, points[high] % span))
     given = number[results_of(programs)]
+    given = given[given >= 0]
     covered[~home] = 0
-    _cover(covered, given[given >= 0], *parts)
+    _cover(covered, begins[given], ends[given])
     edges = np.flatnonzero(np.diff(covered, prepend=0, append=0))
     row0, row1 = points[edges[::2]], points[edges[1::2]]
-    return Complete(of_tasks, row0 // (2 * span), row0 % span, row1 % span, *in_place)
+    return Complete(of_tasks, row0 // span // 2, row0 % span, row1 % span, *in_place)
+
+
+def _last_used(uses: _Uses, used: Ints, parts: tuple[Ints, Ints], home: Bools, alike: Bools) -> Ints:
+    """int64 [parts]: the last instruction that uses each part of the rows, but for what takes results away; -1 for work
+    rows that are not taken away once, behind all else. used: int64 [uses], number of an operand or -1; parts: int64
+    [operands] each, the first part and the one behind; alike: bool [parts], of work rows of the rank."""
+    found = []
+    for some in (~uses.source, uses.source):
+        last, times = np.full(len(home), -1), np.zeros(len(home), np.int64)
+        _latest(last, times, used[some], uses.at[some], *parts)
+        found.append((last, times))
+    (last, _), (taken, times) = found
+    once = (times == 1) & (taken > last)
+    return np.where(home | (once & alike), last, -1)
+
+
+def _plain(programs: ProgramSet, phase: str, added: Argument) -> Bools:
+    """bool [tasks]: those after which rows may be complete. Where any task of an instruction has rows beside the sum
+    elsewhere, or at home some of the heads, none is: rows may have several owners, one launch after another."""
+    operands, instructions, name = programs["operands"], programs["instructions"], TASK_LIST[phase]
+    tasks, space, row = programs[name], operands["space"], operands["row"]
+    first = operands.ptr[tasks.rank_of_row()]
+    owner, whole = first + tasks[added.column], operands["heads"] == 0
+    work = space[owner] == Space.WORK
+    plain: Bools = work | whole[owner]
+    for one in _beside(phase, added):
+        beside = first + tasks[one.column]
+        same = (space[beside] == space[owner]) & (row[beside] == row[owner])
+        plain &= same & (work | whole[beside])
+    if not plain.all():
+        at = instruction_of(instructions["op"], instructions.wide("count"), name)
+        key = 2 * at + work
+        plain &= ~np.isin(key, key[~plain])
+    return plain
 
 
 def _alike(programs: ProgramSet, tensors: Iterable[Tensor]) -> Bools:
@@ -270,41 +285,16 @@ def _latest(last: Ints, times: Ints, used: Ints, at: Ints, low: Ints, high: Ints
 
 
 @jit
-def _cover(covered: Ints, given: Ints, low: Ints, high: Ints) -> None:
-    """Marks the parts of operands, int64 [n], in place."""
-    for one in given:
+def _cover(covered: Ints, low: Ints, high: Ints) -> None:
+    """Marks the parts [low, high), int64 [n], in place."""
+    for one in range(len(low)):
         covered[low[one] : high[one]] = 1
 
 
 @jit
-def _decide(
-    last: Ints, fit: Bools, own: Ints, at: Ints, low: Ints, high: Ints, covered: Ints
-) -> tuple[Ints, Ints, Ints]:
-    """Runs of parts that a task is the last to use, int64 [n] each: task, first part, and the one behind; and marks
-    their parts as covered, int8 [parts]. own: int64 [tasks], number of an operand, -1 for tasks that are not looked at;
-    fit: bool [parts], whether they count."""
-    room, count = 0, 0
-    for task in range(len(own)):
-        if own[task] >= 0:
-            room += (high[own[task]] - low[own[task]] + 1) // 2
-    of, first, behind = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-    for task in range(len(own)):
-        part = low[own[task]] if own[task] >= 0 else 0
-        while own[task] >= 0 and part < high[own[task]]:
-            begin = part
-            while part < high[own[task]] and fit[part] and last[part] == at[task]:
-                covered[part] = 1
-                part += 1
-            if begin < part:
-                of[count], first[count], behind[count] = task, begin, part
-                count += 1
-            part += 1
-    return of[:count].copy(), first[:count].copy(), behind[:count].copy()
-
-
-@jit
-def _covered(covered: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """Runs of covered parts within [low, high), int64 [n] each: which of them, first part, and the one behind."""
+def _runs(value: Ints, wanted: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+    """Runs of parts within [low, high) that have the value wanted there, int64 [n] each: which of the ranges, the first
+    part, and the one behind."""
     room = 0
     for one in range(len(low)):
         room += (high[one] - low[one] + 1) // 2
@@ -314,7 +304,7 @@ def _covered(covered: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
         part = low[one]
         while part < high[one]:
             begin = part
-            while part < high[one] and covered[part]:
+            while part < high[one] and value[part] == wanted[one]:
                 part += 1
             if begin < part:
                 of[count], first[count], behind[count] = one, begin, part
