@@ -286,15 +286,17 @@ def _schedule(placed: Placed) -> Lowered:
     sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
     exchange = _exchange(placed, rows, sets)
     site = Site(rows, problem.batch, problem.cluster)
+    home = None if exchange is None else exchange.home
+    if home is not None and placed.lone is not None:
+        home = placed.lone.beside(home)
     split = problem.bands if passes.inner is None else passes.inner.splits(placed.problem)
     lowered: Lowered = {}
     for kind, bands in problem.bands.items():
-        if exchange is not None and kind not in split:
-            home = exchange.home if placed.lone is None else placed.lone.beside(exchange.home)
+        if home is not None and kind not in split:
             low = _alone(placed, home, placed.problem.batch, kind)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
-        beside = None if exchange is None else _beside(placed, exchange, kind)
+        beside = None if home is None or placed.lone is None else _beside(placed, placed.lone, home, kind)
         if placement.execution is None:
             found = find_tasks(bands, rows)
             Checks(passes).tasks(bands, rows.starts, *found, len(heads))
@@ -340,13 +342,10 @@ def _room_beside(problem: Problem, groups: Groups, first: Ints, held: Ints) -> I
     return room
 
 
-def _beside(placed: Placed, exchange: Exchange, kind: str) -> Beside | None:
-    """What single ranks compute of one kind while rows of groups travel."""
-    lone = placed.lone
-    if lone is None:
-        return None
-    low, early = _alone(placed, lone.rows, lone.alone, kind), lone.early
-    return Beside(low, lone.beside(exchange.home), early[low.tasks.k])
+def _beside(placed: Placed, lone: Lone, home: Rows, kind: str) -> Beside:
+    """What single ranks compute of one kind while rows of groups travel. home: all home rows."""
+    low = _alone(placed, lone.rows, lone.alone, kind)
+    return Beside(low, home, lone.early[low.tasks.k])
 
 
 def _alone(placed: Placed, rows: Rows, batch: Batch, kind: str) -> Lowering:

@@ -383,7 +383,7 @@ class Lowering:
         may = np.ones(len(at), bool)
         if tasks.queries_move:
             late = self.stage[at] >= self.schedule.leads
-            may = ~(late & self._left(1, tasks.exec[at], tasks.row[at], tasks.rows[at]))
+            may = ~(late & self._any_leave(1, tasks.exec[at], tasks.row[at], tasks.rows[at]))
         lane = tasks.exec[at] * groups + tasks.group[at] if groups > 1 else tasks.exec[at]
         written = Written(at, lane, tasks.row[at], tasks.rows[at], may)
         return find_openers(written, np.repeat(self.rows.per_rank, groups), len(tasks))
@@ -398,14 +398,14 @@ class Lowering:
         may = np.full(len(at), not self.heads.keys_overlap)
         lane, late = self.tasks.exec[task], self.stage[task] >= self.schedule.leads
         if late.any():
-            may &= ~(late & self._left(0, lane, row, keys))
+            may &= ~(late & self._any_leave(0, lane, row, keys))
         if lanes > 1:
             lane = lane * lanes + self.heads.shared[self.tasks.group[task]]
         return find_openers(
             Written(task, lane, row, keys, may), np.repeat(self.rows.per_rank, lanes), len(self.tasks)
         )
 
-    def _left(self, which: int, rank: Ints, row: Ints, rows: Ints) -> NDArray[np.bool_]:
+    def _any_leave(self, which: int, rank: Ints, row: Ints, rows: Ints) -> NDArray[np.bool_]:
         """bool [n]: whether any of the query (1) or key rows [row, row + rows) of a rank leave home, needed or not."""
         edges = self.edges
         roots = np.flatnonzero((edges.parent < 0) & (edges.lane & 1 == which))
