@@ -61,18 +61,18 @@ _GROUPS = "query heads that the degree divides"
 _ENTRIES = (
     _entry(
         "fcp",
-        "blocks, longest processing time first under a token cap, in congestion-free rounds, to each node once",
+        "blocks, longest processing time first under a token cap, documents on few nodes, in congestion-free rounds",
         "FCP",
         "3, 4",
-        shard={"blocks": {"block": "auto", "zigzag": True}},
-        place={"lpt": {}},
+        shard={"blocks": {"block": "auto", "zigzag": True, "solver": "lpt_near"}},
+        place={"lpt": {"solver": "lpt_near"}},
         route={"node": {}},
         schedule={"matchings": {"coalesce": "auto", "buffers": 3}},
         reshuffle=False,
     ),
     _entry(
         "fcp_paper",
-        "FCP as printed: every tile goes straight to each rank that needs it",
+        "FCP as printed: blocks on any node, every tile straight to each rank that needs it",
         "FCP",
         "3, 4",
         shard={"blocks": {"block": "auto", "zigzag": True}},

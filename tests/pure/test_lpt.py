@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError
+from apportion.ir.model import Model
+from apportion.ir.policy import Recipe
+from apportion.ir.workload import lognormal_lengths
+from apportion.planner.api import plan
+from apportion.planner.recipes import find_recipe
 from apportion.planner.solvers.contracts import PartitionProblem
-from apportion.planner.solvers.lpt import makespan_bound, solve
+from apportion.planner.solvers.lpt import makespan_bound, solve, solve_near
 from apportion.planner.solvers.status import Budget, Status
 
 
@@ -116,3 +124,97 @@ def test_an_item_that_fits_nowhere_is_named():
 )
 def test_makespan_bound_by_hand(weights, bins, bound):
     assert makespan_bound(array(weights), np.ones(bins)) == bound
+
+
+def family_problem(families, zones, bins=8, weight=10):
+    weights = np.full(len(families), weight)
+    return PartitionProblem(
+        weights,
+        np.ones(len(families), np.int64),
+        np.full(bins, 99),
+        families=np.array(families),
+        zones=np.array(zones),
+    )
+
+
+def test_a_family_gathers_in_few_zones_and_bins_stay_as_even():
+    # four equal items of each of eight families, mixed, onto two zones of four bins
+    families = [0, 1, 2, 3, 4, 5, 6, 7] * 4
+    problem = family_problem(families, [0, 0, 0, 0, 1, 1, 1, 1])
+    spread, near = solve(problem, Budget()), solve_near(problem, Budget())
+    zones = [{int(b) // 4 for b in near.bin[np.array(families) == family]} for family in range(8)]
+    assert [len(some) for some in zones] == [1] * 8
+    assert near.termination.value == spread.termination.value == 40
+    assert near.termination.status is Status.OPTIMAL
+
+
+def test_a_bin_that_would_end_above_where_the_lightest_does_is_not_near():
+    def solved(weights):
+        problem = PartitionProblem(
+            array(weights),
+            np.ones(4, np.int64),
+            array([9, 9]),
+            families=array([0, 1, 0, 1]),
+            zones=array([0, 1]),
+        )
+        return solve_near(problem, Budget()).bin.tolist(), solve(problem, Budget()).bin.tolist()
+
+    # the third item joins the first while that is lighter than the second would be with it
+    assert solved([10, 9, 8, 1]) == ([0, 1, 0, 1], [0, 1, 1, 0])
+    assert solved([30, 9, 8, 1]) == ([0, 1, 1, 1], [0, 1, 1, 1])
+
+
+def test_caps_and_restrictions_hold_for_what_is_near():
+    problem = PartitionProblem(
+        array([9, 8, 7, 6]),
+        array([3, 3, 3, 3]),
+        array([3, 3, 3, 3]),
+        allowed=[None, (3,), None, None],
+        families=array([5, 5, 5, 5]),
+        zones=array([0, 0, 1, 1]),
+    )
+    found = solve_near(problem, Budget())
+    assert found.termination.solved
+    assert found.bin[1] == 3
+    assert sorted(found.bin.tolist()) == [0, 1, 2, 3]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_what_is_near_differs_no_more_than_the_lightest_item_that_was_put_there(data):
+    """Without caps a bin never holds more than the lightest bin then held, and the item."""
+    items, bins = data.draw(st.integers(2, 40)), data.draw(st.integers(2, 9))
+    weights = array(data.draw(st.lists(st.integers(1, 50), min_size=items, max_size=items)))
+    families = array(data.draw(st.lists(st.integers(0, 5), min_size=items, max_size=items)))
+    speeds = np.array(data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=bins, max_size=bins)))
+    problem = PartitionProblem(
+        weights, np.ones(items, np.int64), np.full(bins, items), speeds, None, families, np.arange(bins) // 3
+    )
+    found = solve_near(problem, Budget())
+    load = np.zeros(bins)
+    _, kin, count = np.unique(families, return_inverse=True, return_counts=True)
+    relatives = np.where(count[kin] > 1, kin, -1)
+    for item in np.lexsort((np.arange(items), relatives, -weights)).tolist():
+        to = found.bin[item]
+        lightest = int((load / speeds).argmin())
+        limit = (load[lightest] + weights[item]) / speeds[lightest]
+        assert to == lightest or load[to] / speeds[to] < limit
+        load[to] += weights[item]
+
+
+def test_families_and_zones_of_other_lengths_are_refused():
+    with pytest.raises(ConfigError, match="families"):
+        PartitionProblem(array([1, 2]), array([1, 1]), array([9, 9]), families=array([1]))
+    with pytest.raises(ConfigError, match="zones"):
+        PartitionProblem(array([1, 2]), array([1, 1]), array([9, 9]), zones=array([1]))
+
+
+def test_fcp_keeps_documents_on_few_nodes():
+    cluster, model = Cluster(nodes=4, ranks_per_node=4), Model(8, 2, 64)
+    lengths = lognormal_lengths(0, 16 * 8192)
+    batch, near = Batch.from_lengths(lengths), find_recipe("fcp")
+    steps = near.to_data()["steps"] | {"place": {"lpt": {}}}
+    plans = [plan(batch, cluster, model, recipe) for recipe in (near, Recipe("anywhere", steps))]
+    moved, anywhere = (found.report["bytes"]["inter_node"] for found in plans)
+    assert moved < 0.75 * anywhere
+    assert all(found.report["imbalance"]["compute"] <= 0.01 for found in plans)

@@ -10,7 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.planner.passes.shard import AUTO_IMBALANCE, row_areas, row_times, row_weights
+from apportion.planner.passes.shard import (
+    AUTO_IMBALANCE,
+    pieces_to_ranks,
+    row_areas,
+    row_times,
+    row_weights,
+)
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.lpt import makespan_bound
@@ -26,11 +32,12 @@ ALONE = 64
 
 @dataclass(frozen=True)
 class Lpt(PlacePass):
-    """LPT over pieces under the token cap (FCP, section 4.1), or another solver of kind partition. A piece that fits
-    nowhere whole is cut to fill the room that is left, lightest ranks first; such pieces are the lightest, so little
-    work moves. Of an exact solver, whose answer cuts nothing, LPT's placement is taken where that is lighter. Several
-    attention kinds are weighed so that their busiest ranks, which need not be the same, have little in sum. weigh:
-    balance pairs, or the time that tasks take on the request's hardware, in which many short ones are dearer."""
+    """LPT over pieces under the token cap (FCP, section 4.1), or another solver of kind partition; `lpt_near` gathers
+    sequences on few nodes. A piece that fits nowhere whole is cut to fill the room that is left, lightest ranks
+    first; such pieces are the lightest, so little work moves. Of an exact solver, whose answer cuts nothing, LPT's
+    placement is taken where that is lighter. Several attention kinds are weighed so that their busiest ranks, which
+    need not be the same, have little in sum. weigh: balance pairs, or the time that tasks take on the request's
+    hardware, in which many short ones are dearer."""
 
     solver: PartitionSolver = PartitionSolver("lpt")
     weigh: Literal["pairs", "time"] = "pairs"
@@ -71,9 +78,7 @@ def busiest(problem: Problem, placement: Placement) -> float:
 
 def _place(problem: Problem, shards: Shards, felt: Ints, solver: PartitionSolver) -> Placement:
     """felt: int64 [blocks], what is balanced."""
-    weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
-    allowed = _allowed(problem, shards)
-    case = PartitionProblem(shards.per_piece(felt), sizes, problem.token_caps, problem.speeds, allowed)
+    weights, case = shards.per_piece(shards.weight), pieces_to_ranks(problem, shards, felt)
     result = solver(case)
     end = None if solver.entry.heuristic else result.termination
     home = result.bin[shards.piece]
@@ -107,19 +112,6 @@ def _rows(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Ints:
     parts = [factor[kind] * row_areas(bands, shards.starts) for kind, bands in problem.bands.items()]
     rows: Ints = np.sum(parts, axis=0, dtype=np.int64)
     return rows
-
-
-def _allowed(problem: Problem, shards: Shards) -> list[tuple[int, ...] | None] | None:
-    """Ranks that each piece may live on, from the sequences' `home_ranks`."""
-    homes = problem.batch.home_ranks
-    if not homes:
-        return None
-    # neighbours that share a block have equal home_ranks (see `Blocks`), so its first sequence tells
-    sequence = np.searchsorted(problem.batch.starts, shards.starts[:-1], "right") - 1
-    allowed: list[tuple[int, ...] | None] = [None] * shards.pieces
-    for piece, index in zip(shards.piece.tolist(), sequence.tolist(), strict=True):
-        allowed[piece] = homes.get(index)
-    return allowed
 
 
 def _fill(problem: Problem, shards: Shards, case: PartitionProblem, bins: Ints) -> tuple[Ints, Ints]:

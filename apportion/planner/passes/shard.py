@@ -81,11 +81,22 @@ class Blocks(ShardPass):
         return best if least <= AUTO_IMBALANCE else replace(best, limit=Limit.TASKS)
 
 
+def pieces_to_ranks(problem: Problem, shards: Shards, felt: Ints) -> PartitionProblem:
+    """Pieces to ranks, those of a sequence better on few nodes. felt: int64 [blocks], what is balanced."""
+    weights, sizes = shards.per_piece(felt), shards.per_piece(shards.lengths)
+    sequences = np.empty(shards.pieces, np.int64)
+    # neighbours that share a block have equal home_ranks (see `_cut_axis`), so its first sequence tells
+    sequences[shards.piece] = np.searchsorted(problem.batch.starts, shards.starts[:-1], "right") - 1
+    homes, nodes = problem.batch.home_ranks, np.arange(problem.ranks) // problem.cluster.ranks_per_node
+    allowed = [homes.get(sequence) for sequence in sequences.tolist()] if homes else None
+    return PartitionProblem(weights, sizes, problem.token_caps, problem.speeds, allowed, sequences, nodes)
+
+
 def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> float:
     """What the busiest rank has above the mean, over it: `place lpt` fills what is left over into the room of the
     lightest ranks, here by the mean weight of a token of each block."""
-    weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
-    bins = solver(PartitionProblem(weights, sizes, problem.token_caps, problem.speeds)).bin
+    case = pieces_to_ranks(problem, shards, shards.weight)
+    weights, sizes, bins = case.weights, case.sizes, solver(case).bin
     there = bins >= 0
     load = exact_sums(bins[there], weights[there], problem.ranks).astype(np.float64)
     room = problem.token_caps - exact_sums(bins[there], sizes[there], problem.ranks)
@@ -101,13 +112,14 @@ def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> flo
 
 def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> float:
     """By what factor the block should shrink; 1 where it need not."""
-    weights, sizes = shards.per_piece(shards.weight), shards.per_piece(shards.lengths)
+    case = pieces_to_ranks(problem, shards, shards.weight)
+    weights = case.weights
     mean, heaviest = float(weights.sum() / problem.speeds.sum()), float(weights.max())
     if heaviest > AUTO_SHARE * mean:
         return AUTO_SHARE * mean / heaviest
     if shards.block_tokens <= min(AUTO_STEP, problem.batch.tokens // (AUTO_BLOCKS * problem.ranks)):
         return 1.0
-    bins = solver(PartitionProblem(weights, sizes, problem.token_caps, problem.speeds)).bin
+    bins = solver(case).bin
     there = bins >= 0
     load = exact_sums(bins[there], weights[there], problem.ranks)
     busiest, left_over = float((load / problem.speeds).max()), float(weights[~there].sum())

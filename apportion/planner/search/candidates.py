@@ -160,9 +160,10 @@ def _recipe(
     route: str = "star",
     blocks: int | str | None = None,
 ) -> Recipe:
-    shard = {"sequences": {}} if blocks is None else {"blocks": {"block": blocks, "zigzag": True}}
+    near = {"solver": "lpt_near"}
+    shard = {"sequences": {}} if blocks is None else {"blocks": {"block": blocks, "zigzag": True, **near}}
     how = {"buffers": BUFFERS} if schedule == "matchings" else {}
-    placed = {"align": ALIGN} if place == "blend" else {}
+    placed = {"align": ALIGN} if place == "blend" else near if blocks is not None else {}
     data: dict[str, Any] = {"shard": shard, "place": {place: placed}, "schedule": {schedule: how}}
     if degree > 1:
         data["inner"] = {"ulysses": {"degree": degree, "overlap": True}}

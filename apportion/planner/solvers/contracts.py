@@ -1,7 +1,7 @@
 """The five kinds of solvers: what goes in and what comes out, as arrays and nothing else.
 
     kind        problem              result        built in
-    partition   PartitionProblem     Partition     lpt, swap, ilp
+    partition   PartitionProblem     Partition     lpt, lpt_near, swap, ilp
     colouring   ColouringProblem     Colouring     matching, flow
     transport   TransportProblem     Transport     flow
     grouping    GroupingProblem      Grouping      ilp
@@ -34,7 +34,9 @@ class PartitionProblem:
     """K items into bins so that the heaviest bin (weight over speed) is light.
 
     weights, sizes: int64 [K], >= 0; caps: int64 [bins], the largest sum of sizes in each bin; speeds: float64 [bins],
-    default 1. allowed: for each item the bins that may take it, or None for any; None: any for all.
+    default 1. allowed: for each item the bins that may take it, or None for any; None: any for all. families: int64
+    [K], equal for items that want to be near each other; zones: int64 [bins], equal for bins that are: solvers may
+    ignore both.
     """
 
     weights: Ints
@@ -42,9 +44,15 @@ class PartitionProblem:
     caps: Ints
     speeds: Floats | None = None
     allowed: Sequence[tuple[int, ...] | None] | None = None
+    families: Ints | None = None
+    zones: Ints | None = None
 
     def __post_init__(self) -> None:
         same_length("weights", self.weights, "sizes", self.sizes)
+        if self.families is not None:
+            same_length("weights", self.weights, "families", self.families)
+        if self.zones is not None:
+            same_length("caps", self.caps, "zones", self.zones)
         if np.ndim(self.caps) != 1 or not len(self.caps):
             raise ConfigError("caps", self.caps, "must have one cap a bin", "write np.full(bins, cap)")
         if self.speeds is not None and len(self.speeds) != self.bins:

@@ -78,12 +78,16 @@ class PartitionCases:
         room = np.ones(bins) if speeds is None or draw.random() < 0.5 else speeds
         caps = np.maximum(sizes.max(), sizes.sum() / room.sum() * room * 1.2 + 1).astype(np.int64)
         held = [tuple(np.flatnonzero(draw.random(bins) < 0.7).tolist()) or None for _ in range(items)]
-        return PartitionProblem(weights, sizes, caps, speeds, held if draw.random() < 0.3 else None)
+        allowed = held if draw.random() < 0.3 else None
+        families, zones = draw.integers(0, 1 + items // 4, items), np.arange(bins) // 4
+        return PartitionProblem(weights, sizes, caps, speeds, allowed, families, zones)
 
     def permuted(self, problem: PartitionProblem, draw: Draw) -> PartitionProblem:
         order = draw.permutation(len(problem.weights))
         allowed = None if problem.allowed is None else [problem.allowed[item] for item in order]
-        return replace(problem, weights=problem.weights[order], sizes=problem.sizes[order], allowed=allowed)
+        families = None if problem.families is None else problem.families[order]
+        weights, sizes = problem.weights[order], problem.sizes[order]
+        return replace(problem, weights=weights, sizes=sizes, allowed=allowed, families=families)
 
     def faults(self, problem: PartitionProblem, result: Partition) -> Iterator[str]:
         if len(result.bin) != len(problem.sizes) or result.bin.min() < 0 or result.bin.max() >= problem.bins:

@@ -4,12 +4,17 @@ K weights and sizes go to N bins of unequal speed; the heaviest bin (weight over
 by falling weight, those that only some bins may take before the others; each goes to the least loaded bin that has
 room. Without the cap and on equal bins the result is at most 4/3 - 1/(3N) of the optimum (Graham, 1969); FCP (section
 4.1 and its appendix) places blocks in this way.
+
+`solve_near` asks a little less: a bin that holds less than the least loaded one would with the item is as good, and of
+these it takes the lightest in a zone that has some of the item's family, where there is one. So a document's blocks
+gather on few nodes, while bins differ no more than by the items that are left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +30,34 @@ Floats = NDArray[np.float64]
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
     """LPT. FEASIBLE with the makespan bound, OPTIMAL where it is reached; where some items have no room, these are at
     bin -1. It ends by itself, so the budget is not looked at."""
+    return _solve(replace(problem, families=None))
+
+
+def solve_near(problem: PartitionProblem, budget: Budget) -> Partition:
+    """The same; of bins that are about as light, one of a zone where items of the same family are."""
+    return _solve(problem)
+
+
+def _solve(problem: PartitionProblem) -> Partition:
     group, group_ptr, group_bins = _groups(problem.allowed, len(problem.weights))
     choice = np.diff(group_ptr)
     choice[0] = problem.bins  # the least free go first, or others take their room
     weights, sizes, rates = problem.weights, problem.sizes, problem.rates
     caps = np.ascontiguousarray(problem.caps, np.int64)
-    order = np.lexsort((np.arange(len(weights)), -sizes, -weights, choice[group]))
+    near = _near(problem)
+    relatives = near.family if len(near.family) else np.zeros(len(weights), np.int64)
+    order = np.lexsort((np.arange(len(weights)), relatives, -sizes, -weights, choice[group]))
     assigned, load = _assign(
-        order, weights, sizes, smallest_left(sizes[order]), rates, caps, group, group_ptr, group_bins
+        order,
+        weights,
+        sizes,
+        smallest_left(sizes[order]),
+        rates,
+        caps,
+        group,
+        group_ptr,
+        group_bins,
+        near,
     )
     bound, value = makespan_bound(weights, rates), float((load / rates).max())
     if (assigned >= 0).all():
@@ -74,6 +99,41 @@ def _groups(allowed: Sequence[tuple[int, ...] | None] | None, items: int) -> tup
     return group, ptr, np.array([b for bins in distinct for b in bins], np.int64)
 
 
+class _Near(NamedTuple):
+    """Who is near whom; all empty where nobody is.
+
+    family: int64 [K], of items that have relatives, else -1; family_ptr: int64 [families + 1], room for the zones of
+    each; zone: int64 [bins]; zone_ptr, zone_bins: the bins of each zone as CSR.
+    """
+
+    family: Ints
+    family_ptr: Ints
+    zone: Ints
+    zone_ptr: Ints
+    zone_bins: Ints
+
+
+_NONE = np.zeros(0, np.int64)
+_NOBODY = _Near(_NONE, _NONE, _NONE, _NONE, _NONE)
+
+
+def _near(problem: PartitionProblem) -> _Near:
+    if problem.families is None or problem.zones is None:
+        return _NOBODY
+    _, family, count = np.unique(problem.families, return_inverse=True, return_counts=True)
+    _, zone, bins = np.unique(problem.zones, return_inverse=True, return_counts=True)
+    if len(bins) == 1 or not (count > 1).any():
+        return _NOBODY
+    alone = count[family] == 1
+    return _Near(
+        np.where(alone, -1, family),
+        np.append(0, np.cumsum(count)),
+        zone,
+        np.append(0, np.cumsum(bins)),
+        np.argsort(zone, kind="stable"),
+    )
+
+
 @jit
 def _assign(
     order: Ints,
@@ -85,8 +145,11 @@ def _assign(
     group: Ints,
     group_ptr: Ints,
     group_bins: Ints,
+    near: _Near,
 ) -> tuple[Ints, Ints]:
     bins = len(speed)
+    # the zones of each family, and how many they are
+    held, zones = np.empty(len(near.family), np.int64), np.zeros(len(near.family_ptr), np.int64)
     assigned = np.full(len(order), -1, np.int64)
     load, used = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     heap, where, live = np.arange(bins), np.arange(bins), bins
@@ -98,22 +161,62 @@ def _assign(
             _swap(heap, where, 0, live)
             _sift(heap, where, live, 0, load, speed)
         best = -1
+        family = near.family[item] if len(near.family) else -1
         if group[item] == 0:
             if live > 0 and used[heap[0]] + sizes[item] <= caps[heap[0]]:
                 best = heap[0]
             else:
                 best = _least_loaded(heap, live, load, used, speed, caps, sizes[item])
+            if family >= 0 and best >= 0:
+                first = near.family_ptr[family]
+                some, limit = held[first : first + zones[family]], (load[best] + weights[item]) / speed[best]
+                best = _nearest(best, near, some, limit, load, used, speed, caps, sizes[item])
         else:
-            some = group_bins[group_ptr[group[item]] : group_ptr[group[item] + 1]]
-            best = _least_loaded(some, len(some), load, used, speed, caps, sizes[item])
+            allowed = group_bins[group_ptr[group[item]] : group_ptr[group[item] + 1]]
+            best = _least_loaded(allowed, len(allowed), load, used, speed, caps, sizes[item])
         if best < 0:
             continue
         assigned[item] = best
         load[best] += weights[item]
         used[best] += sizes[item]
+        if family >= 0:
+            first = near.family_ptr[family]
+            if not _among(held[first : first + zones[family]], near.zone[best]):
+                held[first + zones[family]] = near.zone[best]
+                zones[family] += 1
         if where[best] < live:
             _sift(heap, where, live, where[best], load, speed)
     return assigned, load
+
+
+@jit
+def _nearest(
+    lightest: int,
+    near: _Near,
+    some: Ints,
+    limit: float,
+    load: Ints,
+    used: Ints,
+    speed: Floats,
+    caps: Ints,
+    size: int,
+) -> int:
+    """The lightest bin of some zones that has room and is below the limit; the lightest of all where none is."""
+    if _among(some, near.zone[lightest]):
+        return lightest
+    best = -1
+    for index in range(len(some)):
+        bins = near.zone_bins[near.zone_ptr[some[index]] : near.zone_ptr[some[index] + 1]]
+        found = _least_loaded(bins, len(bins), load, used, speed, caps, size)
+        below = found >= 0 and load[found] / speed[found] < limit
+        if below and (best < 0 or _before(found, best, load, speed)):
+            best = found
+    return best if best >= 0 else lightest
+
+
+@jit
+def _among(some: Ints, wanted: int) -> bool:
+    return bool((some == wanted).any())
 
 
 @jit

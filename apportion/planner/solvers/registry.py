@@ -80,6 +80,15 @@ _BUILT_IN = (
         limits=(),
     ),
     Entry(
+        "lpt_near",
+        "partition",
+        f"{_HERE}.lpt:solve_near",
+        "Graham 1969; the bins about as light are ours",
+        "LPT; of the bins that are about as light, one near to where items of the same family are",
+        heuristic=True,
+        limits=(),
+    ),
+    Entry(
         "swap",
         "partition",
         f"{_HERE}.swap:solve",
