@@ -40,6 +40,13 @@ class RowRanges(NamedTuple):
     row0: Ints
     row1: Ints
 
+    @staticmethod
+    def none() -> RowRanges:
+        return RowRanges(_NONE, _NONE, _NONE)
+
+    def __bool__(self) -> bool:
+        return len(self.of) > 0
+
     def sums(self, count: int) -> Ints:
         """int64 [count]: the rows of each."""
         return np.bincount(self.of, self.row1 - self.row0, count).astype(np.int64)
@@ -130,7 +137,7 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     operands, instructions = programs["operands"], programs["instructions"]
     mine = np.flatnonzero(operands["tensor"] == added.tensors[0])
     if not len(mine):
-        none = RowRanges(_NONE, _NONE, _NONE)
+        none = RowRanges.none()
         return Complete(none, _NONE, _NONE, _NONE, none, none)
     number = np.full(len(operands), -1)
     number[mine] = np.arange(len(mine))
@@ -146,7 +153,7 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     tasks, some = programs[TASK_LIST[phase]], np.flatnonzero(_plain(programs, phase, added))
     at = instruction_of(instructions["op"], instructions.wide("count"), TASK_LIST[phase])[some]
     owner = number[(operands.ptr[tasks.rank_of_row()] + tasks[added.column])[some]]
-    of, low, high = _runs(last, at, begins[owner], ends[owner])
+    of, low, high = runs(last, at, begins[owner], ends[owner])
     of_tasks = RowRanges(some[of], points[low] % span, points[high] % span)
     covered = np.zeros(len(points), np.int64)
     _cover(covered, low, high)
@@ -155,7 +162,7 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     for moves in (True, False):
         taken = np.flatnonzero(uses.source & (used >= 0) & (uses.is_transfer == moves))
         begin, end = begins[used[taken]], ends[used[taken]]
-        of, low, high = _runs(covered, np.ones(len(taken), np.int64), begin, end)
+        of, low, high = runs(covered, np.ones(len(taken), np.int64), begin, end)
         in_place.append(RowRanges(uses.row[taken][of], points[low] % span, points[high] % span))
     given = number[results_of(programs)]
     given = given[given >= 0]
@@ -292,7 +299,7 @@ def _cover(covered: Ints, low: Ints, high: Ints) -> None:
 
 
 @jit
-def _runs(value: Ints, wanted: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+def runs(value: Ints, wanted: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
     """Runs of parts within [low, high) that have the value wanted there, int64 [n] each: which of the ranges, the first
     part, and the one behind."""
     room = 0

@@ -139,8 +139,8 @@ def _attention_us(view: View, costs: Costs, pairs: Ints) -> _Attention:
 
 def _accumulated(view: View, of: Ints) -> Ints:
     """int64 [instructions]: what reading and writing accumulators moves beyond the results in the model's dtype, each
-    row once an instruction: none is read that a task overwrites, none is written wide that is complete then. of: int64
-    [tasks], their instructions."""
+    row once an instruction: none is read that a task overwrites, none is written wide that is complete then; and what
+    statistics of rows move beside. of: int64 [tasks], their instructions."""
     table, found, model = view.source[TASK_LIST[view.phase]], view.source["operands"], view.model
     first = view.operands.ptr[view.rank_of][of]
     moved = np.zeros(len(view.instructions), np.int64)
@@ -155,11 +155,14 @@ def _accumulated(view: View, of: Ints) -> Ints:
         wide, narrow = model.row_bytes(tensor, 1), model.result_bytes(tensor)
         beside = model.accumulator_bytes if tensor == Tensor.O else 0
         fresh, done = np.flatnonzero(table["first"] & argument.flag), view.complete[column].tasks
-        for some, row0, row1, size in (
-            (slice(None), row, row + rows, 2 * wide - narrow),
+        parts: list[tuple[Ints, Ints, Ints, int]] = [
+            (np.arange(len(row)), row, row + rows, 2 * wide - narrow),
             (fresh, row[fresh], (row + rows)[fresh], -wide),
             (done.of, done.row0, done.row1, narrow + beside - wide),
-        ):
+        ]
+        if tensor == Tensor.DQ:  # what its kernel computes on its way
+            parts.append((*view.statistics.tasks, model.output_bytes + model.row_bytes(Tensor.DELTA, 1)))
+        for some, row0, row1, size in parts:
             order = stable_order((of[some] * lanes + lane[some]) * span + row0)
             size_of_row = size * view.operands.heads[operand][some]
             _add_rows(moved, order, of[some], lane[some], row0, row1, size_of_row)
@@ -203,6 +206,13 @@ def _row_bytes(view: View) -> Ints:
     at, heads = view.instruction_of("rowops")[some], found.heads[view.operand("rowops", "c")[some]]
     moved[at] = 0
     np.add.at(moved, at, rows * heads * (model.row_bytes(Tensor.O, 1) + model.output_bytes))
+    some, rows = view.stated
+    at, named = (
+        view.instruction_of("rowops")[some],
+        [view.operand("rowops", column)[some] for column in "abc"],
+    )
+    moved[at] = 0
+    np.add.at(moved, at, sum(found.bytes[one] // np.maximum(found.rows[one], 1) for one in named) * rows)
     return moved
 
 

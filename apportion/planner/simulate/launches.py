@@ -76,10 +76,15 @@ def count_kernels(view: View, posted: Posted) -> Ints:
     """int64 [instructions]: kernels that each starts."""
     table = view.instructions
     kernels: Ints = np.where(table["count"] > 0, KERNELS[table["op"]], 0)
-    waits, finishes, delivers = (np.flatnonzero(table["op"] == op) for op in (Op.WAIT, Op.FINISH, Op.DELIVER))
+    waits = np.flatnonzero(table["op"] == Op.WAIT)
     kernels[view.launches] = posted.packed > 0
     kernels[waits] = posted.unpacked[view.launch_of[waits]] > 0
-    for at, (some, left) in ((delivers, view.delivered), (finishes, view.finished)):
+    for op, (some, left) in (
+        (Op.DELIVER, view.delivered),
+        (Op.FINISH, view.finished),
+        (Op.DELTA, view.stated),
+    ):
+        at = np.flatnonzero(table["op"] == op)
         of_row = view.instruction_of("rowops")[some]
         kernels[at] = np.bincount(of_row, left, len(kernels))[at] > 0
     return kernels

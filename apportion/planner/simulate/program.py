@@ -26,6 +26,7 @@ from apportion.ir.model import Model
 from apportion.ir.plan import ProgramSet
 from apportion.ir.programs import ProgramView, head_table
 from apportion.ir.sorting import sort_order
+from apportion.ir.statistics import Statistics, find_statistics
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -215,6 +216,11 @@ class View(ProgramView):
         return find_complete(self.source, self.phase)
 
     @cached_property
+    def statistics(self) -> Statistics:
+        """Home rows whose statistics attention computes."""
+        return find_statistics(self.source)
+
+    @cached_property
     def in_place(self) -> Ints:
         """int64 [transfers]: how many of its rows tasks have written into the message."""
         found = np.zeros(len(self.source["transfers"]), np.int64)
@@ -243,6 +249,14 @@ class View(ProgramView):
         operand, rank = self.operand("rowops", "c")[some], self.rank_of[instruction[some]]
         rows, row = self.operands.rows[operand], self.source["operands"].wide("row")[operand]
         return some, rows - self.complete["o"].within(rank, row, rows)
+
+    @cached_property
+    def stated(self) -> tuple[Ints, Ints]:
+        """int64 [n] each: the rows of list `rowops` that are of `delta`, and how many rows each has to do, as no task
+        does."""
+        some = np.flatnonzero(self.instructions["op"][self.instruction_of("rowops")] == Op.DELTA)
+        rows = self.operands.rows[self.operand("rowops", "c")[some]]
+        return some, rows - self.statistics.rowops.sums(len(self.source["rowops"]))[some]
 
     def operand(self, name: str, column: str) -> Ints:
         """int64 [rows]: which of `operands` a column of a list names."""

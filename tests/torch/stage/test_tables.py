@@ -10,9 +10,10 @@ from strategies import STRATEGIES, cluster
 from apportion.backends.torch.stage.rowlists import COPY, Place, move, panels
 from apportion.backends.torch.stage.tiles import cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, work_list
-from apportion.ir.fusion import Complete, find_complete
+from apportion.ir.fusion import Complete, RowRanges, find_complete
 from apportion.ir.isa import PHASES, Op
 from apportion.ir.policy import Policy, Recipe
+from apportion.ir.statistics import find_statistics
 from apportion.planner import api
 from apportion.planner.recipes import has_own_cap
 
@@ -128,6 +129,10 @@ def anywhere(found: Complete) -> Targets:
     return Targets.of([(row0, row1, 1, 0, 1, 0, 0) for rows in both for _, row0, row1 in rows])
 
 
+def stated(programs, kernel):
+    return find_statistics(programs).tasks if kernel == "dq" else RowRanges.none()
+
+
 @pytest.mark.parametrize("name", ["fcp", "distca", "dcp_heads", "ring", "inner"])
 @pytest.mark.parametrize("mask", ["tree", "window", "bands"])
 def test_work_lists_hold_every_pair_of_an_instruction_once(name, mask):
@@ -138,7 +143,9 @@ def test_work_lists_hold_every_pair_of_an_instruction_once(name, mask):
             columns = Columns(programs, plan.header)
             for kernel in ("attend",) if phase == "forward" else ("dq", "dkdv"):
                 found = find_complete(programs, phase)[ROLES[kernel].owner]
-                made = work_list(programs, columns, kernel, 16, 8, found.tasks, anywhere(found))
+                made = work_list(
+                    programs, columns, kernel, 16, 8, found.tasks, anywhere(found), stated(programs, kernel)
+                )
                 assert pairs_of_list(made) == pairs_of_tasks(programs, columns, kernel)
 
 
@@ -150,7 +157,9 @@ def test_every_instruction_is_one_launch_and_long_tiles_come_first():
             columns = Columns(programs, plan.header)
             kernel = "attend" if phase == "forward" else "dkdv"
             found = find_complete(programs, phase)[ROLES[kernel].owner]
-            made = work_list(programs, columns, kernel, 16, 16, found.tasks, anywhere(found))
+            made = work_list(
+                programs, columns, kernel, 16, 16, found.tasks, anywhere(found), stated(programs, kernel)
+            )
             assert all(len(launches) == 1 for launches in made.launches.values()), name
             for (launch,) in made.launches.values():
                 tiles = made.tiles[launch.tile : launch.tile + launch.tiles]

@@ -17,7 +17,7 @@ import triton.language as tl
 TILE = tl.constexpr(16)  # as in `worklists`
 ENTRY = tl.constexpr(12)
 LANE = tl.constexpr(4)
-COMPLETE, STAGED = tl.constexpr(32), tl.constexpr(64)
+COMPLETE, STAGED, STATED = tl.constexpr(32), tl.constexpr(64), tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -29,6 +29,7 @@ SIZES = (
     "q_heads",
     "kv_heads",
     "has_sinks",
+    "states",
     *(f"{name}_columns" for name in ("q", "kv", "o", "do", "delta", "dq", "dkv")),
 )
 
@@ -305,6 +306,17 @@ def merge_weights(old, part):
 
 
 @triton.jit
+def _statistics(do, out, lse, live, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr):
+    """(LSE, rowsum(dO * O)) of rows, float64 and float32 [n]. do: their parts; out, lse: where each output begins, and
+    where each LSE is."""
+    o = _load(out, live[:, None], E, EA, EB, True)
+    total = tl.sum(do[0].to(tl.float32) * o[0].to(tl.float32), 1)
+    if EB:
+        total += tl.sum(do[1].to(tl.float32) * o[1].to(tl.float32), 1)
+    return tl.load(lse, mask=live, other=NEG_INF), total
+
+
+@triton.jit
 def _p_ds(
     products, dp, lse, delta, seen, scale, cap, MASK: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -350,15 +362,16 @@ def _dq_rows(
 @triton.jit(do_not_specialize=SIZES)
 def dq(
     tiles, entries, heads, q_home, q_work, k_home, v_home, kv_work, do_home, do_work, delta_home, delta_work,
-    dq_home, dq_work, dq_out, wire,
+    dq_home, dq_work, dq_out, wire, out, lse,
     first_tile: tl.int32, lanes: tl.int32, q_heads: tl.int32, kv_heads: tl.int32, q_columns: tl.int32,
-    kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dq_columns: tl.int32,
+    kv_columns: tl.int32, do_columns: tl.int32, delta_columns: tl.int32, dq_columns: tl.int32, states: tl.int32,
     scale: tl.float32, cap: tl.float32,
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ rows of a tile and head; complete ones in dq_out, home rows in the model's dtype, or in messages. delta [rows,
-    heads, 2]: lse and delta, float32; dq float32."""
+    heads, 2]: lse and delta, float32, which tiles that are stated compute from the home rows of out and lse, where the
+    layer lets them (`states`); dq float32."""
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -382,9 +395,16 @@ def dq(
     delta_row = tl.where(work, delta_columns, q_heads) * 2
     delta_at = tl.where(work, delta_work, delta_home) + tl.load(columns + 3) * 2
     delta_at += (row0 + tl.load(tile + 9)).to(tl.int64) * delta_row
-    lse = tl.load(delta_at + step * delta_row, mask=live, other=0.0)
-    lse = tl.where(lse == NEG_INF, 0.0, lse)
-    delta = tl.load(delta_at + step * delta_row + 1, mask=live, other=0.0)
+    if (flags & STATED != 0) & (states != 0):
+        home = rows.to(tl.int64) * q_heads + tl.load(columns)
+        merged, delta = _statistics(do, out + (home * E)[:, None], lse + home, live, E, EA, EB)
+        merged = merged.to(tl.float32)
+        tl.store(delta_at + step * delta_row, merged, mask=live)
+        tl.store(delta_at + step * delta_row + 1, delta, mask=live)
+    else:
+        merged = tl.load(delta_at + step * delta_row, mask=live, other=0.0)
+        delta = tl.load(delta_at + step * delta_row + 1, mask=live, other=0.0)
+    base = tl.where(merged == NEG_INF, 0.0, merged)
     sums = _zeros(M, DA, DB)
     for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
         entry = entries + x * ENTRY
@@ -399,15 +419,15 @@ def dq(
             k_row, v_row = kv_heads * D, kv_heads * E
             k_at, v_at = k_home + column * D, v_home + column * E
         sums = _dq_rows(
-            sums, q, do, lse, delta, k_at, v_at, k_row, v_row, start, full0, rows, dmin, dmax, from_, to, scale, cap,
+            sums, q, do, base, delta, k_at, v_at, k_row, v_row, start, full0, rows, dmin, dmax, from_, to, scale, cap,
             True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
         )  # fmt: skip
         sums = _dq_rows(
-            sums, q, do, lse, delta, k_at, v_at, k_row, v_row, full0, full1, rows, dmin, dmax, from_, to, scale, cap,
+            sums, q, do, base, delta, k_at, v_at, k_row, v_row, full0, full1, rows, dmin, dmax, from_, to, scale, cap,
             False, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
         )  # fmt: skip
         sums = _dq_rows(
-            sums, q, do, lse, delta, k_at, v_at, k_row, v_row, full1, stop, rows, dmin, dmax, from_, to, scale, cap,
+            sums, q, do, base, delta, k_at, v_at, k_row, v_row, full1, stop, rows, dmin, dmax, from_, to, scale, cap,
             True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
         )  # fmt: skip
     work = (flags & 2) != 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -79,18 +79,24 @@ class StageMachine(TorchMachine):
 
     def attend(self, step: Step) -> None:
         sinks = self._layer.sinks
-        self._attention(step, (sinks,), (int(sinks is not None),))
+        self._attention(step, (sinks,), {"attend": (int(sinks is not None),)})
 
     def attend_grad(self, step: Step) -> None:
-        self._attention(step)
+        self._attention(step, (), {"dq": (self._states,)})
+
+    @property
+    def _states(self) -> int:
+        """1 where attention may compute statistics of rows: learned sinks and a gradient of LSE are for `delta`."""
+        return int(self._layer.sinks is None and self._layer.dlse is None)
 
     def _attention(
-        self, step: Step, layer: tuple[Tensor | None, ...] = (), more: tuple[int, ...] = ()
+        self, step: Step, layer: tuple[Tensor | None, ...], more: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """layer: arrays behind those of the launch; more: sizes behind its own."""
+        """layer: arrays behind those of the launch; more: of a kernel, sizes behind its own."""
         for launch in self._loaded.launches[step.index]:
             given = (launch.tables[0] if one is None else one for one in layer)
-            args = *launch.tables, *launch.arrays(self._arrays), *given, *launch.sizes, *more, *self._score
+            sizes = *launch.sizes, *more.get(launch.kernel, ())
+            args = *launch.tables, *launch.arrays(self._arrays), *given, *sizes, *self._score
             self.launcher(launch.kernel, launch.programs, args, self._constants[launch.kernel])
         if is_checking():
             self._check(step)
@@ -167,7 +173,10 @@ class StageMachine(TorchMachine):
     def delta(self, step: Step) -> None:
         sinks, dlse = self._layer.sinks, self._layer.dlse
         dlse = None if dlse is None else dlse.float().contiguous()
-        for launch in self._loaded.launches[step.index]:
+        launches = self._loaded.launches[step.index]
+        for launch in launches[-1:] if self._states else launches[:1]:
+            if not launch.programs:
+                continue
             unused = launch.tables[0]
             given = (
                 unused if sinks is None else sinks,

@@ -41,11 +41,12 @@ from apportion.backends.torch.stage.tiles import Ints, shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
 from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
 from apportion.ir.errors import ExecutionError
-from apportion.ir.fusion import Complete, apart, find_complete, result_ranges
+from apportion.ir.fusion import Complete, RowRanges, apart, find_complete, gaps, result_ranges
 from apportion.ir.isa import OP_NAMES, PHASES, Op, Space
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import ProgramSet
+from apportion.ir.statistics import Statistics, find_statistics
 
 
 class Launch(NamedTuple):
@@ -131,7 +132,7 @@ def load(
     arenas = Arenas(program, rounds.staging_bytes, hidden)
     header = program.header
     chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
-    builder = _Builder(columns, program, arenas, rounds, chosen, complete)
+    builder = _Builder(columns, program, arenas, rounds, chosen, complete, find_statistics(columns))
     drafts = {step.index: tuple(builder.step(step)) for step in program.steps}
     results = tuple(builder.results(rows))
     table = Table(np.concatenate([*builder.tables, np.zeros(4, np.int32)]), device)
@@ -190,6 +191,7 @@ class _Builder:
         rounds: Rounds,
         chosen: Variant,
         complete: Mapping[str, Complete],
+        statistics: Statistics,
     ) -> None:
         self._program, self._header, self._arenas, self._rounds = program, program.header, arenas, rounds
         self._variant = chosen
@@ -200,7 +202,7 @@ class _Builder:
         self._parts = Parts(lambda operand: arenas.arrays(operand.tensor, operand.space))
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
         self._columns, self._programs = Columns(columns, program.header), columns
-        self._complete = complete
+        self._complete, self._statistics = complete, statistics
         self.in_place = InPlace.of(columns, program, arenas, rounds, complete)
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
 
@@ -252,6 +254,8 @@ class _Builder:
             # without gradients of home rows nothing is complete, and any array will do
             slots += [(Name.NONE, True, i) if Name.DQ in self._home else slots[0] for i in results]
             slots += _WIRE[:1]
+            if kernel == "dq":
+                slots += [(Name.O, True, 0), (Name.O, True, 1)]
             yield from self._attention(kernel, step, slots, (Name.Q, Name.KV, Name.DO, Name.DELTA, own))
 
     def _attention(
@@ -261,8 +265,9 @@ class _Builder:
             shape = self._variant.shapes[kernel]
             owner = ROLES[kernel].owner
             complete, targets = self._complete[owner].tasks, self.in_place.targets(owner)
+            stated = self._statistics.tasks if kernel == "dq" else RowRanges.none()
             made = work_list(
-                self._programs, self._columns, kernel, shape.owner, shape.walked, complete, targets
+                self._programs, self._columns, kernel, shape.owner, shape.walked, complete, targets, stated
             )
             self._lists[kernel] = made, self._stored(made.tiles, made.entries, made.heads)
         made, tables = self._lists[kernel]
@@ -392,20 +397,36 @@ class _Builder:
         fold.tiles[:, 7], fold.entries[:, 3] = work[fold.tiles[:, 7]], work[fold.entries[:, 3]]
 
     def delta(self, step: Step) -> Iterator[_Draft]:
-        if any(not self._program.operands[row.b].is_home for row in step.rowops):
+        """All rows, for layers that ask for it; then, where attention computes some, the others."""
+        operands = self._program.operands
+        if any(not operands[row.b].is_home for row in step.rowops):
             raise ExecutionError("delta of work rows of O: a plan computes it where the output lives")
-        made = spots(step, self._program.operands, ROWS)
-        tables = self._stored(made.tiles, made.heads)
         slots = [*self._ends(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._ends(Name.DELTA)]
-        columns = (self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA))
-        sizes = (self.shares, made.lanes, self._header.q_heads, *columns)
-        self.shares += len(made.tiles)
-        yield _Draft("delta", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
+        columns = [self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA)]
+        every, others = spots(step, operands, ROWS), spots(step, operands, ROWS, self._unstated)
+        for made in (every, others) if self._statistics.rowops else (every,):
+            tables = self._stored(made.tiles, made.heads)
+            sizes = (self.shares, made.lanes, self._header.q_heads, *columns)
+            yield _Draft("delta", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
+        self.shares += len(every.tiles)
+
+    def _unstated(self, own: Operand) -> list[tuple[int, int]]:
+        """Rows whose statistics no task computes."""
+        return gaps(self._stated if own.is_home else (), own.row, own.row + own.rows)
+
+    @cached_property
+    def _stated(self) -> list[tuple[int, int]]:
+        _, row0, row1 = (column.tolist() for column in self._statistics.rowops)
+        return apart(zip(row0, row1, strict=True))
 
     def finish(self, step: Step) -> Iterator[_Draft]:
+
+        def of_rows(left: Callable[[int, int], list[tuple[int, int]]]) -> _Left:
+            return lambda own: left(own.row, own.row + own.rows)
+
         kernels: tuple[tuple[str, list[Slot], _Left], ...] = (
-            ("finish", [(Name.O, True, 0), (Name.O, True, 1)], self._complete["o"].gaps),
-            ("sink", [(Name.O, True, 1)], result_ranges(self._programs, Name.O)),
+            ("finish", [(Name.O, True, 0), (Name.O, True, 1)], of_rows(self._complete["o"].gaps)),
+            ("sink", [(Name.O, True, 1)], of_rows(result_ranges(self._programs, Name.O))),
         )
         for kernel, slots, left in kernels:
             made = spots(step, self._program.operands, ROWS, left)
@@ -446,8 +467,8 @@ class _Builder:
 
 #: staging as numbers of the model's dtype, and as float32
 _WIRE: list[Slot] = [(Name.NONE, False, 0), (Name.NONE, False, 1)]
-#: which of the rows [row, stop) an op has to do
-_Left = Callable[[int, int], list[tuple[int, int]]]
+#: which rows of what it writes an op has to do
+_Left = Callable[[Operand], list[tuple[int, int]]]
 #: a sum -> the tensor whose home rows its results are like, and the first of the results that they are
 _RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
 #: home rows that callers always pass in

@@ -325,9 +325,9 @@ def spots(
     step: Step,
     operands: Sequence[Operand],
     height: int,
-    left: Callable[[int, int], list[tuple[int, int]]] = lambda row, stop: [(row, stop)],
+    left: Callable[[Operand], list[tuple[int, int]]] = lambda own: [(own.row, own.row + own.rows)],
 ) -> Spots:
-    """Tiles of what a delta or finish writes; left: which of the rows [row, stop) it has to do. Flags: whether its
+    """Tiles of what a delta or finish writes; left: which of these rows it has to do. Flags: whether its
     rows, and for delta those of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO
     and O, or of O alone."""
     heads, tiles = HeadColumns(), []
@@ -338,7 +338,7 @@ def spots(
         shifts = [one.row - own.row for one in sides[1:]] or [0, 0]
         columns = [list(_listed(one)) for one in sides]
         at = heads.at(tuple(x for lane in zip(*columns, strict=True) for x in (*lane, 0, 0, 0)[:4]))
-        for begin, end in left(own.row, own.row + own.rows):
+        for begin, end in left(own):
             for start in range(begin, end, height):
                 stop = min(start + height, end)
                 tiles.append((start, stop, 0, 0, flags, len(columns[0]), at, *shifts))

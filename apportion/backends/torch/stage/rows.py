@@ -19,6 +19,7 @@ from apportion.backends.torch.stage.attention import (
     TILE,
     _load,
     _scaled,
+    _statistics,
     merge_weights,
 )
 
@@ -209,13 +210,9 @@ def delta(
     do = _load(tl.where(work, do_work, do_home) + (at * E)[:, None], live[:, None], E, EA, EB, True)
     head = tl.load(columns + 2)
     home = (row + tl.load(tile + 8)).to(tl.int64) * q_heads + head
-    o = _load(out + (home * E)[:, None], live[:, None], E, EA, EB, True)
-    total = tl.sum(do[0].to(tl.float32) * o[0].to(tl.float32), 1)
-    if EB:
-        total += tl.sum(do[1].to(tl.float32) * o[1].to(tl.float32), 1)
+    merged, total = _statistics(do, out + (home * E)[:, None], lse + home, live, E, EA, EB)
     if DLSE:
         total -= tl.load(dlse + home, mask=live, other=0.0)
-    merged = tl.load(lse + home, mask=live, other=NEG_INF)
     work = (flags & 2) != 0
     at = row.to(tl.int64) * tl.where(work, delta_columns, q_heads) + tl.load(columns)
     at = tl.where(work, delta_work, delta_home) + at * 2

@@ -2,12 +2,12 @@
 
     task A  ├───────────────┤              rows that tasks write (first: marked *)
     task B*         ├───────────────┤
-    tiles   ├──┼──┼─┼──┼──┼──┼──┼───┤      of one height, cut anew where fresh or complete rows begin or end
+    tiles   ├──┼──┼─┼──┼──┼──┼──┼───┤      of one height, cut anew where marked rows begin or end
     pairs    A  A  A AB AB AB B  B
 
 Several tasks of a tile are its entries, in program order. A tile is *fresh* where one of its tasks is the first on its
-rows: then it overwrites; it is *complete* where its rows are results when its tasks have run. Plain numpy columns, one
-pass for all instructions of a program.
+rows: then it overwrites; it is *complete* where its rows are results when its tasks have run, and *stated* where it
+computes their statistics. Plain numpy columns, one pass for all instructions of a program.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class Keyed(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """key, row0, row1: int64, fresh, complete: bool, all [tiles], by key and row. ptr: int64 [tiles + 1] into task:
-    int64 [entries], the tasks of each tile in their order."""
+    """key, row0, row1: int64, fresh, complete, stated: bool, all [tiles], by key and row. ptr: int64 [tiles + 1] into
+    task: int64 [entries], the tasks of each tile in their order."""
 
     key: Ints
     row0: Ints
     row1: Ints
     fresh: NDArray[np.bool_]
     complete: NDArray[np.bool_]
+    stated: NDArray[np.bool_]
     ptr: Ints
     task: Ints
 
@@ -64,20 +65,22 @@ def cut_tiles(
     height: int,
     complete: Keyed = _NOWHERE,
     within: Keyed = _NOWHERE,
+    stated: Keyed = _NOWHERE,
 ) -> Tiles:
     """Tiles of at most `height` rows of all that tasks with one key write. key, start, stop: int64 [tasks], rows
     [start, stop); first: bool [tasks]; within: ranges at whose ends tiles end."""
     begin, end = written = Keyed(key, start, stop).ends
     fresh_ones = np.flatnonzero(first)
-    marks = (begin[fresh_ones], end[fresh_ones]), complete.ends
-    lo, hi, (fresh, done) = _runs(written, marks, np.concatenate(within.ends))
+    marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, stated.ends
+    lo, hi, (fresh, done, early) = _runs(written, marks, np.concatenate(within.ends))
     count = -(-(hi - lo) // height)
     run = np.repeat(np.arange(len(lo)), count)
     row0 = lo[run] + _counted(count) * height
     row1 = np.minimum(row0 + height, hi[run])
     ptr, task = _entries(begin, end, row0, row1)
     mask = (1 << _ROW_BITS) - 1
-    return Tiles(row0 >> _ROW_BITS, row0 & mask, ((row1 - 1) & mask) + 1, fresh[run], done[run], ptr, task)
+    row, until = row0 & mask, ((row1 - 1) & mask) + 1
+    return Tiles(row0 >> _ROW_BITS, row, until, fresh[run], done[run], early[run], ptr, task)
 
 
 def _runs(

@@ -40,9 +40,9 @@ AT, FIRST, COLUMNS, HEADS, LSE = range(10, 15)
 #: int32 of an entry: start, stop, full0, full1, dmin, dmax, owner rows it is for (from, to), flags, heads, shifts of
 #: up to 2 `along`
 ENTRY = 12
-#: flags of a tile: fresh, then whether the owner and each `beside` are work rows, complete, and whether these rows go
-#: into a message; of an entry: of walked and `along`
-COMPLETE, STAGED = 32, 64
+#: flags of a tile: fresh, then whether the owner and each `beside` are work rows, complete, whether these rows go into
+#: a message, whether it computes its rows' statistics; of an entry: of walked and `along`
+COMPLETE, STAGED, STATED = 32, 64, 128
 _FAR = 2**30  # beyond any row: diagonals are cut to it
 
 
@@ -143,13 +143,16 @@ def work_list(
     block: int,
     complete: RowRanges,
     targets: Targets,
+    stated: RowRanges,
 ) -> WorkList:
     """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows. complete: the rows that
-    tasks leave as results; targets: where those go that are work rows."""
+    tasks leave as results; targets: where those go that are work rows; stated: of tasks, home rows whose statistics the
+    kernel computes."""
     tasks = _Tasks(programs, columns, ROLES[kernel])
     done = Keyed(tasks.key[complete.of], complete.row0, complete.row1)
     within = _to_targets(done, tasks.spaces[complete.of] & 1, targets)
-    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, done, within)
+    early = Keyed(tasks.key[stated.of], stated.row0, stated.row1)
+    tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, done, within, early)
     entries, of_tile = _entries(tasks, tiles, block)
     heads = _Heads(columns, tasks)
     numbers = np.arange(len(tiles.key))
@@ -158,8 +161,8 @@ def work_list(
     work = np.concatenate([[0], np.cumsum(entries[:, 1] - entries[:, 0], dtype=np.int64)])
     launch = tasks.launch[sample]
     order = np.lexsort((work[first] - work[last], launch))  # longest first
-    order = order[(tiles.fresh | tiles.complete | (last > first))[order]]
-    flags = tiles.fresh + 2 * tasks.spaces[sample] + COMPLETE * tiles.complete
+    order = order[(tiles.fresh | tiles.complete | tiles.stated | (last > first))[order]]
+    flags = tiles.fresh + 2 * tasks.spaces[sample] + COMPLETE * tiles.complete + STATED * tiles.stated
     fields = [tiles.row0, tiles.row1, first, last, flags, heads.lanes[sample], heads.tile[sample]]
     fields += [shift[sample] for shift in tasks.beside]
     rows = np.zeros((len(order), TILE), np.int32)

@@ -1,0 +1,123 @@
+"""Which statistics of rows attention computes, held against a walk through the instructions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from apportion.ir import masks
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
+from apportion.ir.fusion import RowRanges
+from apportion.ir.isa import OPERAND_COLUMNS, Op, Space, Tensor
+from apportion.ir.model import Model
+from apportion.ir.ops import instruction_of
+from apportion.ir.plan import ProgramSet, Table
+from apportion.ir.statistics import find_statistics
+from apportion.planner import api
+
+RECIPES = ("fcp", "blend", "ring", "usp", "dcp", "distca", "zeppelin", "upipe", "ulysses", "mixed", "magi")
+
+
+def plan_of(recipe: str, mask: str) -> Plan:
+    spec = {"causal": masks.causal(), "window": masks.sliding_window(64), "full": masks.full()}[mask]
+    batch = Batch.from_lengths([700, 90, 310, 41, 5, 512, 260], mask=spec)
+    return api.plan(batch, Cluster(2, 2), Model(8, 4, 32), recipe=recipe)
+
+
+def each_row(found: RowRanges) -> list[tuple[int, int]]:
+    return [
+        (of, row)
+        for of, row0, row1 in zip(*(part.tolist() for part in found), strict=True)
+        for row in range(row0, row1)
+    ]
+
+
+def walked(programs: ProgramSet) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Of one rank's program, row by row: (task, row) and (row of rowops, row) of statistics that tasks compute."""
+    operands, instructions = programs["operands"], programs["instructions"]
+    columns = {
+        name: operands[name].astype(int).tolist() for name in ("tensor", "space", "row", "rows", "heads")
+    }
+
+    def place(operand: int) -> tuple[int, int, int]:
+        return columns["space"][operand], columns["row"][operand], columns["heads"][operand]
+
+    reads: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    writes: dict[int, list[int]] = defaultdict(list)
+    elsewhere: set[int] = set()
+    for table, names in OPERAND_COLUMNS.items():
+        at = instruction_of(instructions["op"], instructions.wide("count"), table).tolist()
+        for i in range(len(programs[table])):
+            named = {name: int(programs[table][name][i]) for name in names}
+            for name, operand in named.items():
+                if columns["tensor"][operand] != Tensor.DELTA or columns["space"][operand] != Space.HOME:
+                    continue
+                rows = range(columns["row"][operand], columns["row"][operand] + columns["rows"][operand])
+                own, home = place(operand), (int(Space.HOME), columns["row"][operand], 0)
+                is_delta = table == "rowops" and name == "c" and instructions["op"][at[i]] == Op.DELTA
+                if table == "grads" and own == home == place(named["do"]) == place(named["dq"]):
+                    for row in rows:
+                        reads[row].append((at[i], i))
+                elif is_delta and own == home == place(named["a"]) == place(named["b"]):
+                    for row in rows:
+                        writes[row].append(i)
+                else:
+                    elsewhere.update(rows)
+    tasks, rowops = set(), set()
+    for row in set(reads) & set(writes) - elsewhere:
+        first = min(at for at, _ in reads[row])
+        tasks |= {(task, row) for at, task in reads[row] if at == first}
+        rowops |= {(i, row) for i in writes[row]}
+    return tasks, rowops
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mask", ["causal", "window", "full"])
+def test_statistics_are_those_that_only_tasks_of_their_rank_want(recipe: str, mask: str) -> None:
+    plan = plan_of(recipe, mask)
+    programs = plan.programs["default", "backward"]
+    together = find_statistics(programs)
+    assert (
+        sum((part.row1 - part.row0).sum() for part in find_statistics(plan.programs["default", "forward"]))
+        == 0
+    )
+    count = 0
+    for rank in range(4):
+        alone = programs.rank(rank)
+        tasks, rowops = walked(alone)
+        found = find_statistics(alone)
+        assert sorted(each_row(found.tasks)) == sorted(tasks)
+        assert sorted(each_row(found.rowops)) == sorted(rowops)
+        count += len(rowops)
+    assert (together.rowops.row1 - together.rowops.row0).sum() == count
+
+
+def test_rows_whose_keys_come_to_them_are_computed_by_tasks() -> None:
+    for recipe in ("fcp", "blend", "ring", "zeppelin"):
+        rows = find_statistics(plan_of(recipe, "causal").programs["default", "backward"]).rowops
+        assert (rows.row1 - rows.row0).sum() == 1918, recipe
+
+
+def test_statistics_that_travel_are_not() -> None:
+    """Ulysses sends all of them; of distca those of rows that others compute."""
+    assert not find_statistics(plan_of("ulysses", "causal").programs["default", "backward"]).tasks
+    distca = find_statistics(plan_of("distca", "full").programs["default", "backward"]).rowops
+    assert 0 < (distca.row1 - distca.row0).sum() < 1918
+
+
+def test_a_program_without_delta_computes_none() -> None:
+    """What was written elsewhere, as for a lone task, is read."""
+    programs = plan_of("fcp", "causal").programs["default", "backward"].rank(0)
+    instructions = programs["instructions"]
+    keep = instructions["op"] != Op.DELTA
+    columns = {name: instructions[name][keep] for name in instructions.columns}
+    tables = {**programs.tables, "instructions": Table(np.array([0, keep.sum()]), columns)}
+    rows = instruction_of(instructions["op"], instructions.wide("count"), "rowops")
+    stay = keep[rows]
+    rowops = programs["rowops"]
+    tables["rowops"] = Table(np.array([0, stay.sum()]), {name: rowops[name][stay] for name in rowops.columns})
+    assert not find_statistics(ProgramSet(tables)).tasks
