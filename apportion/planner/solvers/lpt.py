@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.jit import jit
+from apportion.ir.jit import jit, lean
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.status import Budget, Status, Termination
 
@@ -51,7 +51,6 @@ def _solve(problem: PartitionProblem) -> Partition:
         order,
         weights,
         sizes,
-        smallest_left(sizes[order]),
         rates,
         caps,
         group,
@@ -80,11 +79,6 @@ def makespan_bound(weights: Ints, speeds: Floats) -> float:
     shares = 2 + np.arange(len(ends))
     bounds.extend((sums[ends] - sums[ends - shares]) / fastest)
     return float(max(bounds))
-
-
-def smallest_left(sizes: Ints) -> Ints:
-    """[K] the smallest of the sizes from each position on."""
-    return np.minimum.accumulate(sizes[::-1])[::-1].copy() if len(sizes) else sizes
 
 
 def _groups(allowed: Sequence[tuple[int, ...] | None] | None, items: int) -> tuple[Ints, Ints, Ints]:
@@ -139,7 +133,6 @@ def _assign(
     order: Ints,
     weights: Ints,
     sizes: Ints,
-    least: Ints,
     speed: Floats,
     caps: Ints,
     group: Ints,
@@ -150,43 +143,80 @@ def _assign(
     bins = len(speed)
     # the zones of each family, and how many they are
     held, zones = np.empty(len(near.family), np.int64), np.zeros(len(near.family_ptr), np.int64)
-    assigned = np.full(len(order), -1, np.int64)
-    load, used = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
-    heap, where, live = np.arange(bins), np.arange(bins), bins
-    for step in range(len(order)):
-        item = order[step]
-        # bins too full for anything that is left leave the heap
-        while live > 0 and used[heap[0]] + least[step] > caps[heap[0]]:
-            live -= 1
-            _swap(heap, where, 0, live)
-            _sift(heap, where, live, 0, load, speed)
+    assigned, load, room = np.full(len(order), -1, np.int64), np.zeros(bins, np.int64), caps.copy()
+    lightest, most = _tree(room)
+    for item in order:
         best = -1
         family = near.family[item] if len(near.family) else -1
         if group[item] == 0:
-            if live > 0 and used[heap[0]] + sizes[item] <= caps[heap[0]]:
-                best = heap[0]
-            else:
-                best = _least_loaded(heap, live, load, used, speed, caps, sizes[item])
+            best = _find(lightest, most, sizes[item])
             if family >= 0 and best >= 0:
                 first = near.family_ptr[family]
                 some, limit = held[first : first + zones[family]], (load[best] + weights[item]) / speed[best]
-                best = _nearest(best, near, some, limit, load, used, speed, caps, sizes[item])
+                best = _nearest(best, near, some, limit, load, room, speed, sizes[item])
         else:
             allowed = group_bins[group_ptr[group[item]] : group_ptr[group[item] + 1]]
-            best = _least_loaded(allowed, len(allowed), load, used, speed, caps, sizes[item])
+            best = _least_loaded(allowed, load, room, speed, sizes[item])
         if best < 0:
             continue
         assigned[item] = best
         load[best] += weights[item]
-        used[best] += sizes[item]
+        room[best] -= sizes[item]
+        _update(lightest, most, best, load[best] / speed[best], room[best])
         if family >= 0:
             first = near.family_ptr[family]
             if not _among(held[first : first + zones[family]], near.zone[best]):
                 held[first + zones[family]] = near.zone[best]
                 zones[family] += 1
-        if where[best] < live:
-            _sift(heap, where, live, where[best], load, speed)
     return assigned, load
+
+
+@jit
+def _tree(room: Ints) -> tuple[Floats, Ints]:
+    """A tournament of bins that hold nothing: (least load over speed, most room) of the two below each node, float64
+    and int64 [2 x leaves]; its leaves are bins."""
+    leaves = 1
+    while leaves < len(room):
+        leaves *= 2
+    lightest, most = np.full(2 * leaves, np.inf), np.full(2 * leaves, -1)
+    lightest[leaves : leaves + len(room)], most[leaves : leaves + len(room)] = 0.0, room
+    for node in range(leaves - 1, 0, -1):
+        lightest[node] = min(lightest[2 * node], lightest[2 * node + 1])
+        most[node] = max(most[2 * node], most[2 * node + 1])
+    return lightest, most
+
+
+@lean
+def _update(lightest: Floats, most: Ints, bin_: int, load: float, room: int) -> None:
+    node = len(most) // 2 + bin_
+    lightest[node], most[node] = load, room
+    while node > 1:
+        node //= 2
+        lightest[node] = min(lightest[2 * node], lightest[2 * node + 1])
+        most[node] = max(most[2 * node], most[2 * node + 1])
+
+
+@lean
+def _find(lightest: Floats, most: Ints, size: int) -> int:
+    """The least loaded bin with room, of equal ones the first; -1 where none has."""
+    leaves, node = len(most) // 2, 1
+    while node < leaves:
+        node = 2 * node + (lightest[2 * node + 1] < lightest[2 * node])
+    if most[node] >= size:
+        return node - leaves
+    best, least, node = -1, np.inf, 1
+    while True:
+        fits = most[node] >= size and lightest[node] < least
+        if fits and node >= leaves:
+            best, least = node - leaves, lightest[node]
+        if fits and node < leaves:
+            node *= 2
+            continue
+        while node % 2:  # up from what is to the right, then to the right of what is not
+            if node == 1:
+                return best
+            node //= 2
+        node += 1
 
 
 @jit
@@ -196,9 +226,8 @@ def _nearest(
     some: Ints,
     limit: float,
     load: Ints,
-    used: Ints,
+    room: Ints,
     speed: Floats,
-    caps: Ints,
     size: int,
 ) -> int:
     """The lightest bin of some zones that has room and is below the limit; the lightest of all where none is."""
@@ -207,7 +236,7 @@ def _nearest(
     best = -1
     for index in range(len(some)):
         bins = near.zone_bins[near.zone_ptr[some[index]] : near.zone_ptr[some[index] + 1]]
-        found = _least_loaded(bins, len(bins), load, used, speed, caps, size)
+        found = _least_loaded(bins, load, room, speed, size)
         below = found >= 0 and load[found] / speed[found] < limit
         if below and (best < 0 or _before(found, best, load, speed)):
             best = found
@@ -220,40 +249,16 @@ def _among(some: Ints, wanted: int) -> bool:
 
 
 @jit
-def _least_loaded(
-    some: Ints, count: int, load: Ints, used: Ints, speed: Floats, caps: Ints, size: int
-) -> int:
+def _least_loaded(some: Ints, load: Ints, room: Ints, speed: Floats, size: int) -> int:
     best = -1
-    for index in range(count):
+    for index in range(len(some)):
         candidate = some[index]
-        fits = used[candidate] + size <= caps[candidate]
-        if fits and (best < 0 or _before(candidate, best, load, speed)):
+        if room[candidate] >= size and (best < 0 or _before(candidate, best, load, speed)):
             best = candidate
     return best
 
 
-@jit
+@lean
 def _before(a: int, b: int, load: Ints, speed: Floats) -> bool:
     left, right = load[a] / speed[a], load[b] / speed[b]
     return bool(left < right or (left == right and a < b))
-
-
-@jit
-def _swap(heap: Ints, where: Ints, i: int, j: int) -> None:
-    a, b = heap[i], heap[j]
-    heap[i], heap[j] = b, a
-    where[b], where[a] = i, j
-
-
-@jit
-def _sift(heap: Ints, where: Ints, live: int, i: int, load: Ints, speed: Floats) -> None:
-    while True:
-        child = 2 * i + 1
-        if child >= live:
-            return
-        if child + 1 < live and _before(heap[child + 1], heap[child], load, speed):
-            child += 1
-        if not _before(heap[child], heap[i], load, speed):
-            return
-        _swap(heap, where, i, child)
-        i = child
