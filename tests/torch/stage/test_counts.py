@@ -1,5 +1,7 @@
 """What the executor starts is what the simulator prices: kernels and rounds of every rank, for every strategy."""
 
+from dataclasses import replace
+
 import cases
 import pytest
 import torch
@@ -36,12 +38,13 @@ def executed(plan, rank):
 
 
 @pytest.mark.parametrize("name", MATRIX)
-@pytest.mark.parametrize("mask", ["causal", "tree"])
-def test_launches_messages_and_rounds_are_those_of_the_simulator(name, mask):
+@pytest.mark.parametrize(("mask", "sent"), [("causal", "wide"), ("tree", "wide"), ("causal", "model")])
+def test_launches_messages_and_rounds_are_those_of_the_simulator(name, mask, sent):
     batch = Batch.from_sequences([Sequence(*each) for each in cases.BATCHES[mask]])
     recipe = Recipe(name, MATRIX[name])
     cap = None if has_own_cap(recipe) else batch.tokens
     model = cases.model(4 if name in WIDE else 2, "bf16", (16, 24), kv_heads=2)
+    model = replace(model, sent_gradients=sent)
     plan = api.plan(batch, cluster(4), model, policy=Policy(recipe, token_cap=cap))
     simulated = simulate(plan).runs
     for rank in range(4):
