@@ -24,7 +24,8 @@ STRIP = 256
 def rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """The nearest numbers of bf16 or fp16, ties to even, in the dtype that they come in: float32 or float64."""
     if dtype == "fp16":
-        return values.astype(np.float16).astype(values.dtype)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, as on a device
+            return values.astype(np.float16).astype(values.dtype)
     bits = values.astype(np.float32).view(np.uint32)
     finite = np.isfinite(values)
     bits += np.where(finite, np.uint32(0x7FFF) + (bits >> 16 & 1), np.uint32(0))  # carries into the exponent
