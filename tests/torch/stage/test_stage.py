@@ -92,6 +92,21 @@ def test_every_strategy(interpreted, case):
             assert exact is None or error <= 2e-6 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("columns", [(0, 1, 2), (2, 0), (1,)])
+def test_numbers_are_rounded_into_messages_and_come_out_as_they_travelled(interpreted, dtype, columns):
+    rows = np.random.default_rng(0).standard_normal((37, 3, 20)).astype(np.float32)
+    ((message, found),) = interpreted.run(jobs.there_and_back, 1, dtype, columns, each=[rows])
+    held = rows[:, list(columns)]
+    if dtype == "fp16":
+        np.testing.assert_array_equal(message, held.astype(np.float16))
+    else:  # the interpreter cuts off what a device rounds
+        np.testing.assert_array_equal(message.view(np.uint32), held.view(np.uint32) & 0xFFFF0000)
+    np.testing.assert_array_equal(found[:, list(columns)], message)
+    others = [column for column in range(3) if column not in columns]
+    assert not found[:, others].any()
+
+
 BY_HAND = sorted((Path(__file__).parents[2] / "plans").glob("*.txt"))
 
 
