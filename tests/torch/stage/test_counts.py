@@ -10,6 +10,7 @@ from strategies import STRATEGIES, WIDE, cluster
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.isa import PHASES
+from apportion.ir.messages import ALIGNMENT
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.recipes import has_own_cap
@@ -20,7 +21,7 @@ MATRIX = STRATEGIES | WIDE
 
 
 def executed(plan, rank):
-    """(kernels, messages, rounds) of a rank, forward and backward, of a device that records."""
+    """(kernels, messages, rounds) of a rank, forward and backward, of a device that records; and the bytes sent."""
     device, header = RecordingDevice(rank, plan.header.ranks), plan.header
     handle, found = PlanHandle(plan.for_rank(rank), device, engine=device.engine), []
     heads = (
@@ -34,7 +35,7 @@ def executed(plan, rank):
     device.reset()
     out.backward(torch.zeros_like(out))
     found.append((device.launches.total(), device.posts, device.rounds))
-    return found
+    return found, handle.sent_bytes("cpu")
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -48,6 +49,10 @@ def test_launches_messages_and_rounds_are_those_of_the_simulator(name, mask, sen
     plan = api.plan(batch, cluster(4), model, policy=Policy(recipe, token_cap=cap))
     simulated = simulate(plan).runs
     for rank in range(4):
-        for phase, counts in zip(PHASES, executed(plan, rank), strict=True):
+        found, sent = executed(plan, rank)
+        tiles = [plan.programs["default", phase].rank(rank)["transfers"]["send"].sum() for phase in PHASES]
+        told = sum(simulated["default", phase].sent_bytes[rank] for phase in PHASES)
+        assert 0 <= sent - told <= 2 * ALIGNMENT * sum(tiles)  # parts of a message are aligned
+        for phase, counts in zip(PHASES, found, strict=True):
             run = simulated["default", phase]
             assert counts == (run.launches[rank], run.messages[rank], run.rounds[rank]), (rank, phase)
