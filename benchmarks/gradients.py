@@ -1,10 +1,12 @@
 """Gradients that travel in the model's dtype (`sent_gradients: model`): what they cost in accuracy, what they save.
 
 Run: python -m benchmarks.gradients errors [--recipes fcp,ring] [--dtypes bf16,fp16]    eight processes, gloo
+     python -m benchmarks.gradients hops [--recipes fcp,ring] [--ranks 2,4,8,16,32]     the reference, in float64
      python -m benchmarks.gradients times [--recipes fcp,auto] [--ranks 8,64]           simulated
 
 errors: two nodes of four ranks, the plain engine, two batches of 4,096 tokens; of each gradient the norm of the
-difference to dense attention in float64 of the same numbers, over the norm of the latter. times: as
+difference to dense attention in float64 of the same numbers, over the norm of the latter. hops: one document of 8,192
+tokens, bfloat16 on the wire and float64 everywhere else, so that the error is of the rounding alone. times: as
 `benchmarks/auto.py`, built-in h100, the README's model, 32K tokens a rank, log-normal documents of seed 0. Prints
 tables.
 """
@@ -19,11 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import spawn
 
+from apportion.backends import reference
 from apportion.bench import cluster_of
 from apportion.compare import Refusal, Setting, Trial, attempt
 from apportion.ir.batch import Batch
@@ -123,6 +127,32 @@ def error_table(recipes: Sequence[str], dtypes: Sequence[str]) -> Iterator[str]:
                 yield line([title, dtype, name, *cells])
 
 
+# --- hops
+
+
+def hop_table(recipes: Sequence[str], ranks: Sequence[int]) -> Iterator[str]:
+    """The relative error of dk that rounding alone makes, by the number of ranks; nodes of four."""
+    yield line(["recipe", *(f"{count} ranks" for count in ranks)])
+    yield line(["---", *["--:"] * len(ranks)])
+    for name in recipes:
+        yield line([name, *(f"{_rounding(name, count):.2e}" for count in ranks)])
+
+
+def _rounding(recipe: str, ranks: int) -> float:
+    model, tokens = Model(q_heads=1, kv_heads=1, head_dim=16, layers=1), 8192
+    cluster = Cluster(max(ranks // 4, 1), min(ranks, 4))
+    random = np.random.default_rng(0)
+    given = [random.standard_normal((tokens, 1, model.head_dim)) for _ in range(4)]
+    plans = [
+        api.plan(Batch.from_lengths([tokens]), cluster, replace(model, sent_gradients=way), recipe=recipe)
+        for way in SENT_GRADIENTS
+    ]
+    exact, found = (reference.run(plan, plan.header.kinds[0], *given).dk for plan in plans)
+    if exact is None or found is None:
+        raise AssertionError("dO was given")
+    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+
 # --- times
 
 
@@ -159,17 +189,19 @@ def _names(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     kinds: Any = parser.add_subparsers(dest="what", required=True)
-    of_errors, of_times = kinds.add_parser("errors"), kinds.add_parser("times")
+    of_errors, of_hops, of_times = (kinds.add_parser(name) for name in ("errors", "hops", "times"))
     of_errors.add_argument("--recipes", type=_names, default=["fcp", "blend", "distca", "dcp", "ring"])
     of_errors.add_argument("--dtypes", type=_names, default=list(DTYPES))
+    of_hops.add_argument("--recipes", type=_names, default=["fcp", "blend", "distca", "ring"])
+    of_hops.add_argument("--ranks", type=_names, default=["2", "4", "8", "16", "32"])
     of_times.add_argument("--recipes", type=_names, default=["fcp", "blend", "distca", "dcp", "ring", "auto"])
     of_times.add_argument("--ranks", type=_names, default=["8", "64"])
     told = parser.parse_args()
-    found = (
-        error_table(told.recipes, told.dtypes)
-        if told.what == "errors"
-        else time_table(told.recipes, [int(count) for count in told.ranks])
-    )
+    if told.what == "errors":
+        found = error_table(told.recipes, told.dtypes)
+    else:
+        table = hop_table if told.what == "hops" else time_table
+        found = table(told.recipes, [int(count) for count in told.ranks])
     for row in found:
         print(row, flush=True)
 
