@@ -256,8 +256,10 @@ class Rank(Machine[View]):
     def launch(self, step: Step) -> None:
         for transfer in step.transfers:
             if transfer.send:
-                tile = Tile(self.program.operands[transfer.operand], self._take(transfer.operand))
-                self._network.send(step.round, self.rank, transfer.peer, tile)
+                operand, values = self.program.operands[transfer.operand], self._take(transfer.operand)
+                if self.program.header.narrows(operand.tensor):
+                    values = tuple(kernels.rounded(value, self.program.header.dtype) for value in values)
+                self._network.send(step.round, self.rank, transfer.peer, Tile(operand, values))
             else:
                 self.views[transfer.operand].poison()
         views = [self.views[transfer.operand] for transfer in step.transfers]

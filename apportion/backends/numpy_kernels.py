@@ -21,6 +21,17 @@ Floats = NDArray[np.floating[Any]]
 STRIP = 256
 
 
+def rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The nearest numbers of bf16 or fp16, ties to even, in the dtype that they come in: float32 or float64."""
+    if dtype == "fp16":
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, as on a device
+            return values.astype(np.float16).astype(values.dtype)
+    bits = values.astype(np.float32).view(np.uint32)
+    finite = np.isfinite(values)
+    bits += np.where(finite, np.uint32(0x7FFF) + (bits >> 16 & 1), np.uint32(0))  # carries into the exponent
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(values.dtype)
+
+
 @dataclass(frozen=True)
 class Scores:
     """Logits of raw products: s·scale, then softcap·tanh(s / softcap) where `softcap` is given."""

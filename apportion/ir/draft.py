@@ -125,6 +125,7 @@ class Draft:
             "head_dim": model.head_dim,
             "v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim,
             "dtype": model.dtype,
+            "sent_gradients": model.sent_gradients,
         }
         try:
             header = msgspec.convert(implied | given | {"version": self.version}, Header)

@@ -7,7 +7,8 @@ A tile is its rows' numbers as they lie in a work arena (fused tensors: one row 
 part after the other (o, then lse). Parts start at multiples of `ALIGNMENT` bytes, so that any dtype can view them.
 
 A message is *direct* where its bytes already lie in memory as they travel; the others are *staged*: copied into a
-buffer when the round is launched, and out of one when it was waited for. Executors and simulator go by this rule.
+buffer when the round is launched, and out of one when it was waited for. Results are, and gradients that are rounded on
+their way (`Header.narrows`). Executors and simulator go by this rule.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Groups(NamedTuple):
 class _Memory(NamedTuple):
     """Where operands lie. tensor, space, row, rows, heads: int64 [operands]. columns, row_bytes: int64 [tensors, none
     and head sets], what a row of an operand takes; width: int64 [ranks, tensors, spaces], head columns of the array
-    that holds them, 0 where there are several arrays; ordered: bool [none and head sets], whether its heads are 0, 1,
-    ..., as home rows have them."""
+    that holds them, 0 where there are several arrays, or numbers change their dtype on the wire; ordered: bool [none
+    and head sets], whether its heads are 0, 1, ..., as home rows have them."""
 
     tensor: Ints
     space: Ints
@@ -191,7 +192,9 @@ def _memory(programs: ProgramSet, header: Header) -> _Memory:
     ordered = np.array(
         [True, *(members == tuple(range(len(members))) for members in map(tuple, header.head_sets))]
     )
-    return _Memory(tensor, space, row, rows, heads, columns, row_bytes, width * _IS_ONE, ordered)
+    as_held = np.array([not header.narrows(tensor) for tensor in Tensor])
+    width *= _IS_ONE & as_held[:, None]
+    return _Memory(tensor, space, row, rows, heads, columns, row_bytes, width, ordered)
 
 
 def _number_bytes(header: Header) -> Ints:

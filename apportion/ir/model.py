@@ -12,7 +12,7 @@ from typing import Any
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer, known, load, mapping, name, suggestion
 from apportion.ir.hf_fields import is_config, model_fields
-from apportion.ir.isa import HEADLESS, Tensor
+from apportion.ir.isa import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 
@@ -23,7 +23,10 @@ _MAX_SIZE = 2**24
 class Model:
     """Heads are those of one tensor-parallel rank; `v_head_dim` differs from `head_dim` in MLA (None: equal).
 
-    `layers` is the number of attention layers, or one number for each attention kind. Raises ConfigError.
+    `layers` is the number of attention layers, or one number for each attention kind. `sent_gradients` says how
+    gradients that are not complete travel from rank to rank: `wide`, in the accumulators' dtype, or rounded to that of
+    a bf16 or fp16 `model` on their way, which halves their bytes; they are added up in float32 in any case. Raises
+    ConfigError.
     """
 
     q_heads: int = 32
@@ -34,6 +37,7 @@ class Model:
     hidden: int = 4096
     ffn: int = 14336
     layers: int | Mapping[str, int] = field(default=32, hash=False)
+    sent_gradients: str = "wide"  # wide or model
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
@@ -49,6 +53,14 @@ class Model:
                 "give each KV head the same number of query heads",
             )
         object.__setattr__(self, "layers", _layers(self.layers))
+        choice("model.sent_gradients", self.sent_gradients, SENT_GRADIENTS)
+        if self.sent_gradients == "model" and self.element_bytes == self.accumulator_bytes:
+            raise ConfigError(
+                "model.sent_gradients",
+                self.sent_gradients,
+                f"is for bf16 and fp16: gradients of {self.dtype} travel in the model's dtype as they are",
+                "leave it out",
+            )
 
     def layers_of(self, kind: str) -> int:
         """The number of layers of one attention kind. Raises UnknownNameError."""
@@ -80,6 +92,15 @@ class Model:
         position id."""
         of_head, count = self._head_bytes[tensor]
         return of_head * (count if heads is None or tensor in HEADLESS else heads)
+
+    def narrows(self, tensor: Tensor) -> bool:
+        """Whether tiles of a tensor are rounded to the model's dtype on their way, complete or not."""
+        return self.sent_gradients == "model" and tensor in GRADIENTS
+
+    def sent_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
+        """As `row_bytes`, of a row that travels, but not as a result."""
+        held = self.row_bytes(tensor, heads)
+        return held // self.accumulator_bytes * self.element_bytes if self.narrows(tensor) else held
 
     @cached_property
     def _head_bytes(self) -> Mapping[Tensor, tuple[int, int]]:
@@ -115,8 +136,10 @@ class Model:
         return Model(**known("model", data, [item.name for item in fields(Model)]))
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data with every field."""
+        """Plain data with every field; `sent_gradients`, which came later, where it is not the default."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.sent_gradients == "wide":
+            del data["sent_gradients"]
         return {**data, "layers": self.layers if isinstance(self.layers, int) else dict(self.layers)}
 
     @staticmethod

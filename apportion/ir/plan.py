@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import TABLES, VERSION, Tensor
+from apportion.ir.isa import GRADIENTS, TABLES, VERSION, Tensor
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 
@@ -178,6 +178,11 @@ class Header:
     version: tuple[int, int] = VERSION
     #: kind -> distinct (dmin, dmax) of its masks, sorted; of too many none. None: a plan of version 1.0 does not say
     diagonals: Mapping[str, tuple[tuple[int, int], ...]] | None = None
+    sent_gradients: str = "wide"  # as of the model
+
+    def narrows(self, tensor: Tensor) -> bool:
+        """Whether tiles of a tensor are rounded to the model's dtype on their way, as `Model.narrows` says."""
+        return self.sent_gradients == "model" and tensor in GRADIENTS
 
     def heads_of(self, tensor: Tensor) -> int:
         """How many heads a tensor has; 1 where it has none."""

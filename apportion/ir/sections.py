@@ -18,7 +18,7 @@ from apportion.ir.policy import Policy
 
 REQUEST_FIELDS = ("batch", "cluster", "model", "policy", "hardware")
 #: header fields that repeat the model, for ranks that see only their slice
-MODEL_FACTS = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "dtype")
+MODEL_FACTS = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "sent_gradients")
 
 
 class _Layout(msgspec.Struct):
@@ -36,6 +36,8 @@ def header_data(header: Header) -> dict[str, Any]:
     values = {item.name: getattr(header, item.name) for item in fields(Header)}
     if header.diagonals is None or header.version < structure.DIAGONALS_SINCE:
         del values["diagonals"]
+    if header.sent_gradients == "wide":  # equal data has equal bytes: a default is not written
+        del values["sent_gradients"]
     return values | {"engines": dict(header.engines)}
 
 

@@ -20,6 +20,7 @@ from apportion.ir.isa import (
     OP_NAMES,
     OPERAND_COLUMNS,
     RESULTS,
+    SENT_GRADIENTS,
     TABLES,
     Op,
     Space,
@@ -71,6 +72,10 @@ def check_header(header: Header) -> None:
         )
     if header.dtype not in DTYPE_NAMES:
         raise DecodeError(f"header: dtype = {header.dtype[:40]!r}, known are {', '.join(DTYPE_NAMES)}")
+    if header.sent_gradients not in SENT_GRADIENTS:
+        raise DecodeError(
+            f"header: sent_gradients = {header.sent_gradients[:40]!r}, known are {', '.join(SENT_GRADIENTS)}"
+        )
     _names("kinds", header.kinds)
     _names("layouts", header.layouts)
     if header.home_layout not in header.layouts:

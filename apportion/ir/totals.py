@@ -140,9 +140,9 @@ def moved(
 
 
 def _row_bytes(head_sets: Sequence[Sequence[int]], model: Model) -> Ints:
-    """int64 [2, tensors, none and head sets]: bytes of a row of an operand, and of a result."""
+    """int64 [2, tensors, none and head sets]: bytes of a row of an operand that travels, and of a result."""
     per_head = np.array(
-        [[model.row_bytes(tensor, 1), model.sent_result_bytes(tensor)] for tensor in Tensor]
+        [[model.sent_bytes(tensor, 1), model.sent_result_bytes(tensor)] for tensor in Tensor]
     ).T
     found: Ints = per_head[:, :, None] * head_table(model.q_heads, model.kv_heads, head_sets)
     return found

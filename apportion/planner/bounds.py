@@ -101,7 +101,7 @@ def kv_bytes(
     if queries_move:
         return Bound("kv_bytes", None, value, "queries move: nothing is proven")
     tokens = sum(foreign_kv_tokens(batch, kind, token_cap, load_caps[kind]) for kind in batch.kinds)
-    per_token = sum(model.row_bytes(tensor) for phase in PHASES for tensor in TRAVELLING["key", phase])
+    per_token = sum(model.sent_bytes(tensor) for phase in PHASES for tensor in TRAVELLING["key", phase])
     small = tokens < LEAST_SHARE * batch.tokens
     void = f"the bound is below {LEAST_SHARE:.0%} of the tokens" if small else None
     return Bound("kv_bytes", float(tokens * per_token), value, void)
@@ -125,8 +125,8 @@ def remote_pairs_bytes(
 
 def remote_bytes(model: Model, phase: str, pairs: Ints) -> Floats:
     """float64, shaped like `pairs`: bytes that a rank moves at least for so many pairs with query and key remote."""
-    keys = sum(model.row_bytes(tensor) for tensor in TRAVELLING["key", phase])
-    queries = sum(model.row_bytes(tensor) for tensor in TRAVELLING["query", phase])
+    keys = sum(model.sent_bytes(tensor) for tensor in TRAVELLING["key", phase])
+    queries = sum(model.sent_bytes(tensor) for tensor in TRAVELLING["query", phase])
     least: Floats = 2.0 * np.sqrt(pairs.astype(np.float64) * keys * queries)
     return least
 

@@ -472,6 +472,7 @@ def _header(problem: Problem, layouts: Mapping[str, Layout], sets: HeadSets) -> 
         dtype=model.dtype,
         engines={"apportion": __version__},
         diagonals={kind: problem.batch.diagonals(kind) for kind in problem.batch.kinds},
+        sent_gradients=model.sent_gradients,
     )
 
 

@@ -156,7 +156,7 @@ def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) ->
     of_sides = (low.queries.edges, low.sets.query_heads), (low.keys.edges, low.sets.tile_heads)
     for side, (edges, heads) in zip(SIDES, of_sides, strict=True):
         index, dst = groups.spread(edges.dst)
-        per_head = sum(problem.model.row_bytes(tensor, 1) for tensor in moving[side, phase])
+        per_head = sum(problem.model.sent_bytes(tensor, 1) for tensor in moving[side, phase])
         size += int((edges.rows[index].astype(np.int64) * heads[dst]).sum()) * per_head
     tiles = low.edges
     if name == "return" and phase == "forward":
@@ -172,7 +172,7 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
         return []
     dst, tensors = exchange.dst[exchange.moved], FETCHED if way == "in" else RETURNED
     results = way == "out" and exchange.results(phase)
-    a_head = model.sent_result_bytes if results else partial(model.row_bytes, heads=1)
+    a_head = model.sent_result_bytes if results else partial(model.sent_bytes, heads=1)
     queries, keys = (sum(map(a_head, tensors[side, phase])) for side in SIDES)
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
     size = int((exchange.pieces.rows[exchange.piece[exchange.moved]] * heads).sum())

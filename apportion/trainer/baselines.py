@@ -59,7 +59,7 @@ def zigzag_ring(batch: Batch, ranks: int, model: Model) -> Costs:
         for edges in chunks:
             areas = np.array([algebra.area(_rows_of(bands, lo, hi)).sum() for lo, hi in _pairs(edges)])
             load += model.layers_of(kind) * _folded(areas, ranks)
-        kv, dkv = model.row_bytes(Tensor.KV), model.row_bytes(Tensor.DKV)
+        kv, dkv = model.sent_bytes(Tensor.KV), model.sent_bytes(Tensor.DKV)
         around = ranks if ranks > 1 else 0
         moved += batch.tokens * (2 * (ranks - 1) * kv + around * dkv)
         slots += 2 * (ranks - 1) + around
@@ -89,7 +89,7 @@ def _keys_in(bands: Ints, low: int, high: int) -> int:
 
 def _fetch_and_return(model: Model) -> int:
     """Bytes of one key row: out forward, out again backward, its gradient home."""
-    return 2 * model.row_bytes(Tensor.KV) + model.row_bytes(Tensor.DKV)
+    return 2 * model.sent_bytes(Tensor.KV) + model.sent_bytes(Tensor.DKV)
 
 
 def _chunks(start: int, length: int, ranks: int) -> Ints:

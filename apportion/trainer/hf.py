@@ -77,18 +77,23 @@ def attention(
     return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **own), None
 
 
-def loader(dataset: Any, model: Any, *, dtype: str | None = None, **options: Any) -> PlannedLoader:
+def loader(
+    dataset: Any, model: Any, *, dtype: str | None = None, sent_gradients: str | None = None, **options: Any
+) -> PlannedLoader:
     """`PlannedLoader(dataset, **options)` with what the config of `model` says: heads, masks of its kinds of layers.
 
-    dtype: of q, k and v, "bf16" where autocast or FSDP casts; by default that of the parameters. Masks in `options` or
-    of the dataset win. Ranks have at least one row, which layers want, and the stream "train" has no short iteration.
+    dtype: of q, k and v, "bf16" where autocast or FSDP casts; by default that of the parameters. sent_gradients: as of
+    `apportion.Model`. Masks in `options` or of the dataset win. Ranks have at least one row, which layers want, and the
+    stream "train" has no short iteration.
     """
     config = model.config.get_text_config().to_dict()
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
         options["masks"] = masks_of(config)
     options = {"rows_multiple": 1, "drop_last": options.get("stream", "train") == "train", **options}
-    return PlannedLoader(dataset, model=replace(model_of(config), dtype=dtype or own), **options)
+    planned = model_of(config)
+    planned = replace(planned, dtype=dtype or own, sent_gradients=sent_gradients or planned.sent_gradients)
+    return PlannedLoader(dataset, model=planned, **options)
 
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:

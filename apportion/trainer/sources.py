@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from apportion.ir.batch import DEFAULT_KIND, Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.isa import SENT_GRADIENTS
 from apportion.ir.iteration_slice import IterationSlice
 from apportion.ir.jit import compiling
 from apportion.ir.job import Job, encode_request
@@ -149,9 +150,11 @@ class Told:
 
 def check_model(own: Model, planned: Model) -> None:
     """Raises ConfigError where attention of the trainer's model is not what the job plans. Hidden and FFN sizes and
-    numbers of layers only price plans, and may differ."""
+    numbers of layers only price plans, and may differ. How gradients travel is the job's to say, where the trainer asks
+    for nothing."""
     for name in MODEL_FACTS:
-        _same(name, getattr(own, name), getattr(planned, name))
+        if name != "sent_gradients" or own.sent_gradients != SENT_GRADIENTS[0]:
+            _same(name, getattr(own, name), getattr(planned, name))
     if isinstance(own.layers, Mapping) and isinstance(planned.layers, Mapping):
         _same("layers", sorted(own.layers), sorted(planned.layers))
 

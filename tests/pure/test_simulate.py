@@ -269,6 +269,26 @@ def test_what_is_staged_is_packed_before_its_transfers() -> None:
     assert run.finish_us.tolist() == [pack + 8 + 3] * 2
 
 
+def test_gradients_are_rounded_as_they_are_packed_and_widened_as_they_are_unpacked() -> None:
+    """dKV of 8 rows, one head and 8 numbers: 256 bytes of float32, 128 on the wire."""
+    programs = (
+        "launch 0: send dKV.work[0:8) to 1\nwait 0",
+        "launch 0: receive dKV.work[0:8) from 0\nwait 0\nadd dKV.work[0:8) -> dKV.home[0:8)",
+    )
+    model = {**MODEL, "dtype": "bf16"}
+    wide, narrow = (
+        simulate_with(plan_of(*programs, phase="backward", model=one), COPIES).runs["default", "backward"]
+        for one in (model, model | {"sent_gradients": "model"})
+    )
+    assert transfers(wide) == {(0, 0, 1): (0.0, 256 / 64 + 3)}  # direct
+    copy, add, cast = 3 + 384 / 256, 3 + 3 * 256 / 256, 3 + 64 * (4 + 8) * 6 / 256
+    assert transfers(narrow) == {(0, 0, 1): (copy, copy + 128 / 64 + 3)}
+    assert wide.compute_us.tolist() == [cast, add + cast]
+    assert narrow.compute_us.tolist() == [copy + cast, copy + add + cast]
+    assert narrow.sent_bytes.tolist() == [128, 0]
+    assert narrow.launches.tolist() == [count + 1 for count in wide.launches.tolist()]
+
+
 def test_what_is_staged_is_unpacked_after_the_wait() -> None:
     """O is two arrays wherever it lies: 320 bytes, 5 us on the wire."""
     run = forward(

@@ -55,6 +55,27 @@ def attention(comm, kind, sinks, options, shard):
     return [None if t is None else t.detach().double().numpy() for t in (out, *grads)]
 
 
+def there_and_back(comm, dtype, columns, rows):
+    """Head columns of float32 rows [n, columns, width], in a dtype of two bytes as a message holds them, and as they
+    come out of it into the same columns: float32 arrays."""
+    from apportion.backends.torch.stage.launcher import interpreted
+    from apportion.backends.torch.stage.rowlists import SLOTS, Place, move, moved
+
+    held, (count, of, width) = torch.from_numpy(rows), rows.shape
+    message = torch.empty(count, len(columns), width, dtype=DTYPES[dtype])
+    found = torch.zeros_like(held)
+    arrays = {"held": held, "message": message, "found": found}
+    inside = Place("message", 0, tuple(range(len(columns))), len(columns), 2 * width, 2), 2 * width
+    here, there = ((Place(name, 0, columns, of, 4 * width, 4), 4 * width) for name in ("held", "found"))
+    for source, target in ((here, inside), (inside, there)):
+        made = move(list(moved([source], [target], count)))
+        bases = [arrays[slot].data_ptr() for slot in made.slots]
+        tables = torch.from_numpy(made.panels), torch.from_numpy(made.chunks)
+        args = *tables, *bases, *bases[:1] * (SLOTS - len(bases))
+        interpreted("move", len(made.chunks), args, made.constants(dtype))
+    return message.float().numpy(), found.numpy()
+
+
 def attention_with_lse(comm, sinks, options, uses_out, compiled, given):
     """out, lse, dq, dk, dv, dsinks of one layer in a batch of one, as float64 arrays; the loss may use lse alone."""
     shard, dlse = given

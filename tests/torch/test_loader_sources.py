@@ -22,6 +22,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.jit import compiling
+from apportion.ir.model import Model
 from apportion.ir.sampling import Sampling
 from apportion.service.client import PlanTimeoutError, ServiceProblem, UnreachableError, create_job
 from apportion.service.http.child import serving
@@ -419,3 +420,12 @@ def test_streams_of_a_job_go_on_side_by_side(urls):
                 evaluation.submit(2, batches)
             train.submit(2, batches)
             train.plan(2, batches, WAIT_S)
+
+
+def test_the_job_says_how_gradients_travel_unless_the_trainer_asks_for_it():
+    wide, narrow = Model(), Model(sent_gradients="model")
+    sources.check_model(wide, wide)
+    sources.check_model(wide, narrow)
+    sources.check_model(narrow, narrow)
+    with pytest.raises(ConfigError, match="the trainer's model has 'model', the job's 'wide'"):
+        sources.check_model(narrow, wide)

@@ -4,10 +4,12 @@ A pairwise cover: every strategy meets every mask, 1 to 8 ranks, MHA and GQA, ev
 does each of these the others. Masks share batches, three of them or two in each.
 """
 
+from dataclasses import replace
 from itertools import combinations, product
 from typing import NamedTuple
 
 import cases
+import numpy as np
 import pytest
 from strategies import STRATEGIES, WIDE, cluster
 
@@ -82,3 +84,22 @@ def test_every_strategy_on_real_ranks(pool, at):
     plan = api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
     problem = cases.problem_of(plan, at, extra == "sinks", 2.0 if extra == "softcap" else None)
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch), dtype)
+
+
+@pytest.mark.parametrize("turn", range(len(MATRIX)), ids=tuple(MATRIX))
+def test_every_strategy_with_gradients_that_are_rounded_on_their_way(pool, turn):
+    """Four ranks, bfloat16; equal to a run in which they are not, but for those gradients."""
+    name = AXES.name[turn]
+    batch = cases.batch_of(MASKS[turn % len(MASKS)])
+    model = cases.model(2, "bf16", (8, 12), kv_heads=2 if turn % 2 and name not in WIDE else 4)
+    recipe = Recipe(name, MATRIX[name])
+    cap = None if has_own_cap(recipe) else batch.tokens
+    narrow = replace(model, sent_gradients="model")
+    plans = [
+        api.plan(batch, cluster(4), one, policy=Policy(recipe, token_cap=cap)) for one in (model, narrow)
+    ]
+    problem = cases.problem_of(plans[0], turn)
+    before, after = (cases.run(pool, plan, problem) for plan in plans)
+    cases.assert_good(after, problem, cases.allowed(batch), "bf16")
+    if plans[0].programs == plans[1].programs:
+        np.testing.assert_array_equal(before[0], after[0])

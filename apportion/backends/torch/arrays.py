@@ -69,12 +69,12 @@ def _dtype(tensor: Name, part: Component, header: Header) -> torch.dtype:
     return wire_dtype(tensor, part, DTYPES[header.dtype])
 
 
-def wire_dtype(tensor: Name, part: Component, model: torch.dtype, results: bool = False) -> torch.dtype:
-    """The dtype of a part in a message; results: of one whose rows are results."""
+def wire_dtype(tensor: Name, part: Component, model: torch.dtype, narrow: bool = False) -> torch.dtype:
+    """The dtype of a part in a message; narrow: of a sum that travels in the model's dtype."""
     if part.integer:
         return torch.int64
-    narrow = results and part.width > 0  # all but statistics of rows
-    return accumulator_dtype(model) if tensor.contents.wide and not narrow else model
+    rounded = narrow and part.width > 0  # all but statistics of rows
+    return accumulator_dtype(model) if tensor.contents.wide and not rounded else model
 
 
 def part_views(arrays: Iterable[torch.Tensor], specs: Iterable[Array]) -> tuple[torch.Tensor, ...]:

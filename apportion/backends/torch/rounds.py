@@ -74,11 +74,12 @@ def tile_arrays(
     operand: Operand, header: Header, hidden: int, results: bool = False
 ) -> Iterator[tuple[int, Array]]:
     """How a tile lies in its message: each array with the byte at which it begins. They are those of a work arena, but
-    for accumulated LSE, which travels in the accumulators' dtype, and for results, which do in the model's."""
+    for accumulated LSE, which travels in the accumulators' dtype, and for results and narrow gradients, which do in the
+    model's."""
     arrays = arrays_of(operand.tensor, Space.WORK, header, len(operand.heads), hidden)
-    at = 0
+    at, narrow = 0, results or header.narrows(operand.tensor)
     for array, part in zip(arrays, components(operand.tensor, header, hidden), strict=False):
-        travels = array._replace(dtype=wire_dtype(operand.tensor, part, DTYPES[header.dtype], results))
+        travels = array._replace(dtype=wire_dtype(operand.tensor, part, DTYPES[header.dtype], narrow))
         yield at, travels
         at += aligned(operand.rows * travels.row_bytes)
 

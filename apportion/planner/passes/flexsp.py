@@ -103,7 +103,7 @@ def _us_a_row(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads:
     """All-to-all in a group, per row that a rank holds: to its node's members and to the others at the same time."""
     heads = {"query": q_heads, "key": kv_heads}
     row = sum(
-        problem.model.row_bytes(tensor, heads[side]) for side in SIDES for tensor in TRAVELLING[side, phase]
+        problem.model.sent_bytes(tensor, heads[side]) for side in SIDES for tensor in TRAVELLING[side, phase]
     )
     cluster = problem.cluster
     near = min(degree, cluster.ranks_per_node)

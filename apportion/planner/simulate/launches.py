@@ -63,10 +63,10 @@ def _posted(groups: Groups, tiles: Tiles, rows: Ints, in_place: Ints) -> Posted:
         if groups.staged[groups.of[tile]]:
             launch = tiles.launch[tile]
             operand = tiles.first[launch] + tiles.operand[tile]
-            held, wire = tiles.bytes[operand], tiles.bytes[operand]
-            if tiles.results[launch]:  # rounded as they are packed, and results where they arrive
-                wire = tiles.wire[operand]
-                held = held if tiles.send[tile] else wire
+            # rounded as they are packed, and results where they arrive
+            results = int(tiles.results[launch] > 0)
+            wire = tiles.wire[results, operand]
+            held = wire if results and not tiles.send[tile] else tiles.bytes[operand]
             left = rows[operand] - in_place[tile]
             copied[tiles.send[tile], launch] += (held + wire) // max(rows[operand], 1) * left
     return Posted(messages, copied[1], copied[0])

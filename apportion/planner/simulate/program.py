@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,7 +80,8 @@ class Traffic(NamedTuple):
 class Tiles(NamedTuple):
     """Transfers as listed, rank after rank, all int64. launch, send, peer, operand: [transfers], an operand by its
     number on its rank. rank, round, first, results: [launches], where the operands of the rank begin, and whether what
-    travels are results. bytes, wire, tensor: [operands], what an operand takes in memory, and as a result."""
+    travels are results. bytes, tensor: [operands]. wire: [2, operands], what an operand takes on its way, and as a
+    result."""
 
     launch: Ints
     send: Ints
@@ -97,15 +98,21 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """Operands of all ranks: tensor, rows, heads (1 for X and dX), bytes, and results: what a sum takes once it is a
-    result in the model's dtype, int64 [operands]; ptr [ranks + 1]."""
+    """Operands of all ranks: tensor, rows, heads (1 for X and dX), bytes in memory, int64 [operands]; wire: int64 [2,
+    operands], bytes of one that travels, and of a sum once it is a result in the model's dtype; ptr [ranks + 1]."""
 
     tensor: Ints
     rows: Ints
     heads: Ints
     bytes: Ints
-    results: Ints
+    wire: Ints
     ptr: Ints
+
+    @property
+    def results(self) -> Ints:
+        """int64 [operands]: bytes of a sum as a result."""
+        of_results: Ints = self.wire[1]
+        return of_results
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +168,7 @@ class View(ProgramView):
             first,
             (self.instructions["mode"][self.launches] & RESULTS).astype(np.int64),
             found.bytes,
-            found.results,
+            found.wire,
             found.tensor,
         )
 
@@ -192,7 +199,7 @@ class View(ProgramView):
             rows,
             heads.ravel()[kind],
             rows * row_bytes.ravel()[kind],
-            rows * heads.ravel()[kind] * self._result_bytes[tensor],
+            rows * heads.ravel()[kind] * self._wire_bytes[:, tensor],
             table.ptr.astype(np.int64, copy=False),
         )
 
@@ -206,9 +213,16 @@ class View(ProgramView):
         return heads, heads * np.array(per_head)[:, None]
 
     @cached_property
-    def _result_bytes(self) -> Ints:
-        """int64 [tensors]: of a row of one head of a sum, as a result; 0 of what is no sum."""
-        return np.array([self.model.sent_result_bytes(tensor) for tensor in Tensor])
+    def _wire_bytes(self) -> Ints:
+        """int64 [2, tensors]: of a row of one head that travels, and of one of a sum as a result; 0 of what is no
+        sum."""
+        model = self.model
+        return np.array(
+            [
+                [of(tensor) for tensor in Tensor]
+                for of in (partial(model.sent_bytes, heads=1), model.sent_result_bytes)
+            ]
+        )
 
     @cached_property
     def complete(self) -> Mapping[str, Complete]:

@@ -96,7 +96,7 @@ def _met(out: Ints, into: Ints, tiles: Tiles, links: _Links, post_us: Floats) ->
         far = int(links.node[source] != links.node[target])
         whole[0, i], whole[1, i] = sender, receiver
         whole[2, i], whole[3, i] = links.out[far, source], links.into[far, target]
-        size = tiles.wire[operand] if tiles.results[sender] else tiles.bytes[operand]
+        size = tiles.wire[int(tiles.results[sender] > 0), operand]
         us[0, i] = size / links.rate[far]
         us[1, i] = links.latency_us[far] + max(post_us[sender], post_us[receiver])
         whole[4, i], whole[5, i] = size, tiles.tensor[operand]

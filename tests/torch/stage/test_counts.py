@@ -1,5 +1,7 @@
 """What the executor starts is what the simulator prices: kernels and rounds of every rank, for every strategy."""
 
+from dataclasses import replace
+
 import cases
 import pytest
 import torch
@@ -8,6 +10,7 @@ from strategies import STRATEGIES, WIDE, cluster
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.isa import PHASES
+from apportion.ir.messages import ALIGNMENT
 from apportion.ir.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.recipes import has_own_cap
@@ -18,7 +21,7 @@ MATRIX = STRATEGIES | WIDE
 
 
 def executed(plan, rank):
-    """(kernels, messages, rounds) of a rank, forward and backward, of a device that records."""
+    """(kernels, messages, rounds) of a rank, forward and backward, of a device that records; and the bytes sent."""
     device, header = RecordingDevice(rank, plan.header.ranks), plan.header
     handle, found = PlanHandle(plan.for_rank(rank), device, engine=device.engine), []
     heads = (
@@ -32,19 +35,24 @@ def executed(plan, rank):
     device.reset()
     out.backward(torch.zeros_like(out))
     found.append((device.launches.total(), device.posts, device.rounds))
-    return found
+    return found, handle.sent_bytes("cpu")
 
 
 @pytest.mark.parametrize("name", MATRIX)
-@pytest.mark.parametrize("mask", ["causal", "tree"])
-def test_launches_messages_and_rounds_are_those_of_the_simulator(name, mask):
+@pytest.mark.parametrize(("mask", "sent"), [("causal", "wide"), ("tree", "wide"), ("causal", "model")])
+def test_launches_messages_and_rounds_are_those_of_the_simulator(name, mask, sent):
     batch = Batch.from_sequences([Sequence(*each) for each in cases.BATCHES[mask]])
     recipe = Recipe(name, MATRIX[name])
     cap = None if has_own_cap(recipe) else batch.tokens
     model = cases.model(4 if name in WIDE else 2, "bf16", (16, 24), kv_heads=2)
+    model = replace(model, sent_gradients=sent)
     plan = api.plan(batch, cluster(4), model, policy=Policy(recipe, token_cap=cap))
     simulated = simulate(plan).runs
     for rank in range(4):
-        for phase, counts in zip(PHASES, executed(plan, rank), strict=True):
+        found, sent = executed(plan, rank)
+        tiles = [plan.programs["default", phase].rank(rank)["transfers"]["send"].sum() for phase in PHASES]
+        told = sum(simulated["default", phase].sent_bytes[rank] for phase in PHASES)
+        assert 0 <= sent - told <= 2 * ALIGNMENT * sum(tiles)  # parts of a message are aligned
+        for phase, counts in zip(PHASES, found, strict=True):
             run = simulated["default", phase]
             assert counts == (run.launches[rank], run.messages[rank], run.rounds[rank]), (rank, phase)

@@ -41,6 +41,7 @@ class Cell(NamedTuple):
     dtype: str
     widths: tuple[int, int]
     extra: str
+    sent: str
 
 
 def cell(strategy, turn):
@@ -50,9 +51,9 @@ def cell(strategy, turn):
     ranks += ranks % 2 if "inner" in name else 0
     heads = ((2, 2), (4, 1), (1, 4))[turn % 3] if name not in WIDE else (4, 2)
     extra = ("", "sinks", "softcap")[turn // 2 % 3]
-    return Cell(
-        name, MASKS[turn % 13], ranks, heads, ("fp32", "fp16")[turn // 3 % 2], WIDTHS[turn % 4], extra
-    )
+    dtype = ("fp32", "fp16")[turn // 3 % 2]
+    sent = "model" if dtype == "fp16" and (strategy + turn) % 3 else "wide"
+    return Cell(name, MASKS[turn % 13], ranks, heads, dtype, WIDTHS[turn % 4], extra, sent)
 
 
 COVER = [cell(strategy, 7 * strategy) for strategy in range(len(MATRIX))]
@@ -69,11 +70,14 @@ def test_the_cover_has_every_value_of_every_axis():
     for axis, values in enumerate((tuple(MATRIX), MASKS, (2, 3, 4, 6), None, ("fp32", "fp16"), WIDTHS)):
         assert values is None or {case[axis] for case in COVER} == set(values)
     assert {case.extra for case in COVER} == {"", "sinks", "softcap"}
+    for dtype, sent in (("fp32", {"wide"}), ("fp16", {"wide", "model"})):
+        assert {case.sent for case in COVER if case.dtype == dtype} == sent
 
 
 def test_every_strategy(interpreted, case):
     batch = cases.batch_of(case.mask)
     model = cases.model(case.heads[0], case.dtype, case.widths, kv_heads=case.heads[1])
+    model = replace(model, sent_gradients=case.sent)
     recipe = Recipe(case.name, MATRIX[case.name])
     cap = None if has_own_cap(recipe) else batch.tokens
     plan = api.plan(batch, cluster(case.ranks), model, policy=Policy(recipe, token_cap=cap))
@@ -86,6 +90,21 @@ def test_every_strategy(interpreted, case):
         want = cases.answer(cases.rounded(problem, torch.float32), mask)
         for error, exact in zip(cases.errors(got, want), want, strict=True):
             assert exact is None or error <= 2e-6 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("columns", [(0, 1, 2), (2, 0), (1,)])
+def test_numbers_are_rounded_into_messages_and_come_out_as_they_travelled(interpreted, dtype, columns):
+    rows = np.random.default_rng(0).standard_normal((37, 3, 20)).astype(np.float32)
+    ((message, found),) = interpreted.run(jobs.there_and_back, 1, dtype, columns, each=[rows])
+    held = rows[:, list(columns)]
+    if dtype == "fp16":
+        np.testing.assert_array_equal(message, held.astype(np.float16))
+    else:  # the interpreter cuts off what a device rounds
+        np.testing.assert_array_equal(message.view(np.uint32), held.view(np.uint32) & 0xFFFF0000)
+    np.testing.assert_array_equal(found[:, list(columns)], message)
+    others = [column for column in range(3) if column not in columns]
+    assert not found[:, others].any()
 
 
 BY_HAND = sorted((Path(__file__).parents[2] / "plans").glob("*.txt"))

@@ -24,7 +24,7 @@ from apportion.backends.torch.stage.worklists import ENTRY, TILE
 from apportion.ir.isa import Op
 from apportion.ir.isa import Tensor as Name
 
-COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND = range(6)
+COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND, EXTEND = range(7)
 #: int64 of a panel: slot, byte and stride of the source; of the target; rows, bytes of a row, how
 PANEL = 9
 #: addresses that a launch takes
@@ -156,8 +156,8 @@ def cleared(target: list[Part], rows: int, tensor: Name) -> Iterator[Panel]:
         yield from panels(place, place, rows, width, NEVER if tensor == Name.O and number == 1 else CLEAR)
 
 
-#: bytes of a number, and what they become: LSE between memory and messages, gradients as results
-_CONVERTED = {(8, 4): NARROW, (4, 8): WIDEN, (4, 2): ROUND}
+#: bytes of a number, and what they become: LSE between memory and messages, gradients as results or on their way
+_CONVERTED = {(8, 4): NARROW, (4, 8): WIDEN, (4, 2): ROUND, (2, 4): EXTEND}
 
 
 class Move(NamedTuple):

@@ -24,7 +24,8 @@ from apportion.backends.torch.stage.attention import (
 )
 
 PANEL = tl.constexpr(9)
-COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND = (tl.constexpr(code) for code in range(6))  # as in `rowlists`
+# as in `rowlists`
+COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND, EXTEND = (tl.constexpr(code) for code in range(7))
 #: the layer's own arrays, of which single numbers are read: wherever they begin
 OF_LAYER = ("sinks", "dlse")
 LOW_INF = tl.constexpr(-1048576)  # the upper half of a float64 of -inf, as int32
@@ -80,10 +81,20 @@ def move(
             )
     elif how == ROUND:
         HALF: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+        whole_at = tl.multiple_of(source.to(tl.pointer_type(tl.float32)), (GRAIN, GRAIN))
+        half_at = tl.multiple_of(target.to(tl.pointer_type(HALF)), (GRAIN, GRAIN))
         for j in range(0, width // 2, C):
             inside = live & (j + step < width // 2)
-            number = tl.load((source + (j + step) * 4).to(tl.pointer_type(tl.float32)), mask=inside)
-            tl.store((target + (j + step) * 2).to(tl.pointer_type(HALF)), number.to(HALF), mask=inside)
+            number = tl.load(whole_at + j + step, mask=inside)
+            tl.store(half_at + j + step, number.to(HALF), mask=inside)
+    elif how == EXTEND:
+        NUMBER: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+        number_at = tl.multiple_of(source.to(tl.pointer_type(NUMBER)), (GRAIN, GRAIN))
+        wide_at = tl.multiple_of(target.to(tl.pointer_type(tl.float32)), (GRAIN, GRAIN))
+        for j in range(0, width // 4, C):
+            inside = live & (j + step < width // 4)
+            number = tl.load(number_at + j + step, mask=inside)
+            tl.store(wide_at + j + step, number.to(tl.float32), mask=inside)
     else:
         UNIT: tl.constexpr = tl.int16 if GRAIN == 2 else tl.int32
         BYTES: tl.constexpr = 2 if GRAIN == 2 else 4

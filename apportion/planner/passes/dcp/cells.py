@@ -46,8 +46,8 @@ class Heads:
         """Bytes of a query row of a group and of a key row of a key set that is needed elsewhere, both ways."""
         queries, keys = model.q_heads // self.groups, model.kv_heads // self.key_sets
         return (
-            sum(model.row_bytes(tensor, queries) for tensor in TRAVELLING["query", phase]),
-            sum(model.row_bytes(tensor, keys) for tensor in TRAVELLING["key", phase]),
+            sum(model.sent_bytes(tensor, queries) for tensor in TRAVELLING["query", phase]),
+            sum(model.sent_bytes(tensor, keys) for tensor in TRAVELLING["key", phase]),
         )
 
 

@@ -1,0 +1,231 @@
+"""Gradients that are rounded to the model's dtype on their way: how plans say so, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import oracle
+import pytest
+
+import apportion as ap
+from apportion.backends import reference
+from apportion.backends.numpy_kernels import rounded
+from apportion.ir import bands, codec, sections, text, totals
+from apportion.ir.codec import Plan
+from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.isa import GRADIENTS, PHASES, Op, Tensor
+from apportion.ir.messages import find_messages
+from apportion.ir.verify import check
+from apportion.planner.bounds import remote_bytes
+
+MODEL = ap.Model(4, 2, 8, 12, dtype="bf16", hidden=16, ffn=16, layers=1)
+NARROW = replace(MODEL, sent_gradients="model")
+BATCH = ap.Batch.from_lengths([700, 60, 30], mask=ap.masks.causal())
+CLUSTER = ap.Cluster(2, 2)
+#: recipes in which gradients of keys travel, are relayed through a node's gateway, and those of queries travel
+RECIPES = ("fcp", "ring", "ulysses", "dcp")
+
+
+def planned(recipe: str, model: ap.Model = NARROW) -> Plan:
+    return ap.plan(BATCH, CLUSTER, model, recipe=recipe)
+
+
+# ---- how it is said
+
+
+def test_the_default_is_not_written() -> None:
+    assert "sent_gradients" not in MODEL.to_data()
+    assert NARROW.to_data() == MODEL.to_data() | {"sent_gradients": "model"}
+    assert ap.Model.from_data(NARROW.to_data()) == NARROW
+    assert ap.Model.from_data(MODEL.to_data() | {"sent_gradients": "wide"}) == MODEL
+    plan = planned("fcp", MODEL)
+    assert "sent_gradients" not in sections.header_data(plan.header)
+    assert b"sent_gradients" not in plan.encode()
+    assert planned("fcp").id != plan.id
+
+
+def test_a_header_that_writes_the_default_is_refused() -> None:
+    plan = planned("fcp", MODEL)
+    data = dict(sorted((sections.header_data(plan.header) | {"sent_gradients": "wide"}).items()))
+    with pytest.raises(DecodeError, match="header"):
+        sections.read_header(msgspec.msgpack.encode(data), plan.header.version)
+
+
+def test_unknown_values_in_a_header_are_refused() -> None:
+    plan = planned("fcp", MODEL)
+    data = dict(sorted((sections.header_data(plan.header) | {"sent_gradients": "fp8"}).items()))
+    with pytest.raises(DecodeError, match="sent_gradients = 'fp8', known are wide, model"):
+        sections.read_header(msgspec.msgpack.encode(data), plan.header.version)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plans_say_it_and_keep_it(recipe: str) -> None:
+    plan = planned(recipe)
+    assert plan.header.sent_gradients == "model"
+    assert codec.decode(plan.encode()) == plan == text.parse(plan.text())
+    assert '"sent_gradients": "model"' in plan.text()
+    assert codec.Slice.decode(plan.for_rank(1).encode()).header.narrows(Tensor.DKV)
+    assert check(plan) == ()
+
+
+def test_a_text_without_a_header_field_takes_the_models() -> None:
+    written = planned("fcp").text()
+    assert '"sent_gradients": "model", "v_head_dim"' in written
+    found = text.parse("\n".join(_without_header_field(written)))
+    assert found.header.sent_gradients == "model"
+
+
+def _without_header_field(written: str) -> list[str]:
+    return [
+        one.replace('"sent_gradients": "model", ', "") if one.startswith("header") else one
+        for one in written.splitlines()
+        if not one.startswith("id ")
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_wide_models_have_nothing_to_round(dtype: str) -> None:
+    with pytest.raises(ConfigError, match="is for bf16 and fp16") as caught:
+        ap.Model(dtype=dtype, sent_gradients="model")
+    assert (caught.value.field, caught.value.value) == ("model.sent_gradients", "model")
+    assert "leave it out" in str(caught.value)
+    assert ap.Model(dtype=dtype, sent_gradients="wide") == ap.Model(dtype=dtype)
+
+
+def test_unknown_ways_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.sent_gradients"):
+        ap.Model(sent_gradients="bf16")
+
+
+def test_model_files_may_say_it(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text("q_heads: 4\nkv_heads: 2\nhead_dim: 8\nsent_gradients: model\n")
+    assert ap.Model.load(tmp_path / "model.yaml").narrows(Tensor.DQ)
+
+
+# ---- what travels
+
+
+def test_partial_gradients_and_nothing_else_are_rounded() -> None:
+    assert {Tensor.DX, Tensor.DQ, Tensor.DKV} == GRADIENTS
+    for tensor in Tensor:
+        assert NARROW.row_bytes(tensor) == MODEL.row_bytes(tensor) == MODEL.sent_bytes(tensor)
+        shrinks = 2 if tensor in GRADIENTS else 1
+        assert NARROW.sent_bytes(tensor) * shrinks == MODEL.sent_bytes(tensor)
+        assert NARROW.sent_bytes(tensor, 1) * shrinks == MODEL.sent_bytes(tensor, 1)
+        assert NARROW.sent_result_bytes(tensor) == MODEL.sent_result_bytes(tensor)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reports_programs_and_the_simulator_count_the_same_bytes(recipe: str) -> None:
+    plan = planned(recipe)
+    moved = totals.moved(plan.programs, plan.header.head_sets, NARROW, CLUSTER)
+    runs = ap.simulate(plan).runs
+    for key, found in moved.items():
+        assert runs[key].sent_bytes.tolist() == found.sent.tolist()
+        assert found.sent.sum() == sum(_tile_bytes(plan, key))
+    assert plan.report["bytes"]["total"] == sum(int(found.sent.sum()) for found in moved.values())
+
+
+def _tile_bytes(plan: Plan, key: tuple[str, str]) -> list[int]:
+    """Of each sent tile, from the tables, in words."""
+    rows, sets = plan.programs[key], plan.header.head_sets
+    widths = {Tensor.Q: 16, Tensor.KV: 40, Tensor.O: 12 * 4 + 4, Tensor.DQ: 16, Tensor.DKV: 40, Tensor.DO: 24}
+    found = []
+    for rank in range(plan.header.ranks):
+        program = rows.rank(rank)
+        operands, transfers = program["operands"], program["transfers"]
+        launches = np.flatnonzero(program["instructions"]["op"] == Op.LAUNCH)
+        mode = np.repeat(
+            program["instructions"]["mode"][launches], program["instructions"]["count"][launches]
+        )
+        for at in np.flatnonzero(transfers["send"]).tolist():
+            one = int(transfers["operand"][at])
+            tensor, heads = Tensor(operands["tensor"][one]), int(operands["heads"][one])
+            count = len(sets[heads - 1]) if heads else plan.header.heads_of(tensor)
+            width = widths.get(tensor, 8)
+            if tensor == Tensor.O and mode[at] & 2:
+                width = 12 * 2 + 4
+            found.append(int(operands["rows"][one]) * count * width)
+    return found
+
+
+def test_bounds_are_of_what_travels() -> None:
+    wide, narrow = (planned("fcp", model).report["bounds"]["kv_bytes"] for model in (MODEL, NARROW))
+    per_token = [2 * one.row_bytes(Tensor.KV) + one.sent_bytes(Tensor.DKV) for one in (MODEL, NARROW)]
+    assert wide["bound"] / per_token[0] == narrow["bound"] / per_token[1] > 0
+    assert narrow["value"] >= narrow["bound"]
+    pairs = np.array([100])
+    keys = NARROW.row_bytes(Tensor.KV) + NARROW.sent_bytes(Tensor.DKV)
+    names = (Tensor.Q, Tensor.DO, Tensor.DELTA)
+    queries = sum(map(NARROW.row_bytes, names)) + NARROW.sent_bytes(Tensor.DQ)
+    assert remote_bytes(NARROW, "backward", pairs) == pytest.approx(2 * np.sqrt(100 * keys * queries))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_messages_with_rounded_tiles_are_staged(recipe: str) -> None:
+    plan, wide = planned(recipe), planned(recipe, MODEL)
+    for phase in PHASES:
+        programs = plan.programs["default", phase]
+        found = find_messages(programs, plan.header)
+        operands, transfers = programs["operands"], programs["transfers"]
+        tensor = operands["tensor"][operands.ptr[transfers.rank_of_row()] + transfers["operand"]]
+        narrow = np.isin(tensor, [int(one) for one in GRADIENTS])
+        assert found.staged[found.of[narrow]].all()
+        assert narrow.any() == (phase == "backward")
+    before, after = (find_messages(one.programs["default", "forward"], one.header) for one in (wide, plan))
+    if recipe != "dcp":  # which weighs bytes
+        np.testing.assert_array_equal(before.staged, after.staged)
+
+
+# ---- the verifier
+
+
+def test_a_header_that_contradicts_the_request_is_refused() -> None:
+    plan = planned("fcp")
+    wrong = codec.seal(replace(plan, header=replace(plan.header, sent_gradients="wide")))
+    found = [violation.message for violation in check(wrong)]
+    assert "the plan has sent_gradients = wide, the request asks for model" in found
+    with pytest.raises(DecodeError, match="sent_gradients = 'wide', the model asked for has 'model'"):
+        codec.decode(wrong.encode())
+
+
+def test_a_report_of_wide_bytes_is_refused() -> None:
+    plan, wide = planned("fcp"), planned("fcp", MODEL)
+    found = check(codec.seal(replace(plan, report=wide.report)))
+    assert any(violation.message.startswith("the report says bytes.total") for violation in found)
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rounding_is_to_the_nearest_and_ties_go_to_even(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal(2000) * 10.0 ** rng.integers(-20, 20, 2000)).astype(dtype)
+    found = rounded(values, "bf16")
+    assert found.dtype == dtype
+    bits = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    low, high = ((bits + np.uint32(step << 16)).view(np.float32).astype(np.float64) for step in (0, 1))
+    nearest = np.where(np.abs(values - low) <= np.abs(high - values), low, high)
+    np.testing.assert_array_equal(found.astype(np.float64), nearest)
+    ties = np.array([1 + 2**-8, 1 + 3 * 2**-8, -0.0, np.inf, -np.inf], dtype)
+    assert rounded(ties, "bf16").tolist() == [1.0, 1 + 2**-6, 0.0, np.inf, -np.inf]
+    halves = np.array([1 + 2**-11, 1 + 3 * 2**-11, 1e5, -7.0], dtype)
+    assert rounded(halves, "fp16").tolist() == [1.0, 1 + 2**-9, np.inf, -7.0]
+
+
+@pytest.mark.parametrize("recipe", ["fcp", "ring"])
+def test_the_reference_rounds_what_travels_back(recipe: str) -> None:
+    problem = oracle.Problem.random(3, BATCH.tokens, 4, 2, 8, 12)
+    allowed = bands.dense(BATCH.bands("default"), BATCH.tokens, BATCH.tokens)
+    want = oracle.dense(problem, allowed)
+    found = reference.run(planned(recipe), "default", problem.q, problem.k, problem.v, problem.do)
+    for name in ("o", "lse", "dq"):  # forward is exact; queries stay, so their gradients do
+        np.testing.assert_allclose(getattr(found, name), getattr(want, name), atol=1e-12)
+    for name in ("dk", "dv"):
+        exact, got = getattr(want, name), getattr(found, name)
+        error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+        assert 1e-5 < error < 2**-8
