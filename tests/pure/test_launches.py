@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_fusion import walked
 from test_simulate import PLANS, STRATEGIES, Unit, plan_of
+from test_statistics import walked as statistics_walked
 
 from apportion.ir import text
 from apportion.ir.batch import Batch
@@ -121,6 +122,7 @@ class Slow:
         done = {column: walked(program, key[1], column) for column in columns}
         self.complete = {column: rows for column, (_, rows, _) in done.items()}
         self.placed = {one for _, _, placed in done.values() for one in placed}
+        self.stated = statistics_walked(program)[1] if key[1] == "backward" else set()
         self.rows = {
             name: [
                 {column: int(values[i]) for column, values in table.columns.items()}
@@ -193,6 +195,10 @@ class Slow:
                 kernels += instruction["round"] in unpacked
             elif op == Op.DELIVER:
                 kernels += any(self.left(row["a"]) for row in rows)
+            elif op == Op.DELTA:
+                first = place[name] - len(rows)
+                every = {(first + i, one) for i, row in enumerate(rows) for one in self.has(row["c"])}
+                kernels += bool(every - self.stated)
             elif op == Op.FINISH:
                 kernels += any(self.has(row["c"]) - self.complete["o"] for row in rows)
             else:
