@@ -240,7 +240,13 @@ def test_show_tells_what_a_search_tried(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["show", path]) == 0
     printed = " ".join(capsys.readouterr().out.split("tried", 2)[2].split())
     assert all(
-        name in printed for name in ("fcp", "ring", "contiguous", "shard blocks (block: auto, zigzag: True)")
+        name in printed
+        for name in (
+            "fcp",
+            "ring",
+            "contiguous",
+            "shard blocks (block: auto, solver: lpt_near, zigzag: True)",
+        )
     )
 
 
