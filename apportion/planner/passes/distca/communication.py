@@ -13,7 +13,6 @@ from typing import Literal
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice, number
-from apportion.ir.jit import lean
 
 Form = Literal["corrected", "paper"]
 FORMS = ("corrected", "paper")
@@ -94,7 +93,7 @@ def head_tail_cut(
     rows) and query bytes are counted once. It moves less work than asked for; both forms agree on n_q at alpha 1.
     """
     _check(alpha, form)
-    rows, bytes_ = head_tail_rows(alpha, l_q, l_kv, l_doc, size_q, size_kv, form == "paper")
+    rows, bytes_ = _head_tail_rows(alpha, l_q, l_kv, l_doc, size_q, size_kv, form == "paper")
     return Cut(rows, l_kv, bytes_)
 
 
@@ -104,7 +103,6 @@ def _check(alpha: float, form: str) -> None:
         raise ConfigError("alpha", alpha, "must be in (0, 1]", "give the share of the item's work that moves")
 
 
-@lean
 def _range_rows(
     alpha: float, l_q: float, l_kv: float, size_q: float, size_kv: float, paper: bool
 ) -> tuple[float, float]:
@@ -120,8 +118,7 @@ def _range_rows(
     return rows, size_q * (rows * (1 + beta / 2) + beta * double / (2 * rows))
 
 
-@lean
-def head_tail_rows(
+def _head_tail_rows(
     alpha: float, l_q: float, l_kv: float, l_doc: float, size_q: float, size_kv: float, paper: bool
 ) -> tuple[float, float]:
     """(rows of the head half, bytes) of `head_tail_cut`."""

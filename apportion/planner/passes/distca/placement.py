@@ -54,16 +54,16 @@ class Distca(PlacePass):
 
     tolerance: a server is filled until its load is within this of its target (the paper's epsilon), or within the
     policy's tolerance where that is less. two_sided: repeat with half the tolerance until no server has more than (1 +
-    tolerance) times its target either; the paper looks at deficits alone. granularity: rows that cuts are multiples
-    of, counted from the ends of a sequence; halved, down to one row, where two-sided balance needs it. threshold:
-    pairs a byte; moves with less are not made (the paper's second stop rule; 0 makes all, and a server left short is
-    then no error). form: `paper` for the cuts and costs of Appendix B as printed. o_bytes: whether the price of a
-    query row holds the O that returns. head_tail: `causal` sequences live, and their items are cut, as pairs of a head
-    and a tail, others as ranges of rows; `all` live so, so that homes do not depend on masks; or `none`, and all items
-    are ranges of rows. kv_free: KV that the destination has costs nothing; the paper charges for it. kv_ranges: a task
-    may take a part of the keys of its rows, those of one home; the paper's take all. Items are then rows against the
-    keys of a home, and `form` has no say. "auto": whole rows, unless the
-    busiest rank would then send several times as much: rows that many need all leave one home.
+    tolerance) times its target either; the paper looks at deficits alone. granularity: rows that cuts are multiples of,
+    counted from the ends of a sequence; halved, down to one row, where two-sided balance needs it. threshold: pairs a
+    byte; moves with less are not made (the paper's second stop rule; 0 makes all, and a server left short is then no
+    error). form: `paper` prices a head-tail item as the authors' code does: the rows of its head and all keys of the
+    document. o_bytes: whether the price of a query row holds the O that returns. head_tail: `causal` sequences live,
+    and their items are cut, as pairs of a head and a tail, others as ranges of rows; `all` live so, so that homes do
+    not depend on masks; or `none`, and all items are ranges of rows. kv_free: KV that the destination has costs
+    nothing; the paper charges for it. kv_ranges: a task may take a part of the keys of its rows, those of one home; the
+    paper's take all. Items are then rows against the keys of a home, and `form` has no say. "auto": whole rows, unless
+    the busiest rank would then send several times as much: rows that many need all leave one home.
 
     Caps are bytes of one forward attention call. send_bytes, receive_bytes: the most that a rank sends and receives:
     Q, KV and returning O. buffer_bytes: the most Q and KV rows of others that it holds. Keys of masks other than causal

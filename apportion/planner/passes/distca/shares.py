@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from apportion.ir.jit import lean
 from apportion.planner.passes.distca.board import Near, Rules, Walks, hull
-from apportion.planner.passes.distca.communication import head_tail_rows
 
 Ints = NDArray[np.integer[Any]]
 
@@ -89,11 +88,6 @@ def _innermost(walks: Walks, rules: Rules, seq: int, a: int, b: int, work: float
     """The step x for which [x, b) has about `work` pairs, at most `spare` more, on a multiple of the grain; b: none."""
     length = walks.length[seq]
     wanted = 2.0 * work / (length + 1)
-    if rules.paper:
-        l_q, l_kv = (b - a) / 2.0, b / 2.0
-        alpha = min(1.0, work / work_of(walks, seq, a, b))
-        rows, _ = head_tail_rows(alpha, l_q, l_kv, length, rules.priced_q, rules.kv_bytes, True)
-        wanted = 2.0 * rows
     x = int((b - wanted) / rules.grain + 0.5) * rules.grain
     if x >= b:
         x = (b - 1) // rules.grain * rules.grain
@@ -156,24 +150,18 @@ def cheapest(
 def estimate(
     walks: Walks, near: Near, rules: Rules, seq: int, a: int, b: int, whole: int, work: float, foreign: bool
 ) -> float:
-    """E of a head-tail item before its cut is rounded; `whole`: its work."""
+    """E of a head-tail item before its cut is rounded; `whole`: its work. paper: only the rows of the head are counted,
+    and keys as if they saw the whole document."""
     length, start = walks.length[seq], float(a)
     if work < whole:
-        if rules.paper:
-            l_q, l_kv = (b - a) / 2.0, b / 2.0
-            rows, printed = head_tail_rows(
-                work / whole, l_q, l_kv, length, rules.priced_q, rules.kv_bytes, True
-            )
-            if not rules.kv_free:
-                return work / max(printed, FREE)
-            start = b - 2.0 * rows
-        else:
-            start = b - 2.0 * work / (length + 1)
-    reach = max(length - start * 0.5, b * 0.5)
+        start = b - 2.0 * work / (length + 1)
+    rows, reach = (b - start) * foreign, max(length - start * 0.5, b * 0.5)
+    if rules.paper:
+        rows, reach = rows * 0.5, float(length)
     if rules.kv_free:
         missing = reach - near.high[seq]
         if near.a[seq] < near.b[seq]:
             missing -= home_keys(walks, seq, near.a[seq], near.b[seq], near.high[seq], int(reach))
         reach = max(0.0, missing)
-    price: float = (b - start) * rules.priced_q * foreign + reach * rules.kv_bytes
+    price: float = rows * rules.priced_q + reach * rules.kv_bytes
     return work / max(price, FREE)
