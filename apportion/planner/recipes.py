@@ -183,7 +183,7 @@ _ENTRIES = (
         "DistCA",
         "4, A, B",
         shard={"sequences": {}},
-        place={"distca": {"form": "paper", "two_sided": False, "kv_free": False}},
+        place={"distca": {"form": "paper", "two_sided": False, "o_bytes": False, "kv_free": False}},
         schedule={"gather": {"local": "first"}},
     ),
     _entry(

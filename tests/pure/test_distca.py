@@ -1,7 +1,5 @@
 """DistCA: sequential homes, greedy migration, its formulas as printed and corrected."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,12 +13,6 @@ from apportion.ir.isa import Tensor
 from apportion.ir.policy import Step
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes.cells import cut_cells
-from apportion.planner.passes.distca.communication import (
-    context_independent_flops,
-    head_tail_cut,
-    most_shards,
-    range_cut,
-)
 from apportion.planner.passes.distca.placement import CROWDED, Distca, forward_bytes
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.problem import Problem
@@ -154,8 +146,16 @@ def test_one_side_alone_leaves_a_busy_server():
     cells, rank = computed(made, place(paper, made))
     load = np.bincount(rank, cells.work, 64)
     assert load.min() >= 0.8 * load.mean()
-    assert load.max() > 1.3 * load.mean()
+    assert load.max() > 1.2 * load.mean()  # more than the tolerance
     assert imbalance(made, place(Distca(tolerance=0.2), made)) <= 0.2
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(8, 1.09), (32, 1.23), (64, 1.21)])
+def test_the_paper_is_as_even_as_its_authors_code(ranks, most):
+    # their means over such batches at tolerance 0.1: 1.07, 1.21, 1.19
+    paper = Distca(tolerance=0.1, two_sided=False, o_bytes=False, kv_free=False, form="paper")
+    made = [workload(seed, ranks) for seed in range(3)]
+    assert 1 + np.mean([imbalance(this, place(paper, this)) for this in made]) <= most
 
 
 def test_slow_servers_get_less():
@@ -233,7 +233,7 @@ def test_parts_of_the_keys_travel_less():
         forward_bytes(made, place(Distca(kv_ranges=kv_ranges), made), "default")[0]
         for kv_ranges in (False, True)
     )
-    assert parts.sum() < 0.75 * whole.sum()
+    assert parts.sum() < 0.85 * whole.sum()
 
 
 def test_a_threshold_stops_moves_that_do_not_pay():
@@ -260,9 +260,9 @@ def test_bytes_are_those_of_the_rows_that_travel(mask, kv_ranges):
 @pytest.mark.parametrize(
     ("cap", "index", "share", "kv_ranges"),
     [
-        ("send_bytes", 0, 0.9, False),
-        ("receive_bytes", 1, 0.9, False),
-        ("buffer_bytes", 2, 0.8, False),
+        ("send_bytes", 0, 0.98, False),
+        ("receive_bytes", 1, 0.97, False),
+        ("buffer_bytes", 2, 0.97, False),
         ("buffer_bytes", 2, 0.95, True),
     ],
 )
@@ -280,7 +280,7 @@ def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges):
     made = problem(LONG, 6)
     this = Distca(kv_ranges=kv_ranges, send_bytes=10**12)
     placement = place(this, made)
-    _, found = (this.solve_ranges if kv_ranges else this.solve)(made)
+    _, found = this.solve(made, whole=not kv_ranges)
     servers = found["default"].servers
     for counted, exact in zip(
         (servers.sent, servers.received, servers.held), forward_bytes(made, placement, "default"), strict=True
@@ -371,90 +371,6 @@ def test_the_recipe_by_its_name_at_64_ranks():
     mine = simulate(plan)
     run = ("default", "backward")
     assert mine.runs[run].makespan_us < contiguous.runs[run].makespan_us
-
-
-# ------------------------------------------------------------------------------------------------ formulas
-
-FLOPS_34B = context_independent_flops(8192, 2048, 22016)
-LAYER_S = FLOPS_34B / (0.5 * 990e12)
-
-
-def test_the_example_of_appendix_a_in_both_readings():
-    assert FLOPS_34B == 1320 * 2**20
-    assert pytest.approx(2.796e-6, rel=1e-3) == LAYER_S
-    # as it must be read to print 31: K and V both counted, 8 KiB a token, and 50 GiB/s
-    assert most_shards(LAYER_S, 50 * 2**30, 16 * 1024, 8 * 1024) == 31
-    # as its numbers are written: 4 KiB a token; and with decimal gigabytes
-    assert most_shards(LAYER_S, 50e9, 16 * 1024, 4 * 1024) == 59
-    assert most_shards(LAYER_S, 50e9, 16 * 1024, 8 * 1024) == 29
-
-
-def test_larger_models_can_be_cut_finer_and_slow_links_not_at_all():
-    larger = context_independent_flops(16384, 2048, 44032) / (0.5 * 990e12)
-    assert most_shards(larger, 50e9, 32 * 1024, 8 * 1024) > 29
-    assert most_shards(LAYER_S, 1e9, 16 * 1024, 8 * 1024) == 1
-    with pytest.raises(ConfigError, match="bandwidth"):
-        most_shards(LAYER_S, 0, 1, 1)
-
-
-@pytest.mark.parametrize("l_kv", [1000, 4000])
-def test_a_whole_range_has_all_its_rows(l_kv):
-    whole = range_cut(1.0, 1000, l_kv, 24, 8)
-    assert whole.n_q == pytest.approx(1000)
-    assert whole.n_kv == pytest.approx(l_kv)
-    assert whole.bytes == pytest.approx(1000 * 24 + l_kv * 8)
-
-
-def test_the_printed_upper_end_has_too_many_rows():
-    # dear keys pull the optimum beyond the item's first rows, where the printed end is that of the keys
-    printed, corrected = (range_cut(1.0, 1000, 4000, 1, 100, form) for form in ("paper", "corrected"))
-    assert printed.n_q == pytest.approx(4000)
-    assert corrected.n_q == pytest.approx(1000)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    l_q=st.integers(10, 200),
-    before=st.integers(0, 300),
-    alpha=st.floats(0.05, 1.0),
-    size_q=st.integers(1, 30),
-    size_kv=st.integers(1, 30),
-)
-def test_the_corrected_cut_is_the_cheapest_by_brute_force(l_q, before, alpha, size_q, size_kv):
-    l_kv = l_q + before
-    cut = range_cut(alpha, l_q, l_kv, size_q, size_kv)
-    double = alpha * l_q * (2 * l_kv - l_q)
-    rows = np.linspace(1e-3, l_q, 20_001)
-    keys = rows / 2 + double / (2 * rows)
-    legal = (keys <= l_kv + 1e-9) & (keys >= rows + before - 1e-9)
-    cost = (rows * size_q + keys * size_kv)[legal]
-    assert cut.bytes == pytest.approx(cut.n_q * size_q + cut.n_kv * size_kv)
-    assert cut.n_q <= l_q * (1 + 1e-9)
-    if len(cost):
-        assert cut.bytes <= cost.min() * (1 + 1e-9)
-        assert cut.bytes >= cost.min() * (1 - 1e-2)
-
-
-def test_head_tail_work_is_linear_in_rows():
-    l_doc, i, j, size_q, size_kv = 10_000, 1000, 3000, 24, 8
-    cut = head_tail_cut(0.25, j - i, j, l_doc, size_q, size_kv)
-    assert cut.n_q == 500
-    assert cut.bytes == 2 * 500 * size_q + (l_doc - 2500) * size_kv
-    rows = np.arange(j - 500, j)
-    exact = (rows + 1).sum() + (l_doc - rows).sum()
-    assert exact == 500 * (l_doc + 1)
-    printed = head_tail_cut(0.25, j - i, j, l_doc, size_q, size_kv, "paper")
-    assert printed.n_q == pytest.approx(j - math.sqrt(j * j - 0.25 * (2 * j - (j - i)) * (j - i)))
-    assert printed.n_q < cut.n_q
-    # the printed cost is its own Comm at n_kv = l_kv: query bytes once, keys from row i on
-    assert printed.bytes == pytest.approx(printed.n_q * size_q + (l_doc - (j - printed.n_q)) * size_kv)
-
-
-def test_both_head_tail_forms_agree_on_whole_items():
-    whole = [head_tail_cut(1.0, 2000, 3000, 10_000, 24, 8, form).n_q for form in ("paper", "corrected")]
-    assert whole == pytest.approx([2000, 2000])
-    with pytest.raises(ConfigError, match="alpha"):
-        head_tail_cut(0.0, 1, 1, 1, 1, 1)
 
 
 def test_byte_caps_choose_between_rows_and_parts_of_keys():

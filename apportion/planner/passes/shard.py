@@ -193,7 +193,7 @@ def row_weights(problem: Problem, starts: Ints) -> Ints:
 
 def row_areas(bands: Ints, starts: Ints) -> Ints:
     """int64 [blocks]: pairs of `bands` whose query lies in each block."""
-    block, part = _rows_of_blocks(bands, starts)
+    block, part = rows_of_blocks(bands, starts)
     return exact_sums(block, band_algebra.area(part), len(starts) - 1)
 
 
@@ -206,14 +206,14 @@ def row_times(problem: Problem, starts: Ints) -> Ints:
     )
     time = sum(problem.layers.values()) * cost.moved_us(statistics * lengths)
     for kind, bands in problem.joined_bands.items():
-        block, part = _rows_of_blocks(bands, starts)
+        block, part = rows_of_blocks(bands, starts)
         for phase in PHASES:
             spent = bands_us(cost, model, phase, part)
             time = time + problem.layers[kind] * np.bincount(block, spent, len(lengths))
     return np.rint(1e3 * time).astype(np.int64)
 
 
-def _rows_of_blocks(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
+def rows_of_blocks(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
     """(block, band): every band, int64 [n, 6], cut by query block."""
     first = np.searchsorted(starts, bands[:, 0], "right") - 1
     last = np.searchsorted(starts, bands[:, 1], "left")

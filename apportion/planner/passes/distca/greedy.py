@@ -1,19 +1,12 @@
-"""The greedy migration of DistCA (section 4.2): items of attention move from surplus servers to deficit servers.
+"""The greedy migration of DistCA (section 4.2): shares of pairs (`distca.parts`) go from surplus to deficit servers.
 
-An item is a range [a, b) of a sequence's walk (see `distca.homes`) that one server computes. Servers are filled in the
-order of their deficits. For each, every item of a surplus server could give
+Servers are filled in the order of their deficits. For each, every share of a pair that a surplus server has could give
 
-    dF_max = min(the item's work, its server's surplus, the deficit)
+    dF_max = min(the share's work, its server's surplus, the deficit)
 
-by its cheapest share of that work, V bytes (Appendix B); the item with the largest E = dF_max / V gives it.
-
-    causal        items are head-tail pairs and the innermost rows are the cheapest (`distca.communication`)
-    other masks   items are ranges of query rows, cut where their exact work says: from the bands, summed up for grains
-                  of `granularity` rows. The share is the item's first rows or its last rows, whichever is cheaper; the
-                  keys of a range are counted from above, by the hull of what it sees and by the sum over its grains.
-
-KV that the destination has already, of its own home or for other items, can be free. Integers and IEEE arithmetic only,
-so compiled and plain Python agree.
+by its last rows or its first, V bytes (Appendix B); the share with the largest E = dF_max / V gives them. What the
+server has already, at home or for other pairs, can be free. Integers and IEEE arithmetic only, so compiled and plain
+Python agree.
 """
 
 from __future__ import annotations
@@ -24,144 +17,284 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit, lean
-from apportion.planner.passes.distca.board import (
+from apportion.planner.passes.distca.board import Rules, Servers, put, still_surplus
+from apportion.planner.passes.distca.pairs import (
     Board,
-    Items,
-    Rules,
-    Walks,
-    close_server,
-    open_server,
-    put,
-    still_surplus,
-    widen,
+    Holding,
+    Pairs,
+    Shares,
+    cut_first,
+    cut_last,
+    hold,
+    keys_from,
+    keys_of,
+    needs,
+    open_pairs,
+    pair_work,
 )
-from apportion.planner.passes.distca.caps import fits, recount
-from apportion.planner.passes.distca.shares import cheapest, estimate, price_of, work_of
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
+# Bytes of a move that costs nothing: its E is beyond any other's.
+FREE = 1e-30
 # How often a share is halved until it fits the caps.
 HALVINGS = 6
+# After so many servers the list of candidates is swept of those that are none any more.
+SWEEP = 32
+
+
+@lean
+def _recount(board: Board, rules: Rules, server: int, sign: int) -> None:
+    """Book (sign 1), or take back (-1), the rows that the server gets and what it returns."""
+    other, servers, home = board.other, board.servers, board.home
+    open_pairs(board, other, server)
+    for place in range(other.counts[0]):
+        block = other.got_q[place]
+        if home[block] != server:
+            rows = sign * (other.q_high[block] - other.q_low[block])
+            servers.received[server] += rows * rules.q_bytes
+            servers.held[server] += rows * rules.q_bytes
+            servers.sent[server] += rows * rules.o_bytes
+            servers.sent[home[block]] += rows * rules.q_bytes
+            servers.received[home[block]] += rows * rules.o_bytes
+    for place in range(other.counts[1]):
+        block = other.got_k[place]
+        if home[block] != server:
+            bytes_ = sign * (other.k_high[block] - other.k_low[block]) * rules.kv_bytes
+            servers.received[server] += bytes_
+            servers.held[server] += bytes_
+            servers.sent[home[block]] += bytes_
+
+
+@lean
+def _fits(board: Board, rules: Rules, pair: int, low: int, high: int, to: int) -> bool:
+    """Whether the caps allow `to` to compute rows [low, high) of a pair."""
+    pairs, servers, home = board.pairs, board.servers, board.home
+    rows, keys = needs(pairs, board.holding, home, True, pair, low, high, to)
+    of_q, back, from_q = home[pairs.q[pair]], rows * rules.o_bytes, rows * rules.q_bytes
+    arrive = from_q + keys * rules.kv_bytes
+    if servers.received[to] + arrive > rules.receive_cap or servers.held[to] + arrive > rules.buffer_cap:
+        return False
+    if servers.sent[to] + back > rules.send_cap or servers.received[of_q] + back > rules.receive_cap:
+        return False
+    _leave(board, rules, pair, low, high, to, 1)
+    servers.sent[of_q] += from_q
+    fit = from_q == 0 or servers.sent[of_q] <= rules.send_cap
+    for k in range(pairs.k[pair], pairs.k_end[pair]):
+        fit = fit and (home[k] == to or servers.sent[home[k]] <= rules.send_cap)
+    servers.sent[of_q] -= from_q
+    _leave(board, rules, pair, low, high, to, -1)
+    return fit
+
+
+@lean
+def _leave(board: Board, rules: Rules, pair: int, low: int, high: int, to: int, sign: int) -> None:
+    """Book (sign 1), or take back (-1), the keys that leave their homes for rows [low, high) of a pair on `to`."""
+    pairs = board.pairs
+    first, last = keys_of(pairs, pair, low, high)
+    for k in range(pairs.k[pair], pairs.k_end[pair]):
+        if board.home[k] != to:
+            keys = keys_from(pairs, board.holding, k, first, last)
+            board.servers.sent[board.home[k]] += sign * keys * rules.kv_bytes
 
 
 @jit
-def first_work(walks: Walks, items: Items, count: int) -> None:
-    """Fill in the work of the first `count` items."""
-    for item in range(count):
-        items.work[item] = work_of(walks, items.seq[item], items.a[item], items.b[item])
+def book_pairs(board: Board, rules: Rules) -> None:
+    """Book what queries at home need from elsewhere, before anything moves."""
+    for server in range(len(board.servers.load)):
+        _recount(board, rules, server, 1)
+
+
+@lean
+def _price(
+    pairs: Pairs, holding: Holding, home: Ints, rules: Rules, pair: int, low: int, high: int, to: int
+) -> float:
+    """Bytes that rows [low, high) of a pair cost server `to`. Of a head and its mirror image the head's rows count, as
+    in the authors' code."""
+    rows, keys = needs(pairs, holding, home, rules.kv_free, pair, low, high, to)
+    counted = 0.5 * rows if pairs.length[pair] > 0 else 1.0 * rows
+    return max(FREE, counted * rules.priced_q + keys * rules.kv_bytes)
+
+
+@lean
+def _score(
+    pairs: Pairs,
+    shares: Shares,
+    servers: Servers,
+    holding: Holding,
+    home: Ints,
+    rules: Rules,
+    i: int,
+    to: int,
+    stamp: Ints,
+) -> float:
+    """E of share i for server `to`, 0.0 where it is no candidate; stamp[i] == to: tried in vain. (Not of a `Board`: to
+    pass one costs more than the work done here.)"""
+    server = shares.at[i]
+    surplus = servers.load[server] - servers.target[server]
+    if surplus <= rules.excess * servers.target[server] or stamp[i] == to or shares.work[i] == 0:
+        return 0.0
+    whole = float(shares.work[i])
+    work = min(whole, surplus, servers.target[to] - servers.load[to])
+    low, high = shares.low[i], shares.high[i]
+    if work < whole:
+        low = high - max(1, int((high - low) * (work / whole)))
+    score: float = work / _price(pairs, holding, home, rules, shares.pair[i], low, high, to)
+    return score
+
+
+@lean
+def _best_at_hand(board: Board, rules: Rules, to: int, stamp: Ints, side: int) -> tuple[int, float]:
+    """The best share of pairs whose queries (side 0) or keys (1) `to` has some of. Of every pair the first share is
+    looked at, whose number is the pair's: others went to servers that had too little."""
+    pairs, shares, servers, holding, home = (
+        board.pairs,
+        board.shares,
+        board.servers,
+        board.holding,
+        board.home,
+    )
+    where, best, most = board.where, -1, 0.0
+    got = holding.got_k if side else holding.got_q
+    first, last = where.of_home[to], where.of_home[to + 1]
+    for place in range(first, last + holding.counts[side]):
+        block = where.by_home[place] if place < last else got[place - last]
+        begin, end = where.of_q[block], where.of_q[block + 1]
+        if side:
+            begin, end = where.of_k[block], where.of_k[block + 1]
+        for at in range(begin, end):
+            pair = where.by_k[at] if side else at
+            server = shares.at[pair]
+            if servers.load[server] <= (1 + rules.excess) * servers.target[server]:
+                continue  # most are: not worth a call
+            score = _score(pairs, shares, servers, holding, home, rules, pair, to, stamp)
+            if score > most:
+                best, most = pair, score
+    return best, most
 
 
 @lean
 def _best(
     board: Board, rules: Rules, chosen: Ints, most_e: Floats, count: int, to: int, stamp: Ints
 ) -> tuple[int, float]:
-    """(item, E) of the best candidate for server `to`, -1 where there is none; stamp[item] == to: tried in vain."""
-    walks, items, servers, near = board.walks, board.items, board.servers, board.near
-    best, most = -1, 0.0
-    deficit = servers.target[to] - servers.load[to]
+    """(share, E) of the best candidate for server `to`, -1 where there is none: of pairs of which it has a side, then
+    of the others until none can be better."""
+    best, most = _best_at_hand(board, rules, to, stamp, 0)
+    by_keys, score = _best_at_hand(board, rules, to, stamp, 1)
+    if score > most:
+        best, most = by_keys, score
+    pairs, shares, servers = board.pairs, board.shares, board.servers
     for place in range(count):
-        item = chosen[place]
-        server = items.at[item]
-        surplus = servers.load[server] - servers.target[server]
-        if most_e[item] <= most:
+        if most_e[chosen[place]] <= most:
             break
-        if surplus <= 0.0 or stamp[item] == to:
-            continue
-        whole, seq, a, b = items.work[item], items.seq[item], items.a[item], items.b[item]
-        work, foreign = min(float(whole), surplus, deficit), items.home[item] != to
-        if walks.folded[seq]:
-            score = estimate(walks, near, rules, seq, a, b, whole, work, foreign)
-        else:
-            x, y = cheapest(walks, near, rules, seq, a, b, work, 0.0, foreign)
-            work = float(walks.work[y] - walks.work[x])
-            score = work / price_of(walks, near, rules, seq, x, y, foreign) if x < y else 0.0
+        score = _score(pairs, shares, servers, board.holding, board.home, rules, chosen[place], to, stamp)
         if score > most:
-            best, most = item, score
+            best, most = chosen[place], score
     return best, most
 
 
 @lean
-def _give(board: Board, rules: Rules, item: int, to: int) -> int:
-    """Move the best share of the item to server `to`: 1 where it moved, 0 where no cut is fine enough, -1 where the
-    caps forbid."""
-    walks, items, servers = board.walks, board.items, board.servers
-    server, seq, a, b = items.at[item], items.seq[item], items.a[item], items.b[item]
+def _give(board: Board, rules: Rules, share: int, to: int) -> int:
+    """Move rows of the share to server `to`: 1 where they moved, 0 where no cut is fine enough, -1 where the caps
+    forbid."""
+    shares, servers = board.shares, board.servers
+    server, pair = shares.at[share], shares.pair[share]
+    whole, x, y = shares.work[share], shares.low[share], shares.high[share]
     surplus, deficit = servers.load[server] - servers.target[server], servers.target[to] - servers.load[to]
-    work, foreign = min(float(items.work[item]), surplus, deficit), items.home[item] != to
+    work = min(float(whole), surplus, deficit)
     spare = rules.spare * min(servers.target[server], servers.target[to])
     for halving in range(HALVINGS):
-        x, y = cheapest(walks, board.near, rules, seq, a, b, work, spare if halving == 0 else 0.0, foreign)
-        if x >= y or work_of(walks, seq, x, y) == 0:
+        if work < whole:
+            x, y = _part(board, rules, share, work, spare if halving == 0 else 0.0, to)
+        moved = pair_work(board.pairs, pair, x, y)
+        if moved == 0:
             return 0 if halving == 0 else -1
         if not rules.capped:
-            _move(board, item, x, y, to)
+            _move(board, share, x, y, moved, to)
             return 1
-        if fits(board, rules, seq, x, y, items.home[item], to):
-            recount(board, rules, server, -1)
-            recount(board, rules, to, -1)
-            _move(board, item, x, y, to)
-            recount(board, rules, server, 1)
-            recount(board, rules, to, 1)
+        if _fits(board, rules, pair, x, y, to):
+            _recount(board, rules, server, -1)
+            _recount(board, rules, to, -1)
+            _move(board, share, x, y, moved, to)
+            _recount(board, rules, server, 1)
+            _recount(board, rules, to, 1)
             return 1
         work *= 0.5
     return -1
 
 
 @lean
-def _move(board: Board, item: int, x: int, y: int, to: int) -> None:
-    """Steps [x, y) of the item, its first or its last, go to server `to`."""
-    items, lists = board.items, board.lists
-    seq, a, b, server = items.seq[item], items.a[item], items.b[item], items.at[item]
-    work = work_of(board.walks, seq, x, y)
-    board.servers.load[server] -= work
-    board.servers.load[to] += work
-    moved = item
-    if x > a or y < b:
-        moved = lists.size[0]
-        lists.size[0] = moved + 1
-        items.seq[moved], items.home[moved] = seq, items.home[item]
-        items.a[moved], items.b[moved], items.work[moved] = x, y, work
-        items.work[item] -= work
-        if x > a:
-            items.b[item] = x
+def _part(board: Board, rules: Rules, share: int, work: float, spare: float, to: int) -> tuple[int, int]:
+    """The share's last rows or its first that have about `work`, whichever cost fewer bytes a pair: [x, y), empty where
+    no cut is fine enough. Under caps the last, which are the fewest; of a head and its mirror image the innermost."""
+    pairs, pair = board.pairs, board.shares.pair[share]
+    low, high, origin = board.shares.low[share], board.shares.high[share], board.origin[board.pairs.q[pair]]
+    if pairs.length[pair] > 0:
+        return cut_last(pairs, pair, low, high, 0, 2 * rules.grain, work, spare), high
+    x = cut_last(pairs, pair, low, high, origin, rules.grain, work, spare)
+    y = cut_first(pairs, pair, low, high, origin, rules.grain, work, spare)
+    first, last = pair_work(pairs, pair, low, y), pair_work(pairs, pair, x, high)
+    if first == 0 or (rules.capped and last > 0):
+        return x, high
+    if last > 0:
+        price = _price(pairs, board.holding, board.home, rules, pair, low, y, to) * last
+        if _price(pairs, board.holding, board.home, rules, pair, x, high, to) * first <= price:
+            return x, high
+    return low, y
+
+
+@lean
+def _move(board: Board, share: int, x: int, y: int, moved: int, to: int) -> None:
+    """Rows [x, y), the first or the last of the share or all, which have `moved` work, go to server `to`."""
+    shares, servers, gone = board.shares, board.servers, share
+    servers.load[shares.at[share]] -= moved
+    servers.load[to] += moved
+    hold(board.pairs, board.holding, shares.pair[share], x, y)
+    if x > shares.low[share] or y < shares.high[share]:
+        gone = shares.size[0]
+        shares.size[0] = gone + 1
+        shares.pair[gone], shares.low[gone], shares.high[gone] = shares.pair[share], x, y
+        shares.work[share] -= moved
+        shares.work[gone] = moved
+        if x > shares.low[share]:
+            shares.high[share] = x
         else:
-            items.a[item] = y
-    items.at[moved] = to
-    put(lists, to, moved)
-    widen(board.walks, board.near, seq, x, y)
+            shares.low[share] = y
+    shares.at[gone] = to
+    put(board.lists, to, gone)
 
 
 @jit
 def migrate(board: Board, rules: Rules, order: Ints, chosen: Ints, most_e: Floats) -> tuple[int, int, int]:
-    """One pass over the deficit servers in `order` (int64, by descending deficit) and the items `chosen` (int64), those
-    with the largest E that they can have, most_e float64 [items], before others. Returns moves made, shares that caps
-    forbade, and servers left because E fell below the threshold; -1 moves, unfinished, where columns have no room."""
-    items, servers, lists = board.items, board.servers, board.lists
-    room, count = len(items.seq) - 2, len(chosen)
-    stamp = np.full(len(items.seq), -1, np.int64)
+    """One pass over the deficit servers in `order` (int64, by descending deficit) and the shares `chosen` (int64),
+    those with the largest E that they can have, most_e float64 [shares], before others. Returns moves made, shares that
+    caps forbade, and servers left because E fell below the threshold; -1 moves, unfinished, where columns have no
+    room."""
+    shares, servers, lists = board.shares, board.servers, board.lists
+    stamp, count = np.full(len(shares.pair), -1, np.int64), len(chosen)
     moves, forbidden, below = 0, 0, 0
-    for to in order:
+    for turn, to in enumerate(order):
         if servers.load[to] >= (1 - rules.tolerance) * servers.target[to]:
             continue
-        count = still_surplus(items.at, servers, rules, chosen, count)
+        if turn % SWEEP == 0:
+            count = still_surplus(shares.at, servers, rules, chosen, count)
         if count == 0:
             break
-        open_server(board, board.near, to)
+        open_pairs(board, board.holding, to)
         while servers.load[to] < (1 - rules.tolerance) * servers.target[to]:
-            if lists.size[0] > room or lists.size[1] > room:
+            if shares.size[0] == len(shares.pair) or lists.size[1] == len(lists.item):
                 return -1, forbidden, below
-            item, score = _best(board, rules, chosen, most_e, count, to, stamp)
-            if item < 0:
+            share, score = _best(board, rules, chosen, most_e, count, to, stamp)
+            if share < 0:
                 break
             if score < rules.threshold:
                 below += 1
                 break
-            given = _give(board, rules, item, to)
+            given = _give(board, rules, share, to)
             if given == 1:
                 moves += 1
             else:
-                stamp[item] = to
+                stamp[share] = to
                 forbidden -= min(given, 0)
-        close_server(board, board.near, to)
     return moves, forbidden, below

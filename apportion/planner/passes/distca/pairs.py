@@ -15,11 +15,18 @@ Ints = NDArray[np.integer[Any]]
 
 
 class Pairs(NamedTuple):
-    """Rows of one block against keys of another, sorted by (q, k): blocks q, k int64 [pairs]; their cells are
-    [first[i], first[i + 1]) of the columns q0, q1, k0, k1, dmin, dmax, int64 [cells], diagonals in global tokens."""
+    """Rows of one block against keys of blocks [k, k_end), sorted by (q, k): int64 [pairs]; their cells are [first[i],
+    first[i + 1]) of the columns q0, q1, k0, k1, dmin, dmax, int64 [cells], diagonals in global tokens.
+
+    length: int64 [pairs], of the sequence where rows are steps of a causal walk from both ends (see `distca.homes`),
+    with one cell that says [q0, q1) steps and [k0, k1) tokens; else 0. starts: int64 [blocks + 1] tokens.
+    """
 
     q: Ints
     k: Ints
+    k_end: Ints
+    length: Ints
+    starts: Ints
     first: Ints
     q0: Ints
     q1: Ints
@@ -88,8 +95,18 @@ def _below(q: int, k: int, m: int) -> int:
 
 
 @lean
+def _step_work(length: int, step: int) -> int:
+    """Pairs of the first `step` steps of a causal walk: steps 2i and 2i + 1 see length + 1 keys together."""
+    half = step // 2
+    return half * (length + 1) + (step % 2) * (half + 1)
+
+
+@lean
 def pair_work(pairs: Pairs, pair: int, low: int, high: int) -> int:
     """Pairs of tokens of rows [low, high)."""
+    length = pairs.length[pair]
+    if length > 0:
+        return _step_work(length, high) - _step_work(length, low)
     total = 0
     for c in range(pairs.first[pair], pairs.first[pair + 1]):
         q0, q1 = max(low, pairs.q0[c]), min(high, pairs.q1[c])
@@ -104,6 +121,10 @@ def pair_work(pairs: Pairs, pair: int, low: int, high: int) -> int:
 @lean
 def keys_of(pairs: Pairs, pair: int, low: int, high: int) -> tuple[int, int]:
     """Hull of the keys that rows [low, high) see, empty where they see none."""
+    length = pairs.length[pair]
+    if length > 0:
+        begin = pairs.k0[pairs.first[pair]]
+        return begin, begin + max((high + 1) // 2, length - low // 2)
     first, last = 2**62, 0
     for c in range(pairs.first[pair], pairs.first[pair + 1]):
         q0, q1 = max(low, pairs.q0[c]), min(high, pairs.q1[c])
@@ -115,7 +136,7 @@ def keys_of(pairs: Pairs, pair: int, low: int, high: int) -> tuple[int, int]:
 
 @lean
 def rows_of(pairs: Pairs, pair: int, low: int, high: int) -> tuple[int, int]:
-    """Hull of the rows of [low, high) that see a key."""
+    """Hull of the rows of [low, high) that see a key; steps are numbered as such."""
     first, last = 2**62, 0
     for c in range(pairs.first[pair], pairs.first[pair + 1]):
         q0, q1 = max(low, pairs.q0[c]), min(high, pairs.q1[c])
@@ -132,11 +153,11 @@ def first_work(pairs: Pairs, shares: Shares) -> None:
 
 
 @lean
-def cut_rows(
+def cut_last(
     pairs: Pairs, pair: int, low: int, high: int, origin: int, grain: int, work: float, spare: float
 ) -> int:
-    """The row x for which [x, high) has about `work`, at most `spare` more, a multiple of `grain` rows from `origin`;
-    `high` where there is none."""
+    """The row x for which [x, high) has about `work`, a multiple of `grain` rows from `origin`: the most of at most
+    `spare` more, or without spare the nearest; `high` where there is none."""
     a, b = low, high
     while a < b:
         middle = (a + b) // 2
@@ -144,10 +165,28 @@ def cut_rows(
             a = middle + 1
         else:
             b = middle
-    x = max(low, origin + (a - origin) // grain * grain)
-    if pair_work(pairs, pair, x, high) > work + spare:
-        x = origin + ((a - origin) // grain + 1) * grain
-    return min(x, high)
+    below = max(low, origin + (a - origin) // grain * grain)
+    above = min(origin + ((a - origin) // grain + 1) * grain, high)
+    most = spare if spare > 0 else work - pair_work(pairs, pair, above, high)
+    return below if pair_work(pairs, pair, below, high) - work <= most else above
+
+
+@lean
+def cut_first(
+    pairs: Pairs, pair: int, low: int, high: int, origin: int, grain: int, work: float, spare: float
+) -> int:
+    """The row y for which [low, y) has about `work`: as `cut_last`, `low` where there is none."""
+    a, b = low, high
+    while a < b:
+        middle = (a + b + 1) // 2
+        if pair_work(pairs, pair, low, middle) > work:
+            b = middle - 1
+        else:
+            a = middle
+    above = min(origin - (origin - a) // grain * grain, high)
+    below = max(low, origin + (a - origin) // grain * grain)
+    most = spare if spare > 0 else work - pair_work(pairs, pair, low, below)
+    return above if pair_work(pairs, pair, low, above) - work <= most else below
 
 
 @lean
@@ -165,29 +204,39 @@ def needs(
     pairs: Pairs, holding: Holding, home: Ints, kv_free: bool, pair: int, low: int, high: int, to: int
 ) -> tuple[int, int]:
     """(query rows, key rows) that must come to `to`, the server at hand, for rows [low, high) of a pair."""
-    q, k = pairs.q[pair], pairs.k[pair]
-    rows, keys = 0, 0
+    q, rows, keys = pairs.q[pair], 0, 0
     if home[q] != to:
         first, last = rows_of(pairs, pair, low, high)
         rows = _missing(first, last, holding.q_low[q], holding.q_high[q])
+    if kv_free and pairs.k_end[pair] == pairs.k[pair] + 1 and home[pairs.k[pair]] == to:
+        return rows, 0
+    first, last = keys_of(pairs, pair, low, high)
     if not kv_free:
-        first, last = keys_of(pairs, pair, low, high)
-        keys = last - first
-    elif home[k] != to:
-        first, last = keys_of(pairs, pair, low, high)
-        keys = _missing(first, last, holding.k_low[k], holding.k_high[k])
+        return rows, max(pairs.length[pair], last - first)
+    for k in range(pairs.k[pair], pairs.k_end[pair]):
+        if home[k] != to:
+            keys += keys_from(pairs, holding, k, first, last)
     return rows, keys
 
 
 @lean
+def keys_from(pairs: Pairs, holding: Holding, k: int, first: int, last: int) -> int:
+    """Key rows of block k that come when [first, last) are wanted."""
+    low, high = max(first, pairs.starts[k]), min(last, pairs.starts[k + 1])
+    return _missing(low, high, holding.k_low[k], holding.k_high[k])
+
+
+@lean
 def hold(pairs: Pairs, holding: Holding, pair: int, low: int, high: int) -> None:
-    q, k = pairs.q[pair], pairs.k[pair]
+    q = pairs.q[pair]
     first, last = rows_of(pairs, pair, low, high)
     if first < last:
         _extend(holding.q_low, holding.q_high, holding.got_q, holding.counts, 0, q, first, last)
     first, last = keys_of(pairs, pair, low, high)
-    if first < last:
-        _extend(holding.k_low, holding.k_high, holding.got_k, holding.counts, 1, k, first, last)
+    for k in range(pairs.k[pair], pairs.k_end[pair]):
+        begin, end = max(first, pairs.starts[k]), min(last, pairs.starts[k + 1])
+        if begin < end:
+            _extend(holding.k_low, holding.k_high, holding.got_k, holding.counts, 1, k, begin, end)
 
 
 @lean

@@ -1,7 +1,7 @@
 """Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are, attention moves.
 
 homes       sequential: ranks are filled one after another, tokens as caps, whatever their work    `distca.homes`
-attention   items move from surplus to deficit servers, cheapest bytes a pair first               `distca.greedy`
+attention   rows move from surplus to deficit servers, cheapest bytes a pair first                `distca.greedy`
 
 tokens   |  rank 0   |  rank 1   |  rank 2   |      work   ###########|##|####   ──►   ######|#####|######
 """
@@ -20,11 +20,10 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.isa import PHASES, Tensor
 from apportion.planner.options import Amount, Bytes, Positive
 from apportion.planner.passes.cells import cut_cells, cut_columns
-from apportion.planner.passes.distca.balance import Balance, Ended, Limits, Site, balance, imbalance
+from apportion.planner.passes.distca.balance import Ended, Limits, imbalance
 from apportion.planner.passes.distca.board import Rules, Servers
-from apportion.planner.passes.distca.communication import Form
 from apportion.planner.passes.distca.homes import causal_sequences, sequential_homes, token_ranges
-from apportion.planner.passes.distca.ranges import RangeBalance, balance_ranges
+from apportion.planner.passes.distca.parts import Balance, Site, balance
 from apportion.planner.passes.refusals import obey_token_cap
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards, exact_sums
@@ -44,8 +43,8 @@ NO_CAP = 2**62
 LEAST_TOLERANCE = 1e-4
 _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
 # Tasks take parts of keys where the busiest rank would otherwise send so many times as much: simulated with 8 to 256
-# ranks of log-normal documents, source files and documents, whole rows are faster below, by up to 20 %.
-CROWDED = 3.5
+# ranks of log-normal documents, source files and documents, whole rows are faster below, by up to 45 %.
+CROWDED = 2.6
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,16 @@ class Distca(PlacePass):
 
     tolerance: a server is filled until its load is within this of its target (the paper's epsilon), or within the
     policy's tolerance where that is less. two_sided: repeat with half the tolerance until no server has more than (1 +
-    tolerance) times its target either; the paper looks at deficits alone. granularity: rows that cuts are multiples
-    of, counted from the ends of a sequence; halved, down to one row, where two-sided balance needs it. threshold:
-    pairs a byte; moves with less are not made (the paper's second stop rule; 0 makes all, and a server left short is
-    then no error). form: `paper` for the cuts and costs of Appendix B as printed. o_bytes: whether the price of a
-    query row holds the O that returns. head_tail: `causal` sequences live, and their items are cut, as pairs of a head
-    and a tail, others as ranges of rows; `all` live so, so that homes do not depend on masks; or `none`, and all items
-    are ranges of rows. kv_free: KV that the destination has costs nothing; the paper charges for it. kv_ranges: a task
-    may take a part of the keys of its rows, those of one home; the paper's take all. Items are then rows against the
-    keys of a home, and `form` has no say. "auto": whole rows, unless the
-    busiest rank would then send several times as much: rows that many need all leave one home.
+    tolerance) times its target either; the paper looks at deficits alone. granularity: rows that cuts are multiples of,
+    counted from the ends of a sequence; halved, down to one row, where two-sided balance needs it. threshold: pairs a
+    byte; moves with less are not made (the paper's second stop rule; 0 makes all, and a server left short is then no
+    error). form: `paper` moves rows of causal sequences as pairs of a head and a tail, and prices them as the authors'
+    code does: the rows of the head and all keys of the document; else ranges of rows move, the first or the last of
+    what a rank has. o_bytes: whether the price of a query row holds the O that returns. head_tail: `causal` sequences
+    live as pairs of a head and a tail, others as ranges of rows; `all` live so, so that homes do not depend on masks;
+    or `none`. kv_free: KV that the destination has costs nothing; the paper charges for it. kv_ranges: a task may take
+    a part of the keys of its rows, those of one home; the paper's take all. `form` then has no say. "auto": whole rows,
+    unless the busiest rank would then send several times as much: rows that many need all leave one home.
 
     Caps are bytes of one forward attention call. send_bytes, receive_bytes: the most that a rank sends and receives:
     Q, KV and returning O. buffer_bytes: the most Q and KV rows of others that it holds. Keys of masks other than causal
@@ -78,7 +77,7 @@ class Distca(PlacePass):
     granularity: Annotated[int, Meta(ge=1, le=2**20)] = 128
     threshold: Amount = 0.0
     two_sided: bool = True
-    form: Form = "corrected"
+    form: Literal["corrected", "paper"] = "corrected"
     o_bytes: bool = True
     head_tail: Literal["causal", "all", "none"] = "causal"
     kv_free: bool = True
@@ -119,29 +118,17 @@ class Distca(PlacePass):
         ended = Termination(Status.FEASIBLE, bound, float((load / problem.speeds).max()))
         return Placement(starts, home, weight, bound, termination=ended, execution=execution)
 
-    def solve(self, problem: Problem) -> tuple[Map, dict[str, Balance]]:
-        """The home of every token, and who computes the rows of each kind. Raises CapacityError."""
-        folded, causal = self._folded(problem)
-        homes = sequential_homes(problem, folded, self.granularity)
-        home = token_ranges(problem.batch.starts, folded, homes)
-        limits, found = self._limits(problem), {}
+    def solve(self, problem: Problem, whole: bool) -> tuple[Map, dict[str, Balance]]:
+        """The home of every token, and who computes the rows of each kind: against all their keys (whole), or against
+        each home's. Raises CapacityError."""
+        home_folded, causal = self._folded(problem)
+        homes = sequential_homes(problem, home_folded, self.granularity)
+        home = token_ranges(problem.batch.starts, home_folded, homes)
+        starts, limits, found = np.append(home[0], problem.batch.tokens), self._limits(problem), {}
         for kind, bands in problem.bands.items():
-            starts = problem.batch.starts
-            site = Site(bands, starts, homes, folded, causal[kind], home[0], problem.speeds)
-            found[kind] = balance(site, limits)
-            self._check(kind, found[kind].ended, found[kind].servers, limits)
-        return home, found
-
-    def solve_ranges(self, problem: Problem) -> tuple[Map, dict[str, RangeBalance]]:
-        """The home of every token, and who computes the rows of each kind against each home's keys. Raises
-        CapacityError."""
-        folded, _ = self._folded(problem)
-        home = token_ranges(problem.batch.starts, folded, sequential_homes(problem, folded, self.granularity))
-        starts, begin = np.append(home[0], problem.batch.tokens), problem.batch.starts
-        origin = begin[np.searchsorted(begin, home[0], "right") - 1]
-        limits, found = self._limits(problem), {}
-        for kind, bands in problem.bands.items():
-            found[kind] = balance_ranges(bands, starts, home[2], origin, problem.speeds, limits)
+            folded = causal[kind] & (whole and self.form == "paper")
+            begin, speeds = problem.batch.starts, problem.speeds
+            found[kind] = balance(Site(bands, begin, homes, starts, home[2], whole, folded, speeds), limits)
             self._check(kind, found[kind].ended, found[kind].servers, limits)
         return home, found
 
@@ -152,8 +139,8 @@ class Distca(PlacePass):
         return np.logical_or.reduce(list(causal.values())) | (self.head_tail == "all"), causal
 
     def _by_rows(self, problem: Problem) -> Solved:
-        home, computed = self.solve(problem)
-        starts, owner, servers = _common_blocks(home, list(computed.values()))
+        home, computed = self.solve(problem, whole=True)
+        starts, owner, servers = _common_blocks(home, [found.tokens() for found in computed.values()])
         moved = any((server != owner).any() for server in servers)
         execution: dict[tuple[str, str], Execution] = {}
         for kind, server in zip(computed, servers, strict=True) if moved else ():
@@ -162,7 +149,7 @@ class Distca(PlacePass):
         return starts, owner, _load(problem, computed), execution or None
 
     def _by_keys(self, problem: Problem) -> Solved:
-        home, computed = self.solve_ranges(problem)
+        home, computed = self.solve(problem, whole=False)
         starts = np.unique(np.concatenate([*(found.cuts for found in computed.values()), home[0]]))
         starts, owner = np.append(starts, problem.batch.tokens), home[2][_at(home[0], starts)]
         moved = any(found.ended.moves for found in computed.values())
@@ -178,13 +165,12 @@ class Distca(PlacePass):
             grain=1,
             tolerance=0.0,
             excess=0.0,
-            spare=self._tolerance(problem),
+            spare=self._tolerance(problem) if self.two_sided else 0.0,
             threshold=self.threshold,
             q_bytes=q,
             o_bytes=o,
             kv_bytes=kv,
             priced_q=q + o if self.o_bytes else q,
-            paper=self.form == "paper",
             kv_free=self.kv_free,
             capped=any(cap is not None for cap in caps),
             send_cap=caps[0] or NO_CAP,
@@ -249,9 +235,9 @@ def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints, ranks: int)
     return exact_sums(home[tile // ranks], rows, ranks), exact_sums(tile % ranks, rows, ranks)
 
 
-def _common_blocks(home: Map, computed: list[Balance]) -> tuple[Ints, Ints, list[Ints]]:
+def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Ints]]:
     """(starts, homes, servers for each kind) of the fewest blocks whose tokens have all these in common."""
-    maps = [(home[0], home[2]), *((found.low, found.rank) for found in computed)]
+    maps = [(home[0], home[2]), *((low, rank) for low, _, rank in computed)]
     starts = np.unique(np.concatenate([low for low, _ in maps]))
     ranks = np.stack([rank[_at(low, starts)] for low, rank in maps])
     new = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
@@ -264,7 +250,7 @@ def _at(low: Ints, tokens: Ints) -> Ints:
     return np.searchsorted(low, tokens, "right") - 1
 
 
-def _load(problem: Problem, computed: Mapping[str, Balance | RangeBalance]) -> Ints:
+def _load(problem: Problem, computed: Mapping[str, Balance]) -> Ints:
     """int64 [ranks]: pairs, summed over kinds times layers."""
     load: Ints = np.sum([problem.layers[k] * found.servers.load for k, found in computed.items()], axis=0)
     return load
