@@ -4,7 +4,7 @@ Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,
 is the built-in h100; forward and backward, all layers. The README's model, 64 ranks of 8 a node, 32K tokens a rank,
 unless the name says otherwise. Plans of `auto` are verified. A single recipe counts where it keeps the token cap; one
 that takes longer than `--seconds` to plan and simulate is left out, and said. Rows are kept in
-benchmarks/results/situations.json, where `--only` replaces some, and the table is in docs/performance.md.
+benchmarks/results/situations.json, where `--only` and named singles replace some; docs/performance.md has the table.
 """
 
 from __future__ import annotations
@@ -218,13 +218,23 @@ def row(situation: Situation, singles: list[str], seconds: float, seed: int = 0)
     batch = situation.batch(seed)
     auto = attempt(situation, batch, "auto", max(seconds, 600.0))
     single = {name: attempt(situation, batch, name, seconds) for name in singles}
+    return {
+        "situation": situation.name,
+        "seed": seed,
+        "auto": auto,
+        "single": single,
+        "best": best_of(single),
+    }
+
+
+def best_of(single: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The fastest recipe that keeps the token cap."""
     kept = {
         name: one["efficiency"]
         for name, one in single.items()
         if "reason" not in one and one["tokens"] <= 0.0201
     }
-    best = max(kept, key=lambda name: kept[name]) if kept else None
-    return {"situation": situation.name, "seed": seed, "auto": auto, "single": single, "best": best}
+    return max(kept, key=lambda name: kept[name]) if kept else None
 
 
 # --- the table
@@ -288,8 +298,9 @@ def main() -> None:
             continue
         made = row(situation, singles, told.seconds)
         known = rows.get(situation.name)
-        if known and not singles:  # what was measured of single recipes is kept
-            made |= {"single": known["single"], "best": known["best"]}
+        if known:  # what was measured of other recipes is kept
+            made["single"] = {**known["single"], **made["single"]}
+            made["best"] = best_of(made["single"])
         rows[situation.name] = made
         print(table([made]).splitlines()[-1], file=sys.stderr, flush=True)
         order = [rows[each.name] for each in every_situation if each.name in rows]
