@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, suggestion
-from apportion.ir.isa import SENT_GRADIENTS
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 WINDOW_OF = MappingProxyType({SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"})
@@ -59,13 +58,11 @@ class ModelFields(TypedDict):
     hidden: int
     ffn: int
     layers: int | dict[str, int]
-    sent_gradients: str
 
 
 def model_fields(config: Mapping[str, Any]) -> ModelFields:
     """What planning must know of the layers. Attention kinds are the distinct layer types; where there is one, `layers`
-    is a number. Of MLA the heads as training has them: as many of K as of Q. `sent_gradients` is no key of Hugging
-    Face's, but may stand among them. Raises ConfigError."""
+    is a number. Of MLA the heads as training has them: as many of K as of Q. Raises ConfigError."""
     text = text_config(config)
     heads, hidden = count(text, "num_attention_heads"), count(text, "hidden_size")
     kinds = Counter(layer_types(text))
@@ -79,7 +76,6 @@ def model_fields(config: Mapping[str, Any]) -> ModelFields:
         "hidden": hidden,
         "ffn": count(text, "intermediate_size"),
         "layers": dict(sorted(kinds.items())) if len(kinds) > 1 else kinds.total(),
-        "sent_gradients": config.get("sent_gradients", SENT_GRADIENTS[0]),
     }
 
 

@@ -152,9 +152,9 @@ TENSOR_NAMES: Mapping[Tensor, str] = MappingProxyType({tensor: tensor.contents.n
 
 #: tensors that are summed up part by part
 PARTIALS = tuple(tensor for tensor in Tensor if tensor.contents.partial)
-#: those of them that are gradients: they may travel in the model's dtype before they are complete
+#: those of them that are gradients: they may travel in the model's dtype although they are no results yet
 GRADIENTS = frozenset(tensor for tensor in PARTIALS if tensor.contents.phases == ("backward",))
-#: how gradients that are not complete travel: in the accumulators' dtype, or rounded to the model's
+#: how gradients that are no results travel: in the accumulators' dtype, or rounded to the model's
 SENT_GRADIENTS = ("wide", "model")
 KV_SIDE = frozenset(tensor for tensor in Tensor if tensor.contents.side == "key")
 HEADLESS = frozenset(tensor for tensor in Tensor if tensor.contents.side is None)

@@ -24,7 +24,7 @@ class Model:
     """Heads are those of one tensor-parallel rank; `v_head_dim` differs from `head_dim` in MLA (None: equal).
 
     `layers` is the number of attention layers, or one number for each attention kind. `sent_gradients` says how
-    gradients that are not complete travel from rank to rank: `wide`, in the accumulators' dtype, or rounded to that of
+    gradients that are no results travel from rank to rank: `wide`, in the accumulators' dtype, or rounded to that of
     a bf16 or fp16 `model` on their way, which halves their bytes; they are added up in float32 in any case. Raises
     ConfigError.
     """

@@ -34,6 +34,8 @@ from apportion.ir.plan import Header, Ints, Table
 LIMIT = 2**48
 MAX_HEADS = 2**16
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")
+#: those narrower than accumulators
+HALF_NAMES = DTYPE_NAMES[:2]
 #: the version that says what diagonals the kinds have
 DIAGONALS_SINCE = (1, 1)
 
@@ -76,6 +78,9 @@ def check_header(header: Header) -> None:
         raise DecodeError(
             f"header: sent_gradients = {header.sent_gradients[:40]!r}, known are {', '.join(SENT_GRADIENTS)}"
         )
+    if header.sent_gradients == "model" and header.dtype not in HALF_NAMES:
+        halves = " and ".join(HALF_NAMES)
+        raise DecodeError(f"header: sent_gradients = 'model' is for {halves}, and dtype = {header.dtype!r}")
     _names("kinds", header.kinds)
     _names("layouts", header.layouts)
     if header.home_layout not in header.layouts:

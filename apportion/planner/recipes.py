@@ -179,7 +179,7 @@ _ENTRIES = (
     ),
     _entry(
         "distca_paper",
-        "DistCA as printed: tasks with all keys of their rows, one-sided tolerance, keys charged even where they are",
+        "DistCA as published: tasks with all keys of their rows, one-sided tolerance, keys charged even where they are",
         "DistCA",
         "4, A, B",
         shard={"sequences": {}},

@@ -78,7 +78,7 @@ def attention(
 
 
 def loader(
-    dataset: Any, model: Any, *, dtype: str | None = None, sent_gradients: str | None = None, **options: Any
+    dataset: Any, model: Any, *, dtype: str | None = None, sent_gradients: str = "wide", **options: Any
 ) -> PlannedLoader:
     """`PlannedLoader(dataset, **options)` with what the config of `model` says: heads, masks of its kinds of layers.
 
@@ -91,8 +91,7 @@ def loader(
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
         options["masks"] = masks_of(config)
     options = {"rows_multiple": 1, "drop_last": options.get("stream", "train") == "train", **options}
-    planned = model_of(config)
-    planned = replace(planned, dtype=dtype or own, sent_gradients=sent_gradients or planned.sent_gradients)
+    planned = replace(model_of(config), dtype=dtype or own, sent_gradients=sent_gradients)
     return PlannedLoader(dataset, model=planned, **options)
 
 

@@ -126,10 +126,3 @@ def test_what_cannot_be_planned_is_named(config: dict[str, Any], named: str) -> 
 def test_models_that_look_ahead_need_masks_of_their_own() -> None:
     with pytest.raises(ConfigError, match="use_bidirectional_attention"):
         masks_of(changed(GEMMA2, use_bidirectional_attention=True))
-
-
-def test_a_config_may_say_how_gradients_travel() -> None:
-    assert model_of(json.loads(LLAMA)).sent_gradients == "wide"
-    assert model_of(json.loads(LLAMA) | {"sent_gradients": "model"}).sent_gradients == "model"
-    with pytest.raises(ConfigError, match=r"model\.sent_gradients"):
-        model_of(json.loads(LLAMA) | {"sent_gradients": "bf16"})

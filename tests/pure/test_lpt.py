@@ -218,3 +218,9 @@ def test_fcp_keeps_documents_on_few_nodes():
     moved, anywhere = (found.report["bytes"]["inter_node"] for found in plans)
     assert moved < 0.75 * anywhere
     assert all(found.report["imbalance"]["compute"] <= 0.01 for found in plans)
+
+
+def test_a_load_beyond_all_numbers_still_has_room():
+    speeds = np.array([1e-300, 1.0])
+    found = lpt(array([2**61, 2**60, 2**40, 7]), np.ones(4, np.int64), array([4, 1]), speeds)
+    assert found.bin.tolist() == [0, 1, 0, 0]

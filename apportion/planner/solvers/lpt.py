@@ -206,7 +206,7 @@ def _find(lightest: Floats, most: Ints, size: int) -> int:
         return node - leaves
     best, least, node = -1, np.inf, 1
     while True:
-        fits = most[node] >= size and lightest[node] < least
+        fits = most[node] >= size and (best < 0 or lightest[node] < least)
         if fits and node >= leaves:
             best, least = node - leaves, lightest[node]
         if fits and node < leaves:

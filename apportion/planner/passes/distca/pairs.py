@@ -1,5 +1,5 @@
-"""Rows of one home against keys of another: the pairs that DistCA's migration moves where tasks may take a part of
-their keys. Their geometry, and what a server has of them."""
+"""Rows of one home against keys, all that they see or those of another home: the pairs that DistCA's migration moves.
+Their geometry, and what a server has of them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from apportion.ir.errors import CapacityError
+from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES, Tensor
 from apportion.planner.options import Amount, Bytes, Positive
 from apportion.planner.passes.cells import cut_cells, cut_columns
@@ -52,17 +52,18 @@ class Distca(PlacePass):
     """Sequential homes and communication-aware greedy migration.
 
     tolerance: a server is filled until its load is within this of its target (the paper's epsilon), or within the
-    policy's tolerance where that is less. two_sided: repeat with half the tolerance until no server has more than (1 +
-    tolerance) times its target either; the paper looks at deficits alone. granularity: rows that cuts are multiples of,
-    counted from the ends of a sequence; halved, down to one row, where two-sided balance needs it. threshold: pairs a
-    byte; moves with less are not made (the paper's second stop rule; 0 makes all, and a server left short is then no
-    error). form: `paper` moves rows of causal sequences as pairs of a head and a tail, and prices them as the authors'
-    code does: the rows of the head and all keys of the document; else ranges of rows move, the first or the last of
-    what a rank has. o_bytes: whether the price of a query row holds the O that returns. head_tail: `causal` sequences
-    live as pairs of a head and a tail, others as ranges of rows; `all` live so, so that homes do not depend on masks;
-    or `none`. kv_free: KV that the destination has costs nothing; the paper charges for it. kv_ranges: a task may take
-    a part of the keys of its rows, those of one home; the paper's take all. `form` then has no say. "auto": whole rows,
-    unless the busiest rank would then send several times as much: rows that many need all leave one home.
+    policy's tolerance where that is less. two_sided: repeat with half the tolerance until no server has more than (1
+    + tolerance) times its target either; the paper looks at deficits alone. granularity: rows that cuts are multiples
+    of, counted from the ends of a sequence; halved, down to one row, where two-sided balance needs it. threshold:
+    pairs a byte; moves with less are not made (the paper's second stop rule; 0 makes all, and a server left short is
+    then no error). form: `paper` moves rows of causal sequences as pairs of a head and a tail, and prices them as the
+    authors' code does: the rows of the head and all keys of the document; else ranges of rows move, the first or the
+    last of what a rank has; there must be such pairs, so it does not go with `head_tail: none`. o_bytes: whether the
+    price of a query row holds the O that returns. head_tail: `causal` sequences live as pairs of a head and a tail,
+    others as ranges of rows; `all` live so, so that homes do not depend on masks; or `none`. kv_free: KV that the
+    destination has costs nothing; the paper charges for it. kv_ranges: a task may take a part of the keys of its
+    rows, those of one home; the paper's take all. `form` then has no say. "auto": whole rows, unless the busiest rank
+    would then send several times as much: rows that many need all leave one home.
 
     Caps are bytes of one forward attention call. send_bytes, receive_bytes: the most that a rank sends and receives:
     Q, KV and returning O. buffer_bytes: the most Q and KV rows of others that it holds. Keys of masks other than causal
@@ -77,7 +78,7 @@ class Distca(PlacePass):
     granularity: Annotated[int, Meta(ge=1, le=2**20)] = 128
     threshold: Amount = 0.0
     two_sided: bool = True
-    form: Literal["corrected", "paper"] = "corrected"
+    form: Literal["ranges", "paper"] = "ranges"
     o_bytes: bool = True
     head_tail: Literal["causal", "all", "none"] = "causal"
     kv_free: bool = True
@@ -86,6 +87,13 @@ class Distca(PlacePass):
     receive_bytes: Bytes | None = None
     buffer_bytes: Bytes | None = None
     own_cap: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.form == "paper" and self.head_tail == "none":
+            rule = "moves heads with their tails, and `head_tail: none` has none"
+            raise ConfigError(
+                "recipe.steps.place.distca.form", self.form, rule, "leave `form` or `head_tail` out"
+            )
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         placement = self._cheaper(problem)
