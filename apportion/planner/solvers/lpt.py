@@ -47,18 +47,9 @@ def _solve(problem: PartitionProblem) -> Partition:
     near = _near(problem)
     relatives = near.family if len(near.family) else np.zeros(len(weights), np.int64)
     order = np.lexsort((np.arange(len(weights)), relatives, -sizes, -weights, choice[group]))
-    assigned, load = _assign(
-        order,
-        weights,
-        sizes,
-        rates,
-        caps,
-        group,
-        group_ptr,
-        group_bins,
-        near,
-    )
-    bound, value = makespan_bound(weights, rates), float((load / rates).max())
+    with np.errstate(over="ignore"):  # at a speed of next to nothing
+        assigned, load = _assign(order, weights, sizes, rates, caps, group, group_ptr, group_bins, near)
+        bound, value = makespan_bound(weights, rates), float((load / rates).max())
     if (assigned >= 0).all():
         status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
         return Partition(assigned, Termination(status, min(bound, value), value))
