@@ -73,7 +73,8 @@ def variant(dtype: str, qk: int, v: int) -> Variant:
 def _shapes(width: int, size: int) -> Mapping[str, Shape]:
     """Tiles whose loops keep to registers on all GPUs that `make kernels` compiles for."""
     if size == 4:
-        return {"attend": Shape(32, 16, 8, 1), "dq": Shape(32, 16, 8, 1), "dkdv": Shape(32, 16, 8, 1)}
+        owner = 32 if width <= 64 else 16
+        return {"attend": Shape(32, 16, 8, 1), "dq": Shape(owner, 16, 8, 1), "dkdv": Shape(32, 16, 8, 1)}
     if width > 192:
         return {"attend": Shape(64, 32, 8, 2), "dq": Shape(32, 32, 4, 2), "dkdv": Shape(32, 32, 8, 2)}
     if width > 128:
