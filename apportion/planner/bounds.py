@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.bands import INF, area
 from apportion.ir.batch import Batch
-from apportion.ir.isa import MAX_RANKS, PHASES, TRAVELLING
+from apportion.ir.isa import FETCHED, MAX_RANKS, PHASES, RETURNED, TRAVELLING
 from apportion.ir.model import Model
 from apportion.planner.problem import exact_sums
 
@@ -111,7 +111,7 @@ def remote_pairs_bytes(
     model: Model, remote: Iterable[tuple[str, Ints]], value: float | None, heads_split: bool = False
 ) -> Bound:
     """Bytes for pairs computed where neither their query nor their key is at home. A rank that fetches q query rows and
-    k key rows covers at most q * k of them, so w pairs cost at least 2 sqrt(w * KV * (Q + O)) bytes.
+    k key rows covers at most q * k of them, so w pairs cost at least 2 sqrt(w * KV * (Q + O)) bytes, O as a result.
 
     remote: (phase, int64 [ranks] such pairs on each rank) of each attention call. value: the bytes of this plan for the
     rows of these pairs. heads_split: whether tasks have some of the heads: a pair then needs part of its rows.
@@ -126,7 +126,9 @@ def remote_pairs_bytes(
 def remote_bytes(model: Model, phase: str, pairs: Ints) -> Floats:
     """float64, shaped like `pairs`: bytes that a rank moves at least for so many pairs with query and key remote."""
     keys = sum(model.sent_bytes(tensor) for tensor in TRAVELLING["key", phase])
-    queries = sum(model.sent_bytes(tensor) for tensor in TRAVELLING["query", phase])
+    queries = sum(model.sent_bytes(tensor) for tensor in FETCHED["query", phase])
+    for tensor in RETURNED["query", phase]:  # a result where the rank computes all of a row
+        queries += min(model.sent_bytes(tensor), model.q_heads * model.sent_result_bytes(tensor))
     least: Floats = 2.0 * np.sqrt(pairs.astype(np.float64) * keys * queries)
     return least
 

@@ -152,13 +152,20 @@ def _traffic(problem: Problem, kind: str, phase: str, low: Lowering) -> list[Tra
 def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) -> Traffic:
     """Tiles on their way out, or what is added up for them on its way back."""
     schedule, groups, moving = low.schedule, low.groups, FETCHED if name == "fetch" else RETURNED
-    size = 0
-    of_sides = (low.queries.edges, low.sets.query_heads), (low.keys.edges, low.sets.tile_heads)
-    for side, (edges, heads) in zip(SIDES, of_sides, strict=True):
+    size, tiles = 0, low.edges
+    for side in SIDES:
+        edges, heads = low.queries.edges, low.sets.query_heads
+        whole = low.whole_results & (name == "return")
+        if side == "key":
+            edges, heads = low.keys.edges, low.sets.tile_heads
+            whole = np.zeros(len(edges), bool)
+        partly, wholly = (
+            sum(of(tensor) for tensor in moving[side, phase])
+            for of in (partial(problem.model.sent_bytes, heads=1), problem.model.sent_result_bytes)
+        )
         index, dst = groups.spread(edges.dst)
-        per_head = sum(problem.model.sent_bytes(tensor, 1) for tensor in moving[side, phase])
-        size += int((edges.rows[index].astype(np.int64) * heads[dst]).sum()) * per_head
-    tiles = low.edges
+        a_head = np.where(whole[index], wholly, partly)
+        size += int((edges.rows[index].astype(np.int64) * heads[dst] * a_head).sum())
     if name == "return" and phase == "forward":
         tiles = tiles.take(np.flatnonzero(tiles.lane & 1))
     degree = max_degree(tiles.src, tiles.dst, len(groups))

@@ -13,7 +13,7 @@ from apportion.ir.isa import Tensor
 from apportion.ir.policy import Step
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes.cells import cut_cells
-from apportion.planner.passes.distca.placement import CROWDED, Distca, forward_bytes
+from apportion.planner.passes.distca.placement import CROWDED, Distca, forward_bytes, sending_seconds
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe
@@ -271,8 +271,8 @@ def test_bytes_are_those_of_the_rows_that_travel(mask, kv_ranges):
     ("cap", "index", "share", "kv_ranges"),
     [
         ("send_bytes", 0, 0.98, False),
-        ("receive_bytes", 1, 0.97, False),
-        ("buffer_bytes", 2, 0.97, False),
+        ("receive_bytes", 1, 0.98, False),
+        ("buffer_bytes", 2, 0.98, False),
         ("buffer_bytes", 2, 0.95, True),
     ],
 )
@@ -295,7 +295,8 @@ def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges):
     for counted, exact in zip(
         (servers.sent, servers.received, servers.held), forward_bytes(made, placement, "default"), strict=True
     ):
-        np.testing.assert_array_equal(counted, exact)
+        assert (counted >= exact).all()  # from above: O of rows that parts of keys leave whole
+        assert kv_ranges or (counted == exact).all()
 
 
 def test_caps_that_keep_the_balance_away_are_refused():
@@ -394,11 +395,11 @@ def test_byte_caps_choose_between_rows_and_parts_of_keys():
 
 
 @pytest.mark.parametrize(("ranks", "by_keys"), [(8, False), (256, True)])
-def test_whole_rows_are_taken_unless_one_rank_sends_several_times_as_much(ranks, by_keys):
+def test_whole_rows_are_taken_unless_one_rank_sends_for_longer(ranks, by_keys):
     batch = ap.Batch.from_lengths(lognormal_lengths(0, ranks * 8192))
     this = Problem(batch, ap.Cluster(ranks // 8, 8), ap.Model(8, 2, 64), ap.Policy(find_recipe("distca")))
     rows, keys, auto = (place(Distca(kv_ranges=kv_ranges), this) for kv_ranges in (False, True, "auto"))
-    sent = [forward_bytes(this, placement, "default")[0].max() for placement in (rows, keys)]
+    sent = [sending_seconds(this, placement) for placement in (rows, keys)]
     assert (sent[0] > CROWDED * sent[1]) == by_keys
     assert np.array_equal(auto.starts, (keys if by_keys else rows).starts)
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.ir import text, totals, verify
+from apportion.ir import masks, text, totals, verify
+from apportion.ir.batch import Sequence
 from apportion.ir.codec import Plan
 from apportion.ir.fusion import find_complete, result_ranges
-from apportion.ir.isa import PHASES, RESULTS, Op, Tensor
+from apportion.ir.isa import PHASES, RESULTS, Op, Space, Tensor
 from apportion.ir.messages import find_messages
+from apportion.ir.ops import instruction_of
 
 PLAN = (Path(__file__).resolve().parents[1] / "plans/results.txt").read_text()
 
@@ -61,6 +63,45 @@ def test_rows_that_arrive_as_results_need_no_finish_and_no_cast() -> None:
     run = ap.simulate(plan).runs["default", "forward"]
     # pack, copy, unpack, attend, unpack; results are in place, finish has no rows
     assert set(run.launches.tolist()) == {1 + 1 + 1 + 1 + 1}
+
+
+MASKS = {
+    "causal": masks.causal(),
+    "window": masks.sliding_window(120),
+    "questions": masks.shared_question(40, [100, 60]),
+}
+
+
+@pytest.mark.parametrize("recipe", ["distca", "distca_paper"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_rows_of_a_tile_return_as_results_where_nothing_else_touches_them(mask: str, recipe: str) -> None:
+    sequences = [Sequence(2000, masks.causal()), *[Sequence(200, MASKS[mask])] * 6]
+    plan = ap.plan(ap.Batch.from_sequences(sequences), ap.Cluster(1, 4), ap.Model(4, 2, 16), recipe=recipe)
+    returned = 0
+    for phase, table, column, tensor in (
+        ("forward", "tasks", "o", Tensor.O),
+        ("backward", "grads", "dq", Tensor.DQ),
+    ):
+        for rank in range(4):
+            program = plan.programs["default", phase].rank(rank)
+            operands, transfers, rowops = (program[name] for name in ("operands", "transfers", "rowops"))
+            instructions = program["instructions"]
+            at = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
+            came = (transfers["send"] == 0) & (operands["tensor"][transfers["operand"]] == tensor)
+            results = transfers["operand"][came & (instructions["mode"][at] & RESULTS > 0)].tolist()
+            added = rowops["c"][np.isin(rowops["a"], transfers["operand"][came])].tolist()
+            own = [x for x in np.unique(program[table][column]) if operands["space"][x] == Space.HOME]
+            of = [slice(row, row + rows) for row, rows in zip(operands["row"], operands["rows"], strict=True)]
+            computed = np.zeros(plan.layout("attention").rows_per_rank[rank], bool)
+            for x in own:
+                computed[of[x]] = True
+            users = computed.astype(int)
+            for x in results + added:
+                users[of[x]] += 1
+            assert all((users[of[x]] == 1).all() for x in results)
+            assert all((users[of[x]] > 1).any() for x in added)
+            returned += len(results)
+    assert returned
 
 
 def test_result_ranges_are_cut_to_what_is_asked() -> None:

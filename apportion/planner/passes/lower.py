@@ -5,7 +5,8 @@
 
 F: rounds that fetch tiles: KV rows, and where queries travel Q (backward also dO and delta) rows. R: rounds that return
 what tasks add up for rows of others, the reverse of F (on a ring: on with the tile): gradients, and where queries
-travel the partial results of the forward. The transfers of a round overlap the tasks of the rounds before it.
+travel the results of the forward, partial or complete. The transfers of a round overlap the tasks of the rounds before
+it.
 
 Everything between the exchanges is lowered for groups of ranks and then spread over the members of each.
 """
@@ -264,8 +265,10 @@ def _tiles(
         tiles = _fetch(asm, ops, low, side, FETCHED[name, phase], fetches, home)
         of |= {tensor: side.of_tasks(home[tensor], found) for tensor, found in tiles.items()}
         for result in RETURNED[name, phase]:
-            batch = low.batches(phase).batch[side.index]
-            outgoing = _return(asm, ops, low, side, result, batch, fetches, returns, home[result])
+            batches = low.batches(phase)
+            batch = batches.batch[side.index]
+            whole = batches.results[batch] if len(batch) else batch > 0
+            outgoing = _return(asm, ops, low, side, result, batch, whole, fetches, returns, home[result])
             of[result] = side.of_tasks(home[result], outgoing)
     return of
 
@@ -307,41 +310,49 @@ def _return(
     side: Side,
     tensor: Tensor,
     batch: Ints,
+    whole: Bools,
     fetches: Fetches,
     returns: Returns,
     home: Numbers,
 ) -> Numbers:
-    """Bring what each tile adds up to where it is combined, in batches int32 [edges]; returns the operands of the
-    tiles' sums."""
+    """Bring what each tile adds up to where it is combined, in batches int32 [edges], or, where it is `whole`, bool
+    [edges], home as results; returns the operands of the tiles' sums."""
     edges = side.edges
     if not len(edges):
         return _NONE
     target, onward = side.returned_to, side.returns_to
     launch, add, clear = returns.launch[batch], returns.add[batch], returns.clear[side.round]
-    rank = np.concatenate([edges.dst, target])
-    start = np.concatenate([np.minimum(clear, fetches.stage[low.schedule.leads + side.round]), launch])
-    end = np.concatenate([returns.wait[batch], add])
-    order = None if side.order is None else np.concatenate([side.order, len(edges) + side.order])
-    row = allot(rank, np.concatenate([edges.rows, edges.rows]), start, end, low.kept, order)
-    staying, passed = np.flatnonzero(onward < 0), np.flatnonzero(onward >= 0)
-    leaving, arriving = np.split(row, 2)
+    partial = np.flatnonzero(~whole)
+    rank = np.concatenate([edges.dst, target[partial]])
+    start = np.concatenate(
+        [np.minimum(clear, fetches.stage[low.schedule.leads + side.round]), launch[partial]]
+    )
+    end = np.concatenate([returns.wait[batch], add[partial]])
+    order = None
+    if side.order is not None:
+        place = np.cumsum(~whole) - 1
+        order = np.concatenate([side.order, len(edges) + place[side.order[~whole[side.order]]]])
+    row = allot(rank, np.concatenate([edges.rows, edges.rows[partial]]), start, end, low.kept, order)
+    leaving, arriving = np.split(row, [len(edges)])
     if low.holds:
         never = np.full(len(edges), len(asm.steps))
         leaving = allot(edges.dst, edges.rows, start[: len(edges)], never, low.kept, side.order)
         beyond = low.kept.copy()
         np.maximum.at(beyond, edges.dst, leaving + edges.rows)
         arriving = allot(target, edges.rows, launch, add, beyond, side.order)
-    come = ((target, arriving, edges.rows), side.edge_group)
-    ranges = side.tile_ranges(leaving, passed, onward[passed], come)
-    (tiles,) = ops.number((tensor,), Space.WORK, ranges)
+    come = ((target[partial], arriving, edges.rows[partial]), side.edge_group[partial])
+    staying, passed = np.flatnonzero(onward < 0), np.flatnonzero(onward >= 0)
+    (tiles,) = ops.number((tensor,), Space.WORK, side.tile_ranges(leaving, passed, onward[passed], come))
     cleared = side.tile_openers.lane
     asm.rows("rowops", edges.dst[cleared], clear[cleared], 0, 0, tiles[TILE_CLEARED], 0, 0)
-    asm.rows("transfers", edges.dst, launch, 1, target, tiles[TILE])
-    asm.rows("transfers", target, launch, 0, edges.dst, tiles[ARRIVING])
     into = np.empty(len(edges), np.int32)
     into[side.roots] = home[SENT]
     into[staying], into[passed] = into[side.root[staying]], tiles[TILE_INSIDE]
-    asm.rows("rowops", target, add, tiles[ARRIVING], 0, into, 0, 0)
+    received = into.copy()
+    received[partial] = tiles[ARRIVING]
+    asm.rows("transfers", edges.dst, launch, 1, target, tiles[TILE])
+    asm.rows("transfers", target, launch, 0, edges.dst, received)
+    asm.rows("rowops", target[partial], add[partial], tiles[ARRIVING], 0, into[partial], 0, 0)
     return tiles
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.isa import Space, Tensor
+from apportion.ir.sorting import ranked
 from apportion.planner.passes.assemble import Numbers, RangeSet, range_set
 from apportion.planner.passes.cells import HeadGroups
 from apportion.planner.passes.exchange import Exchange
@@ -368,7 +369,30 @@ class Lowering:
         if not self._later:
             return Batches.of_rounds(self.schedule) if phase == "backward" else Batches.none(len(self.edges))
         every = np.full(len(self.edges), phase == "backward")
-        return Batches.of(self.schedule.round, self.back, every | (self.edges.lane & 1 == 1))
+        results = np.zeros(len(self.edges), bool)
+        results[self.queries.index] = self.whole_results
+        return Batches.of(self.schedule.round, self.back, every | (self.edges.lane & 1 == 1), results)
+
+    @cached_property
+    def whole_results(self) -> NDArray[np.bool_]:
+        """bool [query edges]: whether nothing else than the tile's tasks touches the rows, so that what they add up is
+        complete, and goes straight home as results. Home rows only, and all heads at once."""
+        tasks, edges = self.tasks, self._edges_of(1)[2]
+        may = (edges.parent < 0) & ~np.isin(np.arange(len(edges)), edges.parent)
+        if self.exchange is not None or len(self.heads) > 1 or not may.any():
+            return np.zeros(len(edges), bool)
+        local = np.flatnonzero(tasks.query_edge < 0)
+        offset = np.cumsum(self.rows.per_rank) - self.rows.per_rank
+        low = np.concatenate([offset[edges.home] + edges.row, offset[tasks.exec[local]] + tasks.row[local]])
+        high = low + np.concatenate([edges.rows, tasks.rows[local]])
+        points, first, last = ranked(low, high)
+        users = np.cumsum(
+            np.bincount(first, minlength=len(points)) - np.bincount(last, minlength=len(points))
+        )
+        shared = np.append(0, np.cumsum(users > 1))
+        mine = slice(len(edges))
+        found: NDArray[np.bool_] = may & (shared[last[mine]] == shared[first[mine]])
+        return found
 
     @cached_property
     def _key_row(self) -> Ints:
@@ -386,7 +410,16 @@ class Lowering:
             may = ~(late & self._any_leave(1, tasks.exec[at], tasks.row[at], tasks.rows[at]))
         lane = tasks.exec[at] * groups + tasks.group[at] if groups > 1 else tasks.exec[at]
         written = Written(at, lane, tasks.row[at], tasks.rows[at], may)
-        return find_openers(written, np.repeat(self.rows.per_rank, groups), len(tasks))
+        held = np.repeat(self.rows.per_rank, groups)
+        given = np.flatnonzero(self.whole_results)
+        if not len(given):
+            return find_openers(written, held, len(tasks))
+        edges = self._edges_of(1)[2].take(
+            given
+        )  # rows that results overwrite, as if by tasks behind all others
+        results = Written(len(tasks) + given, edges.home, edges.row, edges.rows, given >= 0)
+        found = find_openers(written.join(results), held, len(tasks) + int(given[-1]) + 1)
+        return replace(found, flags=found.flags[: len(tasks)])
 
     @property
     def _key_openers(self) -> Openers:

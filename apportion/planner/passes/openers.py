@@ -46,6 +46,10 @@ class Written:
     rows: Ints
     may: Bools
 
+    def join(self, later: Written) -> Written:
+        """These, and those of later tasks."""
+        return Written(*map(np.concatenate, zip(vars(self).values(), vars(later).values(), strict=True)))
+
 
 def find_openers(written: Written, held: Ints, tasks: int) -> Openers:
     """held: int64 [lanes], all rows of each lane."""

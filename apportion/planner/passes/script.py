@@ -2,7 +2,9 @@
 
     forward    start, ..                | local tasks | wait, start what may | tasks of that round | start what may | ..
     backward   the same, and after each stage: start the returns whose rows are complete, wait for those of earlier
-               stages and add them; so does a forward whose queries leave home, for their partial results
+               stages and add them; so does a forward whose queries leave home, for their results
+
+Rows that one tile's tasks compute alone go home as results, in rounds of their own, and nothing is added there.
 
 A round may start when the rounds that bring its relays have arrived and the buffers allow it. All ranks share the
 order, so launches rise everywhere.
@@ -16,11 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import Op
+from apportion.ir.isa import P2P, RESULTS, Op
 from apportion.planner.passes.assemble import Assembler
 from apportion.planner.passes.schedule import Schedule
 
 Ints = NDArray[np.integer[Any]]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Fetches:
 
 @dataclass(frozen=True)
 class Returns:
-    """Positions of the steps that bring partial results or gradients home: launch, wait, add int64 [batches]; clear:
-    int64 [rounds], before the stage that first writes those of a round's tiles."""
+    """Positions of the steps that bring results or gradients home: launch, wait, add int64 [batches], `add` that of the
+    wait where nothing is added; clear: int64 [rounds], before the stage that first writes those of a round's tiles."""
 
     clear: Ints
     launch: Ints
@@ -55,33 +58,36 @@ class Between(Protocol):
 @dataclass(frozen=True)
 class Batches:
     """What tiles' tasks add up goes back in batches: batch int32 [edges], of the edges that return anything (-1: none);
-    those of one batch came in one round and are complete after the stage of one round, int64 [batches] each."""
+    those of one batch came in one round and are complete after the stage of one round, int64 [batches] each, and go as
+    `results`, bool [batches], or are added up."""
 
     batch: Ints
     round: Ints
     complete: Ints
+    results: Bools
 
     @staticmethod
-    def of(round_: Ints, complete: Ints, returning: NDArray[np.bool_]) -> Batches:
-        """round_, complete: int32 [edges]; returning: bool [edges]."""
+    def of(round_: Ints, complete: Ints, returning: Bools, results: Bools) -> Batches:
+        """round_, complete: int32 [edges]; returning, results: bool [edges]."""
         rounds = int(round_.max(initial=0)) + 1
-        keys, number = np.unique(
-            complete[returning] * np.int64(rounds) + round_[returning], return_inverse=True
-        )
+        place = complete[returning] * np.int64(rounds) + round_[returning]
+        keys, number = np.unique(2 * place + results[returning], return_inverse=True)
         batch = np.full(len(round_), -1, np.int32)
         batch[returning] = number
-        return Batches(batch, keys % rounds, keys // rounds)
+        complete, round_ = np.divmod(keys >> 1, rounds)
+        return Batches(batch, round_, complete, keys & 1 == 1)
 
     @staticmethod
     def of_rounds(schedule: Schedule) -> Batches:
         """What came in a round goes back together."""
         rounds = np.arange(schedule.rounds)
-        return Batches(schedule.round, rounds, rounds)
+        return Batches(schedule.round, rounds, rounds, np.zeros(len(rounds), bool))
 
     @staticmethod
     def none(edges: int) -> Batches:
         """Nothing goes back."""
-        return Batches(np.full(edges, -1, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        none = np.zeros(0, np.int64)
+        return Batches(np.full(edges, -1, np.int32), none, none, none > 0)
 
     def __len__(self) -> int:
         return len(self.round)
@@ -175,7 +181,7 @@ class _Returning:
     ) -> None:
         self._asm, self._combine = asm, combine
         self._channel = (channel + schedule.channel[batches.round]).tolist()
-        self._complete = batches.complete.tolist()
+        self._complete, self._results = batches.complete.tolist(), batches.results.tolist()
         self._clear = [-1] * schedule.rounds
         self._launch, self._wait, self._add = ([-1] * len(batches) for _ in range(3))
         self._needs, self._opened = _needs(schedule, batches)
@@ -191,7 +197,8 @@ class _Returning:
         """Launch the batches complete in the first `computed` rounds that have all they add up."""
         for batch in [some for some in self._waiting if self._complete[some] < computed]:
             if all(self._add[need] >= 0 for need in self._needs[batch]):
-                self._launch[batch] = self._asm.launch(self._channel[batch])
+                mode = RESULTS if self._results[batch] else P2P
+                self._launch[batch] = self._asm.launch(self._channel[batch], mode)
                 self._waiting.remove(batch)
                 self.under_way.append((batch, computed))
 
@@ -199,8 +206,8 @@ class _Returning:
         """Wait for the batches that had started by that stage and add them, where rows to add them to are open."""
         for batch, stage in sorted(self.under_way):
             if stage <= started and self._opened[batch] < computed:
-                self._wait[batch] = self._asm.wait(self._launch[batch])
-                self._add[batch] = self._asm.step(self._combine)
+                self._wait[batch] = wait = self._asm.wait(self._launch[batch])
+                self._add[batch] = wait if self._results[batch] else self._asm.step(self._combine)
                 self.under_way.remove((batch, stage))
 
     @property

@@ -132,6 +132,7 @@ UNWRITTEN = {
     "fcp": ("fcp", 400, 60),
     "ulysses": ("ulysses", 50, 9),
     "dcp": ("dcp", 300, 90, 7),
+    "distca": ("distca", 300, 90, 7),
     "a rank without rows": ("wlb", 10),
 }
 

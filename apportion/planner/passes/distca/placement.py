@@ -42,9 +42,9 @@ NO_CAP = 2**62
 # A policy may ask for less; no plan of whole rows has it.
 LEAST_TOLERANCE = 1e-4
 _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
-# Tasks take parts of keys where the busiest rank would otherwise send so many times as much: simulated with 8 to 256
-# ranks of log-normal documents, source files and documents, whole rows are faster below, by up to 45 %.
-CROWDED = 2.6
+# Tasks take parts of keys where the busiest rank would otherwise send for so many times as long: simulated with 8 to
+# 256 ranks of log-normal documents, source files and documents, whole rows are faster below, by up to 70 %.
+CROWDED = 1.35
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Distca(PlacePass):
     others as ranges of rows; `all` live so, so that homes do not depend on masks; or `none`. kv_free: KV that the
     destination has costs nothing; the paper charges for it. kv_ranges: a task may take a part of the keys of its
     rows, those of one home; the paper's take all. `form` then has no say. "auto": whole rows, unless the busiest rank
-    would then send several times as much: rows that many need all leave one home.
+    would then send for longer: rows that many need all leave one home.
 
     Caps are bytes of one forward attention call. send_bytes, receive_bytes: the most that a rank sends and receives:
-    Q, KV and returning O. buffer_bytes: the most Q and KV rows of others that it holds. Keys of masks other than causal
-    are counted from above while shares move.
+    Q, KV and returning O, a result where a rank computes all of a row. buffer_bytes: the most Q and KV rows of others
+    that it holds. While shares move, keys of masks other than causal and, where keys are cut, O are counted from above.
 
     Ranks of unequal speed get targets in proportion; home_ranks are kept; each attention kind is balanced by itself,
     its forward and backward alike. Raises ConfigError, and CapacityError where the caps, and not the granularity, keep
@@ -116,7 +116,7 @@ class Distca(PlacePass):
                 refused.append(error)
         if not found:
             raise refused[0]
-        crowded = [_most_sent(problem, placement) for placement in found]
+        crowded = [sending_seconds(problem, placement) for placement in found]
         return found[1] if len(found) == 2 and crowded[0] > CROWDED * crowded[1] else found[0]
 
     def _placed(self, problem: Problem, solve: Callable[[Problem], Solved]) -> Placement:
@@ -132,7 +132,7 @@ class Distca(PlacePass):
         home_folded, causal = self._folded(problem)
         homes = sequential_homes(problem, home_folded, self.granularity)
         home = token_ranges(problem.batch.starts, home_folded, homes)
-        starts, limits, found = np.append(home[0], problem.batch.tokens), self._limits(problem), {}
+        starts, limits, found = np.append(home[0], problem.batch.tokens), self._limits(problem, whole), {}
         for kind, bands in problem.bands.items():
             folded = causal[kind] & (whole and self.form == "paper")
             begin, speeds = problem.batch.starts, problem.speeds
@@ -166,8 +166,11 @@ class Distca(PlacePass):
             execution |= _both_phases(kind, found.ranks(cut_cells(problem.bands[kind], starts)))
         return starts, owner, _load(problem, computed), execution or None
 
-    def _limits(self, problem: Problem) -> Limits:
-        q, o, kv = (problem.model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.O, Tensor.KV))
+    def _limits(self, problem: Problem, whole: bool) -> Limits:
+        model = problem.model
+        q, o, kv = (model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.O, Tensor.KV))
+        if whole:
+            o = model.q_heads * model.output_bytes
         caps = [getattr(self, name) for name in _CAPS]
         rules = Rules(
             grain=1,
@@ -213,34 +216,78 @@ class Distca(PlacePass):
                     )
 
 
-def _most_sent(problem: Problem, placement: Placement) -> int:
-    """Bytes that the busiest rank sends in a forward call of each kind."""
-    return sum(int(forward_bytes(problem, placement, kind)[0].max(initial=0)) for kind in problem.batch.kinds)
+def sending_seconds(problem: Problem, placement: Placement) -> float:
+    """Of the busiest rank in a forward call of each kind, if the same rows go to a node once and on from there."""
+    cluster, seconds = problem.cluster, 0.0
+    nic_gbs = cluster.inter_gbs * min(1.0, cluster.nics_per_node / cluster.ranks_per_node)
+    for kind in problem.batch.kinds:
+        found = _Flows.of(problem, placement, kind)
+        of, to = (rank // cluster.ranks_per_node for rank in (found.src, found.dst))
+        place = np.where(of == to, cluster.nodes + found.dst, to)
+        order = np.lexsort((-found.rows, place, found.tile))
+        fresh = np.append(True, (np.diff(found.tile[order]) != 0) | (np.diff(place[order]) != 0))
+        once = order[fresh[: len(order)]]
+        rate = 1e9 * np.where(of == to, cluster.intra_gbs, nic_gbs)
+        busy = np.bincount(found.src[once], (found.bytes / rate)[once], problem.ranks)
+        seconds += float(busy.max())
+    return seconds
 
 
 def forward_bytes(problem: Problem, placement: Placement, kind: str) -> tuple[Ints, Ints, Ints]:
     """(sent, received, held): bytes of each rank in one forward call, int64 [ranks], as in the caps of `Distca`."""
-    cells, rank = cut_columns(problem.bands[kind], placement.starts), placement.home
-    executed = rank[cells[0]]
-    if placement.execution is not None:
-        executed = placement.execution[kind, "forward"].rank[0]
-    q, o, kv = (problem.model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.O, Tensor.KV))
-    queries = _tiles(cells[0], cells[2], cells[3], executed, rank, problem.ranks)
-    keys = _tiles(cells[1], cells[4], cells[5], executed, rank, problem.ranks)
-    held = q * queries[1] + kv * keys[1]
-    return q * queries[0] + kv * keys[0] + o * queries[1], held + o * queries[0], held
+    found, ranks = _Flows.of(problem, placement, kind), problem.ranks
+    held = found.bytes * found.fetched
+    return (
+        exact_sums(found.src, found.bytes, ranks),
+        exact_sums(found.dst, found.bytes, ranks),
+        exact_sums(found.dst, held, ranks),
+    )
 
 
-def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints, ranks: int) -> tuple[Ints, Ints]:
-    """(sent, received): rows, int64 [ranks], where each rank gets once the hull of the rows of a block that it
-    needs."""
+@dataclass(frozen=True)
+class _Flows:
+    """Rows on their way in a forward call, int64 [flows] each, rows of one block with the same `tile`; fetched: bool
+    [flows], not O on its way back."""
+
+    src: Ints
+    dst: Ints
+    rows: Ints
+    bytes: Ints
+    tile: Ints
+    fetched: Bools
+
+    @staticmethod
+    def of(problem: Problem, placement: Placement, kind: str) -> _Flows:
+        cells, home, model = cut_columns(problem.bands[kind], placement.starts), placement.home, problem.model
+        executed = home[cells[0]]
+        if placement.execution is not None:
+            executed = placement.execution[kind, "forward"].rank[0]
+        block, to, rows = _tiles(cells[0], cells[2], cells[3], executed, home)
+        of_key, key_to, keys = _tiles(cells[1], cells[4], cells[5], executed, home)
+        computing = np.unique(cells[0].astype(np.int64) * problem.ranks + executed) // problem.ranks
+        alone = np.bincount(computing, minlength=len(home))[block] == 1
+        back = np.where(alone, model.q_heads * model.output_bytes, model.row_bytes(Tensor.O))
+        sizes = rows * model.row_bytes(Tensor.Q), keys * model.row_bytes(Tensor.KV), rows * back
+        return _Flows(
+            np.concatenate([home[block], home[of_key], to]),
+            np.concatenate([to, key_to, home[block]]),
+            np.concatenate([rows, keys, rows]),
+            np.concatenate(sizes),
+            # O of a row has parts from several ranks
+            np.concatenate([block, len(home) + of_key, 2 * len(home) + np.arange(len(block))]),
+            np.repeat([True, True, False], [len(block), len(of_key), len(block)]),
+        )
+
+
+def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
+    """(block, rank, rows) of tiles, int64 each: a rank gets once the hull of the rows of a block that it needs."""
     away = np.flatnonzero(home[block] != to)
+    ranks = int(to.max(initial=0)) + 1
     tile, index = np.unique(block[away].astype(np.int64) * ranks + to[away], return_inverse=True)
     first, last = np.full(len(tile), 2**62), np.zeros(len(tile), np.int64)
     np.minimum.at(first, index, low[away])
     np.maximum.at(last, index, high[away])
-    rows = last - first
-    return exact_sums(home[tile // ranks], rows, ranks), exact_sums(tile % ranks, rows, ranks)
+    return tile // ranks, tile % ranks, last - first
 
 
 def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Ints]]:
