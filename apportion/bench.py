@@ -6,9 +6,10 @@ is timed by itself. One warm-up run comes first, so that neither compilation nor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +118,8 @@ def measure(job: Job, repeats: int = 1) -> Row:
     return Row(plan, Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
 
 
-def planned(job: Job) -> Plan:
-    """The plan of a job, not verified. Raises what planning raises."""
+def planned(job: Job, timings: dict[str, float] | None = None) -> Plan:
+    """The plan of a job, not verified; into `timings` the milliseconds of each step. Raises what planning raises."""
     return api.plan(
         job.batch,
         job.cluster,
@@ -126,6 +127,7 @@ def planned(job: Job) -> Plan:
         recipe=job.recipe,
         seed=job.seed,
         verify=False,
+        timings=timings,
         hardware=job.hardware,
     )
 
@@ -135,20 +137,45 @@ def timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
     steps: dict[str, float] = {}
     batch = Batch.from_data(job.batch.to_data())  # as parsed: a batch keeps the bands that it once lowered
     start = perf_counter()
-    plan = api.plan(
-        batch,
-        job.cluster,
-        job.model,
-        recipe=job.recipe,
-        seed=job.seed,
-        verify=False,
-        timings=steps,
-        hardware=job.hardware,
-    )
-    planned = perf_counter()
+    plan = planned(replace(job, batch=batch), steps)
+    made = perf_counter()
     plan.encode()
     end = perf_counter()
-    return plan, (end - start) * 1e3, steps | {"bytes": (end - planned) * 1e3}
+    return plan, (end - start) * 1e3, steps | {"bytes": (end - made) * 1e3}
+
+
+class _Counter(dict[str, float]):
+    """Calls of functions, Python's and C's, since the step before; as the `timings` of a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = self._before = 0
+
+    def on_event(self, frame: Any, event: str, argument: Any) -> None:
+        """For `sys.setprofile`."""
+        self._calls += event in ("call", "c_call")
+
+    def __setitem__(self, step: str, milliseconds: float) -> None:
+        super().__setitem__(step, self.get(step, 0) + self._calls - self._before)
+        self._before = self._calls
+
+
+def counted(job: Job) -> dict[str, int]:
+    """Calls of functions in each step of planning and, as `verify`, of its verification: what is paid however few ranks
+    there are. Compiled loops call nothing; run it warm, or imports and compilation count. Raises what planning and
+    verification raise."""
+    job = replace(job, batch=Batch.from_data(job.batch.to_data()))
+    counter, before = _Counter(), sys.getprofile()
+    sys.setprofile(counter.on_event)
+    try:
+        plan = planned(job, counter)
+        plan.encode()
+        counter["bytes"] = 0
+        verify(plan)
+        counter["verify"] = 0
+    finally:
+        sys.setprofile(before)
+    return {step: int(calls) for step, calls in counter.items()}
 
 
 def timed_verify(plan: Plan) -> float:
@@ -196,4 +223,5 @@ class Grid:
                 job = Job(batch, cluster_of(ranks), model, recipe, seed)
                 measure(job)  # caches are warm in the runs that count
                 row = measure(job, self.repeats)
-                yield row.record() | {"seed": seed, "repeats": self.repeats, "skipped_samples": skipped}
+                of_run = {"seed": seed, "repeats": self.repeats, "skipped_samples": skipped}
+                yield row.record() | {"calls": counted(job)} | of_run

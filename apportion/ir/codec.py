@@ -243,9 +243,11 @@ def encode_sections(
 def _encode_request(plan: Plan) -> bytes:
     """The request's bytes: those that the plan came with, as long as they say the same."""
     now, held = plain.request_data(plan.request), plan.sections
-    if held is not None and plain.request_data(plain.read_request(held.request, plan.header.version)) == now:
-        return held.request
-    return wire.encode_section(now)
+    fresh: bytes = wire.encode_section(now)
+    if held is None or held.request == fresh:
+        return fresh
+    same = plain.request_data(plain.read_request(held.request, plan.header.version)) == now
+    return held.request if same else fresh
 
 
 def _encode_report(plan: Plan) -> bytes:

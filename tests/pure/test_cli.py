@@ -390,6 +390,7 @@ def test_bench_prints_a_row_for_each_rank_count_and_seed(run: Cli) -> None:
     record = run(*args, "--json").json
     assert [(row["ranks"], row["seed"]) for row in record["rows"]] == [(2, 0), (2, 1), (4, 0), (4, 1)]
     assert all(set(row) >= ROW and row["repeats"] >= 5 for row in record["rows"])
+    assert all(set(row["calls"]) >= set(row["planning_ms"]["steps"]) for row in record["rows"])
     assert all(row["tokens"] == row["ranks"] * 512 for row in record["rows"])
 
 

@@ -22,10 +22,19 @@ RULE = "results"
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `results`."""
     for program in subject.programs:
+        if not _any(program):
+            continue
         given, others, wrong = _uses(program)
         yield from wrong
         for added in ADDED[program.phase].values():
             yield from _of_sum(program, added.tensors[0], given, others)
+
+
+def _any(program: Program) -> bool:
+    """Whether anything arrives, or leaves, as a result."""
+    instructions = program["instructions"]
+    travels = (instructions["op"] == Op.LAUNCH) & (instructions["mode"] & RESULTS > 0)
+    return bool((travels | (instructions["op"] == Op.DELIVER)).any())
 
 
 def _uses(program: Program) -> tuple[Ints, Ints, list[Violation]]:

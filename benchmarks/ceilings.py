@@ -1,0 +1,113 @@
+"""What planning may cost at most, held by CI: calls of functions, rows of tables and bytes of plans.
+
+Run: python -m benchmarks.ceilings [--only NAME,...] [--json] [--update]
+
+Log-normal documents of seed 0 (docs/performance.md), 32K tokens a rank, on 8 and 64 ranks. Each row is held against its
+ceiling in benchmarks/results/ceilings.json; exit code 1 where one is above. Calls are counted where loops are compiled,
+and depend on Python and numpy: they are compared under the versions that the ceilings name, and may be 2 % and ten
+above.
+`--update` writes what is measured as the new ceilings; the commit says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apportion.bench import Job, Source, cluster_of, counted, planned
+from apportion.ir.jit import COMPILES
+from apportion.ir.model import Model
+from apportion.planner.recipes import find_recipe, with_block
+
+RESULTS = Path(__file__).parent / "results" / "ceilings.json"
+RECIPES = ("fcp_paper", "fcp", "blend", "distca", "dcp", "zeppelin", "mixed", "ulysses", "upipe", "ring")
+RANKS, TOKENS = (8, 64), 32768
+#: of calls, as a share and in number: libraries change between patches
+SLACK, FEW = 1.02, 10
+
+
+def versions() -> dict[str, str]:
+    """Those that calls depend on."""
+    return {"python": ".".join(platform.python_version_tuple()[:2]), "numpy": np.__version__}
+
+
+def measured(names: Sequence[str] = RECIPES, ranks: Sequence[int] = RANKS) -> Iterator[dict[str, Any]]:
+    """A row for each recipe and number of ranks; `calls` by step, None where loops are not compiled."""
+    for name in names:
+        recipe = with_block(find_recipe(name), 2048) if name == "fcp_paper" else find_recipe(name)
+        for count in ranks:
+            model = Model(q_heads=32, kv_heads=8, head_dim=128, layers=1)
+            job = Job(Source().batch(count * TOKENS, 0)[0], cluster_of(count), model, recipe)
+            plan = planned(job)
+            tables = (table for programs in plan.programs.values() for table in programs.tables.values())
+            calls = None
+            if COMPILES:
+                counted(job)  # compiles what planning has not, or loads it
+                calls = counted(job)
+            yield {
+                "recipe": name,
+                "ranks": count,
+                "rows": sum(map(len, tables)),
+                "bytes": int(plan.report["plan_bytes"]["total"]),
+                "calls": calls,
+            }
+
+
+def above(row: Mapping[str, Any], ceiling: Mapping[str, Any], same_versions: bool) -> Iterator[str]:
+    """What of a row is above its ceiling, in words."""
+    for name in ("rows", "bytes"):
+        if row[name] > ceiling[name]:
+            yield f"{name} {row[name]:,}, at most {ceiling[name]:,}"
+    if same_versions and row["calls"] is not None:
+        for step, calls in row["calls"].items():
+            most = ceiling["calls"].get(step, 0)
+            if calls > most * SLACK + FEW:
+                yield f"{step} calls {calls:,} functions, at most {most:,}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="only these recipes, as in fcp,ring")
+    parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
+    parser.add_argument("--update", action="store_true", help="write what is measured as the new ceilings")
+    asked = parser.parse_args()
+    names = tuple(asked.only.split(",")) if asked.only else RECIPES
+    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"versions": None, "rows": []}
+    kept = {(row["recipe"], row["ranks"]): row for row in held["rows"]}
+    found, broken = [], []
+    for row in measured(names):
+        found.append(row)
+        key = row["recipe"], row["ranks"]
+        ceiling = kept.get(key)
+        wrong = ["no ceiling"] if ceiling is None else above(row, ceiling, held["versions"] == versions())
+        broken += [f"{row['recipe']} on {row['ranks']} ranks: {what}" for what in wrong]
+        kept[key] = row
+        if not asked.json:
+            said = "-" if row["calls"] is None else " ".join(f"{k} {v:,}" for k, v in row["calls"].items())
+            print(
+                f"{row['recipe']:10} {row['ranks']:3} rows {row['rows']:8,} bytes {row['bytes']:10,}  {said}"
+            )
+    if asked.json:
+        print(json.dumps({"versions": versions(), "rows": found}, indent=1))
+    if asked.update:
+        if not COMPILES:
+            raise SystemExit("ceilings are of compiled loops: install numba, and do not switch it off")
+        data = {"versions": versions(), "rows": list(kept.values())}
+        RESULTS.write_text(json.dumps(data, indent=1) + "\n")
+        return 0
+    for line in broken:
+        print(f"{line}; cheaper code, or `--update` and the reason in the commit", file=sys.stderr)
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

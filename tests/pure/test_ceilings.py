@@ -1,0 +1,49 @@
+"""Calls, rows and bytes of planning are at most what was committed; what counts them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apportion.bench import Job, Source, cluster_of, counted
+from apportion.ir.jit import COMPILES
+from apportion.ir.model import Model
+from benchmarks import ceilings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_planning_costs_no_more_than_its_ceilings() -> None:
+    command = [sys.executable, "-m", "benchmarks.ceilings", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    wanted = {(name, ranks) for name in ceilings.RECIPES for ranks in ceilings.RANKS}
+    assert {(row["recipe"], row["ranks"]) for row in rows} == wanted
+
+
+def test_what_is_above_is_named() -> None:
+    ceiling = {"rows": 100, "bytes": 1000, "calls": {"lower": 1000}}
+    row = {"rows": 101, "bytes": 1000, "calls": {"lower": 1031, "place": 11, "shard": 10}}
+    assert list(ceilings.above(row, ceiling, same_versions=True)) == [
+        "rows 101, at most 100",
+        "lower calls 1,031 functions, at most 1,000",
+        "place calls 11 functions, at most 0",
+    ]
+    assert list(ceilings.above(row, ceiling, same_versions=False)) == ["rows 101, at most 100"]
+    assert list(ceilings.above(row | {"rows": 100, "calls": None}, ceiling, same_versions=True)) == []
+
+
+@pytest.mark.skipif(not COMPILES, reason="loops are plain Python, whose calls count")
+def test_calls_are_counted_by_step_and_alike_in_every_run() -> None:
+    job = Job(Source().batch(4 * 4096, 0)[0], cluster_of(4), Model(4, 2, 64), "fcp")
+    counted(job)
+    first, before = counted(job), sys.getprofile()
+    assert first == counted(job)
+    assert sys.getprofile() is before
+    assert {"shard", "place", "schedule", "lower", "encode", "report", "seal", "verify"} <= set(first)
+    assert all(calls > 0 for calls in first.values())
