@@ -20,7 +20,7 @@ from apportion.planner.recipes import find_recipe
 from apportion.planner.registry import build
 from apportion.planner.simulate import simulate
 
-MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
+MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
 MASKS = {
     "causal": ap.masks.causal(),
@@ -75,6 +75,9 @@ def traffic(made, placement):
     away = np.arange(ranks)[:, None] != home
     q, k = q_there & away, k_there & away
     q_row, o_row, kv_row = (made.model.row_bytes(t) for t in (Tensor.Q, Tensor.O, Tensor.KV))
+    alone = (q_there.sum(0) <= 1).all()  # whole rows, which come back as results
+    if alone:
+        o_row = made.model.q_heads * made.model.output_bytes
     held = q.sum(1) * q_row + k.sum(1) * kv_row
     leaves = np.bincount(home, q.sum(0) * q_row + k.sum(0) * kv_row, ranks)
     returns = np.bincount(home, q.sum(0) * o_row, ranks)
@@ -243,7 +246,7 @@ def test_parts_of_the_keys_travel_less():
         forward_bytes(made, place(Distca(kv_ranges=kv_ranges), made), "default")[0]
         for kv_ranges in (False, True)
     )
-    assert parts.sum() < 0.85 * whole.sum()
+    assert parts.sum() < 0.9 * whole.sum()  # O of parts is counted as partial
 
 
 def test_a_threshold_stops_moves_that_do_not_pay():
@@ -265,6 +268,28 @@ def test_bytes_are_those_of_the_rows_that_travel(mask, kv_ranges):
     ):
         assert (counted >= exact).all()
         assert mask in ("sink", "blockwise", "prefix") or (counted == exact).all()
+
+
+@pytest.mark.parametrize("reshuffle", [False, True])
+@pytest.mark.parametrize("kv_ranges", [False, True])
+def test_bytes_are_at_least_those_that_the_plan_moves(kv_ranges, reshuffle):
+    steps = {"shard": {"sequences": {}}, "place": {"distca": {"kv_ranges": kv_ranges, "granularity": 8}}}
+    recipe = ap.Recipe("mine", {**steps, "schedule": {"gather": {}}, "reshuffle": reshuffle})
+    batch, cluster, policy = (
+        ap.Batch.from_lengths([900, 300, 40, 200, 160]),
+        ap.Cluster(1, 4),
+        ap.Policy(recipe),
+    )
+    plan = ap.plan(batch, cluster, MODEL, policy=policy)
+    found = place(Distca(kv_ranges=kv_ranges, granularity=8), Problem(batch, cluster, MODEL, policy))
+    moved = sum(
+        item["bytes"]
+        for item in plan.report["exchanges"]
+        if item["phase"] == "forward" and item["name"] in ("fetch", "return")
+    )
+    counted = forward_bytes(Problem(batch, cluster, MODEL, policy), found, "default")[0].sum()
+    assert moved <= counted
+    assert kv_ranges or moved == counted
 
 
 @pytest.mark.parametrize(
@@ -295,8 +320,7 @@ def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges):
     for counted, exact in zip(
         (servers.sent, servers.received, servers.held), forward_bytes(made, placement, "default"), strict=True
     ):
-        assert (counted >= exact).all()  # from above: O of rows that parts of keys leave whole
-        assert kv_ranges or (counted == exact).all()
+        np.testing.assert_array_equal(counted, exact)
 
 
 def test_caps_that_keep_the_balance_away_are_refused():

@@ -261,13 +261,13 @@ def _tiles(
 ) -> dict[Tensor, Ints]:
     """Bring tiles along their routes, and what they add up back; returns the operands of the tasks, by tensor."""
     of: dict[Tensor, Ints] = {}
+    batches = low.batches(phase)
     for name, side in zip(reversed(SIDES), (low.keys, low.queries), strict=True):
         tiles = _fetch(asm, ops, low, side, FETCHED[name, phase], fetches, home)
         of |= {tensor: side.of_tasks(home[tensor], found) for tensor, found in tiles.items()}
         for result in RETURNED[name, phase]:
-            batches = low.batches(phase)
             batch = batches.batch[side.index]
-            whole = batches.results[batch] if len(batch) else batch > 0
+            whole = np.append(batches.results, False)[batch]
             outgoing = _return(asm, ops, low, side, result, batch, whole, fetches, returns, home[result])
             of[result] = side.of_tasks(home[result], outgoing)
     return of
@@ -339,7 +339,7 @@ def _return(
         leaving = allot(edges.dst, edges.rows, start[: len(edges)], never, low.kept, side.order)
         beyond = low.kept.copy()
         np.maximum.at(beyond, edges.dst, leaving + edges.rows)
-        arriving = allot(target, edges.rows, launch, add, beyond, side.order)
+        arriving = allot(target, edges.rows, launch, add, beyond, side.order)[partial]
     come = ((target[partial], arriving, edges.rows[partial]), side.edge_group[partial])
     staying, passed = np.flatnonzero(onward < 0), np.flatnonzero(onward >= 0)
     (tiles,) = ops.number((tensor,), Space.WORK, side.tile_ranges(leaving, passed, onward[passed], come))

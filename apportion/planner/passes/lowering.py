@@ -414,9 +414,8 @@ class Lowering:
         given = np.flatnonzero(self.whole_results)
         if not len(given):
             return find_openers(written, held, len(tasks))
-        edges = self._edges_of(1)[2].take(
-            given
-        )  # rows that results overwrite, as if by tasks behind all others
+        # rows that results overwrite, as if by tasks behind all others
+        edges = self._edges_of(1)[2].take(given)
         results = Written(len(tasks) + given, edges.home, edges.row, edges.rows, given >= 0)
         found = find_openers(written.join(results), held, len(tasks) + int(given[-1]) + 1)
         return replace(found, flags=found.flags[: len(tasks)])

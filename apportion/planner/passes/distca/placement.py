@@ -63,11 +63,12 @@ class Distca(PlacePass):
     others as ranges of rows; `all` live so, so that homes do not depend on masks; or `none`. kv_free: KV that the
     destination has costs nothing; the paper charges for it. kv_ranges: a task may take a part of the keys of its
     rows, those of one home; the paper's take all. `form` then has no say. "auto": whole rows, unless the busiest rank
-    would then send for longer: rows that many need all leave one home.
+    would then send for 1.35 times as long: rows that many need all leave one home.
 
     Caps are bytes of one forward attention call. send_bytes, receive_bytes: the most that a rank sends and receives:
-    Q, KV and returning O, a result where a rank computes all of a row. buffer_bytes: the most Q and KV rows of others
-    that it holds. While shares move, keys of masks other than causal and, where keys are cut, O are counted from above.
+    Q, KV and returning O, in the model's dtype where whole rows move and nothing is reshuffled. buffer_bytes: the most
+    Q and KV rows of others that it holds. Where keys are cut, O, and of masks other than causal keys are counted from
+    above.
 
     Ranks of unequal speed get targets in proportion; home_ranks are kept; each attention kind is balanced by itself,
     its forward and backward alike. Raises ConfigError, and CapacityError where the caps, and not the granularity, keep
@@ -167,10 +168,8 @@ class Distca(PlacePass):
         return starts, owner, _load(problem, computed), execution or None
 
     def _limits(self, problem: Problem, whole: bool) -> Limits:
-        model = problem.model
-        q, o, kv = (model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.O, Tensor.KV))
-        if whole:
-            o = model.q_heads * model.output_bytes
+        q, kv = (problem.model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.KV))
+        o = _returned_bytes(problem, whole)
         caps = [getattr(self, name) for name in _CAPS]
         rules = Rules(
             grain=1,
@@ -265,8 +264,8 @@ class _Flows:
         block, to, rows = _tiles(cells[0], cells[2], cells[3], executed, home)
         of_key, key_to, keys = _tiles(cells[1], cells[4], cells[5], executed, home)
         computing = np.unique(cells[0].astype(np.int64) * problem.ranks + executed) // problem.ranks
-        alone = np.bincount(computing, minlength=len(home))[block] == 1
-        back = np.where(alone, model.q_heads * model.output_bytes, model.row_bytes(Tensor.O))
+        whole = bool(np.bincount(computing).max(initial=0) <= 1)
+        back = _returned_bytes(problem, whole)
         sizes = rows * model.row_bytes(Tensor.Q), keys * model.row_bytes(Tensor.KV), rows * back
         return _Flows(
             np.concatenate([home[block], home[of_key], to]),
@@ -277,6 +276,16 @@ class _Flows:
             np.concatenate([block, len(home) + of_key, 2 * len(home) + np.arange(len(block))]),
             np.repeat([True, True, False], [len(block), len(of_key), len(block)]),
         )
+
+
+def _returned_bytes(problem: Problem, whole: bool) -> int:
+    """Of a row of O on its way back: a result where all rows move `whole`, unless an exchange lies between the rows of
+    attention and those of the loader; else a partial result, from above."""
+    steps = problem.policy.recipe
+    reshuffle, inner = (steps.step(name) for name in ("reshuffle", "inner"))
+    if whole and inner is None and (reshuffle is None or reshuffle.name == "off"):
+        return problem.model.q_heads * problem.model.output_bytes
+    return problem.model.row_bytes(Tensor.O)
 
 
 def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
