@@ -223,9 +223,9 @@ def sending_seconds(problem: Problem, placement: Placement) -> float:
         found = _Flows.of(problem, placement, kind)
         of, to = (rank // cluster.ranks_per_node for rank in (found.src, found.dst))
         place = np.where(of == to, cluster.nodes + found.dst, to)
-        order = np.lexsort((-found.rows, place, found.tile))
-        fresh = np.append(True, (np.diff(found.tile[order]) != 0) | (np.diff(place[order]) != 0))
-        once = order[fresh[: len(order)]]
+        key = found.tile * (cluster.nodes + cluster.ranks) + place
+        order = np.lexsort((-found.rows, key))
+        once = order[np.append(True, np.diff(key[order]) != 0)[: len(order)]]
         rate = 1e9 * np.where(of == to, cluster.intra_gbs, nic_gbs)
         busy = np.bincount(found.src[once], (found.bytes / rate)[once], problem.ranks)
         seconds += float(busy.max())
