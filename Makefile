@@ -6,6 +6,8 @@
 #   make lint     the first three of these
 #   make bench    the planning benchmark, one core
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
+#   make history  what planning cost from commit to commit, as a picture in docs/
+#   make ceilings calls, rows and bytes of planning against what is committed; UPDATE=1 writes them
 #   make auto     what `auto` is worth beside every single recipe, simulated
 #   make pictures the pictures of docs/recipes.md
 #   make execution  launches and host time of every recipe, into docs/performance.md
@@ -76,6 +78,12 @@ bench: $(READY)
 
 targets: $(READY)
 	@$(BIN)/python benchmarks/targets.py
+
+history: $(READY)
+	@$(BIN)/python -m benchmarks.history
+
+ceilings: $(READY)
+	@$(BIN)/python -m benchmarks.ceilings $(if $(UPDATE),--update)
 
 auto: $(READY)
 	@$(BIN)/python benchmarks/auto.py
