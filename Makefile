@@ -31,7 +31,7 @@ TRAINERS := $(VENV)-trainers
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-trainers lint bench targets auto pictures compare execution soak fuzz kernels \
+.PHONY: help demo test test-trainers lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
   replay conformance clean
 
 help:
