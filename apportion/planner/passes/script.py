@@ -222,6 +222,8 @@ def _needs(schedule: Schedule, batches: Batches) -> tuple[list[set[int]], list[i
     ready = [-1] * len(batches)
     parent, batch = schedule.edges.parent, batches.batch
     relays = np.flatnonzero((parent >= 0) & (batch >= 0))
+    if not len(relays):
+        return needs, ready
     pairs = np.unique(np.stack([batch[parent[relays]], batch[relays]]), axis=1).T.tolist()
     for earlier, later in pairs:
         if schedule.routed.carry:  # the tile's gradient goes on to the next rank, and is added there
