@@ -135,13 +135,18 @@ def planned(job: Job, timings: dict[str, float] | None = None) -> Plan:
 def timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
     """(plan, milliseconds to its encoded bytes, milliseconds of each step), not verified."""
     steps: dict[str, float] = {}
-    batch = Batch.from_data(job.batch.to_data())  # as parsed: a batch keeps the bands that it once lowered
+    job = _parsed(job)
     start = perf_counter()
-    plan = planned(replace(job, batch=batch), steps)
+    plan = planned(job, steps)
     made = perf_counter()
     plan.encode()
     end = perf_counter()
     return plan, (end - start) * 1e3, steps | {"bytes": (end - made) * 1e3}
+
+
+def _parsed(job: Job) -> Job:
+    """The job as if it came just now: a batch keeps the bands that it once lowered."""
+    return replace(job, batch=Batch.from_data(job.batch.to_data()))
 
 
 class _Counter(dict[str, float]):
@@ -164,7 +169,7 @@ def counted(job: Job) -> dict[str, int]:
     """Calls of functions in each step of planning and, as `verify`, of its verification: what is paid however few ranks
     there are. Compiled loops call nothing; run it warm, or imports and compilation count. Raises what planning and
     verification raise."""
-    job = replace(job, batch=Batch.from_data(job.batch.to_data()))
+    job = _parsed(job)
     counter, before = _Counter(), sys.getprofile()
     sys.setprofile(counter.on_event)
     try:

@@ -72,6 +72,11 @@ class Cluster:
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def inter_gbs_per_rank(self) -> float:
+        """GB/s between nodes that a rank has where all of its node send: several may share a NIC, and none uses two."""
+        return self.inter_gbs * min(1.0, self.nics_per_node / self.ranks_per_node)
+
     @overload
     def node_of(self, rank: int) -> int: ...
     @overload

@@ -153,12 +153,9 @@ def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) ->
     """Tiles on their way out, or what is added up for them on its way back."""
     schedule, groups, moving = low.schedule, low.groups, FETCHED if name == "fetch" else RETURNED
     size, tiles = 0, low.edges
-    for side in SIDES:
-        edges, heads = low.queries.edges, low.sets.query_heads
-        whole = low.whole_results & (name == "return")
-        if side == "key":
-            edges, heads = low.keys.edges, low.sets.tile_heads
-            whole = np.zeros(len(edges), bool)
+    of_queries = low.queries.edges, low.sets.query_heads, low.whole_results & (name == "return")
+    of_keys = low.keys.edges, low.sets.tile_heads, np.zeros(len(low.keys.edges), bool)
+    for side, (edges, heads, whole) in zip(SIDES, (of_queries, of_keys), strict=True):
         partly, wholly = (
             sum(of(tensor) for tensor in moving[side, phase])
             for of in (partial(problem.model.sent_bytes, heads=1), problem.model.sent_result_bytes)

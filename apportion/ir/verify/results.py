@@ -22,7 +22,7 @@ RULE = "results"
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `results`."""
     for program in subject.programs:
-        if not _any(program):
+        if not _has_results(program):
             continue
         given, others, wrong = _uses(program)
         yield from wrong
@@ -30,7 +30,7 @@ def check(subject: Subject) -> Iterator[Violation]:
             yield from _of_sum(program, added.tensors[0], given, others)
 
 
-def _any(program: Program) -> bool:
+def _has_results(program: Program) -> bool:
     """Whether anything arrives, or leaves, as a result."""
     instructions = program["instructions"]
     travels = (instructions["op"] == Op.LAUNCH) & (instructions["mode"] & RESULTS > 0)

@@ -261,14 +261,11 @@ def _tiles(
 ) -> dict[Tensor, Ints]:
     """Bring tiles along their routes, and what they add up back; returns the operands of the tasks, by tensor."""
     of: dict[Tensor, Ints] = {}
-    batches = low.batches(phase)
     for name, side in zip(reversed(SIDES), (low.keys, low.queries), strict=True):
         tiles = _fetch(asm, ops, low, side, FETCHED[name, phase], fetches, home)
         of |= {tensor: side.of_tasks(home[tensor], found) for tensor, found in tiles.items()}
         for result in RETURNED[name, phase]:
-            batch = batches.batch[side.index]
-            whole = np.append(batches.results, False)[batch]
-            outgoing = _return(asm, ops, low, side, result, batch, whole, fetches, returns, home[result])
+            outgoing = _return(asm, ops, low, side, result, fetches, returns, home[result])
             of[result] = side.of_tasks(home[result], outgoing)
     return of
 
@@ -309,18 +306,18 @@ def _return(
     low: Lowering,
     side: Side,
     tensor: Tensor,
-    batch: Ints,
-    whole: Bools,
     fetches: Fetches,
     returns: Returns,
     home: Numbers,
 ) -> Numbers:
-    """Bring what each tile adds up to where it is combined, in batches int32 [edges], or, where it is `whole`, bool
-    [edges], home as results; returns the operands of the tiles' sums."""
+    """Bring what each tile adds up to where it is combined, or home as results; returns the operands of the tiles'
+    sums."""
     edges = side.edges
     if not len(edges):
         return _NONE
     target, onward = side.returned_to, side.returns_to
+    batch = returns.batches.batch[side.index]
+    whole = returns.batches.results[batch]
     launch, add, clear = returns.launch[batch], returns.add[batch], returns.clear[side.round]
     partial = np.flatnonzero(~whole)
     rank = np.concatenate([edges.dst, target[partial]])

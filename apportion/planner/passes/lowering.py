@@ -377,7 +377,10 @@ class Lowering:
     def whole_results(self) -> NDArray[np.bool_]:
         """bool [query edges]: whether nothing else than the tile's tasks touches the rows, so that what they add up is
         complete, and goes straight home as results. Home rows only, and all heads at once."""
-        tasks, edges = self.tasks, self._edges_of(1)[2]
+        tasks = self.tasks
+        if not tasks.queries_move:
+            return np.zeros(0, bool)
+        edges = self._edges_of(1)[2]
         may = (edges.parent < 0) & ~np.isin(np.arange(len(edges)), edges.parent)
         if self.exchange is not None or len(self.heads) > 1 or not may.any():
             return np.zeros(len(edges), bool)
@@ -416,8 +419,9 @@ class Lowering:
             return find_openers(written, held, len(tasks))
         # rows that results overwrite, as if by tasks behind all others
         edges = self._edges_of(1)[2].take(given)
-        results = Written(len(tasks) + given, edges.home, edges.row, edges.rows, given >= 0)
-        found = find_openers(written.join(results), held, len(tasks) + int(given[-1]) + 1)
+        behind = len(tasks) + np.arange(len(given))
+        results = Written(behind, edges.home, edges.row, edges.rows, np.ones(len(given), bool))
+        found = find_openers(written.join(results), held, len(tasks) + len(given))
         return replace(found, flags=found.flags[: len(tasks)])
 
     @property

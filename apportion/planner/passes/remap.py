@@ -102,8 +102,7 @@ class Flow(RemapPass):
 
 def row_costs(cluster: Cluster, row_bytes: int) -> TwoLevelCost:
     """Microseconds of a row of so many bytes, inside a node and between nodes, where ranks may share a NIC."""
-    nic_gbs = cluster.inter_gbs * min(1.0, cluster.nics_per_node / cluster.ranks_per_node)
-    near, far = (row_bytes / (gbs * 1e3) for gbs in (cluster.intra_gbs, nic_gbs))
+    near, far = (row_bytes / (gbs * 1e3) for gbs in (cluster.intra_gbs, cluster.inter_gbs_per_rank))
     return TwoLevelCost(cluster.ranks_per_node, near, max(near, far))
 
 

@@ -38,9 +38,11 @@ class Fetches:
 
 @dataclass(frozen=True)
 class Returns:
-    """Positions of the steps that bring results or gradients home: launch, wait, add int64 [batches], `add` that of the
-    wait where nothing is added; clear: int64 [rounds], before the stage that first writes those of a round's tiles."""
+    """Positions of the steps that bring `batches` of results or gradients home: launch, wait, add int64 [batches], where
+    nothing is added `add` is the wait; clear: int64 [rounds], before the stage that first writes those of a round's
+    tiles."""
 
+    batches: Batches
     clear: Ints
     launch: Ints
     wait: Ints
@@ -179,7 +181,7 @@ class _Returning:
     def __init__(
         self, asm: Assembler, schedule: Schedule, channel: int, combine: Op, batches: Batches
     ) -> None:
-        self._asm, self._combine = asm, combine
+        self._asm, self._combine, self._batches = asm, combine, batches
         self._channel = (channel + schedule.channel[batches.round]).tolist()
         self._complete, self._results = batches.complete.tolist(), batches.results.tolist()
         self._clear = [-1] * schedule.rounds
@@ -213,7 +215,7 @@ class _Returning:
     @property
     def positions(self) -> Returns:
         steps = (self._clear, self._launch, self._wait, self._add)
-        return Returns(*(np.array(column, np.int64) for column in steps))
+        return Returns(self._batches, *(np.array(column, np.int64) for column in steps))
 
 
 def _needs(schedule: Schedule, batches: Batches) -> tuple[list[set[int]], list[int]]:

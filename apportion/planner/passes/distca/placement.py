@@ -218,7 +218,6 @@ class Distca(PlacePass):
 def sending_seconds(problem: Problem, placement: Placement) -> float:
     """Of the busiest rank in a forward call of each kind, if the same rows go to a node once and on from there."""
     cluster, seconds = problem.cluster, 0.0
-    nic_gbs = cluster.inter_gbs * min(1.0, cluster.nics_per_node / cluster.ranks_per_node)
     for kind in problem.batch.kinds:
         found = _Flows.of(problem, placement, kind)
         of, to = (rank // cluster.ranks_per_node for rank in (found.src, found.dst))
@@ -226,7 +225,7 @@ def sending_seconds(problem: Problem, placement: Placement) -> float:
         key = found.tile * (cluster.nodes + cluster.ranks) + place
         order = np.lexsort((-found.rows, key))
         once = order[np.append(True, np.diff(key[order]) != 0)[: len(order)]]
-        rate = 1e9 * np.where(of == to, cluster.intra_gbs, nic_gbs)
+        rate = 1e9 * np.where(of == to, cluster.intra_gbs, cluster.inter_gbs_per_rank)
         busy = np.bincount(found.src[once], (found.bytes / rate)[once], problem.ranks)
         seconds += float(busy.max())
     return seconds
@@ -281,8 +280,7 @@ class _Flows:
 def _returned_bytes(problem: Problem, whole: bool) -> int:
     """Of a row of O on its way back: a result where all rows move `whole`, unless an exchange lies between the rows of
     attention and those of the loader; else a partial result, from above."""
-    steps = problem.policy.recipe
-    reshuffle, inner = (steps.step(name) for name in ("reshuffle", "inner"))
+    reshuffle, inner = (problem.policy.recipe.step(name) for name in ("reshuffle", "inner"))
     if whole and inner is None and (reshuffle is None or reshuffle.name == "off"):
         return problem.model.q_heads * problem.model.output_bytes
     return problem.model.row_bytes(Tensor.O)
