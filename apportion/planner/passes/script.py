@@ -38,9 +38,9 @@ class Fetches:
 
 @dataclass(frozen=True)
 class Returns:
-    """Positions of the steps that bring `batches` of results or gradients home: launch, wait, add int64 [batches], where
-    nothing is added `add` is the wait; clear: int64 [rounds], before the stage that first writes those of a round's
-    tiles."""
+    """Positions of the steps that bring `batches` of results or gradients home: launch, wait, add int64 [batches],
+    `add` that of the wait where nothing is added; clear: int64 [rounds], before the stage that first writes those of a
+    round's tiles."""
 
     batches: Batches
     clear: Ints
