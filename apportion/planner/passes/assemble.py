@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, TABLES, Op, Space, Tensor
-from apportion.ir.jit import HAS_NUMBA, jit
+from apportion.ir.jit import jit
 from apportion.ir.plan import ProgramSet, Table, empty_table
-from apportion.ir.sorting import sort_order
+from apportion.ir.sorting import distinct_in_lanes
 from apportion.planner.passes.groups import Groups, HeadSets
 
 Ints = NDArray[np.integer[Any]]
@@ -44,61 +44,7 @@ class Ranges:
         return Ranges(self.rank[index], self.row[index], self.rows[index], heads)
 
 
-def distinct(rank: Ints, row: Ints, rows: Ints) -> tuple[Ranges, Ints]:
-    """The distinct ranges, sorted, and for each given range its index among them."""
-    if not len(rank):
-        return Ranges(rank, row, rows), np.zeros(0, np.int64)
-    span = int((row + rows).max()) + 1
-    if (int(rank.max()) + 1) * span * span >= 2**63:
-        raise CapacityError(f"{span} rows on one rank: at most {int((2**63 / (int(rank.max()) + 1)) ** 0.5)}")
-    found, index = _distinct_keys(rank, row, rows, span)
-    rest, rows = np.divmod(found, span)
-    rank, row = np.divmod(rest, span)
-    return Ranges(rank.astype(np.int32), row.astype(np.int32), rows.astype(np.int32)), index
-
-
-def _distinct_keys(rank: Ints, row: Ints, rows: Ints, span: int) -> tuple[Ints, Ints]:
-    """The distinct keys (rank * span + row) * span + rows, sorted, and the index of each range's among them. Hashed
-    first where that is compiled, because few of many are distinct."""
-    if not HAS_NUMBA:
-        found, index = np.unique((rank.astype(np.int64) * span + row) * span + rows, return_inverse=True)
-        return found, index.reshape(-1)
-    first_seen, number = _hash(rank, row, rows, span, 1 << (2 * len(rank)).bit_length())
-    order = sort_order(first_seen // (span * span), int(rank.max()) + 1)
-    _sort_runs(first_seen, order, span * span)
-    place = np.empty(len(order), np.int32)
-    place[order] = np.arange(len(order), dtype=np.int32)
-    return first_seen[order], place[number]
-
-
-@jit
-def _sort_runs(keys: Ints, order: Ints, width: int) -> None:
-    """Sorts `order`, by which keys // width rise, by the keys; in place."""
-    begin = 0
-    while begin < len(order):
-        end = begin + 1
-        while end < len(order) and keys[order[end]] // width == keys[order[begin]] // width:
-            end += 1
-        run = order[begin:end].copy()
-        order[begin:end] = run[np.argsort(keys[run])]
-        begin = end
-
-
-@jit
-def _hash(rank: Ints, row: Ints, rows: Ints, span: int, size: int) -> tuple[Ints, Ints]:
-    """Open addressing: distinct keys in order of first use, and the number of each range's key among them."""
-    slot = np.full(size, -1, np.int32)
-    found, number, count = np.empty(len(rank), np.int64), np.empty(len(rank), np.int32), 0
-    for index in range(len(rank)):
-        key = (np.int64(rank[index]) * span + row[index]) * span + rows[index]
-        at = (key ^ (key >> 17) ^ (key >> 33)) * 40503 & (size - 1)
-        while slot[at] >= 0 and found[slot[at]] != key:
-            at = (at + 1) & (size - 1)
-        if slot[at] < 0:
-            slot[at], found[count] = count, key
-            count += 1
-        number[index] = slot[at]
-    return found[:count].copy(), number
+_ROWS = 2**31  # of a rank, at most: half of a key's bits
 
 
 @dataclass(frozen=True)
@@ -124,14 +70,32 @@ def range_set(*requests: tuple[Ints, Ints, Ints], heads: Sequence[Ints | int] | 
     """The distinct ranges of requests (rank, row, rows), integers [n] each; heads: the head sets of each request."""
     rank, row, rows = (np.concatenate(column) for column in zip(*requests, strict=True))
     cuts = np.cumsum([len(ranks) for ranks, _, _ in requests])
-    if heads is None:
-        ranges, index = distinct(rank, row, rows)
-    else:
+    sets = 1
+    if heads is not None:
         held = np.concatenate([_full(sets, len(of[0])) for sets, of in zip(heads, requests, strict=True)])
         sets = int(held.max(initial=0)) + 1
-        found, index = distinct(rank * sets + held, row, rows)
-        ranges = Ranges(found.rank // sets, found.row, found.rows, found.rank % sets)
+        rank = rank * sets + held
+    if int((row + rows).max(initial=0)) >= _ROWS:
+        raise CapacityError(f"{int((row + rows).max())} rows on one rank: at most {_ROWS - 1}")
+    lanes = int(rank.max(initial=-1)) + 1
+    keys, ptr, index = distinct_in_lanes(rank, row * np.int64(_ROWS) + rows, lanes)
+    lane, row, rows = _unpack(keys, ptr)
+    ranges = Ranges(lane, row, rows) if heads is None else Ranges(lane // sets, row, rows, lane % sets)
     return RangeSet(ranges, tuple(np.split(index, cuts[:-1])))
+
+
+@jit
+def _unpack(keys: Ints, ptr: Ints) -> tuple[Ints, Ints, Ints]:
+    """int32 [n] each: lane, first row and number of rows of each key."""
+    lane, row, rows = (
+        np.empty(len(keys), np.int32),
+        np.empty(len(keys), np.int32),
+        np.empty(len(keys), np.int32),
+    )
+    for one in range(len(ptr) - 1):
+        for index in range(ptr[one], ptr[one + 1]):
+            lane[index], row[index], rows[index] = one, keys[index] // _ROWS, keys[index] % _ROWS
+    return lane, row, rows
 
 
 @dataclass(frozen=True)
@@ -168,23 +132,17 @@ class Operands:
         """Operand numbers, for each tensor, of all ranges that `ranges` was asked for. A range of a tensor may be
         added once."""
         found = ranges.ranges
-        per_rank = np.bincount(found.rank, minlength=self.ranks)
-        first = np.cumsum(per_rank) - per_rank
-        number = ((self._count - first)[found.rank] + np.arange(len(found))).astype(np.int32)
-        step = per_rank[found.rank].astype(np.int32)
-        self._count += len(tensors) * per_rank
-        numbers = []
+        self._count = self._count.copy()
+        numbers, reach = _number(found.rank, found.row, found.rows, self._count, len(tensors))
         for tensor in tensors:
             self._rows.append(OperandRows(tensor, space, found))
             if space == Space.WORK and len(found):
-                self._extend(tensor, found, first[per_rank > 0], np.flatnonzero(per_rank))
-            numbers.append(Numbers(number, ranges.index))
-            number = number + step
-        return numbers
+                self._extend(tensor, reach)
+        return [Numbers(number, ranges.index) for number in numbers]
 
-    def _extend(self, tensor: Tensor, ranges: Ranges, first: Ints, ranks: Ints) -> None:
-        reach = self._reach.setdefault(tensor, np.zeros(self.ranks, np.int64))
-        reach[ranks] = np.maximum(reach[ranks], np.maximum.reduceat(ranges.row + ranges.rows, first))
+    def _extend(self, tensor: Tensor, reach: Ints) -> None:
+        before = self._reach.get(tensor)
+        self._reach[tensor] = reach if before is None else np.maximum(before, reach)
 
     @property
     def counts(self) -> Ints:
@@ -205,8 +163,7 @@ class Operands:
         self._rows.append(held)
         self._count = first + per_rank
         if len(held.ranges):
-            begins = np.cumsum(per_rank) - per_rank
-            self._extend(held.tensor, held.ranges, begins[per_rank > 0], np.flatnonzero(per_rank))
+            self._extend(held.tensor, _reach(held.ranges.rank, held.ranges.row, held.ranges.rows, self.ranks))
         return first
 
     def reach(self, tensor: Tensor) -> Ints:
@@ -247,6 +204,32 @@ class Operands:
             rows, heads = np.asarray(ranges.rows, np.int32), _full(ranges.heads, len(ranges))
             _place(rank, row, rows, np.asarray(heads, np.int32), kind, space, at, columns)
         return Table(ptr, dict(zip(TABLES["operands"], columns, strict=True)))
+
+
+@jit
+def _number(rank: Ints, row: Ints, rows: Ints, count: Ints, tensors: int) -> tuple[Ints, Ints]:
+    """int32 [tensors, n]: numbers of ranges sorted by rank, for one tensor after another, from count[rank] on, which is
+    moved on; and int64 [ranks], the rows that they reach."""
+    numbers, begin = np.empty((tensors, len(rank)), np.int32), 0
+    while begin < len(rank):
+        owner, end = rank[begin], begin
+        while end < len(rank) and rank[end] == owner:
+            end += 1
+        for tensor in range(tensors):
+            for index in range(begin, end):
+                numbers[tensor, index] = count[owner] + index - begin
+            count[owner] += end - begin
+        begin = end
+    return numbers, _reach(rank, row, rows, len(count))
+
+
+@jit
+def _reach(rank: Ints, row: Ints, rows: Ints, ranks: int) -> Ints:
+    """int64 [ranks]: the rows that ranges reach on each."""
+    reach = np.zeros(ranks, np.int64)
+    for index in range(len(rank)):
+        reach[rank[index]] = max(reach[rank[index]], row[index] + rows[index])
+    return reach
 
 
 @jit
@@ -348,21 +331,22 @@ class Assembler:
         return ProgramSet({name: tables[name] for name in TABLES})
 
     def _list(self, name: str, count: Ints) -> Table:
+        """A list of all ranks; count: int64 [ranks * steps], its rows, to which these are added."""
         parts = [part for part in self._rows.get(name, []) if len(part[0])]
+        names = TABLES[name]
         if not parts:
-            return empty_table(TABLES[name], self.ranks)
-        key = np.concatenate(
-            [rank * np.int32(len(self.steps)) + position for rank, position, _ in parts],
-            dtype=np.int32,
-            casting="unsafe",
-        )
-        per_step = np.bincount(key, minlength=len(count))
-        count += per_step
-        sorted_already = len(parts) == 1 and bool((key[1:] >= key[:-1]).all())
-        order = None if sorted_already else sort_order(key, len(count))
-        columns = {column: _column(parts, index, order) for index, column in enumerate(TABLES[name])}
-        per_rank = per_step.reshape(self.ranks, len(self.steps)).sum(1)
-        return Table(np.concatenate([[0], np.cumsum(per_rank)]), columns)
+            return empty_table(names, self.ranks)
+        size = sum(len(rank) for rank, _, _ in parts)
+        key, given, at = np.empty(size, np.int32), np.empty((len(names), size), np.int32), 0
+        for rank, position, columns in parts:
+            end = at + len(rank)
+            np.multiply(rank, len(self.steps), out=key[at:end], casting="unsafe")
+            key[at:end] += position
+            for column, values in zip(given, columns, strict=True):
+                column[at:end] = values
+            at = end
+        rows, ptr = _sort_rows(key, given, count, self.ranks)
+        return Table(ptr, dict(zip(names, rows, strict=True)))
 
     def _instructions(self, count: Ints) -> Table:
         present = count > 0
@@ -377,17 +361,27 @@ class Assembler:
         return Table(ptr, dict(zip(TABLES["instructions"], columns, strict=True)))
 
 
-def _column(parts: Sequence[Part], index: int, order: Ints | None) -> Ints:
-    """One column of all parts, one after another, then in `order`; int32, which every column of a list fits."""
-    size, alike = 0, True
-    for rank, _, columns in parts:
-        size += len(rank)
-        alike = alike and isinstance(columns[index], int) and columns[index] == parts[0][2][index]
-    joined, at = np.empty(size, np.int32), 0
-    for rank, _, columns in parts:
-        joined[at : at + len(rank)] = columns[index]
-        at += len(rank)
-    return joined if order is None or alike else np.take(joined, order)
+@jit
+def _sort_rows(key: Ints, given: Ints, count: Ints, ranks: int) -> tuple[Ints, Ints]:
+    """int32 [columns, n]: the rows sorted by `key`, rank * steps + step, those of one key as given; and int64
+    [ranks + 1], where those of each rank begin. Adds the rows of each key to `count`."""
+    at, ptr, steps = np.zeros(len(count) + 1, np.int64), np.zeros(ranks + 1, np.int64), len(count) // ranks
+    for index in range(len(key)):
+        at[key[index] + 1] += 1
+    for one in range(len(count)):
+        count[one] += at[one + 1]
+        at[one + 1] += at[one]
+    for rank in range(ranks):
+        ptr[rank + 1] = at[(rank + 1) * steps]
+    place = np.empty(len(key), np.int32)
+    for index in range(len(key)):
+        place[index] = at[key[index]]
+        at[key[index]] += 1
+    rows = np.empty_like(given)
+    for column in range(len(given)):
+        for index in range(len(key)):
+            rows[column, place[index]] = given[column, index]
+    return rows, ptr
 
 
 def _full(value: Column, size: int) -> Ints:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit
-from apportion.ir.sorting import ranked
+from apportion.ir.sorting import distinct_in_lanes
 
 Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
@@ -53,22 +53,38 @@ class Written:
 
 def find_openers(written: Written, held: Ints, tasks: int) -> Openers:
     """held: int64 [lanes], all rows of each lane."""
-    ends = np.cumsum(held)
-    start = ends - held
-    low = start[written.lane] + written.row
-    high = low + written.rows
-    points, first, last, *_ = ranked(low, high, ends, np.zeros(1, np.int64))
-    state = np.zeros(len(points) - 1, np.int8)
+    every = np.arange(len(held))
+    keys = np.concatenate([written.row, written.row + written.rows, np.zeros(len(held), np.int64), held])
+    lanes = np.concatenate([written.lane, written.lane, every, every])
+    points, ptr, number = distinct_in_lanes(lanes, keys, len(held))
+    first, last = number[: len(written.lane)], number[len(written.lane) : 2 * len(written.lane)]
+    state = np.zeros(len(points), np.int8)
     flags = np.zeros(tasks, np.int32)
     _paint(written.task, first, last, written.may, state, flags)
-    lane = np.searchsorted(ends, points[:-1], "right")
-    opened = state == _OPENED
-    head = ~opened
-    head[1:] &= opened[:-1] | (lane[1:] != lane[:-1])
-    tail = ~opened
-    tail[:-1] &= opened[1:] | (lane[1:] != lane[:-1])
-    lane, row0, row1 = lane[head], points[:-1][head], points[1:][tail]
-    return Openers(flags, lane, row0 - start[lane], row1 - row0)
+    return Openers(flags, *_closed(state, points, ptr))
+
+
+@jit
+def _closed(state: Ints, points: Ints, ptr: Ints) -> tuple[Ints, Ints, Ints]:
+    """int64 [n] each: lane, row and rows of the longest ranges that no task opens."""
+    lanes, row, rows, count = (
+        np.empty(len(points), np.int64),
+        np.empty(len(points), np.int64),
+        np.empty(len(points), np.int64),
+        0,
+    )
+    for lane in range(len(ptr) - 1):
+        longer = False
+        for at in range(ptr[lane], ptr[lane + 1] - 1):
+            if state[at] == _OPENED:
+                longer = False
+                continue
+            if not longer:
+                lanes[count], row[count], rows[count] = lane, points[at], 0
+                count += 1
+            rows[count - 1] += points[at + 1] - points[at]
+            longer = True
+    return lanes[:count].copy(), row[:count].copy(), rows[:count].copy()
 
 
 @jit
