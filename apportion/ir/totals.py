@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.bands import pairs_below
 from apportion.ir.cluster import Cluster
 from apportion.ir.isa import RESULTS, TASK_LIST, Op, Tensor
-from apportion.ir.jit import jit, lean
+from apportion.ir.jit import jit
 from apportion.ir.model import Model
 from apportion.ir.ops import instruction_of
 from apportion.ir.plan import Header, Ints, ProgramSet
@@ -45,23 +46,10 @@ def _pairs(
     for rank in range(len(ptr) - 1):
         for task in range(ptr[rank], ptr[rank + 1]):
             query, key = first[rank] + q[task], first[rank] + kv[task]
-            below = _pairs_below(rows[query], rows[key], dmax[task])
-            below -= _pairs_below(rows[query], rows[key], dmin[task] - 1)
+            below = pairs_below(rows[query], rows[key], dmax[task] + rows[key])
+            below -= pairs_below(rows[query], rows[key], dmin[task] - 1 + rows[key])
             found[rank] += below * sizes[heads[query]]
     return found
-
-
-@lean
-def _pairs_below(q: int, k: int, diagonal: int) -> int:
-    """Pairs of q rows and k keys with query row - key row <= diagonal."""
-    m = min(max(diagonal + k, 0), q + k)
-    return _triangle(m) - _triangle(m - q) - _triangle(m - k)
-
-
-@lean
-def _triangle(side: int) -> int:
-    side = max(side, 0)
-    return (side + 1) // 2 * (side | 1)
 
 
 def loads(

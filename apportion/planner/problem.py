@@ -16,6 +16,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.hardware import Hardware
+from apportion.ir.jit import jit
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 from apportion.planner.cost import CostModel
@@ -244,10 +245,10 @@ class PlacePass(Pass, Protocol):
     def __call__(self, problem: Problem, shards: Shards) -> Placement: ...
 
 
+@jit
 def exact_sums(index: Ints, values: Ints, size: int) -> Ints:
-    """int64 [size]: sums of `values` by `index`, exact where float64 would round."""
-    if float(values.sum()) < 2**52:
-        return np.bincount(index, values, size).astype(np.int64)
+    """int64 [size]: sums of integers `values` by `index`, exact where float64 would round."""
     sums = np.zeros(size, np.int64)
-    np.add.at(sums, index, values)
+    for place in range(len(index)):
+        sums[index[place]] += values[place]
     return sums

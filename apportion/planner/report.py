@@ -160,9 +160,9 @@ def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) ->
             sum(of(tensor) for tensor in moving[side, phase])
             for of in (partial(problem.model.sent_bytes, heads=1), problem.model.sent_result_bytes)
         )
-        index, dst = groups.spread(edges.dst)
-        a_head = np.where(whole[index], wholly, partly)
-        size += int((edges.rows[index].astype(np.int64) * heads[dst] * a_head).sum())
+        of_group = exact_sums(groups.of_rank, heads, len(groups))
+        a_head = np.where(whole, wholly, partly)
+        size += int((edges.rows.astype(np.int64) * of_group[edges.dst] * a_head).sum())
     if name == "return" and phase == "forward":
         tiles = tiles.take(np.flatnonzero(tiles.lane & 1))
     degree = max_degree(tiles.src, tiles.dst, len(groups))

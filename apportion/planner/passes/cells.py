@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.bands import area
+from apportion.ir.bands import area_of
 from apportion.ir.errors import ConfigError
 from apportion.ir.jit import jit
 from apportion.ir.model import Model
@@ -105,11 +105,16 @@ class HeadGroups:
 
 def pairs(rows: Ints, keys: Ints, dmin: Ints, dmax: Ints) -> Ints:
     """int64 [n]: pairs of a band over `rows` query and `keys` key rows, all integers [n]."""
-    work = rows.astype(np.int64) * keys
-    part = np.flatnonzero((dmin > 1 - keys) | (dmax < rows - 1))
-    zero = np.zeros(len(part), np.int64)
-    work[part] = area(np.stack([zero, rows[part], zero, keys[part], dmin[part], dmax[part]], axis=1))
-    return work
+    return _pairs(rows, keys, dmin, dmax)
+
+
+@jit
+def _pairs(rows: Ints, keys: Ints, dmin: Ints, dmax: Ints) -> Ints:
+    found = np.empty(len(rows), np.int64)
+    for band in range(len(rows)):
+        q, k, low, high = int(rows[band]), int(keys[band]), int(dmin[band]), int(dmax[band])
+        found[band] = area_of(0, q, 0, k, low, high)
+    return found
 
 
 def cut_cells(bands: Ints, starts: Ints) -> Cells:

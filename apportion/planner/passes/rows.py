@@ -64,20 +64,41 @@ class Rows:
 
     def layout(self, name: str, batch: Batch) -> Layout:
         """Spans: cut where the next row holds another sequence, or a token or position that does not follow."""
-        previous, following = self.order[:-1], self.order[1:]
-        joined = (self.home[previous] == self.home[following]) & (previous + 1 == following)
-        heads = self.starts[:-1][self.order[np.concatenate([[True], ~joined])]]
-        token = np.union1d(heads, batch.position_breaks())
-        block = self.block_of(token)
-        rank, row = self.home[block], self.row[block] + token - self.starts[block]
-        order = np.lexsort((row, rank))
-        token, rank, row = token[order], rank[order], row[order]
-        last = np.append(rank[1:] != rank[:-1], True)
-        length = np.where(last, self.per_rank[rank], np.append(row[1:], 0)) - row
+        ptr, row, token = _cuts(self.order, self.starts, self.home, batch.position_breaks(), self.ranks)
+        length = np.append(row[1:], 0) - row
+        last = ptr[1:][np.diff(ptr) > 0] - 1
+        length[last] += self.per_rank[np.diff(ptr) > 0]
         sequence = np.searchsorted(batch.starts, token, "right") - 1
         columns = (row, token, length, sequence, batch.position_at(token))
-        ptr = np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=self.ranks))])
         return Layout(name, Table(ptr, dict(zip(SPAN_COLUMNS, columns, strict=True))))
+
+
+@jit
+def _cuts(order: Ints, starts: Ints, home: Ints, breaks: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
+    """int64 [ranks + 1], where the spans of each rank begin; int64 [spans], their first rows and tokens. breaks: int64,
+    rising tokens at which a span ends. order: the blocks by rank, as they lie there."""
+    most = len(order) + len(breaks)
+    ptr, row, token = np.zeros(ranks + 1, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    count, at, before = 0, 0, -1
+    for block in order:
+        fresh = before < 0 or home[before] != home[block]
+        if fresh:
+            at = 0
+        cut = np.searchsorted(breaks, starts[block])
+        if fresh or before + 1 != block:
+            row[count], token[count] = at, starts[block]
+            count += 1
+            if cut < len(breaks) and breaks[cut] == starts[block]:
+                cut += 1
+        while cut < len(breaks) and breaks[cut] < starts[block + 1]:
+            row[count], token[count] = at + breaks[cut] - starts[block], breaks[cut]
+            count, cut = count + 1, cut + 1
+        at += starts[block + 1] - starts[block]
+        ptr[home[block] + 1] = count
+        before = block
+    for rank in range(ranks):
+        ptr[rank + 1] = max(ptr[rank + 1], ptr[rank])
+    return ptr, row[:count].copy(), token[:count].copy()
 
 
 def whole_ranges(rows: Rows) -> tuple[Ints, Ints, Ints]:

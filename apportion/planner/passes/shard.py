@@ -193,8 +193,19 @@ def row_weights(problem: Problem, starts: Ints) -> Ints:
 
 def row_areas(bands: Ints, starts: Ints) -> Ints:
     """int64 [blocks]: pairs of `bands` whose query lies in each block."""
-    block, part = rows_of_blocks(bands, starts)
-    return exact_sums(block, band_algebra.area(part), len(starts) - 1)
+    return _row_areas(np.ascontiguousarray(bands), starts)
+
+
+@jit
+def _row_areas(bands: Ints, starts: Ints) -> Ints:
+    found = np.zeros(len(starts) - 1, np.int64)
+    for band in range(len(bands)):
+        q0, q1, k0, k1, dmin, dmax = bands[band]
+        first, end = np.searchsorted(starts, q0, "right") - 1, np.searchsorted(starts, q1)
+        for block in range(first, end):
+            low, high = max(q0, starts[block]), min(q1, starts[block + 1])
+            found[block] += band_algebra.area_of(low, high, k0, k1, dmin, dmax)
+    return found
 
 
 def row_times(problem: Problem, starts: Ints) -> Ints:
