@@ -159,7 +159,7 @@ def _insert(key: Ints, order: Ints, begin: int, end: int, found: Ints, count: in
 def _home(key: int, size: int) -> int:
     """The first place of a key in a hash table: the middle of a product, as keys are multiples of many things (Knuth,
     volume 3, section 6.4). No step leaves 63 bits."""
-    folded = ((key & 0x7FFFFFFF) + 31 * (key >> 31)) & 0x3FFFFFFF
+    folded = ((key & 0x7FFFFFFF) ^ (40503 * (key >> 31))) & 0x3FFFFFFF
     return ((folded * 0x9E3779B1) >> 20) & (size - 1)
 
 

@@ -226,8 +226,8 @@ def _needs(schedule: Schedule, batches: Batches) -> tuple[list[set[int]], list[i
     relays = np.flatnonzero((parent >= 0) & (batch >= 0))
     if not len(relays):
         return needs, ready
-    pairs = np.unique(np.stack([batch[parent[relays]], batch[relays]]), axis=1).T.tolist()
-    for earlier, later in pairs:
+    pairs = np.unique(batch[parent[relays]] * np.int64(len(batches)) + batch[relays]).tolist()
+    for earlier, later in (divmod(pair, len(batches)) for pair in pairs):
         if schedule.routed.carry:  # the tile's gradient goes on to the next rank, and is added there
             needs[later].add(earlier)
             ready[earlier] = max(ready[earlier], int(batches.round[later]))

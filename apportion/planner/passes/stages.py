@@ -171,26 +171,53 @@ def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
 def _cut_rows(tasks: Tasks, parts: Ints, short: Ints, strips: Ints) -> Tasks:
     """Each task cut into so many strips: equal `parts`, and where `short` rows are given two such strips; each with the
     keys that its rows see."""
-    of = np.repeat(np.arange(len(tasks)), strips)
-    cut, count, tail = tasks.take(of), parts[of], short[of]
-    place = np.arange(len(cut)) - np.repeat(np.cumsum(strips) - strips, strips)
-    body = cut.rows.astype(np.int64) - 2 * tail
-    low, high = (
-        body * np.minimum(place + step, count) // count + tail * np.maximum(place + step - count, 0)
-        for step in (0, 1)
+    of, cut = _strips(
+        tasks.row,
+        tasks.rows,
+        tasks.k0,
+        tasks.k1,
+        tasks.dmin,
+        tasks.dmax,
+        parts,
+        short,
+        strips,
+        int(strips.sum()),
     )
-    keys = (cut.k1 - cut.k0).astype(np.int64)
-    first, last = np.maximum(low - cut.dmax, 0), np.minimum(high - 1 - cut.dmin + 1, keys)
-    shift = low - first  # a row and a key of the strip are this much nearer
-    columns = {
-        "row": cut.row + low,
-        "rows": high - low,
-        "k0": cut.k0 + first,
-        "k1": cut.k0 + last,
-        "dmin": np.maximum(cut.dmin - shift, 1 - (last - first)),
-        "dmax": np.minimum(cut.dmax - shift, high - low - 1),
-    }
-    return replace(cut, **{name: column.astype(np.int32) for name, column in columns.items()})
+    columns = dict(zip(("row", "rows", "k0", "k1", "dmin", "dmax"), cut, strict=True))
+    return replace(tasks.take(of), **columns)
+
+
+@jit
+def _strips(
+    row: Ints,
+    rows: Ints,
+    k0: Ints,
+    k1: Ints,
+    dmin: Ints,
+    dmax: Ints,
+    parts: Ints,
+    short: Ints,
+    strips: Ints,
+    size: int,
+) -> tuple[Ints, Ints]:
+    """int32 [strips]: the task of each; and int32 [6, strips]: its row, rows, k0, k1, dmin and dmax."""
+    of, cut, count = np.empty(size, np.int32), np.empty((6, size), np.int32), 0
+    for task in range(len(row)):
+        tail, keys = short[task], np.int64(k1[task]) - k0[task]
+        body = np.int64(rows[task]) - 2 * tail
+        for place in range(strips[task]):
+            after = place + 1
+            low = body * min(place, parts[task]) // parts[task] + tail * max(place - parts[task], 0)
+            high = body * min(after, parts[task]) // parts[task] + tail * max(after - parts[task], 0)
+            first, last = max(low - dmax[task], 0), min(high - dmin[task], keys)
+            shift = low - first  # a row and a key of the strip are this much nearer
+            of[count] = task
+            cut[0, count], cut[1, count] = row[task] + low, high - low
+            cut[2, count], cut[3, count] = k0[task] + first, k0[task] + last
+            cut[4, count] = max(dmin[task] - shift, 1 - (last - first))
+            cut[5, count] = min(dmax[task] - shift, high - low - 1)
+            count += 1
+    return of, cut
 
 
 @dataclass(frozen=True)

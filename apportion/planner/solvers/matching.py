@@ -26,9 +26,16 @@ ALL = (1 << BITS) - 1
 
 def max_degree(src: Ints, dst: Ints, ranks: int) -> int:
     """The largest number of edges that one rank sends or receives; no schedule has fewer slots."""
-    if not len(src):
-        return 0
-    return int(max(np.bincount(src, minlength=ranks).max(), np.bincount(dst, minlength=ranks).max()))
+    return int(_most(src, dst, ranks)) if len(src) else 0
+
+
+@jit
+def _most(src: Ints, dst: Ints, ranks: int) -> int:
+    sent, received = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    for edge in range(len(src)):
+        sent[src[edge]] += 1
+        received[dst[edge]] += 1
+    return int(max(sent.max(), received.max()))
 
 
 def matchings(src: Ints, dst: Ints, ranks: int) -> Ints:
