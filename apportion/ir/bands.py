@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
-from apportion.ir.jit import jit, lean
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -60,35 +59,21 @@ def area(bands: ArrayLike) -> Ints:
     With a = q - q0 and b = k1 - 1 - k the pairs with q - k <= d are those with a + b < m = d + k1 - q0: a
     triangle of side m, less its parts beyond the rectangle, a >= Q and b >= K (they never meet: m <= Q + K).
     """
-    return _areas(np.ascontiguousarray(columns(bands)))
-
-
-@jit
-def _areas(bands: Ints) -> Ints:
-    found = np.empty(len(bands), np.int64)
-    for band in range(len(bands)):
-        q0, q1, k0, k1, dmin, dmax = bands[band]
-        found[band] = area_of(q0, q1, k0, k1, dmin, dmax)
+    b = columns(bands)
+    q, k = np.maximum(b[:, 1] - b[:, 0], 0), np.maximum(b[:, 3] - b[:, 2], 0)
+    offset = b[:, 3] - b[:, 0]
+    upto = _pairs_below(q, k, b[:, 5] + offset)
+    found: Ints = np.maximum(upto - _pairs_below(q, k, b[:, 4] - 1 + offset), 0)
     return found
 
 
-@lean
-def area_of(q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int) -> int:
-    """`area` of one band, in compiled loops."""
-    q, k, offset = max(q1 - q0, 0), max(k1 - k0, 0), k1 - q0
-    return max(pairs_below(q, k, dmax + offset) - pairs_below(q, k, dmin - 1 + offset), 0)
-
-
-@lean
-def pairs_below(q: int, k: int, m: int) -> int:
-    """Pairs (a, b) in [0, q) x [0, k) with a + b < m."""
-    m = min(max(m, 0), q + k)
+def _pairs_below(q: Ints, k: Ints, m: Ints) -> Ints:
+    m = np.clip(m, 0, q + k)
     return _triangle(m) - _triangle(m - q) - _triangle(m - k)
 
 
-@lean
-def _triangle(side: int) -> int:
-    side = max(side, 0)
+def _triangle(side: Ints) -> Ints:
+    side = np.maximum(side, 0)
     return (side + 1) // 2 * (side | 1)  # halved first: side may be 2**32 - 2
 
 

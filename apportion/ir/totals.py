@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.bands import pairs_below
+from apportion.ir.areas import area_of
 from apportion.ir.cluster import Cluster
 from apportion.ir.isa import RESULTS, TASK_LIST, Op, Tensor
 from apportion.ir.jit import jit
@@ -46,8 +46,7 @@ def _pairs(
     for rank in range(len(ptr) - 1):
         for task in range(ptr[rank], ptr[rank + 1]):
             query, key = first[rank] + q[task], first[rank] + kv[task]
-            below = pairs_below(rows[query], rows[key], dmax[task] + rows[key])
-            below -= pairs_below(rows[query], rows[key], dmin[task] - 1 + rows[key])
+            below = area_of(0, rows[query], 0, rows[key], dmin[task], dmax[task])
             found[rank] += below * sizes[heads[query]]
     return found
 

@@ -8,8 +8,9 @@ from strategies import STRATEGIES, cluster
 
 import apportion as ap
 from apportion.ir import bands
+from apportion.ir.areas import area_of
 from apportion.ir.policy import Policy, Recipe
-from apportion.ir.totals import _pairs_below, in_all, loads, moved
+from apportion.ir.totals import in_all, loads, moved
 
 RNG = np.random.default_rng(0)
 
@@ -21,7 +22,7 @@ def test_pairs_of_a_task_are_the_area_of_its_band() -> None:
             q, k = (int(RNG.integers(1, limit)) for _ in range(2))
             dmin, dmax = sorted(int(RNG.integers(1 - k, q)) for _ in range(2))
             wanted = int(bands.area([[0, q, 0, k, dmin, dmax]])[0])
-            assert _pairs_below(q, k, dmax) - _pairs_below(q, k, dmin - 1) == wanted
+            assert area_of(0, q, 0, k, dmin, dmax) == wanted
 
 
 @pytest.mark.parametrize("recipe", [*STRATEGIES][::4])

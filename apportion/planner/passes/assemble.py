@@ -345,7 +345,8 @@ class Assembler:
             for column, values in zip(given, columns, strict=True):
                 column[at:end] = values
             at = end
-        rows, ptr = _sort_rows(key, given, count, self.ranks)
+        rows, ptr = np.empty_like(given), np.zeros(self.ranks + 1, np.int64)
+        _sort_rows(key, given, count, rows, ptr)
         return Table(ptr, dict(zip(names, rows, strict=True)))
 
     def _instructions(self, count: Ints) -> Table:
@@ -362,10 +363,11 @@ class Assembler:
 
 
 @jit
-def _sort_rows(key: Ints, given: Ints, count: Ints, ranks: int) -> tuple[Ints, Ints]:
-    """int32 [columns, n]: the rows sorted by `key`, rank * steps + step, those of one key as given; and int64
-    [ranks + 1], where those of each rank begin. Adds the rows of each key to `count`."""
-    at, ptr, steps = np.zeros(len(count) + 1, np.int64), np.zeros(ranks + 1, np.int64), len(count) // ranks
+def _sort_rows(key: Ints, given: Ints, count: Ints, rows: Ints, ptr: Ints) -> None:
+    """Writes `given`, [columns, n], into `rows`, sorted by `key`, rank * steps + step, those of one key as given; into
+    `ptr`, [ranks + 1], where those of each rank begin; and adds the rows of each key to `count`, [ranks * steps]."""
+    at, ranks = np.zeros(len(count) + 1, np.int64), len(ptr) - 1
+    steps = len(count) // ranks
     for index in range(len(key)):
         at[key[index] + 1] += 1
     for one in range(len(count)):
@@ -377,11 +379,9 @@ def _sort_rows(key: Ints, given: Ints, count: Ints, ranks: int) -> tuple[Ints, I
     for index in range(len(key)):
         place[index] = at[key[index]]
         at[key[index]] += 1
-    rows = np.empty_like(given)
     for column in range(len(given)):
         for index in range(len(key)):
             rows[column, place[index]] = given[column, index]
-    return rows, ptr
 
 
 def _full(value: Column, size: int) -> Ints:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.bands import area_of
+from apportion.ir.areas import area_of
 from apportion.ir.errors import ConfigError
 from apportion.ir.jit import jit
 from apportion.ir.model import Model

@@ -64,7 +64,8 @@ class Rows:
 
     def layout(self, name: str, batch: Batch) -> Layout:
         """Spans: cut where the next row holds another sequence, or a token or position that does not follow."""
-        ptr, row, token = _cuts(self.order, self.starts, self.home, batch.position_breaks(), self.ranks)
+        found = _cuts(self.order, self.starts, self.home, batch.position_breaks(), self.ranks)
+        ptr, row, token = map(np.array, found)  # in numpy's own memory, which a plan can seal
         length = np.append(row[1:], 0) - row
         last = ptr[1:][np.diff(ptr) > 0] - 1
         length[last] += self.per_rank[np.diff(ptr) > 0]

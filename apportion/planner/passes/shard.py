@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir import bands as band_algebra
+from apportion.ir.areas import area_of
 from apportion.ir.batch import Batch
 from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.jit import jit
@@ -204,7 +204,7 @@ def _row_areas(bands: Ints, starts: Ints) -> Ints:
         first, end = np.searchsorted(starts, q0, "right") - 1, np.searchsorted(starts, q1)
         for block in range(first, end):
             low, high = max(q0, starts[block]), min(q1, starts[block + 1])
-            found[block] += band_algebra.area_of(low, high, k0, k1, dmin, dmax)
+            found[block] += area_of(low, high, k0, k1, dmin, dmax)
     return found
 
 
