@@ -6,6 +6,7 @@ is timed by itself. One warm-up run comes first, so that neither compilation nor
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -170,7 +171,8 @@ def counted(job: Job) -> dict[str, int]:
     there are. Compiled loops call nothing; run it warm, or imports and compilation count. Raises what planning and
     verification raise."""
     job = _parsed(job)
-    counter, before = _Counter(), sys.getprofile()
+    counter, before, collects = _Counter(), sys.getprofile(), gc.isenabled()
+    gc.disable()  # others may be called when rubbish is collected
     sys.setprofile(counter.on_event)
     try:
         plan = planned(job, counter)
@@ -180,6 +182,8 @@ def counted(job: Job) -> dict[str, int]:
         counter["verify"] = 0
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return {step: int(calls) for step, calls in counter.items()}
 
 
