@@ -156,7 +156,7 @@ class Program(ProgramView):
         return tasks[column] + self["operands"].ptr[tasks.rank]
 
     def uses(self, op: Op) -> bool:
-        return bool((self["instructions"]["op"] == op).any())
+        return bool((self.source["instructions"]["op"] == op).any())
 
     @cached_property
     def owed(self) -> frozenset[Tensor]:
