@@ -9,7 +9,7 @@ Ranks are walked one after another, over the same scratch memory:
     home rows    ranges whose heads are produced, cleared, finished or on their way: bits of heads. Home rows hold their
                  own tokens or none, so no tokens are noted
     work rows    ranges with one state and the token of a row: an address (`homes`) where it is known, else so many rows
-                 into what transfer t carries: (t + 1) << 40 plus the row
+                 into what a send s carries: (2 s + 2) << 40 plus the row, (2 s + 3) << 40 of a partial
 
 What comes from home rows has a known address before anything runs. What comes from work rows is settled in the end:
 additions and home rows that took tokens for granted wrote down which two must be the same.
@@ -49,6 +49,7 @@ RUN_ROW, RUN_ROWS, RUN_TOKEN, RUN_STATE = range(4)
 
 NOWHERE = -(2**62)
 TILE_SHIFT = 40
+_UNKNOWN = 2 << TILE_SHIFT  # the first token that is no address
 _LIMIT = 2**30 - 1  # of all numbers in tables: sums of two fit 32 bits
 _NEAR = 256
 _RUNS = 4096  # room for runs of an operand: two of them, and a third behind
@@ -231,11 +232,18 @@ def _condition(near: Ints, conditions: Ints, source: int, target: int) -> bool:
     if source == target:
         return True
     line = near[PLACES, CONDITIONS]
-    if max(source, target) < 1 << TILE_SHIFT or line == conditions.shape[1]:
+    if max(source, target) < _UNKNOWN or line == conditions.shape[1]:
         return False
     conditions[0, line], conditions[1, line] = source, target
     near[PLACES, CONDITIONS] = line + 1
     return True
+
+
+@lean
+def _doubt(token: int) -> int:
+    """How little is known of a token: 0 where it is an address, 1 where a tile of values brings it, 2 where a partial
+    does, which may turn out to be zeros."""
+    return 0 if token < _UNKNOWN else 1 + ((token >> TILE_SHIFT) & 1)
 
 
 @lean
@@ -265,8 +273,11 @@ def _add(
                 return False
             m[node, STATE], m[node, OFFSET] = LIVE, offset
         elif state == LIVE and m[node, OFFSET] != offset:
-            row = max(low, m[node, LO])
-            if not _condition(near, conditions, row + offset, row + m[node, OFFSET]):
+            token, its = low + offset, low + m[node, OFFSET]
+            if _doubt(token) < _doubt(its) and m[node, LO] == low and m[node, HI] <= high:
+                token, its = its, token
+                m[node, OFFSET] = offset
+            if not _condition(near, conditions, token, its):
                 return False
         low = m[node, HI]
         node = m[node, AFTER]
@@ -523,14 +534,19 @@ def _alike(operands: Ints, x: int, y: int, sets: Ints) -> bool:
 
 
 @lean
-def _equal_runs(runs: Ints, count: int, other: Ints, others: int) -> bool:
+def _hold_alike(runs: Ints, count: int, other: Ints, others: int, near: Ints, conditions: Ints) -> bool:
     """Whether two operands hold the same tokens row by row; what is cleared fits all."""
-    if count != others:
-        return False
-    for i in range(count):
-        if runs[i, RUN_ROW] != other[i, RUN_ROW] or runs[i, RUN_TOKEN] != other[i, RUN_TOKEN]:
-            return False
-    return True
+    i, j, row = 0, 0, 0
+    while i < count and j < others:
+        token, its = runs[i, RUN_TOKEN], other[j, RUN_TOKEN]
+        if token != NOWHERE and its != NOWHERE:
+            token, its = token + row - runs[i, RUN_ROW], its + row - other[j, RUN_ROW]
+            if not _condition(near, conditions, token, its):
+                return False
+        end, its_end = runs[i, RUN_ROW] + runs[i, RUN_ROWS], other[j, RUN_ROW] + other[j, RUN_ROWS]
+        row = min(end, its_end)
+        i, j = i + (end == row), j + (its_end == row)
+    return i == count and j == others and count > 0
 
 
 # ---------------------------------------------------------------------------------------------- ops
@@ -583,9 +599,11 @@ def _launch(
             for run in range(count):
                 if runs[run, RUN_STATE] != CLEARED:
                     at = runs[run, RUN_TOKEN] - runs[run, RUN_ROW]
-                    if token != NOWHERE and token != at:
+                    if token != NOWHERE and _doubt(token) > _doubt(at):
+                        token, at = at, token
+                    if token != NOWHERE and not _condition(near, conditions, at, token):
                         return False
-                    token = at
+                    token = at if token == NOWHERE else token
             if count < 1:
                 return False
             sends[slots[t], TOKEN] = token
@@ -603,10 +621,11 @@ def _launch(
             return False
         next_send[peer] = send + 1
         token = sends[send, TOKEN]
-        if token < 0 or token >= 1 << TILE_SHIFT:
-            token = (send + 1) << TILE_SHIFT
+        cleared = partial and peer < limits[2] and token == NOWHERE
+        if token < 0 or token >= _UNKNOWN:
+            token = (2 * send + 2 + partial) << TILE_SHIFT
         if at_home:
-            if (given >> tensor) & 1 or not _condition(near, conditions, token, home[1] + low):
+            if (given >> tensor) & 1 or not (cleared or _condition(near, conditions, token, home[1] + low)):
                 return False
             if not _at_home(m, near, tensor, low, high, home[0], bits, _TO_RECEIVE):
                 return False
@@ -614,7 +633,7 @@ def _launch(
         else:
             if not _open(m, near, place, arena_rows[tensor]):
                 return False
-            state, heads = LIVE if partial else VALUE, sets[1, side, operands[5, x]]
+            state, heads = CLEARED if cleared else LIVE if partial else VALUE, sets[1, side, operands[5, x]]
             node = _put(m, near, place, low, high, state, token - low, heads, rounds, begin)
             if node < 0:
                 return False
@@ -684,7 +703,7 @@ def _attend(
                 if xq == last and tasks[column, i] == tasks[column, i - 1]:
                     continue
                 found = _gather(m, near, operands, x, True, given, sets, home, rounds, begin, others)
-                if not _alike(operands, x, xq, sets) or not _equal_runs(runs, count, others, found):
+                if not _alike(operands, x, xq, sets) or not _hold_alike(runs, count, others, found, near, conditions):
                     return False
         last = xq
         key_runs = _gather(m, near, operands, xk, True, given, sets, home, rounds, begin, keys)
@@ -825,7 +844,7 @@ def _rowop(
             if operands[3, x] != operands[3, xa]:
                 return False
             found = _gather(m, near, operands, x, False, given, sets, home, rounds, begin, others)
-            if not _equal_runs(runs, count, others, found):
+            if not _hold_alike(runs, count, others, found, near, conditions):
                 return False
             if operands[1, x] == WORK:
                 last = operands[2, x] + operands[3, x]
@@ -960,13 +979,13 @@ def _ends_well(
 def _token(sends: Ints, token: int) -> int:
     """The address that a token has; NOWHERE where its rows were sent as zeros."""
     start, root = token, token
-    while root >= 1 << TILE_SHIFT:
-        source = sends[(root >> TILE_SHIFT) - 1, TOKEN]
+    while root >= _UNKNOWN:
+        source = sends[(root >> TILE_SHIFT + 1) - 1, TOKEN]
         if source == NOWHERE:
             return NOWHERE
         root = source + (root & ((1 << TILE_SHIFT) - 1))
-    while start >= 1 << TILE_SHIFT:  # the next one finds it at once
-        line, row = (start >> TILE_SHIFT) - 1, start & ((1 << TILE_SHIFT) - 1)
+    while start >= _UNKNOWN:  # the next one finds it at once
+        line, row = (start >> TILE_SHIFT + 1) - 1, start & ((1 << TILE_SHIFT) - 1)
         start = sends[line, TOKEN] + row
         sends[line, TOKEN] += root - start
     return root
@@ -1034,7 +1053,7 @@ def _walk(
         base, begin, rows = operand_ptr[rank], instruction_ptr[rank], home_rows[rank]
         t, task, row, last, under_way = transfer_ptr[rank], task_ptr[rank], rowop_ptr[rank], -1, 0
         home[0], home[1] = rows, home_first[rank]
-        home[2], home[3] = sends_ptr[rank], sends_ptr[rank + 1]
+        home[2], home[3], home[4] = sends_ptr[rank], sends_ptr[rank + 1], rank
         near[:PLACES, OPEN] = 0
         near[PLACES, USED], near[PLACES, FREE] = 0, -1
         if not _are_placed(
@@ -1141,13 +1160,6 @@ def _walk(
 # ---------------------------------------------------------------------------------------------- of a program
 
 
-@dataclass(frozen=True, eq=False)
-class Judged:
-    """Of a program with which all is right. places: int64 [7, parts], what its tasks attend to, as `Flow.parts`."""
-
-    places: Ints
-
-
 def _matrix(name: str, table: Table) -> Ints | None:
     """int32 [columns, rows]; None where a number is beyond `_LIMIT`."""
     columns = [table[column] for column in TABLES[name]]
@@ -1202,8 +1214,9 @@ def sets_of(q: HeadSets, kv: HeadSets) -> Sets | None:
 
 def judge(
     program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], masked: bool
-) -> Judged | None:
-    """What a program with which all is right attends to; None where that is not sure. homes: of the home rows; given:
+) -> Ints | None:
+    """What the tasks of a program with which all is right attend to, int64 [7, parts] as `Flow.parts`; None where that is
+    not sure. homes: of the home rows; given:
     tensors whose home rows hold values at the start; masked: whether the mask allows anything."""
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
     tables = {name: _matrix(name, program.source[name]) for name in names}
@@ -1258,7 +1271,7 @@ def judge(
             slots,
             next_send,
             np.full((4, number), -1, np.int64),
-            np.zeros(4, np.int64),
+            np.zeros(5, np.int64),
             np.empty((8 * longest + 4096, 10), np.int64),
             near,
             np.empty((2 * _RUNS, 4), np.int64),
@@ -1276,4 +1289,4 @@ def judge(
     covered = np.zeros(program.q_sets.heads, bool)
     for one in np.flatnonzero(used).tolist():
         covered[program.q_sets.members[one]] = True
-    return Judged(places) if covered.all() or not masked else None
+    return places if covered.all() or not masked else None

@@ -39,11 +39,10 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
     count = int(np.clip(_COMPARISONS // (len(tasks.task) + len(mask) + 1), *_QUERIES))
     queries, heads = draw.integers(0, tokens, count), draw.integers(0, program.q_sets.heads, count)
     between = draw.random((count, _BANDS + 1))
-    split = bool(program["operands"]["heads"].any())
     for query, head, chance in zip(queries.tolist(), heads.tolist(), between.tolist(), strict=True):
         allowed = mask[(mask[:, 0] <= query) & (query < mask[:, 1])]
         near = np.flatnonzero((tasks.bands[0] <= query) & (query < tasks.bands[1]))
-        if split:
+        if program.splits_heads:
             near = near[_has_head(program, tasks.task[near], head)]
         computed = tasks.bands[:, near].T
         keys = _keys(query, allowed[:_BANDS], tokens, chance)
