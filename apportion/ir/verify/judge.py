@@ -1175,7 +1175,16 @@ def _matrix(name: str, table: Table) -> Ints | None:
             if column.dtype.itemsize > 4 and len(column) and max(-int(column.min()), int(column.max())) > _LIMIT:
                 return None
             found[i] = column
-    return found if found.size == 0 or max(-int(found.min()), int(found.max())) <= _LIMIT else None
+    if found.size and max(-int(found.min()), int(found.max())) > _LIMIT:
+        return None
+    return _fixed(found)
+
+
+def _fixed(numbers: Ints) -> Ints:
+    """The same, contiguous and read-only, as a plan's are: loops are compiled for one kind of array."""
+    found = np.ascontiguousarray(numbers).view()
+    found.setflags(write=False)
+    return found
 
 
 def _heads(sets: HeadSets) -> Sequence[int] | None:
@@ -1220,7 +1229,7 @@ def judge(
     tensors whose home rows hold values at the start; masked: whether the mask allows anything."""
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
     tables = {name: _matrix(name, program.source[name]) for name in names}
-    ptrs = {name: np.ascontiguousarray(program.source[name].ptr, np.int64) for name in names}
+    ptrs = {name: _fixed(np.asarray(program.source[name].ptr, np.int64)) for name in names}
     if any(table is None for table in tables.values()) or len(
         program.source["grads" if program.task_list == "tasks" else "tasks"]
     ):
@@ -1236,7 +1245,7 @@ def judge(
     next_send, slots = np.zeros(ranks, np.int64), np.zeros(transfers.shape[1], np.int64)
     both = operands, ptrs["operands"], instructions, ptrs["instructions"], transfers, ptrs["transfers"]
     if 2 * int(np.count_nonzero(transfers[0])) != transfers.shape[1] or not _post(
-        *both, sets.table, homes.first, ways, sends, sends_ptr, next_send, slots
+        *both, sets.table, _fixed(homes.first), ways, sends, sends_ptr, next_send, slots
     ):
         return None
     foreign = sum(1 << tensor for tensor in Tensor if program.phase not in tensor.contents.phases)
@@ -1262,10 +1271,10 @@ def judge(
             sets.size,
             sets.pairs,
             used,
-            homes.rows,
-            homes.first,
-            program.arena_rows,
-            program.arena_heads,
+            _fixed(homes.rows),
+            _fixed(homes.first),
+            _fixed(program.arena_rows),
+            _fixed(program.arena_heads),
             sends,
             sends_ptr,
             slots,
