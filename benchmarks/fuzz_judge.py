@@ -2,8 +2,8 @@
 
     python -m benchmarks.fuzz_judge --count 100000 --json
 
-Walks from plan to plan: a mutant that the rules accept is what the next one is made of. Plans of many recipes are taken in
-turn. Exit status 1 where the judge accepted what the rules reject.
+Walks from plan to plan: a mutant that the rules accept is what the next one is made of. Plans of many recipes are
+taken in turn. Exit status 1 where the judge accepted what the rules reject.
 """
 
 from __future__ import annotations
@@ -19,23 +19,32 @@ from typing import Any
 
 import numpy as np
 
-from apportion.planner import api
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError
 from apportion.ir.isa import TABLES, TASK_LIST
 from apportion.ir.model import Model
+from apportion.ir.ops import LIST_OF_OP, LISTS
 from apportion.ir.plan import ProgramSet, Table
 from apportion.ir.verify import RULES
 from apportion.ir.verify.subject import Subject
+from apportion.planner import api
 from apportion.planner.recipes import find_recipe, with_block
 
 RECIPES = ("fcp_paper", "fcp", "blend", "distca", "dcp", "zeppelin", "mixed", "ulysses", "upipe", "ring")
 #: those that the judge stands for, and coverage, which it gives the tasks
 _JUDGED = ("operands", "transfers", "heads", "dataflow", "delivery")
 _LONGEST = 30  # accepted mutants in a row, until the next plan
-_WEIGHTS = {"operands": 6, "transfers": 4, "tasks": 5, "grads": 5, "rowops": 4, "instructions": 3, "arenas": 1}
+_WEIGHTS = {
+    "operands": 6,
+    "transfers": 4,
+    "tasks": 5,
+    "grads": 5,
+    "rowops": 4,
+    "instructions": 3,
+    "arenas": 1,
+}
 
 
 @dataclass
@@ -128,8 +137,6 @@ def _change(rng: random.Random, name: str, table: Table) -> tuple[str, Table]:
 def repaired(plan: Plan) -> Plan:
     """The counts of instructions set right where one list of a rank is a row longer or shorter than they say: so that
     dropped and added rows, and dropped instructions, get past the first rule."""
-    from apportion.ir.ops import LIST_OF_OP, LISTS
-
     programs = {}
     for key, program in plan.programs.items():
         table = program["instructions"]
@@ -216,7 +223,9 @@ def fuzz(begin: Sequence[tuple[str, Plan]], count: int, seed: int) -> Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", default="4,8", help="of the plans that are mutated")
@@ -226,7 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = list(plans([int(one) for one in asked.ranks.split(",")], asked.recipes.split(",")))
     result = fuzz(begin, asked.count, asked.seed)
     data = result.to_data()
-    print(json.dumps(data, indent=1) if asked.json else "\n".join(f"{name}: {value}" for name, value in data.items()))
+    print(
+        json.dumps(data, indent=1)
+        if asked.json
+        else "\n".join(f"{name}: {value}" for name, value in data.items())
+    )
     return 1 if result.missed else 0
 
 

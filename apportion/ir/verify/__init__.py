@@ -93,7 +93,7 @@ def check(plan: Plan) -> tuple[Violation, ...]:
     subject = Subject(plan)
     found = _apply_all(_BEFORE, subject, {})
     if not any(found.values()) and subject.judge():
-        judged = found | {name: () for name in _JUDGED}
+        judged = found | dict.fromkeys(_JUDGED, ())
         rest = [rule for rule in _REST if rule.name not in _JUDGED]
         if not any(_apply_all(rest, subject, judged).values()):
             return ()

@@ -195,7 +195,7 @@ def _absorb(m: Ints, near: Ints, place: int, node: int, high: int) -> None:
 def _over(rounds: Ints, number: int, begin: int) -> bool:
     """Whether a rank has waited for a round. rounds: int64 [2, rounds], the instruction that launched it last and the
     one that waited for it; begin: the rank's first."""
-    return number < 0 or rounds[1, number] >= begin  # type: ignore[no-any-return]
+    return number < 0 or rounds[1, number] >= begin
 
 
 @lean
@@ -210,7 +210,16 @@ def _is_still(m: Ints, node: int, rounds: Ints, begin: int) -> bool:
 
 @lean
 def _put(
-    m: Ints, near: Ints, place: int, low: int, high: int, state: int, offset: int, heads: int, rounds: Ints, begin: int
+    m: Ints,
+    near: Ints,
+    place: int,
+    low: int,
+    high: int,
+    state: int,
+    offset: int,
+    heads: int,
+    rounds: Ints,
+    begin: int,
 ) -> int:
     """Overwrites work rows, in which nothing may be needed or under way; the node, -1 where that is not so."""
     node = _slice(m, near, place, low, high)
@@ -266,7 +275,11 @@ def _add(
         node = _slice(m, near, place, low, high)
     while node >= 0 and m[node, LO] < high:
         held = m[node, STATE]
-        if m[node, HEADS] != heads or not _is_still(m, node, rounds, begin) or not (held == LIVE or held == CLEARED):
+        if (
+            m[node, HEADS] != heads
+            or not _is_still(m, node, rounds, begin)
+            or not (held == LIVE or held == CLEARED)  # noqa: SIM109  a tuple costs three times as much
+        ):
             return False
         if held == CLEARED and state == LIVE:
             if m[node, LO] < low or m[node, HI] > high:
@@ -286,7 +299,16 @@ def _add(
 
 @lean
 def _read(
-    m: Ints, near: Ints, place: int, low: int, high: int, heads: int, values: bool, rounds: Ints, begin: int, runs: Ints
+    m: Ints,
+    near: Ints,
+    place: int,
+    low: int,
+    high: int,
+    heads: int,
+    values: bool,
+    rounds: Ints,
+    begin: int,
+    runs: Ints,
 ) -> int:
     """Fills `runs` with what work rows hold, values or partials, joined where tokens go on; their number, -1 where
     they hold something else or too many."""
@@ -296,7 +318,7 @@ def _read(
         state, stop = m[node, STATE], min(high, m[node, HI])
         if m[node, HEADS] != heads or not _over(rounds, m[node, READY], begin):
             return -1
-        if state != VALUE if values else not (state == LIVE or state == CLEARED):
+        if state != VALUE if values else not (state == LIVE or state == CLEARED):  # noqa: SIM109  as above
             return -1
         token = row + m[node, OFFSET] if state != CLEARED else NOWHERE
         last = count - 1
@@ -315,11 +337,13 @@ def _read(
 @lean
 def _next_token(runs: Ints, run: int) -> int:
     token = runs[run, RUN_TOKEN]
-    return token if token == NOWHERE else token + runs[run, RUN_ROWS]
+    return token if token == NOWHERE else token + runs[run, RUN_ROWS]  # type: ignore[no-any-return]
 
 
 @lean
-def _spend(m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, begin: int, number: int) -> bool:
+def _spend(
+    m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, begin: int, number: int
+) -> bool:
     """Partials leave work rows, with the round of that number or -1; nothing else may be sending them."""
     node = _slice(m, near, place, low, high)
     if node < 0:
@@ -336,7 +360,9 @@ def _spend(m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, b
 
 
 @lean
-def _mark_sent(m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, begin: int, number: int) -> bool:
+def _mark_sent(
+    m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, begin: int, number: int
+) -> bool:
     """Values of work rows are sent in a round, in two at a time at most."""
     node = _find(m, near, place, low)
     while low < high:
@@ -354,7 +380,9 @@ def _mark_sent(m: Ints, near: Ints, place: int, low: int, high: int, rounds: Int
 
 # what happens to home rows: a partial is put or added, or the identity put; rows are received, have arrived; are
 # finished; a partial is taken; values are read, or sent
-_TO_PUT, _TO_ADD, _TO_CLEAR, _TO_RECEIVE, _TO_ARRIVE, _TO_FINISH, _TO_TAKE, _TO_READ, _TO_SEND, _TO_SET = range(10)
+_TO_PUT, _TO_ADD, _TO_CLEAR, _TO_RECEIVE, _TO_ARRIVE, _TO_FINISH, _TO_TAKE, _TO_READ, _TO_SEND, _TO_SET = (
+    range(10)
+)
 
 
 @lean
@@ -369,7 +397,11 @@ def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, rows: int, b
     if node < 0:
         return False
     while node >= 0 and m[node, LO] < high:
-        live, cleared, value = m[node, LIVE_BITS] & bits, m[node, CLEARED_BITS] & bits, m[node, VALUE_BITS] & bits
+        live, cleared, value = (
+            m[node, LIVE_BITS] & bits,
+            m[node, CLEARED_BITS] & bits,
+            m[node, VALUE_BITS] & bits,
+        )
         flight, sent = m[node, FLIGHT_BITS] & bits, m[node, SENT_BITS] & bits
         if what == _TO_ARRIVE:
             m[node, FLIGHT_BITS] &= ~bits
@@ -377,14 +409,14 @@ def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, rows: int, b
                 m[node, LIVE_BITS] |= bits
             else:
                 m[node, VALUE_BITS] |= bits
-        elif what == _TO_READ or what == _TO_SEND:
+        elif what == _TO_READ or what == _TO_SEND:  # noqa: SIM109  as above
             if value != bits or flight:
                 return False
             if what == _TO_SEND:
                 m[node, SENT_BITS] |= bits
         elif flight or sent or value:
             return False
-        elif what == _TO_ADD or what == _TO_FINISH or what == _TO_TAKE:
+        elif what == _TO_ADD or what == _TO_FINISH or what == _TO_TAKE:  # noqa: SIM109  as above
             if live | cleared != bits:
                 return False
             m[node, CLEARED_BITS] &= ~bits
@@ -426,7 +458,12 @@ def _are_placed(
     """Whether the operands of a rank lie inside its rows, those of arenas in the first columns. foreign: tensors of
     another phase, as bits."""
     for x in range(begin + 1, end):
-        tensor, space, last, heads = operands[0, x], operands[1, x], operands[2, x] + operands[3, x], operands[5, x]
+        tensor, space, last, heads = (
+            operands[0, x],
+            operands[1, x],
+            operands[2, x] + operands[3, x],
+            operands[5, x],
+        )
         headless, side = (_HEADLESS_BITS >> tensor) & 1, (_KV_BITS >> tensor) & 1
         if operands[4, x] != 0 or (foreign >> tensor) & 1 or (headless and heads):
             return False
@@ -461,7 +498,9 @@ def _gather(
         place = 2 * tensor + 1
         if not near[place, OPEN]:
             return -1
-        return _read(m, near, place, low, low + rows, sets[1, side, operands[5, x]], values, rounds, begin, runs)
+        return _read(
+            m, near, place, low, low + rows, sets[1, side, operands[5, x]], values, rounds, begin, runs
+        )
     if not (values and (given >> tensor) & 1):
         bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
         what = _TO_READ if values else _TO_TAKE
@@ -581,7 +620,11 @@ def _launch(
     for t in range(first, end):
         peer, x = transfers[1, t], base + transfers[2, t]
         tensor, low, high = int(operands[0, x]), int(operands[2, x]), operands[2, x] + operands[3, x]
-        side, partial, at_home = (_KV_BITS >> tensor) & 1, (_PARTIAL_BITS >> tensor) & 1, operands[1, x] == HOME
+        side, partial, at_home = (
+            (_KV_BITS >> tensor) & 1,
+            (_PARTIAL_BITS >> tensor) & 1,
+            operands[1, x] == HOME,
+        )
         headless, place = (_HEADLESS_BITS >> tensor) & 1, 2 * tensor + 1
         if tensor == 0:
             return False
@@ -590,9 +633,9 @@ def _launch(
             if at_home:
                 if partial:
                     return False
-                if not (given >> tensor) & 1:
-                    if not _at_home(m, near, tensor, low, high, home[0], bits, _TO_SEND):
-                        return False
+                fixed = (given >> tensor) & 1 == 1
+                if not fixed and not _at_home(m, near, tensor, low, high, home[0], bits, _TO_SEND):
+                    return False
                 continue
             count = _gather(m, near, operands, x, not partial, given, sets, home, rounds, begin, runs)
             token = NOWHERE
@@ -614,7 +657,12 @@ def _launch(
                 return False
             continue
         send = next_send[peer]
-        if send < limits[0] or send >= limits[1] or sends[send, SENDER] != peer or sends[send, ROUND] != number:
+        if (
+            send < limits[0]
+            or send >= limits[1]
+            or sends[send, SENDER] != peer
+            or sends[send, ROUND] != number
+        ):
             return False
         tile = (int(operands[3, x]) * PLACES + tensor) * tile_sets + sets[1, side, operands[5, x]]
         if sends[send, TILE] != tile:
@@ -643,7 +691,15 @@ def _launch(
 
 @inlined
 def _arrive(
-    m: Ints, near: Ints, operands: Ints, base: int, transfers: Ints, first: int, end: int, sets: Ints, rows: int
+    m: Ints,
+    near: Ints,
+    operands: Ints,
+    base: int,
+    transfers: Ints,
+    first: int,
+    end: int,
+    sets: Ints,
+    rows: int,
 ) -> None:
     """What home rows received in a round is there."""
     for t in range(first, end):
@@ -703,7 +759,9 @@ def _attend(
                 if xq == last and tasks[column, i] == tasks[column, i - 1]:
                     continue
                 found = _gather(m, near, operands, x, True, given, sets, home, rounds, begin, others)
-                if not _alike(operands, x, xq, sets) or not _hold_alike(runs, count, others, found, near, conditions):
+                if not _alike(operands, x, xq, sets) or not _hold_alike(
+                    runs, count, others, found, near, conditions
+                ):
                     return False
         last = xq
         key_runs = _gather(m, near, operands, xk, True, given, sets, home, rounds, begin, keys)
@@ -755,8 +813,16 @@ def _attend(
                 near[PLACES, PIECES] = at + 1
                 if at < places.shape[1]:
                     places[0, at] = i
-                    places[1, at], places[2, at], places[3, at] = runs[a, RUN_ROW], runs[a, RUN_ROWS], runs[a, RUN_TOKEN]
-                    places[4, at], places[5, at], places[6, at] = keys[b, RUN_ROW], keys[b, RUN_ROWS], keys[b, RUN_TOKEN]
+                    places[1, at], places[2, at], places[3, at] = (
+                        runs[a, RUN_ROW],
+                        runs[a, RUN_ROWS],
+                        runs[a, RUN_TOKEN],
+                    )
+                    places[4, at], places[5, at], places[6, at] = (
+                        keys[b, RUN_ROW],
+                        keys[b, RUN_ROWS],
+                        keys[b, RUN_TOKEN],
+                    )
     return True
 
 
@@ -765,8 +831,10 @@ def _may_move(operands: Ints, x: int, y: int, sets: Ints) -> bool:
     """Whether the rows of one operand may go into another: of one tensor, alike, and elsewhere."""
     if operands[0, x] != operands[0, y] or not _alike(operands, y, x, sets):
         return False
-    apart = operands[2, x] >= operands[2, y] + operands[3, y] or operands[2, y] >= operands[2, x] + operands[3, x]
-    return operands[1, x] != operands[1, y] or apart
+    apart = (
+        operands[2, x] >= operands[2, y] + operands[3, y] or operands[2, y] >= operands[2, x] + operands[3, x]
+    )
+    return operands[1, x] != operands[1, y] or apart  # type: ignore[no-any-return]
 
 
 @inlined
@@ -824,11 +892,26 @@ def _rowop(
         if count < 0:
             return False
         adds, partial = False, False
-        if b:
-            if operands[3, xb] != operands[3, xa] or not _write(
-                m, near, operands, xb, runs, count, False, False, given, sets, home, arena_rows, rounds, begin, conditions
-            ):
-                return False
+        if b and operands[3, xb] != operands[3, xa]:
+            return False
+        if b and not _write(
+            m,
+            near,
+            operands,
+            xb,
+            runs,
+            count,
+            False,
+            False,
+            given,
+            sets,
+            home,
+            arena_rows,
+            rounds,
+            begin,
+            conditions,
+        ):
+            return False
         if not c:
             return True
         if operands[3, xc] != operands[3, xa]:
@@ -861,10 +944,9 @@ def _rowop(
             return False
         if op == _ADD and (not (_SUM_BITS >> of_a) & 1 or not backward):
             return False
-        if op == _DELIVER:
-            if not (_DELIVERED_BITS >> of_a) & 1 or operands[1, xc] != HOME:
-                return False
-        adds = adds and (op == _MERGE or op == _ADD)
+        if op == _DELIVER and not ((_DELIVERED_BITS >> of_a) & 1 and operands[1, xc] == HOME):
+            return False
+        adds = adds and op in (_MERGE, _ADD)
         partial = (_PARTIAL_BITS >> of_a) & 1 == 1
         values = moves and not (partial and operands[1, xa] == WORK)
         if moves and values and partial:
@@ -872,11 +954,26 @@ def _rowop(
         count = _gather(m, near, operands, xa, values, given, sets, home, rounds, begin, runs)
         if count < 0:
             return False
-        if not values and operands[1, xa] == WORK:
-            if not _spend(m, near, 2 * of_a + 1, int(operands[2, xa]), operands[2, xa] + operands[3, xa], rounds, begin, -1):
+        low, high = int(operands[2, xa]), operands[2, xa] + operands[3, xa]
+        if not values and operands[1, xa] == WORK:  # noqa: SIM102  two conditions, one of them done
+            if not _spend(m, near, 2 * of_a + 1, low, high, rounds, begin, -1):
                 return False
     return _write(
-        m, near, operands, xc, runs, count, partial, adds, given, sets, home, arena_rows, rounds, begin, conditions
+        m,
+        near,
+        operands,
+        xc,
+        runs,
+        count,
+        partial,
+        adds,
+        given,
+        sets,
+        home,
+        arena_rows,
+        rounds,
+        begin,
+        conditions,
     )
 
 
@@ -938,7 +1035,9 @@ def _post(
                     heads = sets[1, side, operands[5, x]]
                     sends[send, SENDER], sends[send, ROUND] = rank, number
                     sends[send, TILE] = (int(operands[3, x]) * PLACES + tensor) * sets.shape[2] + heads
-                    sends[send, TOKEN] = home_first[rank] + operands[2, x] if operands[1, x] == HOME else NOWHERE
+                    sends[send, TOKEN] = (
+                        home_first[rank] + operands[2, x] if operands[1, x] == HOME else NOWHERE
+                    )
                 t += 1
     for number in range(ways.shape[1]):
         if ways[0, number] >= 0 and ways[1, number] & ALL_TO_ALL and ways[2, number] != ranks:
@@ -947,9 +1046,7 @@ def _post(
 
 
 @lean
-def _ends_well(
-    m: Ints, near: Ints, given: int, owed: int, finished: int, sets: Ints, rows: int
-) -> bool:
+def _ends_well(m: Ints, near: Ints, given: int, owed: int, finished: int, sets: Ints, rows: int) -> bool:
     """Whether a rank ends with all home rows that it owes, and no partial elsewhere. finished: tensors of `owed` that
     must be values."""
     for tensor in range(1, PLACES // 2):
@@ -1102,7 +1199,7 @@ def _walk(
                 if rounds[2, number] == begin:
                     end = rounds[3, number] + instructions[4, rounds[0, number]]
                     _arrive(m, near, operands, base, transfers, rounds[3, number], end, sets, rows)
-            elif op == _ATTEND or op == _GRAD:
+            elif op == _ATTEND or op == _GRAD:  # noqa: SIM109  as above
                 proper = backward == (op == _GRAD) and _attend(
                     m,
                     near,
@@ -1154,7 +1251,7 @@ def _walk(
             return begin  # type: ignore[no-any-return]
         if not _ends_well(m, near, given, owed, finished, sets, rows):
             return begin  # type: ignore[no-any-return]
-    return instructions.shape[1]
+    return instructions.shape[1]  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- of a program
@@ -1163,18 +1260,12 @@ def _walk(
 def _matrix(name: str, table: Table) -> Ints | None:
     """int32 [columns, rows]; None where a number is beyond `_LIMIT`."""
     columns = [table[column] for column in TABLES[name]]
-    base = columns[0].base if len(columns) else None
-    shared = isinstance(base, np.ndarray) and base.dtype == np.int32 and base.shape == (len(columns), len(table))
-    if shared and all(
-        column.base is base and column.ctypes.data == base[i].ctypes.data for i, column in enumerate(columns)
-    ):
-        found = base
-    else:
-        found = np.empty((len(columns), len(table)), np.int32)
-        for i, column in enumerate(columns):
-            if column.dtype.itemsize > 4 and len(column) and max(-int(column.min()), int(column.max())) > _LIMIT:
-                return None
-            found[i] = column
+    found = np.empty((len(columns), len(table)), np.int32)
+    for i, column in enumerate(columns):
+        wide = column.dtype.itemsize > 4 and len(column) > 0
+        if wide and max(-int(column.min()), int(column.max())) > _LIMIT:
+            return None
+        found[i] = column
     if found.size and max(-int(found.min()), int(found.max())) > _LIMIT:
         return None
     return _fixed(found)
@@ -1218,15 +1309,17 @@ def sets_of(q: HeadSets, kv: HeadSets) -> Sets | None:
         own[number, heads // (q.heads // kv.heads)] = True
         held[number, keys[keys < kv.heads]] = True
     lacking = (own[:, None] & ~held[None]).any(axis=2)
-    return Sets(table, np.array([q.size, kv.size], np.int64), (~lacking).astype(np.int8))
+    pairs: Ints = np.logical_not(lacking).astype(np.int8)
+    return Sets(table, np.array([q.size, kv.size], np.int64), pairs)
 
 
-def judge(
-    program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], masked: bool
-) -> Ints | None:
-    """What the tasks of a program with which all is right attend to, int64 [7, parts] as `Flow.parts`; None where that is
-    not sure. homes: of the home rows; given:
-    tensors whose home rows hold values at the start; masked: whether the mask allows anything."""
+def judge(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], masked: bool) -> Ints | None:
+    """What the tasks of a program with which all is right attend to, int64 [7, parts] as `Flow.parts`; None where
+    that is not sure.
+
+    homes: of the home rows. given: tensors whose home rows hold values at the start. masked: whether the mask allows
+    anything.
+    """
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
     tables = {name: _matrix(name, program.source[name]) for name in names}
     ptrs = {name: _fixed(np.asarray(program.source[name].ptr, np.int64)) for name in names}
@@ -1234,7 +1327,9 @@ def judge(
         program.source["grads" if program.task_list == "tasks" else "tasks"]
     ):
         return None
-    operands, instructions, transfers, tasks, rowops = (table for table in tables.values() if table is not None)
+    operands, instructions, transfers, tasks, rowops = (
+        table for table in tables.values() if table is not None
+    )
     number = int(instructions[1].max(initial=0)) + 1
     if number > 8 * instructions.shape[1] + 1024:
         return None
@@ -1254,7 +1349,10 @@ def judge(
     conditions += tasks.shape[1]
     used = np.zeros(sets.size.shape[1], np.int8)
     for _ in range(2):
-        near, found = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64), np.empty((2, conditions), np.int64)
+        near, found = (
+            np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64),
+            np.empty((2, conditions), np.int64),
+        )
         places = np.empty((7, room), np.int64)
         done = _walk(
             program.phase == "backward",
