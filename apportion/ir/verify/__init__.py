@@ -5,7 +5,8 @@
     all need it)                                                     then samples, 2 again, and last report, 9
 
 It shares the codec and the band algebra with the planner and nothing else. Rules run over the columns of all ranks
-at once; where state is sequential, in loops that numba compiles where it is installed. When a plan is broken in one
+at once; where state is sequential, in loops that numba compiles where it is installed. A quick judge (`judge.py`)
+goes first, and where it is sure the rules that it stands for need not run. When a plan is broken in one
 place, the rule that names the place comes first and what follows from it after.
 """
 
