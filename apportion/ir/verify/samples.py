@@ -29,7 +29,7 @@ def check(subject: Subject) -> Iterator[Violation]:
     seed = int.from_bytes(subject.plan.id[:8], "little")
     for program in subject.runnable:
         tasks = subject.tasks(program)
-        if tasks.complete and not subject.coverage(program):
+        if tasks.complete and not subject.coverage(program) and not subject.repeats(program):
             draw = np.random.Generator(np.random.PCG64(seed))
             yield from _sample(program, subject.mask(program.kind), tasks, draw)
 

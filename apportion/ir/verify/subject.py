@@ -145,7 +145,25 @@ class Subject:
 
     def coverage(self, program: Program) -> tuple[Violation, ...]:
         """Violations of the rule `coverage` in the program. Raises CapacityError."""
-        return self._once("coverage", program, lambda p: first_few(coverage.find(self, p)))
+        return self._once(
+            "coverage", program, lambda p: () if self.repeats(p) else first_few(coverage.find(self, p))
+        )
+
+    def repeats(self, program: Program) -> bool:
+        """Whether its tasks are those of the forward program of its kind, one by one, which cover the mask."""
+        first = next((p for p in self.programs if (p.kind, p.phase) == (program.kind, "forward")), program)
+        if first is program or self._cache.get(("coverage", first.kind, first.phase)) != ():
+            return False
+        ours, before = self.tasks(program), self.tasks(first)
+        if not (ours.complete and before.complete and np.array_equal(ours.bands, before.bands)):
+            return False
+        if not (program.splits_heads or first.splits_heads):
+            return True
+        mine, its = (
+            p.source["operands"]["heads"][p.task_operand("q", found.task)]
+            for p, found in ((program, ours), (first, before))
+        )
+        return np.array_equal(mine, its)
 
     def given(self, program: Program) -> frozenset[Tensor]:
         """Tensors whose home rows hold values when the program starts.
