@@ -13,7 +13,7 @@
 #   make execution  launches and host time of every recipe, into docs/performance.md
 #   make compare  the tables of docs/comparison.md: every recipe, simulated (about five minutes)
 #   make soak     the service under faults and load, for hours if you like (benchmarks/soak.py)
-#   make fuzz     100,000 mutated plans through decoder and verifier
+#   make fuzz     100,000 mutated plans through decoder and verifier, and as many through its quick judge
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
@@ -102,6 +102,7 @@ soak: $(READY)
 
 fuzz: $(READY)
 	@$(BIN)/python benchmarks/fuzz_plans.py --count 100000
+	@$(BIN)/python -m benchmarks.fuzz_judge --count 100000
 
 kernels: $(READY)
 	@$(BIN)/python -m benchmarks.kernels

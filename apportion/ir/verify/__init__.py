@@ -5,13 +5,14 @@
     all need it)                                                     then samples, 2 again, and last report, 9
 
 It shares the codec and the band algebra with the planner and nothing else. Rules run over the columns of all ranks
-at once; where state is sequential, in loops that numba compiles where it is installed. When a plan is broken in one
+at once; where state is sequential, in loops that numba compiles where it is installed. A quick judge (`judge.py`)
+goes first, and where it is sure the rules that it stands for need not run. When a plan is broken in one
 place, the rule that names the place comes first and what follows from it after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from apportion.ir import text
@@ -68,6 +69,9 @@ _OF_PROGRAMS = (
 # of a plan that is broken, a report says nothing
 _REPORT = Rule("report", 9, reported.check, 10, tuple(rule.name for rule in _OF_PROGRAMS))
 RULES = (*_OF_PROGRAMS, _REPORT)
+#: those that `judge.py` stands for
+_JUDGED = ("operands", "transfers", "heads", "dataflow", "delivery")
+_BEFORE, _REST = RULES[:3], RULES[3:]
 _STAGES = {rule.name: rule.stage for rule in RULES}
 
 
@@ -88,12 +92,27 @@ def check(plan: Plan) -> tuple[Violation, ...]:
     Never raises for what a plan says, however broken it is.
     """
     subject = Subject(plan)
-    found: dict[str, tuple[Violation, ...]] = {}
-    for rule in RULES:
-        if not any(found.get(name, True) for name in rule.needs):
-            found[rule.name] = _apply(rule, subject)
+    found = _apply_all(_BEFORE, subject, {})
+    if not any(found.values()) and subject.judge():
+        judged = found | dict.fromkeys(_JUDGED, ())
+        rest = [rule for rule in _REST if rule.name not in _JUDGED]
+        if not any(_apply_all(rest, subject, judged).values()):
+            return ()
+        subject = Subject(plan)  # something is wrong elsewhere: every rule is to look for what lies behind it
+    found = _apply_all(_REST, subject, found)
     every = [violation for violations in found.values() for violation in violations]
     return tuple(_with_excerpt(plan, violation) for violation in sorted(every, key=lambda v: _rank(v, found)))
+
+
+def _apply_all(
+    rules: Sequence[Rule], subject: Subject, found: Mapping[str, tuple[Violation, ...]]
+) -> dict[str, tuple[Violation, ...]]:
+    """What was found, and what these rules find, those whose needs hold."""
+    every = dict(found)
+    for rule in rules:
+        if not any(every.get(name, True) for name in rule.needs):
+            every[rule.name] = _apply(rule, subject)
+    return every
 
 
 def _apply(rule: Rule, subject: Subject) -> tuple[Violation, ...]:

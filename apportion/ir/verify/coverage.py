@@ -52,13 +52,18 @@ def tasks_of(program: Program, flow: Flow, homes: Homes) -> Tasks:
     """Bands of all tasks, those with several runs of tokens cut into runs. Raises CapacityError for too many."""
     name, found = program.task_list, flow.tokens[0]
     table, operands = program[name], program["operands"]
-    columns = np.array([TABLES[name].index(column) for column in ("q", "kv", "dmin")])
+    columns = np.array([TABLES[name].index(column) for column in ("q", "kv")])
     whole, complete = int(np.count_nonzero(found >= 0)), not (found == NO_TOKEN).any()
     places = np.empty((7, whole + (len(flow.parts) if whole < len(table) else 0)), np.int64)
     places[:, whole:] = flow.parts.T[:, : places.shape[1] - whole]
     _place_whole(table.data, table.ptr, columns, operands.data, operands.ptr, flow.tokens, places)
-    axis = homes.starts, homes.tokens
-    diagonals = table.data[columns[2] : columns[2] + 2]
+    return cut(program, places, homes, complete)
+
+
+def cut(program: Program, places: Ints, homes: Homes, complete: bool = True) -> Tasks:
+    """Bands of parts of tasks, int64 [7, parts] as in `Flow.parts`. Raises CapacityError for too many."""
+    table = program.source[program.task_list]
+    axis, diagonals = (homes.starts, homes.tokens), np.stack([table.wide("dmin"), table.wide("dmax")])
     most, room = _FREE_PIECES + _PIECES_PER_TASK * len(table), 2 * places.shape[1]
     bands, task = np.empty((6, room), np.int64), np.empty(room, np.int64)
     count = _cut(places, diagonals, *axis, bands, task, most)
@@ -93,11 +98,10 @@ def find(subject: Subject, program: Program) -> Iterator[Violation]:
 
 def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints | None]]:
     """(heads in words, the pieces of their tasks; None: all) of every distinct list of bands over the query heads."""
-    sets = program["operands"]["heads"][program.task_operand("q")]
-    if not sets.any():
+    if not program.splits_heads:
         yield "", None
         return
-    sets = sets[tasks.task]
+    sets = program["operands"]["heads"][program.task_operand("q")][tasks.task]
     used = np.flatnonzero(np.bincount(sets)).tolist()
     member = np.zeros((len(used), program.q_sets.heads), bool)
     for i, number in enumerate(used):

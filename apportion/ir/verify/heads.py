@@ -22,9 +22,9 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def _pairing(program: Program) -> Iterator[Violation]:
-    heads = program["operands"]["heads"]
-    if not heads.any():
+    if not program.splits_heads:
         return
+    heads = program["operands"]["heads"]
     sets = len(program.q_sets.size)
     key = heads[program.task_operand("q")] * sets + heads[program.task_operand("kv")]
     used, first = np.unique(key, return_index=True)
@@ -47,9 +47,9 @@ def _missing(program: Program, q_set: int, kv_set: int) -> tuple[int, int] | Non
 
 
 def _covered(program: Program) -> Iterator[Violation]:
-    heads = program["operands"]["heads"]
-    if len(program[program.task_list]) and not heads.any():
+    if len(program[program.task_list]) and not program.splits_heads:
         return
+    heads = program["operands"]["heads"]
     used = np.flatnonzero(np.bincount(heads[program.task_operand("q")]))
     covered = np.zeros(program.q_sets.heads, bool)
     for number in used.tolist():

@@ -32,9 +32,8 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 def _has_results(program: Program) -> bool:
     """Whether anything arrives, or leaves, as a result."""
-    instructions = program["instructions"]
-    travels = (instructions["op"] == Op.LAUNCH) & (instructions["mode"] & RESULTS > 0)
-    return bool((travels | (instructions["op"] == Op.DELIVER)).any())
+    instructions = program.source["instructions"]  # whose mode is 0 but in launches
+    return bool((instructions["mode"] & RESULTS).any() or program.uses(Op.DELIVER))
 
 
 def _uses(program: Program) -> tuple[Ints, Ints, list[Violation]]:

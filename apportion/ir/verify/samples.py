@@ -29,7 +29,7 @@ def check(subject: Subject) -> Iterator[Violation]:
     seed = int.from_bytes(subject.plan.id[:8], "little")
     for program in subject.runnable:
         tasks = subject.tasks(program)
-        if tasks.complete and not subject.coverage(program):
+        if tasks.complete and not subject.coverage(program) and not subject.repeats(program):
             draw = np.random.Generator(np.random.PCG64(seed))
             yield from _sample(program, subject.mask(program.kind), tasks, draw)
 
@@ -39,11 +39,10 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
     count = int(np.clip(_COMPARISONS // (len(tasks.task) + len(mask) + 1), *_QUERIES))
     queries, heads = draw.integers(0, tokens, count), draw.integers(0, program.q_sets.heads, count)
     between = draw.random((count, _BANDS + 1))
-    split = bool(program["operands"]["heads"].any())
     for query, head, chance in zip(queries.tolist(), heads.tolist(), between.tolist(), strict=True):
         allowed = mask[(mask[:, 0] <= query) & (query < mask[:, 1])]
         near = np.flatnonzero((tasks.bands[0] <= query) & (query < tasks.bands[1]))
-        if split:
+        if program.splits_heads:
             near = near[_has_head(program, tasks.task[near], head)]
         computed = tasks.bands[:, near].T
         keys = _keys(query, allowed[:_BANDS], tokens, chance)

@@ -15,7 +15,7 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Op, Tensor
 from apportion.ir.plan import Ints, Layout
 from apportion.ir.totals import Moved, moved
-from apportion.ir.verify import cells, coverage
+from apportion.ir.verify import cells, coverage, judge
 from apportion.ir.verify import flow as interpreter
 from apportion.ir.verify import scan as scanner
 from apportion.ir.verify.homes import Homes, find_homes
@@ -116,13 +116,54 @@ class Subject:
         memory = cells.build(program, self.homes, given, program.owed, room)
         return interpreter.run(program, memory, given, self.scan(program).written_at_home, lazy)
 
+    def judge(self) -> bool:
+        """Whether `judge.py` is sure of all programs: then it has told what their tasks are, and nothing need run."""
+        sets = judge.sets_of(self.programs[0].q_sets, self.programs[0].kv_sets) if self.programs else None
+        for program in self.programs if sets else ():
+            masked, taken = len(self.mask(program.kind)) > 0, self.taken(program)
+            found = judge.judge(program, self.homes, sets, taken, masked) if sets else None
+            if found is None:
+                return False
+            try:
+                tasks = coverage.cut(program, found, self.homes)
+            except CapacityError:
+                return False
+            self._cache["tasks", program.kind, program.phase] = tasks
+        return sets is not None
+
+    def taken(self, program: Program) -> frozenset[Tensor]:
+        """Those of `given` that are known without a run."""
+        first = next((p for p in self.programs if (p.kind, p.phase) == (program.kind, "forward")), None)
+        if first is None:
+            return frozenset()
+        inputs = frozenset({Tensor.X} if first.uses(Op.PROJECT) else {Tensor.Q, Tensor.KV})
+        return inputs if program is first else inputs | {Tensor.O, Tensor.DO}
+
     def tasks(self, program: Program) -> coverage.Tasks:
         """Its tasks in global tokens. Raises CapacityError."""
         return self._once("tasks", program, lambda p: coverage.tasks_of(p, self.flow(p), self.homes))
 
     def coverage(self, program: Program) -> tuple[Violation, ...]:
         """Violations of the rule `coverage` in the program. Raises CapacityError."""
-        return self._once("coverage", program, lambda p: first_few(coverage.find(self, p)))
+        return self._once(
+            "coverage", program, lambda p: () if self.repeats(p) else first_few(coverage.find(self, p))
+        )
+
+    def repeats(self, program: Program) -> bool:
+        """Whether its tasks are those of the forward program of its kind, one by one, which cover the mask."""
+        first = next((p for p in self.programs if (p.kind, p.phase) == (program.kind, "forward")), program)
+        if first is program or self._cache.get(("coverage", first.kind, first.phase)) != ():
+            return False
+        ours, before = self.tasks(program), self.tasks(first)
+        if not (ours.complete and before.complete and np.array_equal(ours.bands, before.bands)):
+            return False
+        if not (program.splits_heads or first.splits_heads):
+            return True
+        mine, its = (
+            p.source["operands"]["heads"][p.task_operand("q", found.task)]
+            for p, found in ((program, ours), (first, before))
+        )
+        return np.array_equal(mine, its)
 
     def given(self, program: Program) -> frozenset[Tensor]:
         """Tensors whose home rows hold values when the program starts.
@@ -131,7 +172,7 @@ class Subject:
         and left in home rows, the output and its gradient.
         """
         if program.phase == "forward":
-            return frozenset({Tensor.X} if program.uses(Op.PROJECT) else {Tensor.Q, Tensor.KV})
+            return self.taken(program)
         before = [other for other in self.runnable if (other.kind, other.phase) == (program.kind, "forward")]
         kept = frozenset().union(*map(self._kept, before))
         return kept | {Tensor.O, Tensor.DO}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,11 +89,18 @@ class Program(ProgramView):
     home_rows: Ints  # int64 [ranks]
 
     @cached_property
-    def rows(self) -> Mapping[str, Rows]:
-        return {name: matrix(name, self.source[name]) for name in TABLES}
+    def _rows(self) -> dict[str, Rows]:
+        return {}
 
     def __getitem__(self, name: str) -> Rows:
-        return self.rows[name]
+        if name not in self._rows:
+            self._rows[name] = matrix(name, self.source[name])
+        return self._rows[name]
+
+    @cached_property
+    def splits_heads(self) -> bool:
+        """Whether an operand has some of the heads only."""
+        return len(self.q_sets.members) > 1 and bool(self.source["operands"]["heads"].any())
 
     @property
     def ranks(self) -> int:
@@ -156,7 +162,7 @@ class Program(ProgramView):
         return tasks[column] + self["operands"].ptr[tasks.rank]
 
     def uses(self, op: Op) -> bool:
-        return bool((self["instructions"]["op"] == op).any())
+        return bool((self.source["instructions"]["op"] == op).any())
 
     @cached_property
     def owed(self) -> frozenset[Tensor]:

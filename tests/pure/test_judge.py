@@ -1,0 +1,88 @@
+"""The verifier's quick judge: it says yes to what recipes make, never to what the rules reject, and alike in plain
+Python. `python -m benchmarks.fuzz_judge` tries many more mutants."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from apportion.ir.jit import COMPILES
+from apportion.ir.verify import check
+from apportion.ir.verify.subject import Subject
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(name: str) -> ModuleType:
+    """A benchmark as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fuzz_judge = load("fuzz_judge")
+PLANS = list(fuzz_judge.plans())
+
+
+@pytest.mark.parametrize(
+    "number", range(len(PLANS)), ids=[f"{name}-{plan.header.ranks}" for name, plan in PLANS]
+)
+def test_plans_of_recipes_need_no_interpreter(number: int) -> None:
+    name, plan = PLANS[number]
+    assert Subject(plan).judge(), name
+    assert check(plan) == ()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_judge_accepts_the_rules_accept(seed: int) -> None:
+    result = fuzz_judge.fuzz(PLANS, 400 if COMPILES else 40, seed)
+    assert result.missed == []
+    assert result.outcomes["judge no, rules no"] > result.count // 4
+    if COMPILES:
+        assert result.outcomes["judge yes, rules yes"] > result.count // 40
+
+
+def test_mutants_are_the_same_again() -> None:
+    first, again = (fuzz_judge.fuzz(PLANS[:2], 30, 7).to_data() for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.skipif(not COMPILES, reason="loops are not compiled here")
+def test_plain_python_judges_alike() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.fuzz_judge",
+        "--count",
+        "60",
+        "--seed",
+        "3",
+        "--ranks",
+        "4",
+        "--json",
+    ]
+    compiled = fuzz_judge.fuzz(list(fuzz_judge.plans((4,))), 60, 3).to_data()
+    plain = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(plain.stdout) == compiled
+
+
+def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz_judge.main(["--count", "10", "--ranks", "4", "--recipes", "fcp_paper"]) == 0
+    assert "missed: []" in capsys.readouterr().out
