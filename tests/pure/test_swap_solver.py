@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from apportion.planner.solvers import lpt, swap
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
-from apportion.planner.solvers.status import Budget, Status
+from apportion.planner.solvers.status import Budget, Limit, Status
 
 
 def array(values: list[int]) -> np.ndarray:
@@ -17,6 +17,14 @@ def array(values: list[int]) -> np.ndarray:
 def held(problem: PartitionProblem, found: Partition, values: np.ndarray) -> np.ndarray:
     there = found.bin >= 0
     return np.bincount(found.bin[there], values[there], problem.bins)
+
+
+def documents() -> PartitionProblem:
+    """Documents on 64 ranks under a tight cap."""
+    rng = np.random.default_rng(0)
+    sizes = np.maximum(np.rint(rng.lognormal(np.log(300), 1.0, 5000)), 16).astype(np.int64)
+    caps = np.full(64, int(1.02 * sizes.sum() / 64))
+    return PartitionProblem(sizes * (sizes + 500), sizes, caps)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -52,11 +60,8 @@ def test_never_worse_and_within_the_caps(items: list[tuple[int, int]], rooms: li
 
 def test_documents_under_a_tight_cap() -> None:
     """Work grows with the square of the size: one item goes for two."""
-    rng = np.random.default_rng(0)
-    sizes = np.maximum(np.rint(rng.lognormal(np.log(300), 1.0, 5000)), 16).astype(np.int64)
-    weights = sizes * (sizes + 500)
-    caps = np.full(64, int(1.02 * sizes.sum() / 64))
-    problem = PartitionProblem(weights, sizes, caps)
+    problem = documents()
+    weights, sizes, caps = problem.weights, problem.sizes, problem.caps
     usual, found = lpt.solve(problem, Budget()), swap.solve(problem, Budget())
     mean = weights.sum() / 64
     assert found.termination.value <= 1.001 * mean
@@ -97,3 +102,11 @@ def test_bins_without_room() -> None:
     found = swap.solve(problem, Budget())
     assert found.termination.solved
     assert (held(problem, found, problem.sizes) <= problem.caps).all()
+
+
+def test_a_deadline_leaves_what_is_reached() -> None:
+    problem = documents()
+    cut, whole = swap.solve(problem, Budget(0.0)), swap.solve(problem, Budget())
+    assert (cut.termination.limit, whole.termination.limit) == (Limit.TIME, None)
+    assert whole.termination.value < cut.termination.value
+    assert cut.termination.value == pytest.approx(lpt.solve(problem, Budget()).termination.value, rel=0.01)

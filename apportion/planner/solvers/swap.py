@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from apportion.ir.jit import jit
 from apportion.planner.solvers import lpt
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
-from apportion.planner.solvers.status import Budget, Status, Termination
+from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -36,7 +36,7 @@ EXACT, TINY = 2.0**52, 1e-9
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
     """LPT, improved. FEASIBLE with the makespan bound, OPTIMAL where it is reached; where some items have no room,
-    these are at bin -1. It ends by itself, so the budget is not looked at."""
+    these are at bin -1. It ends by itself, or at the deadline with what is reached by then."""
     order = _canonical(problem)
     allowed = None if problem.allowed is None else [problem.allowed[item] for item in order.tolist()]
     weights, sizes = problem.weights[order], problem.sizes[order]
@@ -55,22 +55,25 @@ def _canonical(problem: PartitionProblem) -> Ints:
 
 
 def _solve(problem: PartitionProblem, budget: Budget) -> Partition:
+    clock = budget.start()
     found = lpt.solve(problem, budget)
     if found.termination.status is Status.NO_SOLUTION:
-        found = _by_size(problem, budget) or found
+        found = _by_size(problem, budget, clock) or found
     status, rates = found.termination.status, problem.rates
     if status in (Status.OPTIMAL, Status.INFEASIBLE) or problem.bins < 2:
         return found
     bins, bound = found.bin.copy(), lpt.makespan_bound(problem.weights, rates)
-    _improve(bins, problem, rates, (1 + ENOUGH) * bound)
+    limit = None if _improve(bins, problem, rates, (1 + ENOUGH) * bound, clock) else Limit.TIME
     if status is Status.NO_SOLUTION:
         return Partition(bins, found.termination)
     value = float((np.bincount(bins, problem.weights, problem.bins) / rates).max())
     status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
-    return Partition(bins, Termination(status, min(bound, value), value))
+    return Partition(
+        bins, Termination(status, min(bound, value), value, None if status is Status.OPTIMAL else limit)
+    )
 
 
-def _by_size(problem: PartitionProblem, budget: Budget) -> Partition | None:
+def _by_size(problem: PartitionProblem, budget: Budget, clock: Clock) -> Partition | None:
     """Where all items have room: their sizes, not their weights, made even. None where that is not found, or where
     sums might not be exact."""
     sizes, caps = problem.sizes, problem.caps
@@ -79,18 +82,26 @@ def _by_size(problem: PartitionProblem, budget: Budget) -> Partition | None:
     rates = np.maximum(caps, TINY).astype(np.float64)
     whole = replace(problem, weights=sizes, caps=np.full(problem.bins, sizes.sum()), speeds=rates)
     bins = lpt.solve(whole, budget).bin
-    _improve(bins, whole, rates, 1.0)
+    _improve(bins, whole, rates, 1.0, clock)
     if (np.bincount(bins, sizes, problem.bins) > caps).any():
         return None
     value = float((np.bincount(bins, problem.weights, problem.bins) / problem.rates).max())
     return Partition(bins, Termination(Status.FEASIBLE, 0.0, value))
 
 
-def _improve(bins: Ints, problem: PartitionProblem, rates: Floats, goal: float) -> None:
-    """Until no bin's weight over `rates` is above the goal, or nothing helps; in place."""
+def _improve(bins: Ints, problem: PartitionProblem, rates: Floats, goal: float, clock: Clock) -> bool:
+    """Until no bin's weight over `rates` is above the goal, or nothing helps; in place. Whether the clock let it."""
+    if clock.expired:
+        return False
     order = np.lexsort((bins, problem.weights, problem.sizes))
     caps = np.ascontiguousarray(problem.caps, np.int64)
-    _swaps(bins, order, problem.weights, problem.sizes, caps, rates, _allowed(problem), goal)
+    allowed = _allowed(problem)
+    for _ in range(STEPS):
+        if clock.expired:
+            return False
+        if not _swaps(bins, order, problem.weights, problem.sizes, caps, rates, allowed, goal):
+            break
+    return True
 
 
 def _allowed(problem: PartitionProblem) -> Bools:
@@ -115,8 +126,9 @@ def _swaps(
     speed: Floats,
     allowed: Bools,
     goal: float,
-) -> None:
-    """Improves `assigned`, in place. order: of the items, by rising size, the lightest first."""
+) -> bool:
+    """Improves `assigned`, in place, by one step a bin; whether more may help. order: of the items, by rising size, the
+    lightest first."""
     bins = len(caps)
     load, used = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     head, after = np.full(bins, -1), np.full(len(order), -1)
@@ -128,11 +140,11 @@ def _swaps(
             load[assigned[item]] += weights[item]
             used[assigned[item]] += sizes[item]
             after[item], head[assigned[item]] = head[assigned[item]], item
-    for _ in range(STEPS * bins):
+    for _ in range(bins):
         time = load / speed
         heavy = int(np.argmax(time))
         if time[heavy] <= goal:
-            break
+            return False
         best, bin_ = (-1, -1, -1), -1
         least, light = time[heavy], np.argsort(time, kind="mergesort")
         for number in range(bins):
@@ -149,7 +161,7 @@ def _swaps(
             if value < least:
                 least, best, bin_ = value, found, to
         if bin_ < 0:
-            break
+            return False
         for index in range(3):
             if best[index] >= 0:
                 source, target = (heavy, bin_) if index == 0 else (bin_, heavy)
@@ -158,6 +170,7 @@ def _swaps(
                 load[target] += weights[best[index]]
                 used[source] -= sizes[best[index]]
                 used[target] += sizes[best[index]]
+    return True
 
 
 @jit
