@@ -19,7 +19,7 @@ import numpy as np
 
 from apportion.ir import sections as plain
 from apportion.ir import structure, wire
-from apportion.ir.columns import Gather, encode_table
+from apportion.ir.columns import Cell, Cells, Encoded, encode_table
 from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
 from apportion.ir.fields import choice
 from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id, tree
@@ -27,6 +27,8 @@ from apportion.ir.isa import FORMAT, MAX_RANKS, MOVE_COLUMNS, PHASES, SPAN_COLUM
 from apportion.ir.listing import format_plan
 from apportion.ir.parts import join_parts
 from apportion.ir.plan import Header, Ints, Layout, Move, ProgramSet, Request, Table, checked_rank
+from apportion.ir.predictions import RULES, no_operands
+from apportion.ir.sources import gathered, room_for
 
 SLICE_FORMAT = "apportion.slice"
 
@@ -197,24 +199,70 @@ def encode_parts(
     moves: Sequence[Move],
     ranks: int,
 ) -> Parts:
-    """The part of every rank. A column is encoded alike in all parts, as suits the whole plan.
+    """The part of every rank. Raises ConfigError for numbers that no plan can hold.
 
     Columns, and the arrays that they are parts of, are read-only from then on: the verifier need not encode them again.
     """
-    parts = join_parts(
-        {name: encode_table(layout.spans, SPAN_COLUMNS) for name, layout in layouts.items()},
-        {
-            key: {
-                name: encode_table(program[name], columns)
-                for name, columns in TABLES.items()
-                if len(program[name])
-            }
-            for key, program in programs.items()
-        },
-        [encode_table(move.table, MOVE_COLUMNS) for move in moves],
-        ranks,
-    )
+    spans = [layout.spans for layout in layouts.values()]
+    rows = {key: programs[key].tables for key in _ordered(programs)}
+    remaps = [move.table for move in moves]
+    parts: list[bytes] = []
+    for first, end in _pieces(
+        [*spans, *(table for of in rows.values() for table in of.values()), *remaps], ranks
+    ):
+        parts += _encode_ranks(spans, rows, remaps, range(first, end), ranks)
     return Parts(parts, _named_columns(layouts, programs, moves))
+
+
+def _ordered(programs: Mapping[Pair, ProgramSet]) -> list[Pair]:
+    """Kinds as they come, forward before backward."""
+    kinds = list(dict.fromkeys(kind for kind, _ in programs))
+    return sorted(programs, key=lambda key: (kinds.index(key[0]), PHASES.index(key[1])))
+
+
+#: rows of all tables that are encoded at a time: what is made of them on the way is 100 bytes each
+_ROWS_AT_ONCE = 1 << 18
+
+
+def _pieces(tables: Sequence[Table], ranks: int) -> Iterator[tuple[int, int]]:
+    """Ranks from first to end, so many that their rows stay in cache."""
+    before = np.sum([table.ptr for table in tables], 0)
+    first = 0
+    while first < ranks:
+        end = int(np.searchsorted(before, before[first] + _ROWS_AT_ONCE, side="right")) - 1
+        yield first, (end := min(max(end, first + 1), ranks))
+        first = end
+
+
+def _encode_ranks(
+    layouts: Sequence[Table],
+    programs: Mapping[Pair, Mapping[str, Table]],
+    moves: Sequence[Table],
+    some: range,
+    ranks: int,
+) -> list[bytes]:
+    """The parts of some of the ranks."""
+
+    def of_some(table: Table) -> Table:
+        return table.ranks_between(some.start, some.stop)
+
+    none = no_operands(len(some))
+    operands = gathered([of_some(tables["operands"]) for tables in programs.values()], ranks)
+    found: dict[Pair, list[Encoded]] = {}
+    for number, (key, tables) in enumerate(programs.items()):
+        named = operands.named(number)
+        found[key] = [
+            operands.encode(number)
+            if name == "operands"
+            else encode_table(of_some(tables[name]), RULES[name], ranks, named)
+            for name in TABLES
+        ]
+    return join_parts(
+        [encode_table(of_some(table), RULES["spans"], ranks, none) for table in layouts],
+        found,
+        [encode_table(of_some(table), RULES["moves"], ranks, none) for table in moves],
+        some,
+    )
 
 
 def encode_sections(
@@ -223,8 +271,11 @@ def encode_sections(
     """The plan's sections and their id.
 
     parts: the result of `encode_parts`, where the caller has it; request: the request as it was written, where
-    that is to be kept. Raises ConfigError for a report that no plan can hold.
+    that is to be kept. Raises ConfigError for a report and numbers that no plan can hold, and where the header names
+    other layouts or kinds, or in another order: parts name neither.
     """
+    _check_order("layouts", tuple(plan.layouts), plan.header.layouts)
+    _check_order("kinds", tuple(dict.fromkeys(kind for kind, _ in plan.programs)), plan.header.kinds)
     report = _encode_report(plan)
     tokens = plan.request.batch.tokens
     if parts is None:
@@ -238,6 +289,12 @@ def encode_sections(
         parts=parts,
     )
     return sections.with_id(section_id(sections))
+
+
+def _check_order(field: str, held: tuple[str, ...], named: tuple[str, ...]) -> None:
+    if held != named:
+        rule = f"must be those of the header, in its order: {', '.join(named)}"
+        raise ConfigError(field, held, rule, "make the header name what the plan has")
 
 
 def _encode_request(plan: Plan) -> bytes:
@@ -325,73 +382,92 @@ def _decode_sections(sections: Sections, version: tuple[int, int]) -> Plan:
     return Plan(header, request, layouts, programs, moves, report, sections)
 
 
-# Parts are read so many at a time: their blobs stay in cache until they are joined (2x at 1,024 ranks).
-_CHUNK = 128
-
-
 def _read_tables(
     parts: Sequence[bytes], first: int, header: Header, pairs: list[Pair], version: tuple[int, int]
 ) -> _Tables:
     """The tables of the ranks from `first` on. Raises DecodeError."""
-    tables = _Tables(wire.read_part(parts[0], first, version), header, pairs)
-    for begin in range(0, len(parts), _CHUNK):
-        some = enumerate(parts[begin : begin + _CHUNK], begin + first)
-        tables.add([wire.read_part(part, rank, version) for rank, part in some], wire.newer(version))
-    return tables
+    read = [wire.read_part(part, rank, version) for rank, part in enumerate(parts, first)]
+    return _Tables(read, first, header, pairs, wire.newer(version))
 
 
 class _Tables:
-    """All tables of a plan while its parts are read; kinds and phases in the header's order."""
+    """All tables of a plan; kinds in the header's order, forward before backward."""
 
-    def __init__(self, part: wire.Part, header: Header, pairs: list[Pair]) -> None:
-        """Without rows, for the programs that `part`, the first one, has."""
-        self.phases = {kind: [p for p in PHASES if p in part.programs.get(kind, ())] for kind in header.kinds}
-        self.layouts = {name: Gather(SPAN_COLUMNS, f"layout {name}") for name in header.layouts}
-        self.programs = {
-            (kind, phase): {name: Gather(cols, f"{kind} {phase} {name}") for name, cols in TABLES.items()}
-            for kind, phases in self.phases.items()
-            for phase in phases
-        }
-        self.moves = {pair: Gather(MOVE_COLUMNS, f"move {pair[0]} -> {pair[1]}") for pair in pairs}
-
-    def add(self, parts: list[wire.Part], lenient: bool) -> None:
-        """The parts of the next ranks. Raises DecodeError for names unknown (unless `lenient`) or missing."""
+    def __init__(
+        self, parts: list[wire.Part], first: int, header: Header, pairs: list[Pair], lenient: bool
+    ) -> None:
+        """first: the rank of the first part; lenient: parts may hold more than is known. Raises DecodeError."""
+        self.ranks, self.lenient, self._none = header.ranks, lenient, no_operands(len(parts))
+        phases = {kind: list(programs) for kind, programs in parts[0].programs.items()}
         for part in parts:
-            self._check_names(part, lenient)
-        for name, gather in self.layouts.items():
-            gather.add([part.layouts.get(name, ()) for part in parts])
-        for (kind, phase), gathers in self.programs.items():
-            programs = [part.programs[kind][phase] for part in parts]
-            for name, gather in gathers.items():
-                gather.add([program.get(name, ()) for program in programs])
-        for number, gather in enumerate(self.moves.values()):
-            gather.add([part.moves[number] for part in parts])
+            self._check(part, header, pairs, phases)
+        self.layouts = {
+            name: self._table([part.layouts[number] for part in parts], f"layout {name}", "spans", first)
+            for number, name in enumerate(header.layouts)
+        }
+        self.moves = {
+            pair: self._table(
+                [p.moves[number] for p in parts], f"move {pair[0]} -> {pair[1]}", "moves", first
+            )
+            for number, pair in enumerate(pairs)
+        }
+        self.programs = self._read_programs(
+            {
+                (kind, phase): [
+                    Cells(
+                        [part.programs[kind][phase][number] for part in parts],
+                        f"{kind} {phase} {name}",
+                        first,
+                    )
+                    for number, name in enumerate(TABLES)
+                ]
+                for kind in header.kinds
+                for phase in phases[kind]
+            }
+        )
 
-    def _check_names(self, part: wire.Part, lenient: bool) -> None:
+    def _check(
+        self, part: wire.Part, header: Header, pairs: list[Pair], phases: Mapping[str, list[str]]
+    ) -> None:
         where = f"part of rank {part.rank}"
-        if part.programs.keys() != self.phases.keys() or len(part.moves) != len(self.moves):
+        if list(part.programs) != list(header.kinds) or len(part.moves) != len(pairs):
             raise DecodeError(f"{where}: its attention kinds or its number of moves are not the plan's")
-        if not part.layouts.keys() <= self.layouts.keys():
-            raise DecodeError(f"{where}: it has a layout that the header does not name")
+        if len(part.layouts) != len(header.layouts):
+            raise DecodeError(f"{where}: {len(part.layouts)} layouts, the header names {len(header.layouts)}")
         for kind, programs in part.programs.items():
-            known = {phase for phase in programs if phase in PHASES}
-            if known != set(self.phases[kind]) or not (lenient or len(known) == len(programs)):
+            if list(programs) != phases[kind] or list(programs) != [p for p in PHASES if p in programs]:
                 raise DecodeError(f"{where}: its phases of {kind} are not the plan's")
-            if not lenient and any(not tables.keys() <= TABLES.keys() for tables in programs.values()):
-                raise DecodeError(f"{where}: it has a table beyond {', '.join(TABLES)}")
+            for tables in programs.values():
+                if len(tables) < len(TABLES) or (len(tables) > len(TABLES) and not self.lenient):
+                    raise DecodeError(f"{where}: {len(tables)} tables of {kind}, expected {len(TABLES)}")
+
+    def _table(self, cells: list[Cell], where: str, name: str, first: int) -> Table:
+        return Cells(cells, where, first).table(RULES[name], self.ranks, self._none, self.lenient)
+
+    def _read_programs(self, cells: Mapping[Pair, list[Cells]]) -> dict[Pair, dict[str, Table]]:
+        at = list(TABLES).index("operands")
+        operands = room_for([of[at].rows for of in cells.values()], self.ranks)
+        found: dict[Pair, dict[str, Table]] = {}
+        for number, (key, of) in enumerate(cells.items()):
+            operands.read(number, of[at], self.lenient)
+            named = operands.named(number)
+            found[key] = {
+                name: operands.table(number)
+                if name == "operands"
+                else table.table(RULES[name], self.ranks, named, self.lenient)
+                for name, table in zip(TABLES, of, strict=True)
+            }
+        return found
 
     def open(
         self, header: Header, tokens: Mapping[str, int], first: int = 0
     ) -> tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...]]:
         """Layouts, programs and moves of the ranks from `first` on. Raises DecodeError."""
-        spans = {name: gather.table() for name, gather in self.layouts.items()}
-        programs = {key: {n: g.table() for n, g in gathers.items()} for key, gathers in self.programs.items()}
-        remaps = {pair: gather.table() for pair, gather in self.moves.items()}
-        structure.check(header, tokens, spans, programs, remaps, first)
+        structure.check(header, tokens, self.layouts, self.programs, self.moves, first)
         return (
-            {name: Layout(name, table) for name, table in spans.items()},
-            {key: ProgramSet(tables) for key, tables in programs.items()},
-            tuple(Move(*pair, table) for pair, table in remaps.items()),
+            {name: Layout(name, table) for name, table in self.layouts.items()},
+            {key: ProgramSet(tables) for key, tables in self.programs.items()},
+            tuple(Move(*pair, table) for pair, table in self.moves.items()),
         )
 
 

@@ -32,16 +32,13 @@ class Declared:
                 "window", self.window, rule, "count the row itself: left + 1 of flash-attn's window_size"
             )
 
-    def check(self, kinds: Mapping[str, Diagonals] | None, kind: str, layer: str | int | None = None) -> None:
-        """Raises ConfigError where the plan does something else for the kind, or does not say what it does. Kinds with
-        too many diagonals to tell pass. layer: its name, for the message."""
+    def check(self, kinds: Mapping[str, Diagonals], kind: str, layer: str | int | None = None) -> None:
+        """Raises ConfigError where the plan does something else for the kind. Kinds with too many diagonals to tell
+        pass. layer: its name, for the message."""
         for field, value in (("window", self.window), ("causal", self.causal)):
             if value is None:
                 continue
             who = f"attention kind {kind!r}" + ("" if layer is None else f" in layer {layer}")
-            if kinds is None:
-                rule = f"cannot be held against {who}: a plan of format 1.0 does not say its masks"
-                raise ConfigError(field, value, rule, "plan it anew with this release, or leave it out")
             if not self._holds(field, kinds[kind]):
                 rule = f"is not what the plan has for {who}: {in_words(kinds[kind])}"
                 raise ConfigError(field, value, rule, self._remedy(kinds, kind))

@@ -108,8 +108,7 @@ class Draft:
         given = self.json.get("header", {})
         if not isinstance(given, dict) or "version" in given:
             raise DecodeError("header: expected an object without a version (the first line gives it)")
-        tells = self.version >= structure.DIAGONALS_SINCE
-        unknown = set(given) - {item.name for item in fields(Header) if tells or item.name != "diagonals"}
+        unknown = set(given) - {item.name for item in fields(Header)}
         if unknown:
             raise DecodeError(f"header: unknown field {min(unknown)[:40]!r}")
         implied = {
@@ -131,7 +130,7 @@ class Draft:
             header = msgspec.convert(implied | given | {"version": self.version}, Header)
         except msgspec.ValidationError as error:
             raise DecodeError(f"header: {error}") from None
-        if tells and header.diagonals is None:
+        if "diagonals" not in given:
             header = replace(header, diagonals=sections.diagonals_of(request.batch, header.kinds))
         structure.check_header(header)
         sections.check_facts(header, request)

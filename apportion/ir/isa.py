@@ -450,5 +450,5 @@ SPAN_COLUMNS = ("row", "token", "length", "sequence", "position")
 MOVE_COLUMNS = ("send", "peer", "row", "rows")
 
 FORMAT = "apportion.plan"
-VERSION = (1, 1)
+VERSION = (2, 0)
 MAX_RANKS = 65_535

@@ -56,8 +56,12 @@ class Table:
 
     def rank(self, rank: int) -> Table:
         """The rows of one rank, as a one-rank table (views, no copies)."""
-        lo, hi = int(self.ptr[rank]), int(self.ptr[rank + 1])
-        return Table(np.array([0, hi - lo]), {name: col[lo:hi] for name, col in self.columns.items()})
+        return self.ranks_between(rank, rank + 1)
+
+    def ranks_between(self, first: int, end: int) -> Table:
+        """The rows of some ranks (views, no copies)."""
+        lo, hi = int(self.ptr[first]), int(self.ptr[end])
+        return Table(self.ptr[first : end + 1] - lo, {name: col[lo:hi] for name, col in self.columns.items()})
 
     def rank_of_row(self) -> Ints:
         """The rank that owns each row."""
@@ -176,8 +180,8 @@ class Header:
     dtype: str
     engines: Mapping[str, str] = field(default_factory=dict)
     version: tuple[int, int] = VERSION
-    #: kind -> distinct (dmin, dmax) of its masks, sorted; of too many none. None: a plan of version 1.0 does not say
-    diagonals: Mapping[str, tuple[tuple[int, int], ...]] | None = None
+    #: kind -> distinct (dmin, dmax) of its masks, sorted; of too many none
+    diagonals: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     sent_gradients: str = "wide"  # as of the model
 
     def narrows(self, tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.model import Model
 from apportion.ir.plan import Header, Request
 from apportion.ir.policy import Policy
+from apportion.ir.predictions import LIMIT
 
 REQUEST_FIELDS = ("batch", "cluster", "model", "policy", "hardware")
 #: header fields that repeat the model, for ranks that see only their slice
@@ -34,8 +35,6 @@ _decode_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
 def header_data(header: Header) -> dict[str, Any]:
     """The header as plain data, with the keys of its version."""
     values = {item.name: getattr(header, item.name) for item in fields(Header)}
-    if header.diagonals is None or header.version < structure.DIAGONALS_SINCE:
-        del values["diagonals"]
     if header.sent_gradients == "wide":  # equal data has equal bytes: a default is not written
         del values["sent_gradients"]
     return values | {"engines": dict(header.engines)}
@@ -113,7 +112,7 @@ def check_facts(header: Header, request: Request) -> None:
             raise DecodeError(
                 f"header: {name} = {getattr(header, name)!r}, the model asked for has {asked!r}"
             )
-    if header.diagonals is not None and header.diagonals != diagonals_of(request.batch, header.kinds):
+    if header.diagonals != diagonals_of(request.batch, header.kinds):
         raise DecodeError(
             f"header: diagonals = {header.diagonals!r}, the masks asked for have "
             f"{diagonals_of(request.batch, header.kinds)!r}"
@@ -128,7 +127,7 @@ def read_tokens(
     if sorted(found) != sorted(header.layouts):
         raise DecodeError("layouts: the section and the header do not name the same layouts")
     for name, layout in found.items():
-        if not 0 <= layout.tokens <= structure.LIMIT or (tokens is not None and layout.tokens != tokens):
+        if not 0 <= layout.tokens <= LIMIT or (tokens is not None and layout.tokens != tokens):
             raise DecodeError(f"layouts: {name} has {layout.tokens} tokens, the batch {tokens}")
     return {name: found[name].tokens for name in header.layouts}
 

@@ -27,17 +27,13 @@ from apportion.ir.isa import (
     Tensor,
 )
 from apportion.ir.ops import IS_KEY, LIST_OF_OP, LISTS
-from apportion.ir.packed import encoded
 from apportion.ir.plan import Header, Ints, Table
+from apportion.ir.predictions import LIMIT
 
-#: no row, token, count or bound beyond this: sums of 2**14 of them still fit an int64
-LIMIT = 2**48
 MAX_HEADS = 2**16
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")
 #: those narrower than accumulators
 HALF_NAMES = DTYPE_NAMES[:2]
-#: the version that says what diagonals the kinds have
-DIAGONALS_SINCE = (1, 1)
 
 #: (table, column) -> lowest and highest value; the others are 0 to LIMIT
 _RANGES: Mapping[tuple[str, str], tuple[int, int]] = {
@@ -87,10 +83,7 @@ def check_header(header: Header) -> None:
         raise DecodeError(f"header: home_layout = {header.home_layout[:40]!r} is not among its layouts")
     for number, heads in enumerate(header.head_sets, 1):
         _check_heads(number, heads, header.q_heads)
-    if (header.diagonals is None) != (header.version < DIAGONALS_SINCE):
-        raise DecodeError("header: diagonals must be there from version {}.{} on".format(*DIAGONALS_SINCE))
-    if header.diagonals is not None:
-        _check_diagonals(header.kinds, header.diagonals)
+    _check_diagonals(header.kinds, header.diagonals)
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:
@@ -128,8 +121,7 @@ def check(
     moves: Mapping[tuple[str, str], Table],
     first_rank: int = 0,
 ) -> None:
-    """Refuse tables that cannot be walked. Columns may have any integer dtype and may be encoded still;
-    `first_rank` is that of the tables' first rank.
+    """Refuse tables that cannot be walked. Columns may have any integer dtype; `first_rank` is that of their first.
 
     Raises DecodeError naming rank, table and row.
     """
@@ -147,10 +139,9 @@ class _Place:
 
     def __init__(self, where: str, name: str, table: Table, first_rank: int) -> None:
         self.where, self.name, self.table, self.first_rank = where, name, table, first_rank
-        self.columns = encoded(table)
 
     def __getitem__(self, name: str) -> Ints:
-        return self.columns[name].narrow()
+        return self.table[name]
 
     def refuse(self, bad: NDArray[np.bool_], message: str) -> None:
         """Raise for the first row marked in `bad` [rows] bool."""
@@ -158,7 +149,7 @@ class _Place:
         if len(rows):
             row = int(rows[0])
             rank = int(np.searchsorted(self.table.ptr, row, side="right")) - 1
-            values = ", ".join(f"{name} {self[name][row]}" for name in self.columns)
+            values = ", ".join(f"{name} {self[name][row]}" for name in self.table.columns)
             own_row = row - int(self.table.ptr[rank])
             where = f"rank {rank + self.first_rank}, {self.where}, {self.name} row {own_row}"
             raise DecodeError(f"{where}: {message} ({values})")
@@ -166,10 +157,9 @@ class _Place:
     def check_ranges(self, more: Mapping[str, tuple[int, int]]) -> None:
         if len(self.table) == 0:
             return
-        for name, column in self.columns.items():
+        for name, values in self.table.columns.items():
             low, high = more.get(name) or _RANGES.get((self.name, name), (0, LIMIT))
-            if not column.within(low, high):
-                values = column.narrow()
+            if values.min() < low or values.max() > high:
                 self.refuse((values < low) | (values > high), f"{name} is outside [{low}, {high}]")
 
     def check_spans(self, tokens: int) -> None:
@@ -186,11 +176,8 @@ class _Place:
         if len(begins) == 0:
             return
         for name in OPERAND_COLUMNS[self.name]:
-            column = self.columns[name]
-            if (column.peaks(begins) >= limits).any():
-                self.refuse(
-                    column.narrow() >= np.repeat(counts, rows), f"{name} is not among the rank's operands"
-                )
+            if (np.maximum.reduceat(self[name], begins) >= limits).any():
+                self.refuse(self[name] >= np.repeat(counts, rows), f"{name} is not among the rank's operands")
 
     def begins(self) -> Ints:
         """The first row of each rank that has some."""
@@ -225,7 +212,7 @@ def _check_operand_table(header: Header, operands: _Place) -> None:
     begins = operands.begins()
     blank = (operands["tensor"] == 0) | (operands["rows"] == 0)
     filled = np.zeros(len(blank), bool)
-    for column in operands.columns:
+    for column in operands.table.columns:
         filled[begins] |= operands[column][begins] != 0
     operands.refuse(filled, "operand 0 must be none")
     blank[begins] = False

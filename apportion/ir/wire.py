@@ -26,7 +26,7 @@ MAX_BYTES: Mapping[str, int] = MappingProxyType(
         "layouts": 1 << 20,
         "moves": 1 << 20,
         "report": 4 << 20,
-        "part": 256 << 20,
+        "part": 64 << 20,
     }
 )
 
@@ -69,11 +69,12 @@ class SliceWire(Version):
 
 
 class Part(msgspec.Struct):
-    """One rank's tables; tables without rows are left out of the maps and () among the moves."""
+    """One rank's tables: layouts in the header's order, tables of programs in that of `isa.TABLES`, moves in that of
+    their section."""
 
     rank: int
-    layouts: Annotated[dict[str, Cell], _Few]
-    programs: Annotated[dict[str, Annotated[dict[str, Annotated[dict[str, Cell], _Few]], _Few]], _Few]
+    layouts: Annotated[list[Cell], _Few]
+    programs: Annotated[dict[str, Annotated[dict[str, Annotated[list[Cell], _Few]], _Few]], _Few]
     moves: Annotated[list[Cell], _Few]
 
 

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from apportion.ir import wire
 from apportion.ir.batch import Batch
-from apportion.ir.columns import Gather, encode_table
+from apportion.ir.columns import Cell, Cells, encode_table
 from apportion.ir.errors import ConfigError, DecodeError, VersionError
 from apportion.ir.isa import PHASES, VERSION
 from apportion.ir.job import Job, decode_request, encode_request
 from apportion.ir.plan import Table
 from apportion.ir.policy import Recipe
+from apportion.ir.predictions import no_operands, rules_of
 from apportion.ir.sequences import MAX_MICROBATCHES, packed, unpacked
 from apportion.ir.version import __version__
 from apportion.planner.passes.cells import cut_cells
@@ -50,14 +51,13 @@ MOST_CELLS, MOST_PLACED = 1 << 24, 1 << 22
 _LARGEST, _DIVISIONS = 2**62, 2**31
 _BLOCKS, _EXECUTED, _DIVIDED = ("length", "home", "weight"), ("rank",), ("rank", "division")
 
-_Cell = Annotated[list[bytes], msgspec.Meta(max_length=1 + len(_BLOCKS))]
 _Few = msgspec.Meta(max_length=256)
 
 
 class _ExecutionWire(msgspec.Struct):
     """Of one attention kind and phase; no columns: as in the phase before."""
 
-    columns: _Cell
+    columns: Cell
     divided: bool
 
 
@@ -76,9 +76,9 @@ class Choice(msgspec.Struct):
     heaviest: int
     bound: float
     ended: _EndedWire | None
-    groups: _Cell
+    groups: Cell
     head_groups: int
-    blocks: _Cell
+    blocks: Cell
     executions: Annotated[list[_ExecutionWire], _Few]
     search: bytes
 
@@ -207,7 +207,7 @@ def _choice(made: Made) -> Choice:
         int(shards.per_piece(shards.weight).max()) if shards.block_tokens else 0,
         float(placement.bound),
         None if placement.termination is None else _ended(placement.termination),
-        [] if placement.groups is None else _cell(size=np.diff(placement.groups)),
+        b"" if placement.groups is None else _cell(size=np.diff(placement.groups)),
         placement.head_groups,
         _cell(length=placement.lengths, home=np.diff(placement.home, prepend=0), weight=weight),
         list(_executions(placed.inner, placement)),
@@ -242,11 +242,11 @@ def _executions(problem: Problem, placement: Placement) -> Iterator[_ExecutionWi
             before = found
 
 
-def _cell(**columns: Ints) -> list[bytes]:
+def _cell(**columns: Ints) -> Cell:
     """A table of one rank, as plans have them; nothing for no rows."""
     rows = len(next(iter(columns.values()), ()))
-    encoded = encode_table(Table(np.array([0, rows]), columns), tuple(columns))
-    return [encoded.codes, *(blob.tobytes() for blob in encoded.blobs)] if encoded.codes else []
+    rules = rules_of(tuple(columns))
+    return encode_table(Table(np.array([0, rows]), columns), rules, 1, no_operands(1)).data.tobytes()
 
 
 def _compressed(data: bytes) -> bytes:
@@ -278,12 +278,11 @@ def _check_within(column: Ints, low: int, high: int, what: str) -> None:
     _check(not len(column) or (low <= int(column.min()) and int(column.max()) < high), what)
 
 
-def _columns(cell: list[bytes], names: tuple[str, ...]) -> list[Ints]:
+def _columns(cell: Cell, names: tuple[str, ...]) -> list[Ints]:
     """int64 columns. Raises DecodeError."""
-    table = Gather(names, f"assignment: columns {', '.join(names)}")
-    table.add([cell])
-    found = table.table()
-    return [found[name] for name in names]
+    cells = Cells([cell], f"assignment: columns {', '.join(names)}", 0)
+    table = cells.table(rules_of(names), 1, no_operands(1), lenient=False)
+    return [table[name] for name in names]
 
 
 def _search(problem: Problem, data: bytes) -> Search:
@@ -308,7 +307,7 @@ def _recipe(search: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def _first_ranks(cell: list[bytes], ranks: int) -> Ints | None:
+def _first_ranks(cell: Cell, ranks: int) -> Ints | None:
     """int64 [groups + 1]; None without groups."""
     if not cell:
         return None

@@ -77,10 +77,9 @@ def flip_request(rng: random.Random, data: bytes) -> bytes:
 def flip_column(rng: random.Random, data: bytes) -> bytes:
     choices = opened(data)
     choice = choices.microbatches[0]
-    cells = [choice.blocks, choice.groups, *(told.columns for told in choice.executions)]
-    cell = rng.choice([cell for cell in cells if cell])
-    place = rng.randrange(len(cell))
-    cell[place] = flip(rng, cell[place]) if cell[place] else b"\1"
+    cells = [(choice, "blocks"), (choice, "groups"), *((told, "columns") for told in choice.executions)]
+    held, name = rng.choice([(held, name) for held, name in cells if getattr(held, name)])
+    setattr(held, name, flip(rng, getattr(held, name)))
     return closed(data, choices)
 
 

@@ -401,5 +401,5 @@ def test_bench_prints_a_table(run: Cli) -> None:
 
 
 def test_version(run: Cli) -> None:
-    assert run("version", "--json").json["format"] == "apportion.plan 1.1"
+    assert run("version", "--json").json["format"] == "apportion.plan 2.0"
     assert "numpy" in run("version").out

@@ -7,25 +7,28 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
-from itertools import chain
+from itertools import pairwise
 from pathlib import Path
 
 import msgpack
 import msgspec
 import numpy as np
 import pytest
-from cells import BITS, CONSTANT, OFFSET, columns_of, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import random_plan
+from stand_alone import read_plan
 
 from apportion.ir import codec, hashing, wire
 from apportion.ir.codec import Plan, Sections, Slice
-from apportion.ir.columns import DTYPES, Cell, Gather, encode_table
+from apportion.ir.columns import DENSEST, MAX_ROWS, Cells, encode_table
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
 from apportion.ir.isa import TABLES, VERSION
+from apportion.ir.numbers import BITS, EACH, FEW, SAME, read_numbers, write_numbers
 from apportion.ir.parts import join_parts
 from apportion.ir.plan import Layout, ProgramSet, Table
+from apportion.ir.predictions import LIMIT, RULES, Named, Rule, no_operands, rules_of
+from apportion.ir.sources import gathered, room_for
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -112,165 +115,248 @@ def test_decoded_columns_are_safe_to_add(plan: Plan) -> None:
             assert all(column.dtype == np.int64 for column in table.columns.values())
 
 
-def test_columns_take_the_narrowest_type_of_the_whole_plan(plan: Plan) -> None:
-    for part in map(msgpack.unpackb, plan.sections.parts):
-        tables = part["programs"]["default"]["forward"]
-        if "operands" in tables:
-            codes, tensor, *_ = tables["operands"]
-            assert codes[0] == 1
-            rows = plan.programs["default", "forward"]["operands"].rank(part["rank"])
-            assert list(tensor) == rows["tensor"].tolist()
+@settings(max_examples=30)
+@given(SEEDS)
+def test_the_reader_of_the_prose_reads_the_same(seed: int) -> None:
+    plan = codec.seal(random_plan(seed))
+    for rank, part in enumerate(plan.sections.parts):
+        read = read_plan.read_part(part)
+        tables = dict(zip(plan.header.layouts, read["layouts"], strict=True))
+        assert all(rows_of(plan.layouts[name].spans.rank(rank)) == tables[name] for name in tables)
+        moves = zip(plan.moves, read["moves"], strict=True)
+        assert all(rows_of(move.table.rank(rank)) == rows for move, rows in moves)
+        for (kind, phase), program in plan.programs.items():
+            for name, rows in read["programs"][kind][phase].items():
+                assert rows_of(program[name].rank(rank)) == [drop_source(row) for row in rows]
+
+
+def rows_of(table: Table) -> list[dict[str, int]]:
+    names = list(table.columns)
+    return [dict(zip(names, map(int, row), strict=True)) for row in zip(*table.columns.values(), strict=True)]
+
+
+def drop_source(row: dict[str, int]) -> dict[str, int]:
+    return {name: value for name, value in row.items() if name != "source"}
+
+
+# ---------------------------------------------------------------------------------------------- numbers and cells
+
+
+def written(numbers: list[int]) -> bytes:
+    out = np.empty(9 * len(numbers) + 9, np.uint8)
+    return out[: write_numbers(np.array(numbers, np.int64), len(numbers), out, 0)].tobytes()
+
+
+def read(data: bytes, rows: int) -> list[int] | None:
+    """None where they are not written so."""
+    numbers = np.full(rows, 77)
+    end = read_numbers(np.frombuffer(data, np.uint8), 0, len(data), rows, numbers)
+    assert end in (-1, len(data))
+    return None if end < 0 else numbers.tolist()
 
 
 @pytest.mark.parametrize(
-    ("values", "code"),
+    ("numbers", "data"),
     [
-        ([0, 255], 1),
-        ([0, 256], 2),
-        ([65536], 3),
-        ([2**32], 4),
-        ([-1, 127], 5),
-        ([-1, 128], 6),
-        ([-(2**15) - 1], 7),
-        ([-1, 2**31], 8),
+        ([0, 0, 0], [SAME]),
+        ([5, *[0] * 99], [FEW, 1, 0, 10]),
+        ([5, 0, 0], [BITS, 1, 10]),
+        ([0] * 9 + [-1] + [0] * 200 + [64], [FEW, 2, 9, 1, 200 & 127 | 128, 1, 128, 1]),
+        ([1, 0, -1, 0, 1, 1, 0, -300], [BITS, 0b10110101, 2, 1, 2, 2, 0xD7, 4]),
+        ([1, 2, 3], [EACH, 2, 4, 6]),
     ],
 )
-@pytest.mark.parametrize("order", ["<i8", ">i8"])
-def test_dtype_codes_and_byte_order(values: list[int], code: int, order: str) -> None:
-    spans = Table(np.array([0, len(values)]), {"x": np.array(values, order)})
-    (cell,) = cells_of(spans, ("x",))
-    width = {1: 1, 5: 1, 2: 2, 6: 2, 3: 4, 7: 4, 4: 8, 8: 8}[code]
-    blob = b"".join(v.to_bytes(width, "little", signed=min(values) < 0) for v in values)
-    assert cell == [bytes([code]), blob]
+def test_the_shortest_form_is_taken(numbers: list[int], data: list[int]) -> None:
+    assert written(numbers) == bytes(data)
+    assert read(bytes(data), len(numbers)) == numbers
 
 
-def table(columns: dict[str, list[list[int]]]) -> Table:
-    """A table from values per column and rank."""
-    ptr = np.cumsum([0, *map(len, next(iter(columns.values())))])
-    return Table(ptr, {name: np.array(list(chain(*ranks)), np.int64) for name, ranks in columns.items()})
-
-
-def gathered(found: list[object], names: tuple[str, ...], chunk: int = 3) -> Table:
-    gather = Gather(names, "here")
-    for begin in range(0, len(found), chunk):
-        gather.add(found[begin : begin + chunk])  # type: ignore[arg-type]
-    return gather.table()
-
-
-def cells_of(given: Table, names: tuple[str, ...]) -> list[Cell]:
-    """The table's cell in each rank's part, which msgpack writes as we do."""
-    ranks = given.ranks
-    parts = join_parts({"here": encode_table(given, names)}, {}, [], ranks)
-    read = [wire.read_part(part, rank, VERSION) for rank, part in enumerate(parts)]
-    assert [wire.encode_struct(part) for part in read] == parts
-    return [part.layouts.get("here", ()) for part in read]
-
-
-def check_cells(given: Table) -> bytes:
-    """The codes that the table was written with, once it came back the same from both readers."""
-    names = tuple(given.columns)
-    found = cells_of(given, names)
-    assert gathered(found, names).equal(given)
-    assert all(column.dtype == np.int64 for column in gathered(found, names).columns.values())
-    for rank, cell in enumerate(found):
-        rows = given.rank(rank)
-        assert bool(cell) == bool(len(rows))
-        assert not cell or columns_of(cell) == [rows[name].tolist() for name in names]
-    (codes,) = {cell[0] for cell in found if cell}
-    return codes
-
-
-RAMP = [[3, 5, 900, 4], [], [7] * 2, [1, 2, 1, 2, 1, 2, 1, 2, 1], [6]]
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.sampled_from([0, 0, 0, 0, 1, -1, 63, -64, 64, 2**20, -(2**48), 2**50]), min_size=1, max_size=60
+    )
+)
+def test_numbers_come_back_and_end_where_they_do(numbers: list[int]) -> None:
+    data = written(numbers)
+    assert read(data, len(numbers)) == numbers
+    for end in range(len(data)):
+        assert read(data[:end], len(numbers)) is None
 
 
 @pytest.mark.parametrize(
-    ("values", "code"),
+    "data",
     [
-        (lambda rank, row, first: 4, CONSTANT),
-        (lambda rank, row, first: -rank, CONSTANT),
-        (lambda rank, row, first: rank * 2**40, 4),  # 8 bytes for a number of a rank are too many here
-        (lambda rank, row, first: row % 2, BITS),
-        (lambda rank, row, first: int(row == 8), BITS),
-        (lambda rank, row, first: first + 3 * rank, OFFSET),
-        (lambda rank, row, first: first - 128, OFFSET),
-        (lambda rank, row, first: first - 2**31, 7),  # and so are 4
-        (lambda rank, row, first: first + int(row == 8), 2),
-        (lambda rank, row, first: 2 * (row % 2), 1),
-        (lambda rank, row, first: row % 2 - 1, 5),
+        [4],  # no such form
+        [EACH, 1, 1],  # too few
+        [EACH, 1, 1, 129],  # without an end
+        [EACH, 1, 1, *[255] * 8, 0],  # too long
+        [FEW, 4, 0, 1, 0, 1, 0, 1, 0, 1],  # more than rows
+        [FEW, 1, 3, 1],  # beyond the last row
+        [FEW, 1, *[255] * 7, 1, 1],
+        [BITS, 0b1001, 1, 1],  # beyond the last row
     ],
 )
-def test_columns_that_need_not_be_written_out(values: object, code: int) -> None:
-    others = [[values(r, i, v) for i, v in enumerate(rows)] for r, rows in enumerate(RAMP)]  # type: ignore[operator]
-    assert check_cells(table({"first": RAMP, "other": others})) == bytes([2, code])
-
-
-def test_one_column_is_always_written_out() -> None:
-    bits, same = [[0, 1, 1, 0]] * 3, [[7, 7, 7, 7], [8] * 4, [9] * 4]
-    assert check_cells(table({"a": bits, "b": same})) == bytes([1, CONSTANT])
-    assert check_cells(table({"a": same, "b": bits})) == bytes([1, BITS])
-    ramp = [[300, 1, 2, 5]] * 3
-    assert check_cells(table({"a": bits, "b": ramp, "c": bits})) == bytes([BITS, 2, BITS])
-
-
-def test_what_is_not_smaller_is_written_out() -> None:
-    assert check_cells(table({"a": [[1], [2]], "b": [[0], [0]]})) == bytes([1, 1])
-    assert check_cells(table({"a": [[1], [2, 3]], "b": [[0], [0, 0]]})) == bytes([1, CONSTANT])
-    assert check_cells(table({"a": [[1], [2, 3]], "b": [[500], [500, 500]]})) == bytes([1, 2])
-
-
-def rows_like(kind: int, first: list[list[int]], draw: st.DrawFn) -> list[list[int]]:
-    number = st.integers(-(2**47), 2**47) if draw(st.booleans()) else st.integers(-3, 300)
-    if kind == CONSTANT:
-        return [[draw(number)] * len(rows) for rows in first]
-    if kind == BITS:
-        return [draw(st.lists(st.integers(0, 1), min_size=len(r), max_size=len(r))) for r in first]
-    if kind == OFFSET:
-        return [[value + shift for value in rows] for rows in first for shift in [draw(number)]]
-    return [draw(st.lists(number, min_size=len(r), max_size=len(r))) for r in first]
+def test_malformed_numbers(data: list[int]) -> None:
+    assert read(bytes(data), 3) is None
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> Table:
-    """Tables of few ranks whose columns are of each kind, or almost."""
-    sizes = draw(st.lists(st.sampled_from([0, 0, 1, 2, 7, 8, 9, 17, 40]), min_size=1, max_size=7))
-    sizes[draw(st.integers(0, len(sizes) - 1))] += 1
-    kinds = draw(st.lists(st.sampled_from([0, CONSTANT, BITS, OFFSET]), min_size=1, max_size=4))
-    first: list[list[int]] = [[0] * size for size in sizes]
-    columns: dict[str, list[list[int]]] = {}
-    for number, kind in enumerate(kinds):
-        columns[str(number)] = rows_like(kind, first, draw)
-        first = columns["0"]
-    made = table(columns)
-    if draw(st.booleans()):  # one number that spoils the pattern
-        column = made[str(draw(st.integers(0, len(kinds) - 1)))]
-        column[draw(st.integers(0, len(column) - 1))] += 1
-    return made
+def tables(draw: st.DrawFn) -> tuple[str, Table]:
+    """A table of a plan by name, whose numbers are small, alike, or anything."""
+    name = draw(st.sampled_from(sorted(RULES.keys() - {"operands"})))
+    sizes = draw(st.lists(st.sampled_from([0, 0, 1, 2, 7, 8, 9, 40]), min_size=1, max_size=5))
+    number = draw(st.sampled_from([st.integers(-3, 9), st.integers(0, 1), st.integers(-(2**48), 2**48)]))
+    total = sum(sizes)
+    rows = st.lists(number, min_size=total, max_size=total)
+    columns = {rule.column: np.array(draw(rows), np.int64) for rule in RULES[name]}
+    if draw(st.booleans()):
+        columns = {column: np.sort(values) for column, values in columns.items()}
+    return name, Table(np.cumsum([0, *sizes]), columns)
+
+
+def some_operands(ranks: int) -> Named:
+    """Five operands of each rank."""
+    held = np.arange(5 * ranks) % 7 + 1
+    return Named(held, 5 * np.arange(ranks), np.full(ranks, 5), np.zeros(ranks, np.int64))
+
+
+def cells_of(table: Table, rules: tuple[Rule, ...], ranks: int = 9) -> list[bytes]:
+    found = encode_table(table, rules, ranks, some_operands(table.ranks))
+    stops = [0, *found.stops.tolist()]
+    assert stops[-1] == len(found.data)
+    return [found.data[a:b].tobytes() for a, b in pairwise(stops)]
+
+
+def opened(cells: list[bytes], rules: tuple[Rule, ...], ranks: int = 9, lenient: bool = False) -> Table:
+    return Cells(cells, "here", 3).table(rules, ranks, some_operands(len(cells)), lenient)
 
 
 @settings(max_examples=300)
 @given(tables())
-def test_tables_come_back_from_their_cells(given: Table) -> None:
-    codes = check_cells(given)
-    assert set(codes) & DTYPES.keys()
-    assert OFFSET not in codes or codes[0] in DTYPES
+def test_tables_come_back_from_their_cells(given: tuple[str, Table]) -> None:
+    name, table = given
+    cells = cells_of(table, RULES[name])
+    again = opened(cells, RULES[name])
+    assert again.equal(table)
+    assert all(column.dtype == np.int64 for column in again.columns.values())
+    for rank, cell in enumerate(cells):
+        own = table.rank(rank)
+        assert bool(cell) == bool(len(own))
+        assert len(own) <= DENSEST * len(cell)
+        held = some_operands(rank + 1).held[5 * rank :]
+        named = Named(held, np.array([0]), np.array([5]), np.array([0]))
+        assert (
+            Cells([cell], "here", rank).table(RULES[name], 9, named, False).equal(own)
+        )  # and needs no other's
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 5000, 100_000])
-def test_long_columns(rows: int) -> None:
-    """Patterns are looked for piece by piece: a change in any of them counts."""
-    ptr = np.array([0, rows, rows, 2 * rows, 3 * rows])
-    ramp = np.arange(3 * rows) % 251
-    rank = np.repeat([0, 2, 3], rows)
-    columns = {"a": ramp, "b": ramp + 1000 * rank, "c": 70 * rank, "d": ramp % 2}
-    codes = bytes([1, OFFSET, CONSTANT, BITS]) if rows > 2 else bytes([1, 2, 1, 1])
-    for spoiled in (None, 0, rows // 2, rows - 1, 3 * rows - 1) if rows > 2 else (None,):
-        changed = {name: column.copy() for name, column in columns.items()}
-        if spoiled is not None:
-            for name in "bcd":
-                changed[name][spoiled] = 5001
-        found = cells_of(Table(ptr, changed), tuple(changed))
-        assert found[0][0] == (codes if spoiled is None else bytes([1, 2, 2, 2]))
-        assert gathered(found, tuple(changed)).equal(Table(ptr, changed))
+@pytest.mark.parametrize("order", ["<i8", ">i8", "<i4", "u1"])
+def test_any_integers_are_written(order: str) -> None:
+    table = Table(np.array([0, 2]), {"x": np.array([3, 200], order)})
+    assert cells_of(table, rules_of(("x",))) == [bytes([2, EACH, 6, 0x8A, 3])]
+
+
+def test_regular_tables_are_no_smaller_than_they_may_be() -> None:
+    table = Table(np.array([0, 1000, 1000, 1003]), {"x": np.full(1003, 6)})
+    cells = cells_of(table, rules_of(("x",)))
+    assert [len(cell) for cell in cells] == [500, 0, 4]
+    assert cells[0] == bytes([0xE8, 7, FEW, 1, 0, 12]) + bytes(494)
+    assert opened(cells, rules_of(("x",))).equal(table)
+
+
+NAMES = rules_of(("a", "b"))
+CELL = bytes([3, EACH, 2, 2, 2, FEW, 1, 1, 1])
+
+
+def test_a_cell_by_hand() -> None:
+    found = opened([CELL, b"", CELL], NAMES)
+    assert found.ptr.tolist() == [0, 3, 3, 6]
+    assert [found[name][3:].tolist() for name in ("a", "b")] == [[1, 2, 3], [0, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("cell", "match"),
+    [
+        (bytes([128]), "rank 4, here: does not begin with its number of rows"),
+        (bytes([0]), "rank 4, here: 0 rows in 1 bytes"),
+        (bytes([0, 0, 0]), "0 rows in 3 bytes"),
+        (bytes([7, 0, 0]), "7 rows in 3 bytes"),
+        (bytes([255] * 7 + [1]), "rows in 8 bytes"),
+        (CELL[:-1], "rank 4, here: column 'b' is not written as the format says"),
+        (bytes([3, 7, 0]), "column 'a' is not written"),
+        (bytes([3, 0]), "column 'b' is not written"),
+        (bytes([3, 0, 0, 0]), "1 bytes are left over"),
+        (CELL + bytes([1, 1]), "2 bytes are left over"),
+        (bytes([6, 0, 0]), None),
+        (bytes([9, 0, 0, 0, 0]), None),
+        (bytes([9, 0, 0, 0, 1]), "2 bytes are left over"),
+        (bytes([9, 0, 0, 0, 0, 0]), "3 bytes are left over"),
+        (bytes([1, FEW, 1, 0, *[128] * 7, 2, 0]), "column 'a' has a number outside"),
+        (bytes([1, 0, FEW, 1, 0, *[255] * 7, 1]), "column 'b' has a number outside"),
+    ],
+)
+def test_malformed_cells(cell: bytes, match: str | None) -> None:
+    if match is None:
+        assert len(opened([CELL, cell], NAMES)) == 3 + cell[0]
+    else:
+        with pytest.raises(DecodeError, match=match):
+            opened([CELL, cell], NAMES)
+
+
+def test_sums_beyond_an_int64_are_refused() -> None:
+    """The largest steps that a number can say, one upon another: none is taken for what it wraps around to."""
+    step = bytes([*[255] * 7, 127])
+    for sign in (0, 1):
+        far = bytes([step[0] - 1 + sign, *step[1:]])
+        with pytest.raises(DecodeError, match="'a' has a number outside"):
+            opened([bytes([200, 1, EACH]) + far * 200 + bytes([SAME])], NAMES)
+
+
+def test_columns_behind_the_known_ones_are_for_later_versions() -> None:
+    longer = CELL + bytes([EACH, 1, 2, 3])
+    assert opened([longer, CELL], NAMES, lenient=True).equal(opened([CELL, CELL], NAMES))
+    with pytest.raises(DecodeError, match="4 bytes are left over"):
+        opened([longer, CELL], NAMES)
+
+
+@pytest.mark.parametrize("value", [LIMIT + 1, -LIMIT - 1, 2**63 - 1, -(2**63)])
+def test_numbers_that_no_plan_can_hold_are_not_written(value: int) -> None:
+    table = Table(np.array([0, 1, 2]), {"a": np.array([1, 2]), "b": np.array([1, value])})
+    with pytest.raises(ConfigError, match=rf"b = {value}.*in row 1"):
+        cells_of(table, NAMES)
+
+
+def test_rows_beyond_a_cell_are_not_written() -> None:
+    table = Table(np.array([0, MAX_ROWS + 1]), {"a": np.zeros(MAX_ROWS + 1, np.int8)})
+    with pytest.raises(ConfigError, match=f"rows = {MAX_ROWS + 1}"):
+        cells_of(table, rules_of(("a",)))
+
+
+def operands_of(values: list[tuple[int, ...]]) -> Table:
+    columns = np.array(values, np.int64).T
+    return Table(np.array([0, len(values)]), dict(zip(TABLES["operands"], columns, strict=True)))
+
+
+def test_operands_with_the_rows_of_others_take_few_bytes() -> None:
+    """dQ has the rows of Q, and backward's operands those of forward."""
+    none, rows = (0,) * 6, [(2, 0, 37 * n, 11 + n % 5, 0, 0) for n in range(40)]
+    forward = [none, *rows, *((4, *row[1:]) for row in rows)]
+    one = gathered([operands_of(forward)], 1)
+    both = gathered([operands_of(forward), operands_of(forward)], 1)
+    plain = gathered([operands_of(forward[:41])], 1)
+    first, whole, second = (o.encode(n).data for o, n in ((plain, 0), (one, 0), (both, 1)))
+    assert len(whole) - len(first) < 20
+    assert 2 * len(second) - 1 == len(forward)  # no cell has fewer bytes
+
+
+def test_a_source_before_the_first_operand_is_refused() -> None:
+    cell = bytes([2, FEW, 1, 1, 4, 0, 0, 0, 0, 0, 0])
+    with pytest.raises(DecodeError, match="'source' has a number outside"):
+        room_for([np.array([2])], 1).read(0, Cells([cell], "here", 0), False)
+    both = room_for([np.array([2]), np.array([2])], 1)
+    both.read(0, Cells([bytes([2, 0, 0, 0, 0, 0, 0, 0])], "here", 0), False)
+    both.read(1, Cells([cell], "here", 0), False)
 
 
 def test_bytes_do_not_depend_on_the_process() -> None:
@@ -331,19 +417,43 @@ def test_parts_made_before_are_taken_over(plan: Plan) -> None:
 def test_parts_are_what_msgpack_writes(ranks: int) -> None:
     filled = np.arange(ranks) % 3
     ptr = np.concatenate([[0], np.cumsum(filled)])
-    rows = encode_table(Table(ptr, {"a": np.arange(ptr[-1]) % 7, "b": np.repeat(filled, filled)}), ("a", "b"))
-    programs = {
-        (kind, phase): {"t": rows, "u": rows} for phase in ("forward", "backward") for kind in ("x", "y" * 40)
-    }
-    parts = join_parts({"first": rows}, programs, [rows, rows], ranks)
+    table = Table(ptr, {"a": np.arange(ptr[-1]) % 7, "b": np.repeat(filled, filled)})
+    rows = encode_table(table, rules_of(("a", "b")), ranks, no_operands(ranks))
+    kinds = ("x", "y" * 40)
+    programs = {(kind, phase): [rows, rows] for kind in kinds for phase in ("forward", "backward")}
+    parts = join_parts([rows], programs, [rows, rows], range(ranks))
     for rank, part in enumerate(parts):
         read = wire.read_part(part, rank, VERSION)
         assert wire.encode_struct(read) == part
-        held = {"t", "u"} if filled[rank] else set()
-        assert {
-            kind: {phase: set(of) for phase, of in phases.items()} for kind, phases in read.programs.items()
-        } == {kind: dict.fromkeys(("forward", "backward"), held) for kind in ("x", "y" * 40)}
-        assert [bool(cell) for cell in read.moves] == [bool(filled[rank])] * 2
+        held = bool(filled[rank])
+        assert [list(map(bool, cells)) for cells in (read.layouts, read.moves)] == [[held], [held] * 2]
+        assert {kind: list(phases) for kind, phases in read.programs.items()} == {
+            kind: ["forward", "backward"] for kind in kinds
+        }
+        assert all(
+            list(map(bool, cells)) == [held] * 2
+            for phases in read.programs.values()
+            for cells in phases.values()
+        )
+
+
+def test_parts_name_neither_layouts_nor_kinds_so_their_order_is_checked(plan: Plan) -> None:
+    turned = dict(reversed(plan.layouts.items()))
+    with pytest.raises(ConfigError, match=r"layouts = .*in its order: attention, linear -> 2"):
+        codec.seal(replace(plan, layouts=turned))
+    two = next(p for p in map(random_plan, range(100)) if len(p.header.kinds) == 2)
+    with pytest.raises(ConfigError, match=r"kinds = .*those of the header"):
+        codec.seal(replace(two, programs=dict(reversed(two.programs.items()))))
+    backwards = {key: plan.programs[key] for key in reversed(plan.programs)}
+    assert codec.seal(replace(plan, programs=backwards)) == plan  # phases have an order of their own
+
+
+@pytest.mark.parametrize("rows", [1, 40, 100])
+def test_parts_are_the_same_however_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    plans = [random_plan(seed, ranks=9) for seed in range(5)]
+    parts = [codec.encode_sections(plan).parts for plan in plans]
+    monkeypatch.setattr(codec, "_ROWS_AT_ONCE", rows)
+    assert [codec.encode_sections(plan).parts for plan in plans] == parts
 
 
 def test_every_section_enters_the_id(plan: Plan) -> None:
@@ -412,7 +522,7 @@ def with_part(plan: Plan, edit: object, rank: int = 1, version: tuple[int, int] 
     return rebuilt(plan, version, **sections)
 
 
-def forward(part: dict) -> dict:  # type: ignore[type-arg]
+def forward(part: dict) -> list[bytes]:  # type: ignore[type-arg]
     return part["programs"]["default"]["forward"]  # type: ignore[no-any-return]
 
 
@@ -457,95 +567,53 @@ def test_other_formats_and_versions(plan: Plan) -> None:
         Plan.decode(plan.for_rank(0).encode())
     with pytest.raises(DecodeError, match=r"format is 'apportion\.plan'"):
         Slice.decode(plan.encode())
-    with pytest.raises(VersionError, match=r"2\.0.*reads 1\.x"):
-        Plan.decode(msgpack.packb({"format": "apportion.plan", "version": [2, 0], "body": b""}))
-    refused(msgpack.packb({"format": "apportion.plan", "version": [1, -1]}), "version 1.-1")
-    refused(rebuilt(plan, (1, 3)), "differs from")
+    with pytest.raises(VersionError, match=r"3\.0.*reads 2\.x"):
+        Plan.decode(msgpack.packb({"format": "apportion.plan", "version": [3, 0], "body": b""}))
+    refused(msgpack.packb({"format": "apportion.plan", "version": [2, -1]}), "version 2.-1")
+    refused(rebuilt(plan, (2, 3)), "differs from")
 
 
 def test_a_newer_minor_version_may_know_more(plan: Plan) -> None:
     def extend(part: dict) -> None:  # type: ignore[type-arg]
         part["extra"] = {"more": [1, 2]}
-        part["programs"]["default"]["sideways"] = {}
-        forward(part)["novel"] = [b"\x01", b"\x00"]
+        for cells in part["programs"]["default"].values():
+            cells[:] = [cell and cell + b"\0column" for cell in cells] + [b"table"]
 
-    again = Plan.decode(with_part(plan, extend, version=(1, 9)))
-    assert again.header.version == (1, 9)
+    again = Plan.decode(with_part(plan, extend, version=(2, 9)))
+    assert again.header.version == (2, 9)
     assert same_tables(replace(again, header=plan.header), plan)
     refused(with_part(plan, extend), "part of rank 1")
 
 
 def test_a_newer_header_may_know_more(plan: Plan) -> None:
-    header = msgpack.unpackb(plan.sections.header) | {"version": [1, 9], "novel": 1}
-    data = rebuilt(plan, (1, 9), header=msgspec.msgpack.encode(header, order="deterministic"))
+    header = msgpack.unpackb(plan.sections.header) | {"version": [2, 9], "novel": 1}
+    data = rebuilt(plan, (2, 9), header=msgspec.msgpack.encode(header, order="deterministic"))
     wider = msgpack.unpackb(data) | {"novel": b"more"}
-    assert Plan.decode(msgpack.packb(wider)).header.version == (1, 9)
+    assert Plan.decode(msgpack.packb(wider)).header.version == (2, 9)
     again = Slice.decode(Plan.decode(data).for_rank(1).encode())
-    assert again.header == replace(plan.header, version=(1, 9))
+    assert again.header == replace(plan.header, version=(2, 9))
     header |= {"version": VERSION}
     refused(rebuilt(plan, header=msgspec.msgpack.encode(header, order="deterministic")), "header: unknown")
 
 
-def test_a_plan_of_version_1_0_says_nothing_of_diagonals(plan: Plan) -> None:
-    held = msgpack.unpackb(plan.sections.header) | {"version": [1, 0]}
-    refused(rebuilt(plan, (1, 0), header=msgspec.msgpack.encode(held, order="deterministic")), "unknown")
-    del held["diagonals"]
-    old = Plan.decode(rebuilt(plan, (1, 0), header=msgspec.msgpack.encode(held, order="deterministic")))
-    assert old.header == replace(plan.header, version=(1, 0), diagonals=None)
-    assert old.encode() == codec.seal(replace(old, sections=None)).encode()
-    assert Slice.decode(old.for_rank(1).encode()).header.diagonals is None
-    held["version"] = VERSION
-    refused(rebuilt(plan, header=msgspec.msgpack.encode(held, order="deterministic")), "from version 1.1 on")
-
-
-def test_columns_after_the_known_ones_are_passed_over(plan: Plan) -> None:
-    parts = [msgpack.unpackb(part) for part in plan.sections.parts]
-    for part in parts:
-        for tables in part["programs"]["default"].values():
-            for cell in tables.values():
-                rows = rows_of(cell)
-                cell[0] += b"\x02\x09\x0a"
-                cell += [b"\x00\x01" * rows, b"\x05", bytes((rows + 7) // 8)]
-    again = Plan.decode(rebuilt(plan, parts=[msgpack.packb(part) for part in parts]))
-    assert same_tables(again, plan)
-
-
-def test_a_missing_column_is_named(plan: Plan) -> None:
-    parts = [msgpack.unpackb(part) for part in plan.sections.parts]
-    for part in parts:
-        if "operands" in forward(part):
-            codes, *columns = forward(part)["operands"]
-            forward(part)["operands"] = [codes[:-1], *columns[:-1]]
-    refused(
-        rebuilt(plan, parts=[msgpack.packb(part) for part in parts]), "operands: column 'heads' is missing"
-    )
-
-
 def cell_edit(edit: object) -> object:
     def change(part: dict) -> None:  # type: ignore[type-arg]
-        tables = forward(part)
-        tables["operands"] = edit(tables["operands"])  # type: ignore[operator]
+        cells, at = forward(part), list(TABLES).index("operands")
+        cells[at] = edit(cells[at])  # type: ignore[operator]
 
     return change
 
 
 EDITS = {
-    "unknown code": lambda cell: [b"\x0c" + cell[0][1:], *cell[1:]],
-    "code 0": lambda cell: [b"\0" + cell[0][1:], *cell[1:]],
-    "object dtype": lambda cell: [b"O" + cell[0][1:], *cell[1:]],
-    "other dtype than other ranks": lambda cell: [b"\x05" + cell[0][1:], *cell[1:]],
-    "short column": lambda cell: [*cell[:-1], cell[-1][:-1]],
-    "long column": lambda cell: [*cell[:-1], cell[-1] + b"\0"],
-    "half an element": lambda cell: [*cell[:3], cell[3] + b"\0", *cell[4:]],
-    "too few columns": lambda cell: cell[:-1],
-    "too many columns": lambda cell: [*cell, cell[-1]],
-    "empty array": lambda cell: [],
-    "no columns": lambda cell: [b""],
-    "no rows": lambda cell: [cell[0], *[b""] * (len(cell) - 1)],
-    "numbers": lambda cell: [list(column) for column in cell],
-    "text": lambda cell: ["codes", *cell[1:]],
+    "no rows": lambda cell: b"",
+    "one byte less": lambda cell: cell[:-1],
+    "one byte more": lambda cell: cell + b"\0",
+    "more rows": lambda cell: bytes([cell[0] + 1]) + cell[1:],
+    "unknown form": lambda cell: cell[:1] + b"\x09" + cell[2:],
+    "numbers": list,
+    "text": lambda cell: "operands",
     "nil": lambda cell: None,
-    "map": lambda cell: {"codes": cell[0]},
+    "map": lambda cell: {"cell": cell},
 }
 
 
@@ -555,69 +623,14 @@ def test_malformed_tables(plan: Plan, name: str) -> None:
         Plan.decode(with_part(plan, cell_edit(EDITS[name])))
 
 
-CELL = [bytes([1, CONSTANT, BITS, OFFSET]), b"\x01\x02\x03", b"\x05", b"\x06", b"\xff"]
-NAMES = ("a", "b", "c", "d")
-
-
-def test_a_cell_by_hand() -> None:
-    found = gathered([CELL, (), CELL], NAMES)
-    assert found.ptr.tolist() == [0, 3, 3, 6]
-    assert [found[name][:3].tolist() for name in NAMES] == [[1, 2, 3], [5, 5, 5], [0, 1, 1], [0, 1, 2]]
-
-
-@pytest.mark.parametrize(
-    ("number", "blob", "match"),
-    [
-        (1, b"\x01\x02", None),  # two rows need one byte of bits, and the third of these is set
-        (1, b"\x01" * 9, "differ in length"),
-        (1, b"", "hold no rows"),
-        (2, b"", "0 bytes, not 1, 2, 4 or 8"),
-        (2, b"\x05" * 3, "3 bytes, not 1, 2, 4 or 8"),
-        (2, b"\x05" * 16, "16 bytes, not 1, 2, 4 or 8"),
-        (3, b"", "differ in length"),
-        (3, b"\x06\x00", "differ in length"),
-        (3, b"\x0e", "bits after"),
-        (3, b"\x86", "bits after"),
-        (4, b"", "0 bytes"),
-        (4, (2**49 + 1).to_bytes(8, "little"), r"offset is beyond 2\*\*49"),
-        (4, (-(2**63)).to_bytes(8, "little", signed=True), r"offset is beyond 2\*\*49"),
-        (0, bytes([CONSTANT, CONSTANT, BITS, CONSTANT]), "no column is written out"),
-        (0, bytes([BITS, 1, BITS, OFFSET]), "first column that is not written out"),
-        (0, bytes([CONSTANT, 1, BITS, OFFSET]), "first column that is not written out"),
-        (0, bytes([1, CONSTANT, BITS, 12]), "code 12"),
-        (0, bytes([1, CONSTANT, BITS]), "'d' is missing"),
-    ],
-)
-def test_malformed_cells(number: int, blob: bytes, match: str | None) -> None:
-    changed = [*CELL]
-    changed[number] = blob
-    with pytest.raises(DecodeError, match=match):
-        gathered([changed], NAMES)
-    with pytest.raises(DecodeError):
-        gathered([CELL, changed], NAMES)
-
-
-def test_ranks_share_codes_and_widths() -> None:
-    for number, blob in ((2, b"\x05\0"), (4, b"\xff\xff"), (0, bytes([1, CONSTANT, BITS, CONSTANT]))):
-        changed = [*CELL]
-        changed[number] = blob
-        for chunk in (1, 2):
-            gathered([changed, changed], NAMES, chunk)
-            with pytest.raises(DecodeError, match="differ"):
-                gathered([CELL, changed], NAMES, chunk)
-
-
 def test_rows_come_from_bytes_that_are_there(plan: Plan) -> None:
-    """No constant says how many rows there are, so small bytes stay small."""
-    cell = [bytes([CONSTANT] * 6), *[b"\x7f" * 8] * 6]
-    refused(with_part(plan, cell_edit(lambda _: cell)), "ranks differ|no column is written out")
-    parts = [msgpack.unpackb(part) for part in plan.sections.parts]
-    for part in parts:
-        if "operands" in forward(part):
-            forward(part)["operands"] = cell
-    data = rebuilt(plan, parts=[msgpack.packb(part) for part in parts])
-    refused(data, "no column is written out")
-    assert peak_of(data) < 100 * len(data)
+    """Small bytes stay small, whatever they say."""
+    huge = bytes([255] * 3 + [7]) + bytes(7)
+    refused(with_part(plan, cell_edit(lambda _: huge)), "16777215 rows in 11 bytes")
+    data = with_part(
+        plan, cell_edit(lambda _: bytes([0x80, 0x80, 4]) + bytes(2**15 - 3))
+    )  # as many as may be
+    assert peak_of(data) < 300 * len(data)
 
 
 PART_EDITS = {
@@ -628,15 +641,17 @@ PART_EDITS = {
     "nan": (lambda p: p.update(rank=float("nan")), "part of rank 1"),
     "missing key": (lambda p: p.pop("layouts") and None, "layouts"),
     "unknown key": (lambda p: p.update(more=1), "unknown keys"),
-    "unknown layout": (
-        lambda p: p["layouts"].update(other=p["layouts"].popitem()[1]),
-        "header does not name",
+    "unknown layout": (lambda p: p["layouts"].append(b""), "3 layouts, the header names 2"),
+    "unknown table": (lambda p: forward(p).append(b""), "8 tables of default, expected 7"),
+    "missing table": (lambda p: forward(p).pop() and None, "6 tables of default, expected 7"),
+    "phases in another order": (
+        lambda p: p["programs"].update(default=dict(reversed(p["programs"]["default"].items()))),
+        "phases of default",
     ),
-    "unknown table": (lambda p: forward(p).update(novel=forward(p)["operands"]), "table beyond"),
     "missing kind": (lambda p: p["programs"].clear(), "attention kinds"),
     "missing phase": (lambda p: p["programs"]["default"].pop("forward") and None, "phases"),
-    "moves": (lambda p: p["moves"].append([]), "number of moves"),
-    "many names": (lambda p: forward(p).update({str(i): [] for i in range(300)}), "length"),
+    "moves": (lambda p: p["moves"].append(b""), "number of moves"),
+    "many names": (lambda p: forward(p).extend([b""] * 300), "length"),
     "a list": (lambda p: [p], "part of rank 1"),
 }
 
@@ -684,8 +699,7 @@ def test_repeated_keys_and_long_forms(plan: Plan) -> None:
         ("head_sets", [[4]], "below 4"),
         ("head_sets", [[]], "head set 1"),
         ("engines", {"x": 1}, "Expected `str`"),
-        ("version", [1, 2], "differs"),
-        ("version", [1, 0], "unknown, missing"),
+        ("version", [2, 2], "differs"),
         ("diagonals", {"default": [[-(2**62), 2**62]]}, "the masks asked for have"),
         ("diagonals", {"default": []}, "the masks asked for have"),
         ("diagonals", {}, "diagonals must be of each kind"),
@@ -698,7 +712,7 @@ def test_repeated_keys_and_long_forms(plan: Plan) -> None:
         ("diagonals", {"default": [[0, 2**62 + 1]]}, r"\[dmin, dmax\]"),
         ("diagonals", {"default": [[0, 1, 2]]}, "length 2"),
         ("diagonals", {"default": [[0, 0.5]]}, "Expected `int`"),
-        ("diagonals", None, "unknown, missing"),
+        ("diagonals", None, "Expected `object`"),
     ],
 )
 def test_malformed_headers(plan: Plan, field: str, value: object, match: str) -> None:
@@ -804,13 +818,13 @@ def rich() -> Plan:
         ("instructions", "op", 0, 14, "op is outside"),
         ("instructions", "mode", 0, 4, "mode is outside"),
         ("instructions", "count", 0, 2**40, "count exceeds its list"),
-        ("instructions", "count", 0, 2**62, "count is outside"),
+        ("instructions", "count", 0, -1, "count is outside"),
         ("operands", "tensor", 0, 1, "operand 0 must be none"),
         ("operands", "tensor", 1, 10, "tensor is outside"),
         ("operands", "tensor", 1, 0, "only operand 0"),
         ("operands", "space", 1, 2, "space is outside"),
         ("operands", "rows", 1, 0, "only operand 0"),
-        ("operands", "rows", 1, 2**60, "rows is outside"),
+        ("operands", "rows", 1, -1, "rows is outside"),
         ("operands", "row", 1, -1, "row is outside"),
         ("operands", "col", 1, 2**20, "col is outside"),
         ("operands", "heads", 1, 4, "heads is outside"),
@@ -821,7 +835,7 @@ def rich() -> Plan:
         ("transfers", "operand", 0, 99, "operand is not among"),
         ("tasks", "q", 0, 99, "q is not among"),
         ("tasks", "first", 0, 2, "first is outside"),
-        ("tasks", "dmin", 0, -(2**50), "dmin is outside"),
+        ("tasks", "first", 0, -1, "first is outside"),
         ("grads", "dkv", 0, 2**31, "dkv is not among"),
         ("grads", "first", 0, 4, "first is outside"),
         ("rowops", "d", 0, -1, "d is outside"),
@@ -863,19 +877,6 @@ def test_head_sets_of_keys_hold_key_heads(rich: Plan) -> None:
     refused(edited(plan, "operands", "heads", 0, 1, 3), "beyond 2 KV heads")
 
 
-def test_unsigned_values_beyond_int64(rich: Plan) -> None:
-    table = rich.programs["default", "forward"]["operands"]
-    parts = [msgpack.unpackb(part) for part in codec.encode_sections(rich).parts]
-    for rank, part in enumerate(parts):
-        if "operands" in forward(part):
-            cell = forward(part)["operands"]
-            rows = table.rank(rank)["row"].astype("<u8")
-            rows[1:] |= np.uint64(2**63)
-            cell[0] = cell[0][:2] + b"\x04" + cell[0][3:]
-            cell[3] = rows.tobytes()
-    refused(rebuilt(codec.seal(rich), parts=[msgpack.packb(part) for part in parts]), "row is outside")
-
-
 def peak_of(data: bytes) -> int:
     """Bytes that decoding takes at most, whether it succeeds or not."""
     tracemalloc.start()
@@ -904,9 +905,8 @@ def test_small_bytes_do_not_become_large_in_memory(plan: Plan) -> None:
         rebuilt(plan, header=blank),
         rebuilt(plan, moves=blank),
         rebuilt(plan, parts=[b""] * 50_000),
-        with_part(plan, lambda part: part | {"moves": [[]] * 100_000}),
-        with_part(plan, lambda part: part | {"layouts": {str(i): [] for i in range(50_000)}}),
-        with_part(plan, lambda part: part | {"layouts": {"attention": [b"ab"] * 50_000}}),
+        with_part(plan, lambda part: part | {"moves": [b""] * 100_000}),
+        with_part(plan, lambda part: part | {"layouts": [b"ab"] * 50_000}),
     ):
         assert peak_of(data) < 100 * len(data)
 

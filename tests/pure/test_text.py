@@ -27,7 +27,7 @@ REQUEST = """request {
 }"""
 
 BY_HAND = f"""# a comment
-apportion.plan 1.1
+apportion.plan 2.0
 header {{"head_sets": [[0], [1]]}}   # the rest follows
 {REQUEST}
 
@@ -49,15 +49,11 @@ program default forward
 """
 
 
-def test_a_text_of_version_1_0_says_nothing_of_diagonals() -> None:
-    now, before = parse(BY_HAND), parse(BY_HAND.replace("plan 1.1", "plan 1.0"))
-    assert (now.header.version, now.header.diagonals) == ((1, 1), {"default": ((0, 2**62),)})
-    assert (before.header.version, before.header.diagonals) == ((1, 0), None)
-    assert parse(before.text()) == Plan.decode(before.encode()) == before != now
-    assert before.encode().count(b"diagonals") == 0
-    given = BY_HAND.replace("plan 1.1", "plan 1.0").replace('"head_sets"', '"diagonals": {}, "head_sets"')
-    with pytest.raises(DecodeError, match="unknown field 'diagonals'"):
-        parse(given)
+def test_a_text_may_leave_the_diagonals_to_its_masks() -> None:
+    plan = parse(BY_HAND)
+    assert (plan.header.version, plan.header.diagonals) == ((2, 0), {"default": ((0, 2**62),)})
+    said = BY_HAND.replace('"head_sets"', '"diagonals": {"default": [[0, 4611686018427387904]]}, "head_sets"')
+    assert parse(said) == plan == Plan.decode(plan.encode())
 
 
 @settings(max_examples=60)
@@ -143,7 +139,7 @@ def test_an_unknown_rank() -> None:
 def test_operands_that_are_equal_unused_or_out_of_order_keep_their_place() -> None:
     line = "program default forward\n  operands none, O.home[0:8), KV.home[0:8), KV.home[0:8), X.home[0:1)\n"
     steps = "  clear O.home[0:8)\n  copy KV.home[0:8)~3 -> KV.work[0:8)\n"
-    text = f"apportion.plan 1.0\n{REQUEST}\nrank 0\nlayout attention:\n{line}{steps}"
+    text = f"apportion.plan 2.0\n{REQUEST}\nrank 0\nlayout attention:\n{line}{steps}"
     plan = parse(text)
     assert plan.program(0, "default", "forward")["rowops"]["a"].tolist() == [0, 3]
     assert parse(plan.text()) == plan
@@ -183,8 +179,8 @@ def test_names_may_hold_anything() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        ("apportion.plan 1.1", "apportion.plan one", "line 2: expected 'apportion.plan 1.1'"),
-        ("apportion.plan 1.1", "apportion.plan 1.7", "line 2: this release reads texts up to version 1.1"),
+        ("apportion.plan 2.0", "apportion.plan one", "line 2: expected 'apportion.plan 2.0'"),
+        ("apportion.plan 2.0", "apportion.plan 2.7", "line 2: this release reads texts up to version 2.0"),
         ('"head_sets": [[0], [1]]', '"diagonals": {"default": [[0, 5]]}', "the masks asked for have"),
         ('"head_sets": [[0], [1]]', '"diagonals": {"other": []}', "diagonals must be of each kind"),
         ('"head_sets": [[0], [1]]', '"diagonals": 3', "header: Expected"),
@@ -272,12 +268,12 @@ def test_moves_by_hand() -> None:
 
 
 def test_versions_and_nothing() -> None:
-    with pytest.raises(VersionError, match=r"2\.0"):
-        parse("apportion.plan 2.0\n")
+    with pytest.raises(VersionError, match=r"3\.0"):
+        parse("apportion.plan 3.0\n")
     with pytest.raises(DecodeError, match="found nothing"):
         parse("# only a comment\n")
     with pytest.raises(DecodeError, match="request: the text has none"):
-        parse("apportion.plan 1.0\n")
+        parse("apportion.plan 2.0\n")
 
 
 def test_every_prefix_of_a_text_is_refused_or_a_plan() -> None:

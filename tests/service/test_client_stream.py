@@ -258,4 +258,4 @@ def test_what_it_asks_for(server: SmallServer, client: Client) -> None:
     request = server.requests[0]
     assert request.path == f"/v1/jobs/run1{protocol.stream_path(1, 0)}"
     assert request.query == {"from": "0", "window": "3"}
-    assert request.headers["accept"] == "application/vnd.apportion.frames; version=1"
+    assert request.headers["accept"] == "application/vnd.apportion.frames; version=2"

@@ -256,14 +256,14 @@ def test_who_has_the_plan_is_not_sent_it(member: Caller, form: str) -> None:
     [
         ("*/*", 200),
         (PLAN, 200),
-        (f"{PLAN};version=1", 200),
-        (f'{PLAN}; version="1"; q=0.5', 200),
-        (f"{PLAN}; version=2, {PLAN}; version=1", 200),
-        (f"{PLAN}; version=2, */*; q=0.1", 200),
+        (f"{PLAN};version=2", 200),
+        (f'{PLAN}; version="2"; q=0.5', 200),
+        (f"{PLAN}; version=3, {PLAN}; version=2", 200),
+        (f"{PLAN}; version=3, */*; q=0.1", 200),
         ("application/json", 200),
-        (f"{PLAN}; version=2", 406),
-        (f"{PLAN}; version=2, {PLAN}; version=1; q=0", 406),
-        (f"{PLAN}; version=2, text/html; q=x", 406),
+        (f"{PLAN}; version=3", 406),
+        (f"{PLAN}; version=3, {PLAN}; version=2; q=0", 406),
+        (f"{PLAN}; version=3, text/html; q=x", 406),
     ],
 )
 def test_versions_have_to_meet(member: Caller, accept: str, status: int) -> None:
@@ -275,7 +275,7 @@ def test_versions_have_to_meet(member: Caller, accept: str, status: int) -> None
 
 def test_versions_of_streams_have_to_meet(member: Caller) -> None:
     path = f"{RUN}/epochs/1/ranks/0/stream?window=1"
-    for version, status in (("1", 200), ("2", 406)):
+    for version, status in (("2", 200), ("3", 406)):
         assert member("GET", path, accept=f"{FRAMES}; version={version}").status == status
 
 

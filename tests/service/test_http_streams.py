@@ -40,7 +40,7 @@ class Reader:
             found += self._socket.recv(1 << 16)
         self.head, _, rest = found.partition(b"\r\n\r\n")
         assert self.head.startswith(b"HTTP/1.1 200")
-        assert b"application/vnd.apportion.frames; version=1" in self.head
+        assert b"application/vnd.apportion.frames; version=2" in self.head
         yield from self._read(_unchunked(self.head, rest, self._socket))
 
     def _read(self, parts: Iterator[bytes]) -> Iterator[Frame]:

@@ -118,7 +118,7 @@ def test_a_damaged_pack_is_told(planner: Planner, work: Work, tmp_path: Path) ->
 
 
 def test_compact_plans_are_lowered_once(planner: Planner, tmp_path: Path) -> None:
-    work = work_of(lengths(60, 5), 4, ranks=16)
+    work = work_of(lengths(120, 5), 4, ranks=32)
     precompute(work, tmp_path, planner)
     with open_offline(tmp_path) as offline:
         keys = [offline.key(0, iteration) for iteration in range(4)]
@@ -127,7 +127,7 @@ def test_compact_plans_are_lowered_once(planner: Planner, tmp_path: Path) -> Non
         for iteration, key in enumerate(keys):
             samples = work.sampling.epoch(0)[iteration]
             planned = plan_job(work.job, work.batches(samples), verify=False).plan
-            for rank in (0, 15):
+            for rank in (0, 31):
                 assert offline.slice(key, rank).encode() == planned.slice_for(rank).encode()
         assert offline.slice(keys[-1], 3).slices[0] is not None
 

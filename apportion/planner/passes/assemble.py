@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, TABLES, Op, Space, Tensor
+from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, OPERAND_COLUMNS, P2P, TABLES, Op, Space, Tensor
 from apportion.ir.jit import jit
-from apportion.ir.plan import ProgramSet, Table, empty_table
+from apportion.ir.plan import ProgramSet, Table
 from apportion.ir.sorting import distinct_in_lanes
 from apportion.planner.passes.groups import Groups, HeadSets
+from apportion.planner.passes.use_order import number_by_use
 
 Ints = NDArray[np.integer[Any]]
 Column = Ints | int
@@ -324,18 +325,18 @@ class Assembler:
                 f"{self.ranks} ranks x {len(self.steps)} steps: use larger blocks or a larger coalesce"
             )
         count = np.zeros(self.ranks * len(self.steps), np.int64)
-        tables = {"arenas": operands.arenas(sets), "operands": operands.table()}
-        for name in ("transfers", "tasks", "grads", "rowops"):
-            tables[name] = self._list(name, count)
+        lists = {name: self._list(name, count) for name in OPERAND_COLUMNS}
+        tables = {"arenas": operands.arenas(sets), "operands": number_by_use(operands.table(), lists)}
+        for name, (ptr, rows) in lists.items():
+            tables[name] = Table(ptr, dict(zip(TABLES[name], rows, strict=True)))
         tables["instructions"] = self._instructions(count.reshape(self.ranks, len(self.steps)))
         return ProgramSet({name: tables[name] for name in TABLES})
 
-    def _list(self, name: str, count: Ints) -> Table:
-        """A list of all ranks; count: int64 [ranks * steps], its rows, to which these are added."""
+    def _list(self, name: str, count: Ints) -> tuple[Ints, Ints]:
+        """A list of all ranks: int64 [ranks + 1], where the rows of each begin, and int32 [columns, rows]; count: int64
+        [ranks * steps], to which its rows are added."""
         parts = [part for part in self._rows.get(name, []) if len(part[0])]
         names = TABLES[name]
-        if not parts:
-            return empty_table(names, self.ranks)
         size = sum(len(rank) for rank, _, _ in parts)
         key, given, at = np.empty(size, np.int32), np.empty((len(names), size), np.int32), 0
         for rank, position, columns in parts:
@@ -347,7 +348,7 @@ class Assembler:
             at = end
         rows, ptr = np.empty_like(given), np.zeros(self.ranks + 1, np.int64)
         _sort_rows(key, given, count, rows, ptr)
-        return Table(ptr, dict(zip(names, rows, strict=True)))
+        return ptr, rows
 
     def _instructions(self, count: Ints) -> Table:
         present = count > 0
