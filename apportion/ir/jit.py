@@ -34,18 +34,38 @@ COMPILES = HAS_NUMBA and not _NUMBA.config.DISABLE_JIT
 
 def jit(function: F) -> F:
     """Compile `function` with numba where it is installed, else return it unchanged."""
-    return cast(F, _NUMBA.njit(cache=True)(function)) if HAS_NUMBA else function
+    return _compiled(function)
 
 
 def lean(function: F) -> F:
     """As `jit`, for a function that allocates no arrays, for use by others of its kind: it counts no references to
     its arguments, which would cost more than the work of a small function."""
-    return cast(F, _NUMBA.njit(cache=True, _nrt=False)(function)) if HAS_NUMBA else function
+    return _compiled(function, _nrt=False)
 
 
 def inlined(function: F) -> F:
     """As `lean`, for a function with one caller, which takes many columns: passing them costs more than its work."""
-    return cast(F, _NUMBA.njit(cache=True, _nrt=False, forceinline=True)(function)) if HAS_NUMBA else function
+    return _compiled(function, _nrt=False, forceinline=True)
+
+
+def _compiled(function: F, **options: bool) -> F:
+    if not HAS_NUMBA:
+        return function
+    dispatcher = _NUMBA.njit(cache=True, **options)(function)
+    template = getattr(dispatcher, "get_call_template", None)
+    if template is not None:  # None: numba is switched off
+        dispatcher.get_call_template = lambda args, kws: template(
+            [_general(arg) for arg in args], {name: _general(kw) for name, kw in kws.items()}
+        )
+    return cast(F, dispatcher)
+
+
+def _general(kind: Any) -> Any:
+    """The type that an argument of this one is passed as from loop to loop: a number written in the source is like any
+    other, and a narrow one is an int64. Else numba compiles a function anew for each."""
+    types = _NUMBA.types
+    kind = types.unliteral(kind)
+    return types.int64 if isinstance(kind, types.Integer) and kind.bitwidth < 64 else kind
 
 
 # ---------------------------------------------------------------------------------------------- cold caches

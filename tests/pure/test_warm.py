@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from apportion import cli
@@ -33,6 +34,25 @@ def test_every_case_is_planned_read_and_simulated() -> None:
     found = warm.warm(cases, done.append)
     assert found == (0, 0.0, len(done), [], jit.COMPILES)
     assert done == ([*(case.name for case in cases[1:]), ""] if jit.COMPILES else [])
+
+
+@jit.lean
+def _plus(number: int, flag: bool) -> int:
+    return number + 1 if flag else number
+
+
+@jit.jit
+def _adds(column: jit.Any) -> int:
+    """Calls with literals, and with numbers of several widths."""
+    total = _plus(3, True) + _plus(4, False)
+    for row in range(len(column)):
+        total += _plus(column[row], row > 1)
+    return total
+
+
+def test_a_loop_is_compiled_once_for_all_numbers_that_other_loops_pass() -> None:
+    assert [_adds(np.arange(4, dtype=kind)) for kind in (np.int32, np.int64)] == [16, 16]
+    assert not jit.COMPILES or len(_plus.nopython_signatures) == 1  # type: ignore[attr-defined]
 
 
 def test_the_command_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
