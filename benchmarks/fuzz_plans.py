@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.progress import track
 
 from apportion.ir import codec
+from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError, DecodeError
-from apportion.ir.plan import Table
-from apportion.ir.predictions import LIMIT
+from apportion.ir.isa import LIMIT
+from apportion.ir.plan import Layout, Move, Table
 from apportion.ir.verify import check
 
 GOLDEN = Path(__file__).resolve().parents[1] / "apportion/schemas/golden"
@@ -228,6 +229,8 @@ def change_cell(rng: random.Random, part: Any) -> Any:
 
 
 def change_part(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+    if not sections.parts:
+        return sections
     rank = rng.randrange(len(sections.parts))
     change = rng.choice((change_inside, change_cell))
     parts = list(sections.parts)
@@ -312,6 +315,19 @@ def golden_plans() -> list[Plan]:
     return [Plan.decode(path.read_bytes()) for path in sorted(GOLDEN.glob("*.plan"))]
 
 
+def one_rank(plans: Sequence[Plan]) -> list[Plan]:
+    """Their first ranks, as plans of one rank: what all ranks must have alike is one change away."""
+    found = []
+    for plan in plans:
+        layouts = {name: Layout(name, layout.spans.rank(0)) for name, layout in plan.layouts.items()}
+        programs = {key: program.rank(0) for key, program in plan.programs.items()}
+        moves = tuple(Move(move.source, move.target, move.table.rank(0)) for move in plan.moves)
+        request = replace(plan.request, cluster=Cluster(1, 1))
+        header = replace(plan.header, ranks=1)
+        found.append(codec.seal(Plan(header, request, layouts, programs, moves, plan.report)))
+    return found
+
+
 def fuzz(plans: Sequence[Plan], count: int, seed: int, show: bool = False) -> Result:
     """`count` mutated plans under a seed."""
     rng, result = random.Random(seed), Result()
@@ -329,7 +345,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-ms", type=float, default=2_000.0, help="longest time that one plan may take")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args(arguments)
-    plans = [Plan.decode(path.read_bytes()) for path in options.plans] or golden_plans()
+    plans = [Plan.decode(path.read_bytes()) for path in options.plans] or [
+        *golden_plans(),
+        *one_rank(golden_plans()),
+    ]
     data = fuzz(plans, options.count, options.seed, show=True).to_data()
     print(json.dumps(data) if options.json else json.dumps(data, indent=2))
     return int(bool(data["escaped"]) or data["slowest_ms"] > options.limit_ms)

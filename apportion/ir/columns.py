@@ -1,8 +1,8 @@
 """Tables as cells, one a rank, and back: `schemas/FORMAT.md` describes the bytes.
 
 A cell has the number of rows, and column after column what its numbers are above what was predicted
-(`ir.predictions`), as bytes (`ir.numbers`). A rank without rows has an empty cell. Cells are never much smaller than
-what they say: zeros follow where a cell would have less than a byte for `DENSEST` rows.
+(`ir.predictions`), as bytes (`ir.numbers`). A rank without rows has an empty cell. A cell has at least a byte for
+`DENSEST` rows, zeros if need be: few bytes cannot claim many rows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.isa import LIMIT
 from apportion.ir.jit import jit
 from apportion.ir.numbers import LONGEST, Bytes, read_counts, read_numbers, write_number, write_numbers
 from apportion.ir.plan import Ints, Table
-from apportion.ir.predictions import BEYOND, LIMIT, Columns, Named, Rule, columns_of, walk
+from apportion.ir.predictions import BEYOND, Columns, Named, Rule, columns_of, walk
 
 Cell = bytes  # one rank's rows of a table
 
@@ -59,7 +60,9 @@ def encode_columns(
 
 
 def checked(name: str, column: Ints) -> Ints:
-    """The column. Raises ConfigError for numbers that no plan can hold."""
+    """The column. Raises ConfigError for what no plan can hold."""
+    if column.dtype.kind not in "iu":
+        raise ConfigError(name, column.dtype, "is no dtype of integers", "convert the column")
     if column.dtype.itemsize > 4 and len(column) and (column.min() < -LIMIT or column.max() > LIMIT):
         row = int(np.flatnonzero((column < -LIMIT) | (column > LIMIT))[0])
         rule = f"is outside [-2**48, 2**48] in row {row}"

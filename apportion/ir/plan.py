@@ -34,7 +34,7 @@ Ints = NDArray[np.integer[Any]]
 class Table:
     """Columns over the rows of all ranks; rank r owns rows `ptr[r]:ptr[r + 1]`.
 
-    `columns` maps a name to an integer column, all of equal length; any integer dtype (the codec narrows).
+    `columns` maps a name to an integer column, all of equal length; any integer dtype.
     """
 
     ptr: Ints

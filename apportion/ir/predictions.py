@@ -26,10 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.isa import Op
+from apportion.ir.isa import LIMIT, Op
 from apportion.ir.jit import jit, lean
 from apportion.ir.plan import Ints
 
+# `walk` goes by their order: kinds of one loop stand side by side
 LAST, WITH, AFTER, PLACE, BY, RISE, FOLLOW, NEW, QUERIES, KEYS, BACK, LIKE, ROW = range(13)
 #: numbers of ops and flags are below
 CODES = 256
@@ -178,8 +179,6 @@ def columns_of(
     )
 
 
-#: no number of a plan is beyond this either way: sums of 2**14 of them still fit an int64
-LIMIT = 2**48
 #: what is read in place of a number that no plan can hold
 BEYOND = LIMIT + 1
 

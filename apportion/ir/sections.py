@@ -12,10 +12,10 @@ from apportion.ir import structure, wire
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.isa import LIMIT
 from apportion.ir.model import Model
 from apportion.ir.plan import Header, Request
 from apportion.ir.policy import Policy
-from apportion.ir.predictions import LIMIT
 
 REQUEST_FIELDS = ("batch", "cluster", "model", "policy", "hardware")
 #: header fields that repeat the model, for ranks that see only their slice
@@ -33,7 +33,7 @@ _decode_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 def header_data(header: Header) -> dict[str, Any]:
-    """The header as plain data, with the keys of its version."""
+    """The header as plain data."""
     values = {item.name: getattr(header, item.name) for item in fields(Header)}
     if header.sent_gradients == "wide":  # equal data has equal bytes: a default is not written
         del values["sent_gradients"]

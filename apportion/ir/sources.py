@@ -21,6 +21,8 @@ from apportion.ir.predictions import ROWS, RULES, SOURCE, Named
 
 _RULES = RULES["operands"]
 _PLACE = {rule.column: number for number, rule in enumerate(_RULES)}
+#: slots that a search looks at: rows may be chosen so that all operands want the same
+_PROBES = 16
 _ROW, _COL, _HEADS = _PLACE["row"], _PLACE["col"], _PLACE["heads"]
 
 
@@ -105,23 +107,29 @@ def _find_sources(values: Ints, ptr: Ints, slots: Ints) -> None:
                     _slot(values, slots[0], size, at, end, 0),
                     _slot(values, slots[1], size, at, end, 1),
                 )
-                source = slots[0, same] if slots[0, same] >= 0 else slots[1, ahead]
+                source = slots[0, same] if same >= 0 and slots[0, same] >= 0 else -1
+                if source < 0 and ahead >= 0:
+                    source = slots[1, ahead]
                 back = at - source if source >= 0 else 0
-                slots[0, same] = slots[1, ahead] = at
+                if same >= 0:
+                    slots[0, same] = at
+                if ahead >= 0:
+                    slots[1, ahead] = at
             values[SOURCE, at] = back
 
 
 @lean
 def _slot(values: Ints, slots: Ints, size: int, at: int, end: int, ahead: int) -> int:
-    """Where a hash table has an operand like the one at `at`, or room for one. end: of the rank's operands; ahead:
-    whether the operands behind the two are compared, and not their first rows."""
+    """Where a hash table has an operand like the one at `at`, or room for one; -1 where neither was found soon. end: of
+    the rank's operands; ahead: whether the operands behind the two are compared, and not their first rows."""
     key = _key(values, at, end, ahead)
-    slot = ((key * 31 + values[ROWS, at]) * 31 + values[_HEADS, at]) % size
-    while slots[slot] >= 0 and not (
-        key == _key(values, slots[slot], end, ahead) and _alike(values, slots[slot], at)
-    ):
+    slot = ((key * 31 + values[ROWS, at]) * 31 + values[_HEADS, at] + values[_COL, at]) % size
+    for _ in range(_PROBES):
+        other = slots[slot]
+        if other < 0 or (key == _key(values, other, end, ahead) and _alike(values, other, at)):
+            return int(slot)
         slot = slot + 1 if slot + 1 < size else 0
-    return int(slot)
+    return -1
 
 
 @lean

@@ -16,6 +16,7 @@ from apportion.ir.bands import INF, MAX_DIAGONALS
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import (
     ALL_TO_ALL,
+    LIMIT,
     MAX_RANKS,
     OP_NAMES,
     OPERAND_COLUMNS,
@@ -28,7 +29,6 @@ from apportion.ir.isa import (
 )
 from apportion.ir.ops import IS_KEY, LIST_OF_OP, LISTS
 from apportion.ir.plan import Header, Ints, Table
-from apportion.ir.predictions import LIMIT
 
 MAX_HEADS = 2**16
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")

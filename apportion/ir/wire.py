@@ -26,7 +26,7 @@ MAX_BYTES: Mapping[str, int] = MappingProxyType(
         "layouts": 1 << 20,
         "moves": 1 << 20,
         "report": 4 << 20,
-        "part": 64 << 20,
+        "part": 16 << 20,
     }
 )
 

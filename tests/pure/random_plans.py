@@ -18,7 +18,7 @@ HEAD_SETS = ((0,), (1, 0), (3, 2))  # the last one holds query heads only
 
 
 def random_plan(seed: int, ranks: int | None = None) -> Plan:
-    """A plan of 1 to 5 ranks, unsealed; its values may need any dtype."""
+    """A plan of 1 to 5 ranks, unsealed; its numbers may be of any size."""
     rng = np.random.default_rng(seed)
     ranks = ranks or int(rng.integers(1, 6))
     model = Model(q_heads=4, kv_heads=2, head_dim=8, v_head_dim=4, hidden=16, ffn=16, layers=1)

@@ -262,8 +262,11 @@ def test_the_prose_says_how_every_column_is_written() -> None:
     for number, form in enumerate(FORMS):
         assert getattr(numbers, form) == number
         assert f"| {number} | {form.lower()} |" in FORMAT
-    assert f"a byte for {DENSEST} rows" in FORMAT
-    assert f"more than 2^{MAX_ROWS.bit_length() - 1} rows, or of more than {DENSEST} for each" in FORMAT
+    assert (
+        f"cells of\nmore than 2^{MAX_ROWS.bit_length() - 1} rows, or of more than {DENSEST} for each of their bytes"
+        in FORMAT
+    )
+    assert f"have n / {DENSEST} bytes" in FORMAT
 
 
 def test_the_prose_lists_every_code() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -98,3 +99,15 @@ def test_a_decoded_plan_is_encoded_anew(plan: Plan) -> None:
     again = Plan.decode(plan.encode())
     assert not isinstance(again.sections.parts, codec.Parts)
     assert rules(again) == set()
+
+
+def test_another_writer_may_choose_other_forms_and_sources(plan: Plan) -> None:
+    """A number of rows in more bytes than it needs: other bytes, and another id, of the same tables."""
+    parts = [msgpack.unpackb(part) for part in plan.sections.parts]
+    cells = parts[0]["programs"]["default"]["forward"]
+    number = next(n for n, cell in enumerate(cells) if cell and cell[0] < 128 and len(cell) > cell[0] + 1)
+    cells[number] = bytes([cells[number][0] | 128, 0]) + cells[number][1:]
+    sections = replace(plan.sections, parts=[msgpack.packb(part) for part in parts])
+    other = Plan.decode(codec.encode_wire(sections.with_id(codec.section_id(sections))))
+    assert other != plan
+    assert rules(other) <= {"report"}  # which says how many bytes there are

@@ -52,7 +52,7 @@ def _adds(column: jit.Any) -> int:
 
 def test_a_loop_is_compiled_once_for_all_numbers_that_other_loops_pass() -> None:
     assert [_adds(np.arange(4, dtype=kind)) for kind in (np.int32, np.int64)] == [16, 16]
-    assert not jit.COMPILES or len(_plus.nopython_signatures) == 1  # type: ignore[attr-defined]
+    assert not jit.COMPILES or len(_plus.nopython_signatures) <= 1  # type: ignore[attr-defined]  # 0: from the cache
 
 
 def test_the_command_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:

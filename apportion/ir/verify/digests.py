@@ -8,6 +8,7 @@ from apportion.ir import codec, sections
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError
 from apportion.ir.isa import VERSION
+from apportion.ir.plan import Table
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 
@@ -28,7 +29,7 @@ def check(subject: Subject) -> Iterator[Violation]:
     try:
         yield from _same_bytes(plan, stored)
     except (ApportionError, OverflowError, TypeError) as error:
-        yield _violation(None, f"the plan cannot be encoded: {error}")
+        yield _violation(None, f"the plan cannot be held against its bytes: {error}")
 
 
 def _violation(rank: int | None, message: str) -> Violation:
@@ -36,7 +37,7 @@ def _violation(rank: int | None, message: str) -> Violation:
 
 
 def _same_bytes(plan: Plan, stored: codec.Sections) -> Iterator[Violation]:
-    """The tables in memory, encoded anew where they may have changed, are the bytes that the id is of."""
+    """The tables in memory, where they may have changed, say what the bytes do that the id is of."""
     fresh = codec.encode_sections(plan, [b""])  # without parts: they need no second round of hashes
     for name in ("header", "request", "layouts", "moves", "report"):
         if getattr(fresh, name) != getattr(stored, name) and not (
@@ -50,12 +51,26 @@ def _same_bytes(plan: Plan, stored: codec.Sections) -> Iterator[Violation]:
         and known.are_of(plan.layouts, plan.programs, plan.moves)
     ):
         return
-    parts = codec.encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
-    if len(parts) != len(stored.parts):
-        yield _violation(None, f"the plan has {len(parts)} ranks, its bytes have {len(stored.parts)}")
-    for rank, (ours, theirs) in enumerate(zip(parts, stored.parts, strict=False)):
-        if ours != theirs:
-            yield _violation(rank, "the rank's part is not what its bytes say: seal the plan after a change")
+    if len(stored.parts) != plan.header.ranks:
+        yield _violation(None, f"the plan has {plan.header.ranks} ranks, its bytes have {len(stored.parts)}")
+        return
+    for rank in sorted(_differing(plan, stored)):
+        yield _violation(rank, "the rank's part is not what its bytes say: seal the plan after a change")
+
+
+def _differing(plan: Plan, stored: codec.Sections) -> set[int]:
+    """The ranks whose tables are not those of the bytes: these may have been written by anyone who keeps to the format,
+    with other sources of operands."""
+    layouts, programs, moves = codec.read_tables(stored, plan.header)
+    pairs = [(plan.layouts[name].spans, layout.spans) for name, layout in layouts.items()]
+    for key, program in programs.items():
+        pairs += [(plan.programs[key][name], table) for name, table in program.tables.items()]
+    pairs += [(ours.table, theirs.table) for ours, theirs in zip(plan.moves, moves, strict=True)]
+    return {rank for ours, theirs in pairs if not ours.equal(theirs) for rank in _ranks_of(ours, theirs)}
+
+
+def _ranks_of(ours: Table, theirs: Table) -> list[int]:
+    return [rank for rank in range(theirs.ranks) if not ours.rank(rank).equal(theirs.rank(rank))]
 
 
 def _same_request(fresh: codec.Sections, stored: codec.Sections) -> bool:

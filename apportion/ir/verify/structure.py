@@ -71,8 +71,7 @@ def _header(subject: Subject) -> Iterator[Violation]:
             for name in ("q_heads", "kv_heads", "head_dim", "dtype", "sent_gradients")
         ),
     ]
-    if header.diagonals is not None:
-        facts.append(("diagonals", dict(header.diagonals), diagonals_of(request.batch, header.kinds)))
+    facts.append(("diagonals", dict(header.diagonals), diagonals_of(request.batch, header.kinds)))
     wanted = {(kind, phase) for kind in header.kinds for phase in ("forward", "backward")}
     facts.append(("programs", sorted(subject.plan.programs), sorted(wanted)))
     for name, ours, asked in facts:
