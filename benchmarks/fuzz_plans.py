@@ -229,8 +229,6 @@ def change_cell(rng: random.Random, part: Any) -> Any:
 
 
 def change_part(rng: random.Random, sections: codec.Sections) -> codec.Sections:
-    if not sections.parts:
-        return sections
     rank = rng.randrange(len(sections.parts))
     change = rng.choice((change_inside, change_cell))
     parts = list(sections.parts)
@@ -276,6 +274,8 @@ def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
         return rng.choice(RAW)(rng, plan.encode(), rng.choice(plans).encode())
     sections: codec.Sections = plan.sections
     for _ in range(rng.choice((1, 1, 1, 2))):
+        if not sections.parts:
+            break
         sections = rng.choice((*[change_tables] * 3, change_part, change_section, change_parts))(
             rng, sections
         )
