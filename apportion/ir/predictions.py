@@ -21,6 +21,7 @@ ranks, operands of the rank, or `CODES`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -163,20 +164,20 @@ def columns_of(
     named: Named,
 ) -> Columns:
     """The table as it is walked; ranks: of the plan."""
+    kinds, a, b, within = _numbers(rules)
+    within = np.where(within == RANKS, ranks, within)
+    most = int(named.counts.max(initial=0)) if OPERANDS in within else 0
+    after = np.full(max(int(within.max()), most), -1, np.int64)
+    return Columns(values, begins, ends, kinds, a, b, within, after, named)
+
+
+@cache
+def _numbers(rules: tuple[Rule, ...]) -> tuple[Ints, Ints, Ints, Ints]:
+    """int64 [columns] each: kinds, the numbers of columns a and b, and what numbers are within."""
     place = {rule.column: number for number, rule in enumerate(rules)}
-    within = [ranks if rule.within == RANKS else rule.within for rule in rules]
-    room = max(*within, int(named.counts.max(initial=0)) if OPERANDS in within else 0)
-    return Columns(
-        values,
-        begins,
-        ends,
-        np.array([rule.kind for rule in rules], np.int64),
-        np.array([place.get(rule.a, 0) for rule in rules], np.int64),
-        np.array([place.get(rule.b, 0) for rule in rules], np.int64),
-        np.array(within, np.int64),
-        np.full(room, -1, np.int64),
-        named,
-    )
+    rows = [(rule.kind, place.get(rule.a, 0), place.get(rule.b, 0), rule.within) for rule in rules]
+    kinds, a, b, within = np.array(rows, np.int64).T.copy()
+    return kinds, a, b, within
 
 
 #: what is read in place of a number that no plan can hold

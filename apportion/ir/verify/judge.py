@@ -1280,12 +1280,14 @@ def _fixed(numbers: Ints) -> Ints:
 
 def _heads(sets: HeadSets) -> Sequence[int] | None:
     """Bits of the heads of each set, one for all heads that only occur together; None for too many."""
-    member = np.array([np.isin(np.arange(sets.heads), one) for one in sets.members])
-    _, group = np.unique(member, axis=1, return_inverse=True)
-    group = group.ravel()
-    if group.max() >= _MOST_HEADS:
+    member = np.zeros((len(sets.members), sets.heads), bool)
+    for number, one in enumerate(sets.members):
+        member[number, one[one < sets.heads]] = True
+    together = np.unique(member, axis=1)
+    if together.shape[1] > _MOST_HEADS:
         return None
-    return [sum(1 << bit for bit in set(group[one[one < sets.heads]].tolist())) for one in sets.members]
+    bits: list[int] = (together << np.arange(together.shape[1])).sum(axis=1).tolist()
+    return bits
 
 
 @dataclass(frozen=True, eq=False)

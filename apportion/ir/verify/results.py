@@ -45,13 +45,15 @@ def _uses(program: Program) -> tuple[Ints, Ints, list[Violation]]:
     for table, columns in OPERAND_COLUMNS.items():
         rows, at = program[table], program.instruction_of(table)
         op, first = instructions["op"][at], operands.ptr[rows.rank]
+        results = instructions["mode"][at] & RESULTS > 0 if table == "transfers" else op == Op.DELIVER
         for column in columns:
             named = np.stack([first + rows[column], at])
-            takes = (op == Op.DELIVER) & (column == "c")
-            leaves = (op == Op.DELIVER) & (column == "a")
+            if not results.any():
+                others.append(named[:, op != Op.FINISH])
+                continue
+            takes, leaves = results & (column == "c"), results & (column == "a")
             if table == "transfers":
-                travels = instructions["mode"][at] & RESULTS > 0
-                takes, leaves = travels & (rows["send"] == 0), travels & (rows["send"] > 0)
+                takes, leaves = results & (rows["send"] == 0), results & (rows["send"] > 0)
             given.append(named[:, takes])
             others.append(named[:, ~takes & (op != Op.FINISH)])
             space, tensor = operands["space"][named[0]], operands["tensor"][named[0]]
@@ -61,6 +63,7 @@ def _uses(program: Program) -> tuple[Ints, Ints, list[Violation]]:
                 what = describe_operand(operands.at(x))
                 message = f"{what} cannot be a result: sums go from work rows to home rows"
                 wrong.append(at_instruction(RULE, program, step, message))
+    given.append(np.zeros((2, 0), np.int64))
     return np.concatenate(given, axis=1), np.concatenate(others, axis=1), wrong
 
 
