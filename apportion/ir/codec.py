@@ -34,6 +34,7 @@ SLICE_FORMAT = "apportion.slice"
 
 Pair = tuple[str, str]  # (kind, phase) of a program, (source, target) of a move
 Placed = tuple[tuple[str, ...], Ints]  # a column and its place
+Tables = tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...]]
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def encode_parts(
 ) -> Parts:
     """The part of every rank. Raises ConfigError for numbers that no plan can hold.
 
-    Columns, and the arrays that they are parts of, are read-only from then on: the verifier need not encode them again.
+    Columns, and the arrays that they are parts of, are read-only from then on: the verifier need not read the parts.
     """
     spans = [layout.spans for layout in layouts.values()]
     rows = {key: programs[key].tables for key in _ordered(programs)}
@@ -225,7 +226,7 @@ _ROWS_AT_ONCE = 1 << 18
 
 
 def _pieces(tables: Sequence[Table], ranks: int) -> Iterator[tuple[int, int]]:
-    """Ranks from first to end, so many that their rows stay in cache."""
+    """Ranks from first to end, of so many rows at most that what is made of them on the way stays small."""
     before = np.sum([table.ptr for table in tables], 0)
     first = 0
     while first < ranks:
@@ -375,110 +376,88 @@ def _decode_sections(sections: Sections, version: tuple[int, int]) -> Plan:
         raise DecodeError(f"header: ranks = {header.ranks}, but the plan has {len(sections.parts)} parts")
     request = plain.read_request(sections.request, version)
     plain.check_facts(header, request)
-    tokens = plain.read_tokens(sections.layouts, header, request.batch.tokens, version)
-    pairs = plain.read_moves(sections.moves, header, version)
     report = plain.read_report(sections.report, version)
-    layouts, programs, moves = _read_tables(sections.parts, 0, header, pairs, version).open(header, tokens)
-    return Plan(header, request, layouts, programs, moves, report, sections)
+    tables = read_tables(header, sections.layouts, sections.moves, sections.parts, 0, request.batch.tokens)
+    return Plan(header, request, *tables, report, sections)
 
 
 def read_tables(
-    sections: Sections, header: Header
-) -> tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...]]:
-    """Layouts, programs and moves as the bytes say, under the plan's header. Raises DecodeError."""
-    tokens = plain.read_tokens(sections.layouts, header, None, header.version)
-    pairs = plain.read_moves(sections.moves, header, header.version)
-    return _read_tables(sections.parts, 0, header, pairs, header.version).open(header, tokens)
-
-
-def _read_tables(
-    parts: Sequence[bytes], first: int, header: Header, pairs: list[Pair], version: tuple[int, int]
-) -> _Tables:
-    """The tables of the ranks from `first` on. Raises DecodeError."""
+    header: Header,
+    layouts: bytes,
+    moves: bytes,
+    parts: Sequence[bytes],
+    first: int = 0,
+    tokens: int | None = None,
+) -> Tables:
+    """What the ranks from `first` on hold. layouts, moves: these sections; parts: of the ranks; tokens: of the batch,
+    where it is known. Raises DecodeError."""
+    version, lenient = header.version, wire.newer(header.version)
+    of_layouts = plain.read_tokens(layouts, header, tokens, version)
+    pairs = plain.read_moves(moves, header, version)
     read = [wire.read_part(part, rank, version) for rank, part in enumerate(parts, first)]
-    return _Tables(read, first, header, pairs, wire.newer(version))
+    for part in read:
+        _check_part(part, header, len(pairs), read[0], lenient)
+    none = no_operands(len(read))
+
+    def table(cells: list[Cell], where: str, name: str) -> Table:
+        return Cells(cells, where, first).table(RULES[name], header.ranks, none, lenient)
+
+    spans = {
+        name: table([part.layouts[number] for part in read], f"layout {name}", "spans")
+        for number, name in enumerate(header.layouts)
+    }
+    remaps = {
+        (source, target): table([part.moves[number] for part in read], f"move {source} -> {target}", "moves")
+        for number, (source, target) in enumerate(pairs)
+    }
+    programs = _read_programs(read, header.ranks, first, lenient)
+    structure.check(header, of_layouts, spans, programs, remaps, first)
+    return (
+        {name: Layout(name, table) for name, table in spans.items()},
+        {key: ProgramSet(tables) for key, tables in programs.items()},
+        tuple(Move(*pair, table) for pair, table in remaps.items()),
+    )
 
 
-class _Tables:
-    """All tables of a plan; kinds in the header's order, forward before backward."""
+def _check_part(part: wire.Part, header: Header, moves: int, other: wire.Part, lenient: bool) -> None:
+    """Whether it has what the header says, and the phases that another one has. Raises DecodeError."""
+    where = f"part of rank {part.rank}"
+    if list(part.programs) != list(header.kinds) or len(part.moves) != moves:
+        raise DecodeError(f"{where}: its attention kinds or its number of moves are not the plan's")
+    if len(part.layouts) != len(header.layouts):
+        raise DecodeError(f"{where}: {len(part.layouts)} layouts, the header names {len(header.layouts)}")
+    for kind, programs in part.programs.items():
+        known = [phase for phase in PHASES if phase in programs]
+        if not known or not list(programs) == known == list(other.programs[kind]):
+            raise DecodeError(f"{where}: its phases of {kind} are not the plan's")
+        for tables in programs.values():
+            if len(tables) < len(TABLES) or (len(tables) > len(TABLES) and not lenient):
+                raise DecodeError(f"{where}: {len(tables)} tables of {kind}, expected {len(TABLES)}")
 
-    def __init__(
-        self, parts: list[wire.Part], first: int, header: Header, pairs: list[Pair], lenient: bool
-    ) -> None:
-        """first: the rank of the first part; lenient: parts may hold more than is known. Raises DecodeError."""
-        self.ranks, self.lenient, self._none = header.ranks, lenient, no_operands(len(parts))
-        phases = {kind: list(programs) for kind, programs in parts[0].programs.items()}
-        for part in parts:
-            self._check(part, header, pairs, phases)
-        self.layouts = {
-            name: self._table([part.layouts[number] for part in parts], f"layout {name}", "spans", first)
-            for number, name in enumerate(header.layouts)
+
+def _read_programs(
+    parts: list[wire.Part], ranks: int, first: int, lenient: bool
+) -> dict[Pair, dict[str, Table]]:
+    cells = {
+        (kind, phase): {
+            name: Cells([part.programs[kind][phase][n] for part in parts], f"{kind} {phase} {name}", first)
+            for n, name in enumerate(TABLES)
         }
-        self.moves = {
-            pair: self._table(
-                [p.moves[number] for p in parts], f"move {pair[0]} -> {pair[1]}", "moves", first
-            )
-            for number, pair in enumerate(pairs)
+        for kind, phases in parts[0].programs.items()
+        for phase in phases
+    }
+    operands = room_for([of["operands"].rows for of in cells.values()], ranks)
+    found: dict[Pair, dict[str, Table]] = {}
+    for number, (key, of) in enumerate(cells.items()):
+        operands.read(number, of["operands"], lenient)
+        named = operands.named(number)
+        found[key] = {
+            name: operands.table(number)
+            if name == "operands"
+            else table.table(RULES[name], ranks, named, lenient)
+            for name, table in of.items()
         }
-        self.programs = self._read_programs(
-            {
-                (kind, phase): [
-                    Cells(
-                        [part.programs[kind][phase][number] for part in parts],
-                        f"{kind} {phase} {name}",
-                        first,
-                    )
-                    for number, name in enumerate(TABLES)
-                ]
-                for kind in header.kinds
-                for phase in phases[kind]
-            }
-        )
-
-    def _check(
-        self, part: wire.Part, header: Header, pairs: list[Pair], phases: Mapping[str, list[str]]
-    ) -> None:
-        where = f"part of rank {part.rank}"
-        if list(part.programs) != list(header.kinds) or len(part.moves) != len(pairs):
-            raise DecodeError(f"{where}: its attention kinds or its number of moves are not the plan's")
-        if len(part.layouts) != len(header.layouts):
-            raise DecodeError(f"{where}: {len(part.layouts)} layouts, the header names {len(header.layouts)}")
-        for kind, programs in part.programs.items():
-            known = [phase for phase in PHASES if phase in programs]
-            if not known or not list(programs) == known == phases[kind]:
-                raise DecodeError(f"{where}: its phases of {kind} are not the plan's")
-            for tables in programs.values():
-                if len(tables) < len(TABLES) or (len(tables) > len(TABLES) and not self.lenient):
-                    raise DecodeError(f"{where}: {len(tables)} tables of {kind}, expected {len(TABLES)}")
-
-    def _table(self, cells: list[Cell], where: str, name: str, first: int) -> Table:
-        return Cells(cells, where, first).table(RULES[name], self.ranks, self._none, self.lenient)
-
-    def _read_programs(self, cells: Mapping[Pair, list[Cells]]) -> dict[Pair, dict[str, Table]]:
-        at = list(TABLES).index("operands")
-        operands = room_for([of[at].rows for of in cells.values()], self.ranks)
-        found: dict[Pair, dict[str, Table]] = {}
-        for number, (key, of) in enumerate(cells.items()):
-            operands.read(number, of[at], self.lenient)
-            named = operands.named(number)
-            found[key] = {
-                name: operands.table(number)
-                if name == "operands"
-                else table.table(RULES[name], self.ranks, named, self.lenient)
-                for name, table in zip(TABLES, of, strict=True)
-            }
-        return found
-
-    def open(
-        self, header: Header, tokens: Mapping[str, int], first: int = 0
-    ) -> tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...]]:
-        """Layouts, programs and moves of the ranks from `first` on. Raises DecodeError."""
-        structure.check(header, tokens, self.layouts, self.programs, self.moves, first)
-        return (
-            {name: Layout(name, table) for name, table in self.layouts.items()},
-            {key: ProgramSet(tables) for key, tables in self.programs.items()},
-            tuple(Move(*pair, table) for pair, table in self.moves.items()),
-        )
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- slices
@@ -552,10 +531,8 @@ def _open_slice(found: wire.SliceWire) -> Slice:
     header = plain.read_header(found.header, found.version)
     if header.ranks != found.ranks:
         raise DecodeError(f"slice: of {found.ranks} ranks, but its plan has {header.ranks}")
-    tokens = plain.read_tokens(found.layouts, header, None, found.version)
-    pairs = plain.read_moves(found.moves, header, found.version)
-    tables = _read_tables([found.part], found.rank, header, pairs, found.version)
-    return Slice(found.id, found.rank, header, *tables.open(header, tokens, found.rank), found)
+    tables = read_tables(header, found.layouts, found.moves, [found.part], found.rank)
+    return Slice(found.id, found.rank, header, *tables, found)
 
 
 def slice_plan(plan: Plan, rank: int) -> Slice:

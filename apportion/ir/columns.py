@@ -38,24 +38,18 @@ def encode_table(table: Table, rules: tuple[Rule, ...], ranks: int, named: Named
     for column, rule in zip(values, rules, strict=True):
         column[:] = checked(rule.column, table[rule.column])
     ptr = np.ascontiguousarray(table.ptr, np.int64)
-    return encode_columns(values, ptr[:-1], ptr[1:], rules, ranks, named)
+    return encode_columns(columns_of(values, ptr[:-1], ptr[1:], rules, ranks, named))
 
 
-def encode_columns(
-    values: Ints, begins: Ints, ends: Ints, rules: tuple[Rule, ...], ranks: int, named: Named
-) -> Encoded:
-    """As `encode_table`, of `checked` rows that need not stand side by side; begins, ends: int64 [ranks], those of each
-    rank."""
-    rows = ends - begins
+def encode_columns(table: Columns) -> Encoded:
+    """As `encode_table`, of `checked` numbers."""
+    rows, columns, ranks = table.ends - table.begins, len(table.kinds), len(table.begins)
     total, longest = int(rows.sum()), int(rows.max(initial=0))
-    if not total:
-        return Encoded(np.zeros(0, np.uint8), np.zeros(len(begins), np.int64))
     if longest > MAX_ROWS:
         raise ConfigError("rows", longest, f"a rank has at most {MAX_ROWS} in a table", "use larger blocks")
-    room = len(begins) * (LONGEST + len(rules)) + total * (LONGEST * len(rules) + 1)
-    data, stops = np.empty(room, np.uint8), np.empty(len(begins), np.int64)
-    columns = columns_of(values, begins, ends, rules, ranks, named)
-    end = _write_cells(columns, np.empty(longest, np.int64), data, stops)
+    room = ranks * (LONGEST + columns) + total * (LONGEST * columns + 1)
+    data, stops = np.empty(room, np.uint8), np.empty(ranks, np.int64)
+    end = _write_cells(table, np.empty(longest, np.int64), data, stops)
     return Encoded(data[:end], stops)
 
 
@@ -111,24 +105,12 @@ class Cells:
         """The table; ranks: of the plan; lenient: cells may have more columns. Raises DecodeError."""
         ptr = np.concatenate([[0], np.cumsum(self.rows)])
         values = np.empty((len(rules), int(ptr[-1])), np.int64)
-        self.fill(values, ptr[:-1], ptr[1:], rules, ranks, named, lenient)
+        self.fill(columns_of(values, ptr[:-1], ptr[1:], rules, ranks, named), rules, lenient)
         return Table(ptr, {rule.column: column for rule, column in zip(rules, values, strict=True)})
 
-    def fill(
-        self,
-        values: Ints,
-        begins: Ints,
-        ends: Ints,
-        rules: tuple[Rule, ...],
-        ranks: int,
-        named: Named,
-        lenient: bool,
-    ) -> None:
-        """Writes the columns into the rows of `values` from `begins` to `ends` [ranks]; else as `table`."""
-        if not len(self._data):
-            return
-        columns = columns_of(values, begins, ends, rules, ranks, named)
-        numbers, fault = np.empty(int(self.rows.max()), np.int64), np.zeros(3, np.int64)
+    def fill(self, columns: Columns, rules: tuple[Rule, ...], lenient: bool) -> None:
+        """Writes the values of the columns, of these rules; else as `table`."""
+        numbers, fault = np.empty(int(self.rows.max(initial=0)), np.int64), np.zeros(3, np.int64)
         _read_cells(columns, self._data, self._at, self._stops, numbers, lenient, fault)
         code, rank, place = fault.tolist()
         if code == _BROKEN:

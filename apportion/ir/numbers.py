@@ -72,15 +72,14 @@ def unfolded(number: int) -> int:
 def write_numbers(numbers: Ints, rows: int, out: Bytes, at: int) -> int:
     """Writes the first `rows` of `numbers`: the form, one byte, and what it says; the shortest, of equals the first.
     Returns where the next byte goes."""
-    found, few, last = 0, 0, -1
-    each = rows
+    found, few, each, last = 0, 0, rows, -1
     for row in range(rows):
         if numbers[row] != 0:
             size = size_of(folded(numbers[row]))
             few, each = few + size + size_of(row - last - 1), each + size - 1
             found, last = found + 1, row
     few += size_of(found)
-    bits = ((rows + 7) >> 3) + each - (rows - found)
+    bits = ((rows + 7) >> 3) + each - (rows - found)  # a 0 takes a byte in EACH
     if found == 0:
         out[at] = SAME
         return at + 1

@@ -17,7 +17,7 @@ from apportion.ir.columns import Cells, Encoded, checked, encode_columns
 from apportion.ir.isa import TABLES
 from apportion.ir.jit import jit, lean
 from apportion.ir.plan import Ints, Table
-from apportion.ir.predictions import ROWS, RULES, SOURCE, Named
+from apportion.ir.predictions import ROWS, RULES, SOURCE, Columns, Named, columns_of
 
 _RULES = RULES["operands"]
 _PLACE = {rule.column: number for number, rule in enumerate(_RULES)}
@@ -37,17 +37,17 @@ class Operands(NamedTuple):
 
     def encode(self, program: int) -> Encoded:
         """The cells of a program."""
-        begins, ends = self.begins[program], self.begins[program + 1]
-        return encode_columns(self.values, begins, ends, _RULES, self.ranks, self._sources())
+        return encode_columns(self._columns(program))
 
     def read(self, program: int, cells: Cells, lenient: bool) -> None:
         """Takes the operands of a program from its cells, those of earlier ones being there. Raises DecodeError."""
-        begins, ends = self.begins[program], self.begins[program + 1]
-        cells.fill(self.values, begins, ends, _RULES, self.ranks, self._sources(), lenient)
+        cells.fill(self._columns(program), _RULES, lenient)
 
-    def _sources(self) -> Named:
+    def _columns(self, program: int) -> Columns:
         none = np.zeros(len(self.ptr) - 1, np.int64)
-        return Named(self.values[SOURCE, :0], self.ptr[:-1], none, none)
+        sources = Named(self.values[SOURCE, :0], self.ptr[:-1], none, none)
+        begins, ends = self.begins[program], self.begins[program + 1]
+        return columns_of(self.values, begins, ends, _RULES, self.ranks, sources)
 
     def named(self, program: int) -> Named:
         """What the lists of a program refer to, none of them being read."""

@@ -245,6 +245,8 @@ def _executions(problem: Problem, placement: Placement) -> Iterator[_ExecutionWi
 def _cell(**columns: Ints) -> Cell:
     """A table of one rank, as plans have them; nothing for no rows."""
     rows = len(next(iter(columns.values()), ()))
+    if not rows:
+        return b""
     rules = rules_of(tuple(columns))
     return encode_table(Table(np.array([0, rows]), columns), rules, 1, no_operands(1)).data.tobytes()
 

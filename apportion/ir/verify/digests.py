@@ -61,7 +61,7 @@ def _same_bytes(plan: Plan, stored: codec.Sections) -> Iterator[Violation]:
 def _differing(plan: Plan, stored: codec.Sections) -> set[int]:
     """The ranks whose tables are not those of the bytes: these may have been written by anyone who keeps to the format,
     with other sources of operands."""
-    layouts, programs, moves = codec.read_tables(stored, plan.header)
+    layouts, programs, moves = codec.read_tables(plan.header, stored.layouts, stored.moves, stored.parts)
     pairs = [(plan.layouts[name].spans, layout.spans) for name, layout in layouts.items()]
     for key, program in programs.items():
         pairs += [(plan.programs[key][name], table) for name, table in program.tables.items()]
