@@ -13,8 +13,9 @@ from apportion.ir import codec
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
+from apportion.ir.isa import MOVE_COLUMNS
 from apportion.ir.model import Model
-from apportion.ir.plan import Layout, Table
+from apportion.ir.plan import Layout, Move, Table, empty_table
 from apportion.ir.verify import check
 from apportion.planner.api import plan as make
 
@@ -111,3 +112,22 @@ def test_another_writer_may_choose_other_forms_and_sources(plan: Plan) -> None:
     other = Plan.decode(codec.encode_wire(sections.with_id(codec.section_id(sections))))
     assert other != plan
     assert rules(other) <= {"report"}  # which says how many bytes there are
+
+
+def without_backward(plan: Plan) -> Plan:
+    return codec.seal(
+        replace(plan, programs={key: of for key, of in plan.programs.items() if key[1] == "forward"})
+    )
+
+
+def test_programs_that_the_bytes_do_not_have_are_found_and_so_are_those_that_only_they_have(
+    plan: Plan,
+) -> None:
+    less = without_backward(plan)
+    assert "digests" in rules(replace(plan, sections=less.sections))
+    assert rules(replace(less, sections=plan.sections)) == {"structure"}  # which wants both phases
+
+
+def test_moves_that_the_bytes_do_not_have_are_found(plan: Plan) -> None:
+    moved = replace(plan, moves=(Move("attention", "attention", empty_table(MOVE_COLUMNS, 4)),))
+    assert "digests" in rules(moved)

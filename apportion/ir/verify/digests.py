@@ -54,23 +54,31 @@ def _same_bytes(plan: Plan, stored: codec.Sections) -> Iterator[Violation]:
     if len(stored.parts) != plan.header.ranks:
         yield _violation(None, f"the plan has {plan.header.ranks} ranks, its bytes have {len(stored.parts)}")
         return
-    for rank in sorted(_differing(plan, stored)):
-        yield _violation(rank, "the rank's part is not what its bytes say: seal the plan after a change")
-
-
-def _differing(plan: Plan, stored: codec.Sections) -> set[int]:
-    """The ranks whose tables are not those of the bytes: these may have been written by anyone who keeps to the format,
-    with other sources of operands."""
     layouts, programs, moves = codec.read_tables(plan.header, stored.layouts, stored.moves, stored.parts)
+    if (
+        programs.keys() != plan.programs.keys()
+        or layouts.keys() != plan.layouts.keys()
+        or len(moves) != len(plan.moves)
+    ):
+        message = "the plan has other layouts, programs or moves than its bytes: seal it after a change"
+        yield _violation(None, message)
+        return
     pairs = [(plan.layouts[name].spans, layout.spans) for name, layout in layouts.items()]
     for key, program in programs.items():
         pairs += [(plan.programs[key][name], table) for name, table in program.tables.items()]
     pairs += [(ours.table, theirs.table) for ours, theirs in zip(plan.moves, moves, strict=True)]
-    return {rank for ours, theirs in pairs if not ours.equal(theirs) for rank in _ranks_of(ours, theirs)}
+    for rank in sorted({rank for ours, theirs in pairs for rank in _differing(ours, theirs)}):
+        yield _violation(rank, "the rank's part is not what its bytes say: seal the plan after a change")
 
 
-def _ranks_of(ours: Table, theirs: Table) -> list[int]:
-    return [rank for rank in range(theirs.ranks) if not ours.rank(rank).equal(theirs.rank(rank))]
+def _differing(ours: Table, theirs: Table) -> list[int]:
+    """The ranks whose rows are not those of the bytes. Bytes themselves may differ: whoever keeps to the format may
+    write other forms, and other sources of operands."""
+    if theirs.equal(ours):
+        return []
+    if ours.ranks != theirs.ranks:
+        return list(range(theirs.ranks))
+    return [rank for rank in range(theirs.ranks) if not theirs.rank(rank).equal(ours.rank(rank))]
 
 
 def _same_request(fresh: codec.Sections, stored: codec.Sections) -> bool:
