@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import Space, Tensor
+from apportion.ir.isa import Space
 from apportion.ir.sorting import ranked
-from apportion.planner.passes.assemble import Numbers, RangeSet, range_set
+from apportion.planner.passes.assemble import Ranges
 from apportion.planner.passes.cells import HeadGroups
 from apportion.planner.passes.exchange import Exchange
 from apportion.planner.passes.groups import Groups, HeadSets
 from apportion.planner.passes.openers import Openers, Written, find_openers
-from apportion.planner.passes.rows import Rows, whole_ranges
+from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.script import Batches
 from apportion.planner.passes.stages import KeyParts, arena_order
@@ -26,13 +26,6 @@ from apportion.planner.problem import exact_sums
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
-#: rank, row, rows: integers [n] each
-RowRange = tuple[Ints, Ints, Ints]
-
-# Requests of the home ranges of a side, in the order in which they are made.
-OF_TASKS, SENT, CLEARED, PIECES, WHOLE = range(5)
-# Requests of its tiles.
-TILE_TASKS, TILE, TILE_INSIDE, TILE_CLEARED, ARRIVING = range(5)
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Side:
     row in attention order at home, and how many; index: the edges of this side among all; edges, round, back: theirs:
     `round` brings a tile, and what its tasks add up may leave after the stage of round `back`. heads: int64 [lanes]
     head set of the tiles of each lane, and of its home rows; carry: gradients go on with the tile. openers: of home
-    rows. pieces, whole: ranges that exchanges and row statistics take.
+    rows.
     """
 
     rows: Rows
@@ -60,69 +53,71 @@ class Side:
     carry: bool
     openers: Openers
     tile_openers: Openers
-    pieces: RowRange
-    whole: RowRange
+
+    def of_tasks(self, space: Space, tile: Ints) -> Ranges:
+        """The rows of each task. space: where rows in attention order are; tile: int64 [edges], the first work row of
+        each tile."""
+        away = np.flatnonzero(self.edge >= 0)
+        heads = self._heads_of(self.group)
+        found = Ranges.of(space, self.row, self.count, heads)
+        if len(away):
+            edge = self.edge[away]
+            row = tile[edge] + self.row[away] - self.edges.row[edge]
+            found.packed[away] = Ranges.of(Space.WORK, row, self.count[away]).packed
+        return found
 
     @cached_property
-    def local(self) -> Ints:
-        """Indexes of the tasks whose rows are at home."""
-        return np.flatnonzero(self.edge < 0)
+    def cleared(self) -> tuple[Ints, Ints, Ints, Ints | int]:
+        """Rows in attention order that no task opens: rank, row, rows, and head sets."""
+        rank, group = np.divmod(self.openers.lane, len(self.heads))
+        return rank, self.openers.row, self.openers.rows, self._heads_of(group)
 
-    @cached_property
-    def remote(self) -> Ints:
-        """Indexes of the tasks whose rows arrive in a tile."""
-        return np.flatnonzero(self.edge >= 0)
-
-    @cached_property
-    def home_ranges(self) -> RangeSet:
-        """Home rows: of tasks, of tiles that leave, those to be cleared, of pieces, and the whole."""
-        requests, heads = self.home_requests
-        return range_set(*requests, heads=heads)
-
-    @property
-    def home_requests(self) -> tuple[list[RowRange], list[Ints | int] | None]:
-        """The same, and the head sets of each: None, all heads."""
-        local, sent, edges, openers = self.local, self.roots, self.edges, self.openers
-        rank, group = np.divmod(openers.lane, len(self.heads))
-        requests = [
-            (self.exec[local], self.row[local], self.count[local]),
-            (edges.home[sent], edges.row[sent], edges.rows[sent]),
-            (rank, openers.row, openers.rows),
-            self.pieces,
-            self.whole,
-        ]
-        return requests, self._heads_of(self.group[local], self.edge_group[sent], group, None, None)
-
-    def tile_ranges(
-        self, row: Ints, inner: Ints, outer: Ints, arriving: tuple[RowRange, Ints] | None = None
-    ) -> RangeSet:
-        """Work rows of tiles from `row` on (int64 [edges]): of tasks, whole tiles, the rows of the edges `inner` inside
-        the tiles of the edges `outer`, those to be cleared, and other ranges, of these head groups, that `arrive`."""
-        edges, remote, openers = self.edges, self.remote, self.tile_openers
-        edge = self.edge[remote]
-        first = row[edge] + self.row[remote] - edges.row[edge]
-        inside = row[outer] + edges.row[inner] - edges.row[outer]
-        ranges, group = ((_NO_ROWS, _NO_ROWS, _NO_ROWS), _NO_ROWS) if arriving is None else arriving
-        return range_set(
-            (edges.dst[edge], first, self.count[remote]),
-            (edges.dst, row, edges.rows),
-            (edges.dst[outer], inside, edges.rows[inner]),
-            (edges.dst[openers.lane], row[openers.lane] + openers.row, openers.rows),
-            ranges,
-            heads=self._heads_of(
-                self.group[remote],
-                self.edge_group,
-                self.edge_group[inner],
-                self.edge_group[openers.lane],
-                group,
-            ),
+    def tiles_cleared(self, tile: Ints) -> Ranges:
+        """The same of tiles, `tile_openers`."""
+        openers = self.tile_openers
+        return Ranges.of(
+            Space.WORK, tile[openers.lane] + openers.row, openers.rows, self.heads_of(openers.lane)
         )
 
-    def _heads_of(self, *groups: Ints | None) -> list[Ints | int] | None:
-        """Head sets of requests whose entries are of these head groups, None: of all heads."""
-        if len(self.heads) == 1:
-            return None
-        return [0 if group is None else self.heads[group] for group in groups]
+    def tiles(self, tile: Ints) -> Ranges:
+        """The rows of all tiles."""
+        return Ranges.of(Space.WORK, tile, self.edges.rows, self.edge_heads)
+
+    def sent(self, space: Space, tile: Ints) -> Ranges:
+        """What each edge carries, where it starts: in attention order, or inside the tile that brought it."""
+        edges, relays = self.edges, self.relays
+        found = Ranges.of(space, edges.row, edges.rows, self.edge_heads)
+        if len(relays):
+            found.packed[relays] = self._inside(tile, relays, edges.parent[relays])
+        return found
+
+    def _inside(self, tile: Ints, inner: Ints, outer: Ints) -> Ints:
+        """The rows of the edges `inner` in the tiles of the edges `outer`, packed."""
+        edges = self.edges
+        row = tile[outer] + edges.row[inner] - edges.row[outer]
+        return Ranges.of(Space.WORK, row, edges.rows[inner]).packed
+
+    def added_to(self, space: Space, tile: Ints) -> Ranges:
+        """Where what each tile adds up goes: in attention order, or inside another tile."""
+        edges, root = self.edges, self.root
+        found = Ranges.of(space, edges.row[root], edges.rows[root], self.edge_heads)
+        passed = np.flatnonzero(self.returns_to >= 0)
+        if len(passed):
+            found.packed[passed] = self._inside(tile, passed, self.returns_to[passed])
+        return found
+
+    def _heads_of(self, group: Ints) -> Ints | int:
+        """Head sets of these head groups."""
+        return 0 if len(self.heads) == 1 else self.heads[group]
+
+    def heads_of(self, edge: Ints) -> Ints | int:
+        """Head sets of the tiles of some edges."""
+        return 0 if len(self.heads) == 1 else self.heads[self.edge_group[edge]]
+
+    @cached_property
+    def edge_heads(self) -> Ints | int:
+        """Head sets of all tiles."""
+        return self._heads_of(self.edge_group)
 
     @cached_property
     def order(self) -> Ints | None:
@@ -133,14 +128,6 @@ class Side:
     def edge_group(self) -> Ints:
         """int32 [edges]: head group of each edge."""
         return self.edges.lane >> 1
-
-    def of_tasks(self, home: Numbers, tiles: Numbers) -> Ints:
-        """int32 [tasks]: the operand of each task's rows."""
-        found = np.empty(len(self.exec), np.int32)
-        found[self.local] = home[OF_TASKS]
-        if len(self.remote):
-            found[self.remote] = tiles[TILE_TASKS]
-        return found
 
     @cached_property
     def roots(self) -> Ints:
@@ -201,15 +188,6 @@ class Beside:
     def steps(self, come: int, leave: int) -> Ints:
         """int64 [tasks]: the step of each, beside the way in or the way out."""
         return np.where(self.early, come, leave)
-
-    def of_tasks(self, home: Mapping[Tensor, Numbers]) -> dict[Tensor, Ints]:
-        """int32 [tasks] by tensor: the operands of their rows. home: those of home rows."""
-        sides = {"query": self.alone.queries, "key": self.alone.keys}
-        return {
-            tensor: sides[tensor.contents.side].of_tasks(held, held)
-            for tensor, held in home.items()
-            if tensor.contents.side is not None
-        }
 
 
 @dataclass(frozen=True)
@@ -272,7 +250,7 @@ class Lowering:
 
     @cached_property
     def queries(self) -> Side:
-        tasks, whole = self.tasks, whole_ranges(self.rows) if self.exchange is None else _NO_RANGES
+        tasks = self.tasks
         place, index, edges, round_, back = self._edges_of(1)
         edge = place[tasks.query_edge]
         remote = np.flatnonzero(edge >= 0)
@@ -294,8 +272,6 @@ class Lowering:
             carry=self._carry,
             openers=self._query_openers,
             tile_openers=find_openers(written, edges.rows, len(tasks)),
-            pieces=self._pieces,
-            whole=whole,
         )
 
     @cached_property
@@ -325,8 +301,6 @@ class Lowering:
             carry=self._carry,
             openers=self._key_openers,
             tile_openers=find_openers(written, edges.rows, len(tasks)),
-            pieces=self._pieces,
-            whole=_NO_RANGES,
         )
 
     def _edges_of(self, which: int) -> tuple[Ints, Ints, Edges, Ints, Ints]:
@@ -344,10 +318,6 @@ class Lowering:
     @property
     def _carry(self) -> bool:
         return self.schedule.routed.carry
-
-    @property
-    def _pieces(self) -> RowRange:
-        return _NO_RANGES if self.exchange is None else self.exchange.ranges
 
     @property
     def _later(self) -> bool:
@@ -456,7 +426,3 @@ class Lowering:
 def leading(lowered: Mapping[Any, Lowering]) -> Lowering:
     """The one whose groups are the plan's: of a kind whose heads are split, if there is any."""
     return max(lowered.values(), key=lambda low: low.groups.split)
-
-
-_NO_ROWS = np.zeros(0, np.int64)
-_NO_RANGES = (_NO_ROWS, _NO_ROWS, _NO_ROWS)
