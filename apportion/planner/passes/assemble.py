@@ -238,37 +238,36 @@ class Assembler:
         lists = {name: self._list(name, parts, count) for name, parts in self._parts.items()}
         operands, reach = _numbered(tuple(lists.values()), self.ranks)
         tables = {"arenas": _arenas(reach, sets), "operands": operands}
-        for name, rows in lists.items():
-            tables[name] = Table(rows.ptr, dict(zip(TABLES[name], rows.out, strict=True)))
+        for name, one in lists.items():
+            tables[name] = Table(one.ptr, dict(zip(TABLES[name], one.rows.plain[1:], strict=True)))
         tables["instructions"] = self._instructions(count)
         return ProgramSet({name: tables[name] for name in TABLES})
 
     def _list(self, name: str, parts: list[Part], count: Ints) -> _List:
         """A list of all ranks, sorted, its operands not numbered yet. count: int64 [ranks * steps], to which its rows
         are added."""
-        rows, ranges = sum(map(len, parts)), max((len(part.ranges) for part in parts), default=0)
+        size, ranges = sum(map(len, parts)), max((len(part.ranges) for part in parts), default=0)
         wide = any(not isinstance(held.heads, int) or held.heads for part in parts for held in part.ranges)
-        plain, form = np.empty((len(_PLAIN[name]), rows), np.int32), np.empty(rows, np.int32)
-        packed, heads = np.full((ranges, rows), -1), np.zeros((ranges, rows if wide else 0), np.int32)
-        key, at = np.empty(rows, np.int32), 0
+        named, plain = _PLACES[name]
+        given = _Rows.empty(1 + len(plain), ranges, size, wide)
+        key, at = np.empty(size, np.int32), 0
         for number, part in enumerate(parts):
             some = slice(at, at + len(part))
             np.multiply(part.rank, len(self.steps), out=key[some], casting="unsafe")
             key[some] += part.position
-            form[some] = number
-            for column, values in zip(plain, part.plain, strict=True):
+            for column, values in zip(given.plain, (number, *part.plain), strict=True):
                 column[some] = values
             for one, held in enumerate(part.ranges):
-                packed[one, some] = held.packed
+                given.packed[one, some] = held.packed
                 if wide:
-                    heads[one, some] = held.heads
+                    given.heads[one, some] = held.heads
+            given.packed[len(part.ranges) :, some] = -1
             at = some.stop
-        order, ptr = np.empty(rows, np.int32), np.zeros(self.ranks + 1, np.int64)
-        _sort(key, count, order, ptr)
-        forms = np.array([part.named for part in parts], np.int64).reshape(-1, len(OPERAND_COLUMNS[name]), 2)
-        out = np.empty((len(TABLES[name]), rows), np.int32)
-        named, others = _PLACES[name]
-        return _List(order, ptr, form, forms, packed, heads, plain, named, others, out)
+        rows = _Rows.empty(1 + len(TABLES[name]), ranges, size, wide)
+        ptr = np.zeros(self.ranks + 1, np.int64)
+        _sort(key, np.append(0, 1 + plain), given, count, rows, ptr)
+        forms = np.array([part.named for part in parts], np.int64).reshape(-1, len(named), 2)
+        return _List(ptr, rows, forms, 1 + named)
 
     def _instructions(self, count: Ints) -> Table:
         steps = np.array([(step.op, step.round, step.channel, step.mode) for step in self.steps], np.int64)
@@ -293,25 +292,29 @@ _PLACES = {
 }
 
 
-class _List(NamedTuple):
-    """Rows of a list.
+class _Rows(NamedTuple):
+    """Rows of a list. plain: int32 [columns, rows], the first of which says how the row was given; packed: int64 [ranges,
+    rows], heads: int32 [ranges, rows], as in `Ranges`, [ranges, 0] where all are 0."""
 
-    order: int32 [rows], by rank and step, and of those as given; ptr: int64 [ranks + 1], where those of each rank begin
-    there. form: int32 [rows], which of `forms`, int64 [forms, operand columns, 2]: tensor and number of its range.
-    packed, heads: int64 and int32 [ranges, rows], as in `Ranges`; heads: [ranges, 0] where all are 0. plain: int32
-    [other columns, rows]. named, others: int64, where the columns of either stand in `out`, int32 [columns, rows].
-    """
-
-    order: Ints
-    ptr: Ints
-    form: Ints
-    forms: Ints
+    plain: Ints
     packed: Ints
     heads: Ints
-    plain: Ints
+
+    @staticmethod
+    def empty(columns: int, ranges: int, rows: int, wide: bool) -> _Rows:
+        heads = np.zeros((ranges, rows if wide else 0), np.int32)
+        return _Rows(np.empty((columns, rows), np.int32), np.empty((ranges, rows), np.int64), heads)
+
+
+class _List(NamedTuple):
+    """A list, sorted. ptr: int64 [ranks + 1], where the rows of each rank begin. rows: behind the first column as in
+    `isa.TABLES`. forms: int64 [ways in which rows are given, columns of operands, 2], the tensor and which of the ranges
+    it is; named: int64, where these columns stand."""
+
+    ptr: Ints
+    rows: _Rows
+    forms: Ints
     named: Ints
-    others: Ints
-    out: Ints
 
 
 class _Found(NamedTuple):
@@ -333,22 +336,21 @@ class _Found(NamedTuple):
 
 def _numbered(lists: tuple[_List, ...], ranks: int) -> tuple[Table, Ints]:
     """Writes the lists' columns; the operands that they name, and int64 [tensors, ranks], work rows of each."""
-    rows = np.sum([np.diff(one.ptr) * len(one.packed) for one in lists], 0)
-    most, slots = int(rows.max(initial=0)), 2
+    held = [(np.diff(one.ptr), len(one.rows.packed)) for one in lists]
+    most, slots = int(np.sum([rows * ranges for rows, ranges in held], 0).max(initial=0)), 2
     while slots < 2 * most:
         slots *= 2
-    longest = max(int(np.diff(one.ptr).max(initial=0)) for one in lists)
-    ranges = max(len(one.packed) for one in lists)
+    longest = max(int(rows.max(initial=0)) for rows, _ in held)
     found = _Found(
         np.empty(slots, np.int64),
         np.empty(slots, np.int32),
         np.full(slots, -1, np.int32),
         np.empty(slots, np.int32),
         np.empty((most, len(Tensor)), np.int32),
-        np.empty((ranges, longest), np.int32),
+        np.empty((max(ranges for _, ranges in held), longest), np.int32),
         np.zeros(2, np.int64),
     )
-    room = ranks + sum(one.forms.shape[1] * len(one.order) for one in lists)
+    room = ranks + sum(len(one.named) * int(one.ptr[-1]) for one in lists)
     operands, ptr = np.empty((len(TABLES["operands"]), room), np.int32), np.zeros(ranks + 1, np.int64)
     reach = np.zeros((len(Tensor), ranks), np.int64)
     _number(lists, found, operands, ptr, reach)
@@ -367,9 +369,9 @@ def _arenas(reach: Ints, sets: HeadSets) -> Table:
 
 
 @jit
-def _sort(key: Ints, count: Ints, order: Ints, ptr: Ints) -> None:
-    """Rows sorted by `key`, rank * steps + step, those of one key as given, into `order`; into `ptr`, where those of
-    each rank begin; and adds the rows of each key to `count`."""
+def _sort(key: Ints, places: Ints, given: _Rows, count: Ints, rows: _Rows, ptr: Ints) -> None:
+    """Rows sorted by `key`, rank * steps + step, those of one key as given, into `rows`, plain columns at `places`; into
+    `ptr`, where those of each rank begin; and adds the rows of each key to `count`."""
     at, ranks = np.zeros(len(count) + 1, np.int32), len(ptr) - 1
     steps = len(count) // ranks
     for row in range(len(key)):
@@ -379,9 +381,22 @@ def _sort(key: Ints, count: Ints, order: Ints, ptr: Ints) -> None:
         at[one + 1] += at[one]
     for rank in range(ranks):
         ptr[rank + 1] = at[(rank + 1) * steps]
+    place = np.empty(len(key), np.int32)
     for row in range(len(key)):
-        order[at[key[row]]] = row
+        place[row] = at[key[row]]
         at[key[row]] += 1
+    for column in range(len(places)):
+        _put(given.plain[column], place, rows.plain[places[column]])
+    for kind in range(len(given.packed)):
+        _put(given.packed[kind], place, rows.packed[kind])
+        if given.heads.shape[1] > 0:
+            _put(given.heads[kind], place, rows.heads[kind])
+
+
+@lean
+def _put(column: Ints, place: Ints, out: Ints) -> None:
+    for row in range(len(place)):
+        out[place[row]] = column[row]
 
 
 @jit
@@ -394,7 +409,7 @@ def _number(lists: tuple[_List, ...], found: _Found, operands: Ints, ptr: Ints, 
         for one in lists:
             if one.ptr[rank + 1] > one.ptr[rank]:
                 _find_ranges(one, rank, found)
-                _fill_columns(one, rank, found, operands, at, reach)
+                _name_ranges(one, rank, found, operands, at, reach)
         at += found.state[1]
         ptr[rank + 1] = at
 
@@ -402,13 +417,14 @@ def _number(lists: tuple[_List, ...], found: _Found, operands: Ints, ptr: Ints, 
 @lean
 def _find_ranges(one: _List, rank: int, found: _Found) -> None:
     """Of each range of a rank's rows its place among the rank's distinct ones, -1 for none."""
-    first, wide, mask = one.ptr[rank], one.heads.shape[1] > 0, len(found.key) - 1
-    for kind in range(len(one.packed)):
-        for index in range(first, one.ptr[rank + 1]):
-            row = one.order[index]
-            key, heads = one.packed[kind, row], one.heads[kind, row] if wide else 0
+    rows, wide, mask = one.rows, one.rows.heads.shape[1] > 0, len(found.key) - 1
+    first, end = one.ptr[rank], one.ptr[rank + 1]
+    for kind in range(len(rows.packed)):
+        packed, ids = rows.packed[kind], found.ids[kind]
+        for row in range(first, end):
+            key, heads = packed[row], rows.heads[kind, row] if wide else 0
             if key < 0:
-                found.ids[kind, index - first] = -1
+                ids[row - first] = -1
                 continue
             slot = _slot(key, heads) & mask
             while found.owner[slot] == rank and (found.key[slot] != key or found.heads[slot] != heads):
@@ -417,36 +433,39 @@ def _find_ranges(one: _List, rank: int, found: _Found) -> None:
                 place = found.state[0]
                 found.owner[slot], found.key[slot], found.heads[slot] = rank, key, heads
                 found.place[slot] = place
-                for tensor in range(found.number.shape[1]):
-                    found.number[place, tensor] = -1
+                found.number[place] = -1
                 found.state[0] = place + 1
-            found.ids[kind, index - first] = found.place[slot]
+            ids[row - first] = found.place[slot]
 
 
 @lean
-def _fill_columns(one: _List, rank: int, found: _Found, operands: Ints, at: int, reach: Ints) -> None:
-    """The columns of a rank's rows, and its operands, from `at` on."""
-    first, end, wide = one.ptr[rank], one.ptr[rank + 1], one.heads.shape[1] > 0
+def _name_ranges(one: _List, rank: int, found: _Found, operands: Ints, at: int, reach: Ints) -> None:
+    """The columns of operands of a rank's rows, and the operands, from `at` on."""
+    rows, form, wide = one.rows, one.rows.plain[0], one.rows.heads.shape[1] > 0
+    first, count = one.ptr[rank], found.state[1]
     for column in range(len(one.named)):
-        for index in range(first, end):
-            row = one.order[index]
-            tensor, kind = one.forms[one.form[row], column]
-            place = found.ids[kind, index - first] if tensor > 0 else -1
+        out = rows.plain[one.named[column]]
+        for row in range(first, one.ptr[rank + 1]):
+            tensor, kind = one.forms[form[row], column, 0], one.forms[form[row], column, 1]
+            place = found.ids[kind, row - first] if tensor > 0 else -1
             number = found.number[place, tensor] if place >= 0 else 0
             if number < 0:
-                number, key = found.state[1], one.packed[kind, row]
-                new = at + number
-                operands[0, new], operands[1, new] = tensor, key & 1
-                operands[2, new], operands[3, new] = key >> 32, key >> 1 & 0x7FFFFFFF
-                operands[4, new], operands[5, new] = 0, one.heads[kind, row] if wide else 0
+                number, key = count, rows.packed[kind, row]
+                _write(operands, at + number, tensor, key, rows.heads[kind, row] if wide else 0)
                 if key & 1:
                     reach[tensor, rank] = max(reach[tensor, rank], (key >> 32) + (key >> 1 & 0x7FFFFFFF))
                 found.number[place, tensor] = number
-                found.state[1] = number + 1
-            one.out[one.named[column], index] = number
-    for column in range(len(one.others)):
-        for index in range(first, end):
-            one.out[one.others[column], index] = one.plain[column, one.order[index]]
+                count += 1
+            out[row] = number
+    found.state[1] = count
+
+
+@lean
+def _write(operands: Ints, at: int, tensor: int, key: int, heads: int) -> None:
+    """An operand, of work rows from column 0 on."""
+    operands[0, at], operands[1, at] = tensor, key & 1
+    operands[2, at], operands[3, at] = key >> 32, key >> 1 & 0x7FFFFFFF
+    operands[4, at], operands[5, at] = 0, heads
 
 
 @lean
