@@ -293,8 +293,8 @@ _PLACES = {
 
 
 class _Rows(NamedTuple):
-    """Rows of a list. plain: int32 [columns, rows], the first of which says how the row was given; packed: int64 [ranges,
-    rows], heads: int32 [ranges, rows], as in `Ranges`, [ranges, 0] where all are 0."""
+    """Rows of a list. plain: int32 [columns, rows], the first says how the row was given; packed and heads: int64
+    and int32 [ranges, rows], as in `Ranges`; heads: [ranges, 0] where all are 0."""
 
     plain: Ints
     packed: Ints
@@ -308,8 +308,8 @@ class _Rows(NamedTuple):
 
 class _List(NamedTuple):
     """A list, sorted. ptr: int64 [ranks + 1], where the rows of each rank begin. rows: behind the first column as in
-    `isa.TABLES`. forms: int64 [ways in which rows are given, columns of operands, 2], the tensor and which of the ranges
-    it is; named: int64, where these columns stand."""
+    `isa.TABLES`. forms: int64 [ways in which rows are given, columns of operands, 2], the tensor, and which of the
+    ranges it is; named: int64, where these columns stand."""
 
     ptr: Ints
     rows: _Rows
@@ -370,8 +370,8 @@ def _arenas(reach: Ints, sets: HeadSets) -> Table:
 
 @jit
 def _sort(key: Ints, places: Ints, given: _Rows, count: Ints, rows: _Rows, ptr: Ints) -> None:
-    """Rows sorted by `key`, rank * steps + step, those of one key as given, into `rows`, plain columns at `places`; into
-    `ptr`, where those of each rank begin; and adds the rows of each key to `count`."""
+    """Rows sorted by `key`, rank * steps + step, those of one key as given, into `rows`, plain columns at `places`;
+    into `ptr`, where those of each rank begin; and adds the rows of each key to `count`."""
     at, ranks = np.zeros(len(count) + 1, np.int32), len(ptr) - 1
     steps = len(count) // ranks
     for row in range(len(key)):
