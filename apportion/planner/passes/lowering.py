@@ -16,13 +16,13 @@ from apportion.planner.passes.assemble import Ranges
 from apportion.planner.passes.cells import HeadGroups
 from apportion.planner.passes.exchange import Exchange
 from apportion.planner.passes.groups import Groups, HeadSets
-from apportion.planner.passes.openers import Openers, Written, find_openers
+from apportion.planner.passes.openers import Openers, Written, find_openers, stay_put
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.script import Batches
 from apportion.planner.passes.stages import KeyParts, arena_order
 from apportion.planner.passes.tasks import Edges, Tasks
-from apportion.planner.problem import exact_sums
+from apportion.planner.problem import exact_sums, raise_to
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -143,7 +143,7 @@ class Side:
     def last_sent(self) -> Ints:
         """int64 [edges]: the last round that passes the tile on, -1 for none."""
         last = np.full(len(self.edges), -1, np.int32)
-        np.maximum.at(last, self.edges.parent[self.relays], self.round[self.relays])
+        raise_to(last, self.edges.parent[self.relays], self.round[self.relays])
         return last
 
     @cached_property
@@ -253,10 +253,12 @@ class Lowering:
         tasks = self.tasks
         place, index, edges, round_, back = self._edges_of(1)
         edge = place[tasks.query_edge]
-        remote = np.flatnonzero(edge >= 0)
-        tile = edge[remote]
-        inside = tasks.row[remote] - edges.row[tile]
-        written = Written(remote, tile, inside, tasks.rows[remote], np.ones(len(remote), bool))
+        if len(edges):
+            inside = tasks.row - np.append(edges.row, 0)[edge]
+            written = Written(self._numbers, edge, inside, tasks.rows, np.ones(len(edge), bool))
+            tile_openers = find_openers(written, edges.rows.astype(np.int64), len(tasks))
+        else:
+            tile_openers = Openers.none(len(tasks))
         return Side(
             rows=self.rows,
             exec=tasks.exec,
@@ -271,20 +273,18 @@ class Lowering:
             heads=self.heads.query,
             carry=self._carry,
             openers=self._query_openers,
-            tile_openers=find_openers(written, edges.rows, len(tasks)),
+            tile_openers=tile_openers,
         )
 
     @cached_property
     def keys(self) -> Side:
         tasks, parts = self.tasks, self.parts
         place, index, edges, round_, back = self._edges_of(0)
-        away = np.flatnonzero(parts.edge >= 0)
-        task, tile = parts.task[away], place[parts.edge[away]]
-        may = np.ones(len(away), bool)
+        tile, may = place[parts.edge], np.ones(len(parts.edge), bool)
         if self._later:  # gradients may come back to a tile that is passed on before a later stage
-            passed_on = np.isin(np.arange(len(edges)), edges.parent)
-            may = ~((self.stage[task] > self.schedule.leads + round_[tile]) & passed_on[tile])
-        written = Written(task, tile, parts.row[away], parts.keys[away], may)
+            late = self.stage[parts.task] > self.schedule.leads + np.append(round_, 0)[tile]
+            may = ~(late & self._passed_on[parts.edge])
+        written = Written(parts.task, tile, parts.row, parts.keys, may)
         group = self.heads.shared[tasks.group] if len(self.heads) > 1 else tasks.group
         return Side(
             rows=self.rows,
@@ -300,20 +300,36 @@ class Lowering:
             heads=self.heads.key_sets,
             carry=self._carry,
             openers=self._key_openers,
-            tile_openers=find_openers(written, edges.rows, len(tasks)),
+            tile_openers=find_openers(written, edges.rows.astype(np.int64), len(tasks)),
         )
 
     def _edges_of(self, which: int) -> tuple[Ints, Ints, Edges, Ints, Ints]:
         """Where each of all edges is among those of query rows (1) or key rows (0), int32 [edges + 1] with a -1 at the
         end; and of these the indexes, the edges, their rounds, and when results may leave."""
         edges = self.edges
-        if not which and not self.tasks.queries_move:
-            index = np.arange(len(edges), dtype=np.int32)
-            return np.append(index, np.int32(-1)), index, edges, self.schedule.round, self.back
+        if not self.tasks.queries_move:
+            every = np.arange(len(edges), dtype=np.int32)
+            if not which:
+                return np.append(every, np.int32(-1)), every, edges, self.schedule.round, self.back
+            none = every[:0]
+            return np.full(len(edges) + 1, -1, np.int32), none, Edges(*[none] * 8), none, none
         of = edges.lane & 1 == which
         place = np.append(np.cumsum(of) - 1, -1).astype(np.int32)
         some = np.flatnonzero(of)
         return place, some, edges.take(some), self.schedule.round[some], self.back[some]
+
+    @cached_property
+    def _passed_on(self) -> NDArray[np.bool_]:
+        """bool [edges + 1]: whether others bring each edge's tile to more ranks; False."""
+        found = np.zeros(len(self.edges) + 1, bool)
+        found[self.edges.parent] = True
+        found[-1] = False  # parent -1 is the last
+        return found
+
+    @property
+    def _numbers(self) -> Ints:
+        """int32 [tasks]"""
+        return np.arange(len(self.tasks), dtype=np.int32)
 
     @property
     def _carry(self) -> bool:
@@ -329,9 +345,9 @@ class Lowering:
         """int32 [edges]: the round after whose stage the last task that uses the edge's tile has run."""
         if not self._later:
             return self.schedule.round
-        back = np.append(self.schedule.round, np.int32(0))  # edge -1 is the last
-        np.maximum.at(back, self.tasks.query_edge, self.stage - self.schedule.leads)
-        np.maximum.at(back, self.parts.edge, self.stage[self.parts.task] - self.schedule.leads)
+        back, used = np.append(self.schedule.round, np.int32(0)), self.stage - np.int32(self.schedule.leads)
+        raise_to(back, self.tasks.query_edge, used)  # edge -1 is the last
+        raise_to(back, self.parts.edge, used[self.parts.task])
         return np.asarray(back[:-1])
 
     def batches(self, phase: str) -> Batches:
@@ -350,8 +366,8 @@ class Lowering:
         tasks = self.tasks
         if not tasks.queries_move:
             return np.zeros(0, bool)
-        edges = self._edges_of(1)[2]
-        may = (edges.parent < 0) & ~np.isin(np.arange(len(edges)), edges.parent)
+        _, index, edges, _, _ = self._edges_of(1)
+        may = (edges.parent < 0) & ~self._passed_on[index]
         if self.exchange is not None or len(self.heads) > 1 or not may.any():
             return np.zeros(len(edges), bool)
         local = np.flatnonzero(tasks.query_edge < 0)
@@ -376,21 +392,22 @@ class Lowering:
     def _query_openers(self) -> Openers:
         """Of home rows. Results of rows that left home may come back before a later stage."""
         tasks, groups = self.tasks, len(self.heads)
-        at = np.flatnonzero(tasks.query_edge < 0)
-        may = np.ones(len(at), bool)
+        rank, row, may = tasks.exec, tasks.row.astype(np.int64), np.ones(len(tasks), bool)
         if tasks.queries_move:
-            late = self.stage[at] >= self.schedule.leads
-            may = ~(late & self._any_leave(1, tasks.exec[at], tasks.row[at], tasks.rows[at]))
-        lane = tasks.exec[at] * groups + tasks.group[at] if groups > 1 else tasks.exec[at]
-        written = Written(at, lane, tasks.row[at], tasks.rows[at], may)
+            rank = np.where(tasks.query_edge < 0, rank, np.int32(-1))
+            may = (self.stage < self.schedule.leads) | self._stay_put(1, rank, row, tasks.rows)
+        lane = rank if groups == 1 else np.where(rank < 0, rank, rank * groups + tasks.group)
+        written = Written(self._numbers, lane, row, tasks.rows, may)
         held = np.repeat(self.rows.per_rank, groups)
         given = np.flatnonzero(self.whole_results)
         if not len(given):
             return find_openers(written, held, len(tasks))
         # rows that results overwrite, as if by tasks behind all others
         edges = self._edges_of(1)[2].take(given)
-        behind = len(tasks) + np.arange(len(given))
-        results = Written(behind, edges.home, edges.row, edges.rows, np.ones(len(given), bool))
+        behind = np.arange(len(tasks), len(tasks) + len(given), dtype=np.int32)
+        results = Written(
+            behind, edges.home, edges.row.astype(np.int64), edges.rows, np.ones(len(given), bool)
+        )
         found = find_openers(written.join(results), held, len(tasks) + len(given))
         return replace(found, flags=found.flags[: len(tasks)])
 
@@ -399,28 +416,24 @@ class Lowering:
         """Of home rows. Gradients of rows that left home may come back before a later stage; and a head group must not
         overwrite what another added to KV heads that both use."""
         parts, lanes = self.parts, len(self.heads.key_sets)
-        at = np.flatnonzero(parts.edge < 0)
-        task, row, keys = parts.task[at], parts.row[at], parts.keys[at]
-        may = np.full(len(at), not self.heads.keys_overlap)
-        lane, late = self.tasks.exec[task], self.stage[task] >= self.schedule.leads
-        if late.any():
-            may &= ~(late & self._any_leave(0, lane, row, keys))
+        rank = np.where(parts.edge < 0, self.tasks.exec[parts.task], np.int32(-1))
+        if self.heads.keys_overlap:
+            may = np.zeros(len(rank), bool)
+        else:
+            early = self.stage[parts.task] < self.schedule.leads
+            may = early | self._stay_put(0, rank, parts.row, parts.keys)
+        lane = rank
         if lanes > 1:
-            lane = lane * lanes + self.heads.shared[self.tasks.group[task]]
-        return find_openers(
-            Written(task, lane, row, keys, may), np.repeat(self.rows.per_rank, lanes), len(self.tasks)
-        )
+            shared = self.heads.shared[self.tasks.group[parts.task]].astype(np.int32)
+            lane = np.where(rank < 0, rank, rank * lanes + shared)
+        written = Written(parts.task, lane, parts.row, parts.keys, may)
+        return find_openers(written, np.repeat(self.rows.per_rank, lanes), len(self.tasks))
 
-    def _any_leave(self, which: int, rank: Ints, row: Ints, rows: Ints) -> NDArray[np.bool_]:
-        """bool [n]: whether any of the query (1) or key rows [row, row + rows) of a rank leave home, needed or not."""
+    def _stay_put(self, which: int, rank: Ints, row: Ints, rows: Ints) -> NDArray[np.bool_]:
+        """bool [n]: whether none of the query (1) or key rows [row, row + rows) of a rank leave home, needed or not."""
         edges = self.edges
-        roots = np.flatnonzero((edges.parent < 0) & (edges.lane & 1 == which))
-        offset = np.cumsum(self.rows.per_rank) - self.rows.per_rank
-        begin = np.sort(offset[edges.home[roots]] + edges.row[roots])
-        end = np.sort(offset[edges.home[roots]] + edges.row[roots] + edges.rows[roots])
-        low = offset[rank] + row
-        met: NDArray[np.bool_] = np.searchsorted(begin, low + rows) > np.searchsorted(end, low, "right")
-        return met
+        leave = (edges.parent < 0) & (edges.lane & 1 == which)
+        return stay_put(rank, row, rows, edges.home, edges.row, edges.rows, leave, self.rows.ranks)
 
 
 def leading(lowered: Mapping[Any, Lowering]) -> Lowering:
