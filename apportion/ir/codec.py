@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -203,8 +203,7 @@ def encode_parts(
     ranks: int,
     threads: int = 1,
 ) -> Parts:
-    """The part of every rank. Raises ConfigError for numbers that no plan can hold. threads: that ranges of ranks are
-    encoded on, to the same bytes.
+    """The part of every rank, the same on any number of threads. Raises ConfigError for numbers that no plan can hold.
 
     Columns, and the arrays that they are parts of, are read-only from then on: the verifier need not read the parts.
     """
@@ -214,8 +213,8 @@ def encode_parts(
         [move.table for move in moves],
         ranks,
     )
-    pieces = list(_pieces(written.before, threads))
-    if len(pieces) == 1 or threads == 1:
+    pieces = _pieces(written.before, threads)
+    if threads == 1:
         made = list(map(written.parts, pieces))
     else:
         with ThreadPoolExecutor(threads) as pool:
@@ -233,14 +232,13 @@ def _ordered(programs: Mapping[Pair, ProgramSet]) -> list[Pair]:
 _ROWS_AT_ONCE = 1 << 19
 
 
-def _pieces(before: Ints, threads: int) -> Iterator[range]:
-    """Ranks, of so many rows at most that what is made of them on the way stays small. before: rows before each rank."""
-    first, ranks = 0, len(before) - 1
-    most = min(_ROWS_AT_ONCE, -(-int(before[-1]) // threads))
-    while first < ranks:
-        end = int(np.searchsorted(before, before[first] + most, side="right")) - 1
-        yield range(first, end := min(max(end, first + 1), ranks))
-        first = end
+def _pieces(before: Ints, threads: int) -> list[range]:
+    """Ranges of ranks with much the same rows, as many for each thread. before: int64 [ranks + 1], rows before each."""
+    rows = int(before[-1])
+    count = threads * max(-(-rows // (threads * _ROWS_AT_ONCE)), 1)
+    bounds = np.searchsorted(before, rows * np.arange(count + 1) // count)
+    bounds[-1] = len(before) - 1  # the last ranks may be without rows
+    return [range(begin, end) for begin, end in pairwise(np.unique(bounds).tolist())]
 
 
 def encode_sections(

@@ -69,8 +69,8 @@ def unfolded(number: int) -> int:
 
 @inlined
 def write_numbers(places: Ints, numbers: Ints, found: int, rows: int, out: Bytes, at: int) -> int:
-    """Writes `rows` numbers, all but the first `found` of `numbers` 0; places: where these are, rising. Writes the form,
-    one byte, and what it says; the shortest, of equals the first. Returns where the next byte goes."""
+    """Writes the form of `rows` numbers, one byte, and what it says: the shortest, of equals the first. All are 0 but
+    the first `found` of `numbers`, which are at `places`, rising. Returns where the next byte goes."""
     if found == 0:
         out[at] = SAME
         return at + 1

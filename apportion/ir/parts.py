@@ -12,10 +12,10 @@ rank, all of whose rows it then has at hand:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -51,14 +51,10 @@ def _written(rules: tuple[Rule, ...], first: int = 0) -> Written:
     return Written(columns, first, first + len(rules), len(rules) - len(columns))
 
 
-def _by_name() -> Iterator[tuple[str, Written]]:
-    first = 0
-    for name, rules in RULES.items():
-        yield name, _written(rules, first)
-        first += len(rules)
-
-
-_WRITTEN = MappingProxyType(dict(_by_name()))
+_FIRST = accumulate(map(len, RULES.values()), initial=0)
+_WRITTEN = MappingProxyType(
+    {name: _written(rules, first) for (name, rules), first in zip(RULES.items(), _FIRST, strict=False)}
+)
 _RULES = np.concatenate([numbered(rules) for rules in RULES.values()])
 _RULES.setflags(write=False)
 
@@ -125,8 +121,8 @@ def form_of(
 # ---------------------------------------------------------------------------------------------- columns
 
 
-class Sheets(NamedTuple):
-    """Tables while they are written. values: int32 or int64, their columns end to end, table after table; ptr: int64
+class Packed(NamedTuple):
+    """Some ranks' rows of all tables. values: int64, their columns end to end, table after table; ptr: int64
     [tables, ranks + 1], rows before each rank; tables: int64 [tables, 4], first, end and derived as in `Written`, and
     where the table begins in `values`; rules: int64 [columns, 4], as `numbered`; ranks: of the plan."""
 
@@ -145,24 +141,14 @@ class Encoder:
         hold."""
         self._tokens, self._texts = np.array(form.tokens, np.int64), np.frombuffer(form.texts, np.uint8)
         self._tables, self._rules, self._ranks = form.tables, rules, ranks
-        self._columns = [[table.columns[name] for name in written.columns] for table, written in form.tables]
-        self._dtype = self._narrowest()
+        self._columns = [
+            [_checked(name, table[name]) for name in written.columns] for table, written in form.tables
+        ]
         self._ptr = np.array([table.ptr for table, _ in form.tables], np.int64)
         longest = int(np.diff(self._ptr).max(initial=0))
         if longest > MAX_ROWS:
             rule = f"a rank has at most {MAX_ROWS} in a table"
             raise ConfigError("rows", longest, rule, "use larger blocks")
-
-    def _narrowest(self) -> type[np.signedinteger[Any]]:
-        """Of two types the smaller one that holds all columns: what planning makes takes but one. Raises ConfigError for
-        what no plan can hold."""
-        wide = [
-            _is_wide(name, column)
-            for columns, (_, written) in zip(self._columns, self._tables, strict=True)
-            for column, name in zip(columns, written.columns, strict=True)
-            if column.dtype not in _NARROW
-        ]
-        return np.int64 if any(wide) else np.int32
 
     @property
     def before(self) -> Ints:
@@ -185,13 +171,9 @@ class Encoder:
             held += [column[begin:end] for column in columns]
             tables.append((written.first, written.end, written.derived, base))
             base += len(columns) * (end - begin)
-        values = np.concatenate(held, dtype=self._dtype, casting="same_kind")
-        if len(values) != base:
-            raise ConfigError(
-                "columns", len(values), f"have not the {base} numbers of their rows", "fill them"
-            )
-        sheets = Sheets(values, ptr - ptr[:, :1], np.array(tables, np.int64), self._rules, self._ranks)
-        found: tuple[Bytes, Ints] = _write(ranks.start, self._tokens, self._texts, sheets)
+        values = np.concatenate(held, out=np.empty(base, np.int64))
+        packed = Packed(values, ptr - ptr[:, :1], np.array(tables, np.int64), self._rules, self._ranks)
+        found: tuple[Bytes, Ints] = _write(ranks.start, self._tokens, self._texts, packed)
         return found
 
 
@@ -213,29 +195,22 @@ def encoder(
     return Encoder(form_of(layouts, programs, moves), _RULES, ranks)
 
 
-#: dtypes of columns that need no look: all that they hold is an int32
-_NARROW = frozenset(map(np.dtype, (np.int8, np.int16, np.int32, np.uint8, np.uint16)))
-
-
-def _is_wide(name: str, column: Ints) -> bool:
-    """Whether a column holds more than an int32 does. Raises ConfigError for what no plan can hold."""
+def _checked(name: str, column: Ints) -> Ints:
+    """The column. Raises ConfigError for what no plan can hold."""
     if column.dtype.kind not in "iu":
         raise ConfigError(name, column.dtype, "is no dtype of integers", "convert the column")
-    if not len(column):
-        return False
-    low, high = int(column.min()), int(column.max())
-    if low < -LIMIT or high > LIMIT:
+    if column.dtype.itemsize > 4 and len(column) and (column.min() < -LIMIT or column.max() > LIMIT):
         row = int(np.flatnonzero((column < -LIMIT) | (column > LIMIT))[0])
         rule = f"is outside [-2**48, 2**48] in row {row}"
         raise ConfigError(name, int(column[row]), rule, "use smaller numbers")
-    return low < -(2**31) or high >= 2**31
+    return column
 
 
 # ---------------------------------------------------------------------------------------------- the loop
 
 
-class Room(NamedTuple):
-    """What the loop over the ranks works in. operands: as `Sheets.values`, all columns of those of a rank, `most` each;
+class Scratch(NamedTuple):
+    """What the loop over the ranks works in. operands: as `Packed.values`, all columns of those of a rank, `most` each;
     begins, newest: int64, for each program where its operands begin and the highest that was named so far, and one more
     for tables that name none; slots: of `find_sources`; memory, places, departs: of `Rows`; cell: bytes of one."""
 
@@ -251,15 +226,15 @@ class Room(NamedTuple):
 
 
 @unlocked
-def _write(first_rank: int, tokens: Ints, texts: Bytes, sheets: Sheets) -> tuple[Bytes, Ints]:
+def _write(first_rank: int, tokens: Ints, texts: Bytes, packed: Packed) -> tuple[Bytes, Ints]:
     """The parts of the ranks from `first_rank` on, one after another, and where each ends."""
-    ptr, ranks = sheets.ptr, sheets.ptr.shape[1] - 1
+    ptr, ranks = packed.ptr, packed.ptr.shape[1] - 1
     held, programs, columns = np.zeros(ranks, np.int64), 0, 0
     longest, cell, room = 0, 0, ranks * (len(texts) + _HEAD * len(tokens))
     for token in range(len(tokens)):
         kind, table = tokens[token, 0], tokens[token, 1]
         if kind >= CELL:
-            width, most = sheets.tables[table, 1] - sheets.tables[table, 0], 0
+            width, most = packed.tables[table, 1] - packed.tables[table, 0], 0
             for rank in range(ranks):
                 size = ptr[table, rank + 1] - ptr[table, rank]
                 most = max(most, size)
@@ -271,29 +246,29 @@ def _write(first_rank: int, tokens: Ints, texts: Bytes, sheets: Sheets) -> tuple
             room += most_bytes(ranks, width, ptr[table, -1])
     most = held.max()
     places = np.empty((2, longest + 1), np.int64)
-    of = Room(
-        np.empty(columns * most, sheets.values.dtype),
+    scratch = Scratch(
+        np.empty(columns * most, np.int64),
         most,
         np.empty(programs + 2, np.int64),
         np.empty(programs + 1, np.int64),
-        np.empty((2, 2 * most + 1), np.int32),
-        memory_for(sheets.ranks, most),
+        np.empty((2, 2 * most + 1), np.int64),
+        memory_for(packed.ranks, most),
         places[0],
         places[1],
         np.empty(cell, np.uint8),
     )
     out, ends = np.empty(room, np.uint8), np.empty(ranks, np.int64)
-    _write_parts(first_rank, tokens, texts, sheets, of, out, ends)
+    _write_parts(first_rank, tokens, texts, packed, scratch, out, ends)
     return out[: ends[-1]], ends
 
 
 @lean
 def _write_parts(
-    first_rank: int, tokens: Ints, texts: Bytes, sheets: Sheets, room: Room, out: Bytes, ends: Ints
+    first_rank: int, tokens: Ints, texts: Bytes, packed: Packed, scratch: Scratch, out: Bytes, ends: Ints
 ) -> None:
     at = 0
     for rank in range(len(ends)):
-        _gather_operands(rank, tokens, sheets, room)
+        _gather_operands(rank, tokens, packed, scratch)
         for token in range(len(tokens)):
             kind, a, b = tokens[token, 0], tokens[token, 1], tokens[token, 2]
             if kind == TEXT:
@@ -301,43 +276,43 @@ def _write_parts(
             elif kind == RANK:
                 at = _write_count(out, at, first_rank + rank)
             else:
-                size = write_cell(_rows(rank, kind, a, b, sheets, room), room.cell, 0)
+                size = write_cell(_rows(rank, kind, a, b, packed, scratch), scratch.cell, 0)
                 if kind != BARE:
                     at = _write_head(out, at, size)
-                at = _copy(out, at, room.cell, 0, size)
+                at = _copy(out, at, scratch.cell, 0, size)
         ends[rank] = at
 
 
 @inlined
-def _gather_operands(rank: int, tokens: Ints, sheets: Sheets, room: Room) -> None:
+def _gather_operands(rank: int, tokens: Ints, packed: Packed, scratch: Scratch) -> None:
     """The rank's operands of all programs, with their sources."""
-    count, begins, most = 0, room.begins, room.most
+    count, begins, most = 0, scratch.begins, scratch.most
     for token in range(len(tokens)):
         if tokens[token, 0] == OPERANDS:
             table, begins[tokens[token, 2]] = tokens[token, 1], count
-            first, last, derived, base = sheets.tables[table]
-            begin, end, total = sheets.ptr[table, rank], sheets.ptr[table, rank + 1], sheets.ptr[table, -1]
+            first, last, derived, base = packed.tables[table]
+            begin, end, total = packed.ptr[table, rank], packed.ptr[table, rank + 1], packed.ptr[table, -1]
             for column in range(derived, last - first):
-                own = room.operands[column * most + count : column * most + count + end - begin]
-                values = sheets.values[base + begin : base + end]
+                own = scratch.operands[column * most + count : column * most + count + end - begin]
+                values = packed.values[base + begin : base + end]
                 for row in range(len(own)):
                     own[row] = values[row]
                 base += total
             count += end - begin
     begins[-2:] = count
-    room.newest[:] = 0
-    find_sources(room.operands, most, count, room.slots)
+    scratch.newest[:] = 0
+    find_sources(scratch.operands, most, count, scratch.slots)
 
 
 @inlined
-def _rows(rank: int, kind: int, table: int, program: int, sheets: Sheets, room: Room) -> Rows:
+def _rows(rank: int, kind: int, table: int, program: int, packed: Packed, scratch: Scratch) -> Rows:
     """The rank's rows of a table; kind, table, program: of a token."""
-    begins, named = room.begins, ROWS * room.most
-    first, last, _, base = sheets.tables[table]
-    values, total = sheets.values, sheets.ptr[table, -1]
-    begin, end = sheets.ptr[table, rank], sheets.ptr[table, rank + 1]
+    begins, named = scratch.begins, ROWS * scratch.most
+    first, last, _, base = packed.tables[table]
+    values, total = packed.values, packed.ptr[table, -1]
+    begin, end = packed.ptr[table, rank], packed.ptr[table, rank + 1]
     if kind == OPERANDS:
-        values, base, total = room.operands, 0, room.most
+        values, base, total = scratch.operands, 0, scratch.most
         begin, end = begins[program], begins[program + 1]
     return Rows(
         values,
@@ -345,16 +320,16 @@ def _rows(rank: int, kind: int, table: int, program: int, sheets: Sheets, room: 
         total,
         begin,
         end,
-        sheets.rules[first:last],
-        sheets.ranks,
+        packed.rules[first:last],
+        packed.ranks,
         0,
-        room.operands[named + begins[program] : named + begins[program + 1]],
-        room.newest,
+        scratch.operands[named + begins[program] : named + begins[program + 1]],
+        scratch.newest,
         program,
-        room.memory,
-        (rank * len(sheets.tables) + table) * len(sheets.rules) + 1,
-        room.places,
-        room.departs,
+        scratch.memory,
+        (rank * len(packed.tables) + table) * len(packed.rules) + 1,
+        scratch.places,
+        scratch.departs,
     )
 
 

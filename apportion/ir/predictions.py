@@ -159,9 +159,8 @@ class Rows(NamedTuple):
     values: int64, its columns end to end, `total` rows each, from `base` on; begin, end: the rank's. rules: as
     `numbered`; ranks: of the plan. first: of operands, where their sources may be. held: int64, rows of the operands
     that the rows refer to; newest: int64, the highest that a list has named so far is at `program`, where it is raised.
-    memory: as `memory_for`; turn: above all that it was used with by
-    columns before these, which use as many. places, departs: int64, more than there are
-    rows: those that are not as predicted, rising, and what they are above that.
+    memory: as `memory_for`; turn: the first column's mark in it, the next one's being one more: none has been there.
+    places, departs: int64, one more than rows: those that are not as predicted, rising, and what they are above that.
     """
 
     values: Ints
@@ -271,7 +270,6 @@ def _walk_memory(rows: Rows, column: int, reads: bool) -> int:
     follows, found, last, newest = kind >= FOLLOW, 0, 0, rows.newest[rows.program]
     for row in range(len(own)):
         key = last if follows else key_of[row]
-        # no branches: whether a number is new cannot be foretold
         slot = max(key + 1, 0) if key < within else 0
         likely = memory[slot, 0] if memory[slot, 1] == turn else -1
         if not follows:
@@ -282,7 +280,7 @@ def _walk_memory(rows: Rows, column: int, reads: bool) -> int:
             found = _settle(rows, own, row, row, likely, found, reads)
             if found < 0:
                 return -1
-        else:
+        else:  # no branches: whether a number is new cannot be foretold
             departs = own[row] - likely
             rows.places[found], rows.departs[found] = row, departs  # the next takes its place if this is none
             found += 1 if departs != 0 else 0
