@@ -24,6 +24,7 @@ from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import FETCHED, HEADLESS, PHASES, RETURNED, SIDES, TABLES, Op, Tensor
 from apportion.ir.model import Model
 from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request, Table, joined
+from apportion.ir.threads import spread
 from apportion.ir.version import __version__
 from apportion.planner.checks import Checks
 from apportion.planner.passes.cells import HeadGroups, cut_cells
@@ -42,7 +43,6 @@ from apportion.planner.passes.tasks import Edges, Tasks, find_tasks, placed_task
 from apportion.planner.problem import Ints, Pass, Placement, Problem, Shards, exact_sums
 from apportion.planner.report import build_report
 from apportion.planner.steps import Passes
-from apportion.planner.threads import spread
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None, threads:
         every = [lowered] if lowered is not None else spread(schedule, [part for _, part in parts], threads)
     problem = _with_own_cap(placed.problem, placed.passes, every)
     with watch("lower"):
-        programs = _side_by_side([first for first, _ in parts], spread(_lower, every, threads))
+        programs = _lower([first for first, _ in parts], every, threads)
         layouts = _layouts(problem, placed, every)
     if placed.passes.remap is None:
         return Draft(problem, placed, tuple(every), programs, layouts)
@@ -446,8 +446,12 @@ def _routed(passes: Passes, edges: Edges, site: Site) -> Routed:
     return replace(routed, arrives=routed.arrives[star.arrives])
 
 
-def _lower(lowered: Lowered) -> dict[tuple[str, str], ProgramSet]:
-    return {(kind, phase): _lower_phase(low, phase) for (kind, phase), low in lowered.items()}
+def _lower(first: Sequence[int], parts: Sequence[Lowered], threads: int) -> dict[tuple[str, str], ProgramSet]:
+    """first: the first rank of each part."""
+    keys, each = list(parts[0]), len(parts)
+    items = [(part[key], key[1]) for key in keys for part in parts]
+    made = spread(lambda item: _lower_phase(*item), items, threads)
+    return {key: _side_by_side(first, made[at * each : (at + 1) * each]) for at, key in enumerate(keys)}
 
 
 def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
@@ -456,21 +460,16 @@ def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
     return lower_forward(low) if phase == "forward" else lower_backward(low)
 
 
-def _side_by_side(
-    first: Sequence[int], parts: Sequence[dict[tuple[str, str], ProgramSet]]
-) -> dict[tuple[str, str], ProgramSet]:
+def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramSet:
     """The programs of all ranks. first: the first rank of each part, of which its peers are counted."""
     if len(parts) == 1:
         return parts[0]
-    found = {}
-    for key in parts[0]:
-        tables = {name: joined([part[key][name] for part in parts]) for name in TABLES}
-        peer, sizes = tables["transfers"].wide("peer"), [len(part[key]["transfers"]) for part in parts]
-        tables["transfers"] = tables["transfers"].with_column("peer", peer + np.repeat(first, sizes))
-        round_ = _same_rounds([part[key]["instructions"] for part in parts])
-        tables["instructions"] = tables["instructions"].with_column("round", round_)
-        found[key] = ProgramSet(tables)
-    return found
+    tables = {name: joined([part[name] for part in parts]) for name in TABLES}
+    peer, sizes = tables["transfers"].wide("peer"), [len(part["transfers"]) for part in parts]
+    tables["transfers"] = tables["transfers"].with_column("peer", peer + np.repeat(first, sizes))
+    rounds = _same_rounds([part["instructions"] for part in parts])
+    tables["instructions"] = tables["instructions"].with_column("round", rounds)
+    return ProgramSet(tables)
 
 
 def _same_rounds(parts: Sequence[Table]) -> Ints:

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from apportion.ir.batch import Batch
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES
+from apportion.ir.threads import spread
 from apportion.planner.options import Count
 from apportion.planner.passes.cells import Cells, cut_cells
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Execution, Pass, Placement, PlacePass, Problem, ShardPass, Shards
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
-from apportion.planner.threads import spread
 
 Ints = NDArray[np.integer[Any]]
 
