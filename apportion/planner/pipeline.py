@@ -187,7 +187,7 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
     Raises CapacityError where the plan breaks a promise of the policy."""
     problem, placed = draft.problem, draft.placed
     with watch("encode"):
-        parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks)
+        parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks, threads)
     with watch("report"):
         report = build_report(
             problem,
