@@ -14,7 +14,8 @@ from types import ModuleType
 import pytest
 
 from apportion.ir.jit import COMPILES
-from apportion.ir.verify import check
+from apportion.ir.plan import Ints
+from apportion.ir.verify import check, judge
 from apportion.ir.verify.subject import Subject
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +36,28 @@ PLANS = list(fuzz_judge.plans())
 
 
 @pytest.mark.parametrize(
-    "number", range(len(PLANS)), ids=[f"{name}-{plan.header.ranks}" for name, plan in PLANS]
+    "number",
+    range(len(PLANS)),
+    ids=[f"{name}-{plan.header.ranks}-{plan.request.cluster.nodes}" for name, plan in PLANS],
 )
 def test_plans_of_recipes_need_no_interpreter(number: int) -> None:
     name, plan = PLANS[number]
     assert Subject(plan).judge(), name
     assert check(plan) == ()
+
+
+@pytest.mark.parametrize("name", ["mixed", "upipe_ring"])
+def test_tiles_of_several_runs_are_sent_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, found = judge._settle, []
+
+    def noting(sends: Ints, *others: object) -> bool:
+        token = sends[:, judge.TOKEN]
+        found.append(bool(((token < 0) & (token != judge.NOWHERE)).any()))
+        return bool(settle(sends, *others))
+
+    monkeypatch.setattr(judge, "_settle", noting)
+    assert all(Subject(plan).judge() for recipe, plan in PLANS if recipe == name)
+    assert any(found)
 
 
 @pytest.mark.parametrize("seed", range(3))

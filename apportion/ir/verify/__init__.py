@@ -70,7 +70,7 @@ _OF_PROGRAMS = (
 _REPORT = Rule("report", 9, reported.check, 10, tuple(rule.name for rule in _OF_PROGRAMS))
 RULES = (*_OF_PROGRAMS, _REPORT)
 #: those that `judge.py` stands for
-_JUDGED = ("operands", "transfers", "heads", "dataflow", "delivery")
+_JUDGED = ("operands", "transfers", "heads", "dataflow", "delivery", "results")
 _BEFORE, _REST = RULES[:3], RULES[3:]
 _STAGES = {rule.name: rule.stage for rule in RULES}
 

@@ -43,7 +43,7 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
         allowed = mask[(mask[:, 0] <= query) & (query < mask[:, 1])]
         near = np.flatnonzero((tasks.bands[0] <= query) & (query < tasks.bands[1]))
         if program.splits_heads:
-            near = near[_has_head(program, tasks.task[near], head)]
+            near = near[_has_head(program, tasks.heads[near], head)]
         computed = tasks.bands[:, near].T
         keys = _keys(query, allowed[:_BANDS], tokens, chance)
         wanted, found = _times(allowed, query, keys), _times(computed, query, keys)
@@ -52,9 +52,8 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
             yield Violation(RULE, None, program.kind, program.phase, None, message)
 
 
-def _has_head(program: Program, task: Ints, head: int) -> Bools:
-    """bool [tasks]: whether each task computes the head."""
-    heads = program["operands"]["heads"][program.task_operand("q", task)]
+def _has_head(program: Program, heads: Ints, head: int) -> Bools:
+    """bool [tasks]: whether each task computes the head. heads: the head set of each."""
     having = np.zeros(len(program.q_sets.members), bool)
     for number in np.flatnonzero(np.bincount(heads)).tolist():
         having[number] = head in program.q_sets.members[number]
