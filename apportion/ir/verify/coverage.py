@@ -111,6 +111,9 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
     member = np.zeros((len(used), program.q_sets.heads), bool)
     for i, number in enumerate(used):
         member[i, program.q_sets.members[number]] = True
+    if used and (member.sum(axis=0) == 1).all() and _are_copies(tasks, len(used)):
+        yield f" of query heads {_few(np.flatnonzero(member[0]))}", np.flatnonzero(sets == used[0])
+        return
     groups, first, inverse = np.unique(member, axis=1, return_index=True, return_inverse=True)
     seen: list[Ints] = []
     for group in np.argsort(first).tolist():
@@ -124,6 +127,15 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
         if not any(np.array_equal(ordered, other) for other in seen):
             seen.append(ordered)
             yield f" of query heads {_few(np.flatnonzero(inverse.ravel() == group))}", chosen
+
+
+def _are_copies(tasks: Tasks, sets: int) -> bool:
+    """Whether each of so many head sets has the same bands in the same order, as members of a group have them."""
+    order = np.argsort(tasks.heads, kind="stable")
+    if len(order) % sets or (np.diff(tasks.heads[order].reshape(sets, -1)[:, [0, -1]]) != 0).any():
+        return False
+    bands = tasks.bands[:, order].reshape(6, sets, -1)
+    return bool((bands == bands[:, :1]).all())
 
 
 def _by_corner(bands: Ints) -> Ints:

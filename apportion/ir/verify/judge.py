@@ -742,8 +742,9 @@ def _attend(
     places: Ints,
     runs: Ints,
 ) -> bool:
-    """Tasks of an instruction. pairs: whether query heads of one set find their keys in another. Writes what a task's
-    rows are of to `places`."""
+    """Tasks of an instruction. pairs: whether query heads of one set find their keys in another. Writes to `places`
+    what a task's rows are of: its queries where they are others than before, marked -1 less their head set; and its
+    keys, marked with its row."""
     flags, last, count = len(tasks) - 1, -1, 0
     keys, others = runs[_RUNS // 2 :], runs[_RUNS:]
     for i in range(first, end):
@@ -757,6 +758,7 @@ def _attend(
             count = _gather(m, near, operands, xq, True, sets, rounds, runs)
             if operands[0, xq] != _Q or count < 0:
                 return False
+            _note(near, runs, count, -1 - operands[5, xq], places)
         if operands[0, xo] != (_DQ if backward else _O) or not _alike(operands, xo, xq, sets):
             return False
         for column in range(2, 4 if backward else 2):
@@ -783,24 +785,18 @@ def _attend(
                 return False
             if not _write(m, near, operands, x, keys, key_runs, True, how, sets, rounds, conditions):
                 return False
-        _note_places(near, runs, count, keys, key_runs, i, operands[5, xq], places)
+        _note(near, keys, key_runs, i, places)
     return True
 
 
 @lean
-def _note_places(
-    near: Ints, runs: Ints, count: int, keys: Ints, key_runs: int, task: int, heads: int, places: Ints
-) -> None:
-    """Each run of queries with each run of keys, where there is room."""
-    for a in range(count):
-        for b in range(key_runs):
-            at = near[PLACES, PIECES]
-            near[PLACES, PIECES] = at + 1
-            if at < places.shape[1]:
-                places[0, at], places[7, at] = task, heads
-                places[1, at], places[2, at] = runs[a, RUN_ROW], runs[a, RUN_ROWS]
-                places[3, at], places[4, at] = runs[a, RUN_TOKEN], keys[b, RUN_ROW]
-                places[5, at], places[6, at] = keys[b, RUN_ROWS], keys[b, RUN_TOKEN]
+def _note(near: Ints, runs: Ints, count: int, mark: int, places: Ints) -> None:
+    """Writes runs down with a mark, where there is room."""
+    first = near[PLACES, PIECES]
+    near[PLACES, PIECES] = first + count
+    for run in range(min(count, places.shape[1] - first)):
+        places[0, first + run], places[1, first + run] = mark, runs[run, RUN_ROW]
+        places[2, first + run], places[3, first + run] = runs[run, RUN_ROWS], runs[run, RUN_TOKEN]
 
 
 @lean
@@ -1130,26 +1126,48 @@ def _settle(sends: Ints, parcels: Ints, conditions: Ints, number: int) -> bool:
 
 
 @lean
-def _place(sends: Ints, parcels: Ints, places: Ints, number: int, found: Ints) -> int:
-    """Fills `found`, as far as there is room, with so many of the places, by address, cut where tokens do not go on;
-    their number, -1 where rows were sent as zeros."""
-    count = 0
-    for i in range(number):
-        row, q, rows = places[1, i], places[3, i], places[2, i]
-        while rows > 0:
-            query, some = _token(sends, parcels, q, rows)
-            key_row, k, keys = places[4, i], places[6, i], places[5, i]
-            while keys > 0:
-                key, several = _token(sends, parcels, k, keys)
-                if query == NOWHERE or key == NOWHERE:
-                    return -1
+def _place(sends: Ints, parcels: Ints, places: Ints, number: int, runs: Ints, found: Ints) -> int:
+    """Fills `found`, as far as there is room, with each run of the queries of each task and each of its keys, by
+    address; so many places are noted. Their number, -1 where rows were sent as zeros or are of too many runs."""
+    count, queries, heads, end = 0, 0, 0, 0
+    keys = runs[_RUNS:]
+    while end < number:
+        line, task = end, places[0, end]
+        while end < number and places[0, end] == task:
+            end += 1
+        if task < 0:
+            heads, queries = -1 - task, _known(sends, parcels, places, line, end, runs)
+        several = _known(sends, parcels, places, line, end, keys) if task >= 0 else 0
+        if queries < 0 or several < 0:
+            return -1
+        for a in range(queries):
+            for b in range(several):
                 if count < found.shape[1]:
-                    found[0, count], found[7, count] = places[0, i], places[7, i]
-                    found[1, count], found[2, count], found[3, count] = row, some, query
-                    found[4, count], found[5, count], found[6, count] = key_row, several, key
+                    found[0, count], found[7, count] = task, heads
+                    found[1, count], found[2, count] = runs[a, RUN_ROW], runs[a, RUN_ROWS]
+                    found[3, count], found[4, count] = runs[a, RUN_TOKEN], keys[b, RUN_ROW]
+                    found[5, count], found[6, count] = keys[b, RUN_ROWS], keys[b, RUN_TOKEN]
                 count += 1
-                key_row, k, keys = key_row + several, k + several, keys - several
-            row, q, rows = row + some, q + some, rows - some
+    return count
+
+
+@lean
+def _known(sends: Ints, parcels: Ints, places: Ints, first: int, end: int, runs: Ints) -> int:
+    """Fills `runs` with the addresses of some places, joined where they go on; their number, -1 as in `_place`."""
+    count = 0
+    for line in range(first, end):
+        row, left, token = places[1, line], places[2, line], places[3, line]
+        while left > 0:
+            address, rows = _token(sends, parcels, token, left)
+            last = count - 1
+            if address == NOWHERE or count == _RUNS:
+                return -1
+            if count and runs[last, RUN_TOKEN] + runs[last, RUN_ROWS] == address:
+                runs[last, RUN_ROWS] += rows
+            else:
+                runs[count, RUN_ROW], runs[count, RUN_ROWS], runs[count, RUN_TOKEN] = row, rows, address
+                count += 1
+            row, token, left = row + rows, token + rows, left - rows
     return count
 
 
@@ -1395,8 +1413,9 @@ def judge(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], 
     room = 2 * tasks.shape[1] + transfers.shape[1] + 64
     conditions = np.empty((3, 4 * (rowops.shape[1] + transfers.shape[1] + tasks.shape[1]) + 64), np.int64)
     parcels = np.empty((2, 4 * (transfers.shape[1] + tasks.shape[1]) + 64), np.int64)
+    runs = np.empty((2 * _RUNS, 4), np.int64)
     for _ in range(2):
-        near, places = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64), np.empty((8, room), np.int64)
+        near, places = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64), np.empty((4, room), np.int64)
         near[PLACES, GIVEN] = sum(1 << tensor for tensor in given)
         done = _walk(
             program.phase == "backward",
@@ -1422,7 +1441,7 @@ def judge(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], 
             np.full((4, number), -1, np.int64),
             np.empty((8 * longest + 4096, NODE), np.int64),
             near,
-            np.empty((2 * _RUNS, 4), np.int64),
+            runs,
             conditions,
             parcels,
             places,
@@ -1434,11 +1453,11 @@ def judge(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], 
         room = int(near[PLACES, PIECES])
     if not _settle(sends, parcels, conditions, near[PLACES, CONDITIONS]):
         return None
-    found = np.empty((8, near[PLACES, PIECES]), np.int64)
-    count = _place(sends, parcels, places, found.shape[1], found)
-    if count > found.shape[1]:
+    found, pieces = np.empty((8, tasks.shape[1]), np.int64), near[PLACES, PIECES]
+    count = _place(sends, parcels, places, pieces, runs, found)
+    if count > tasks.shape[1]:
         found = np.empty((8, count), np.int64)
-        _place(sends, parcels, places, near[PLACES, PIECES], found)
+        _place(sends, parcels, places, pieces, runs, found)
     covered = np.zeros(program.q_sets.heads, bool)
     for one in np.flatnonzero(np.bincount(found[7])).tolist() if count > 0 else ():
         covered[program.q_sets.members[one]] = True
