@@ -56,19 +56,19 @@ def tasks_of(program: Program, flow: Flow, homes: Homes) -> Tasks:
     table, operands = program[name], program["operands"]
     columns = np.array([TABLES[name].index(column) for column in ("q", "kv")])
     whole, complete = int(np.count_nonzero(found >= 0)), not (found == NO_TOKEN).any()
-    places = np.empty((8, whole + (len(flow.parts) if whole < len(table) else 0)), np.int64)
-    places[:7, whole:] = flow.parts.T[:, : places.shape[1] - whole]
+    places = np.empty((whole + (len(flow.parts) if whole < len(table) else 0), 8), np.int64)
+    places[whole:, :7] = flow.parts[: len(places) - whole]
     _place_whole(table.data, table.ptr, columns, operands.data, operands.ptr, flow.tokens, places)
-    places[7] = operands["heads"][program.task_operand("q", places[0])]
+    places[:, 7] = operands["heads"][program.task_operand("q", places[:, 0])]
     return cut(program, places, homes, complete)
 
 
 def cut(program: Program, places: Ints, homes: Homes, complete: bool = True) -> Tasks:
-    """Bands of parts of tasks, int64 [8, parts] as in `Flow.parts` and the head sets of their queries. Raises
+    """Bands of parts of tasks, int64 [parts, 8] as in `Flow.parts` and the head sets of their queries. Raises
     CapacityError for too many."""
     table = program.source[program.task_list]
     axis, diagonals = (homes.starts, homes.tokens), np.stack([table.wide("dmin"), table.wide("dmax")])
-    most, room = _FREE_PIECES + _PIECES_PER_TASK * len(table), 2 * places.shape[1]
+    most, room = _FREE_PIECES + _PIECES_PER_TASK * len(table), 2 * len(places)
     found = np.empty((8, room), np.int64)
     count = _cut(places, diagonals, *axis, found, most)
     if count > most:
@@ -254,9 +254,9 @@ def _place_whole(
     for rank in range(len(ptr) - 1):
         for i in range(ptr[rank], ptr[rank + 1]):
             if tokens[0, i] >= 0:
-                places[0, count], places[1, count], places[4, count] = i, 0, 0
-                places[2, count], places[3, count] = operands[3, bases[rank] + table[query, i]], tokens[0, i]
-                places[5, count], places[6, count] = operands[3, bases[rank] + table[key, i]], tokens[1, i]
+                places[count, 0], places[count, 1], places[count, 4] = i, 0, 0
+                places[count, 2], places[count, 3] = operands[3, bases[rank] + table[query, i]], tokens[0, i]
+                places[count, 5], places[count, 6] = operands[3, bases[rank] + table[key, i]], tokens[1, i]
                 count += 1
 
 
@@ -266,9 +266,9 @@ def _cut(places: Ints, diagonals: Ints, starts: Ints, tokens: Ints, bands: Ints,
     where there is room, their bands are written down, and behind each its task and its heads. starts, tokens: as in
     `Homes`."""
     count, run, other = 0, 0, 0
-    for part in range(places.shape[1]):
-        i, row, rows, q = places[0, part], places[1, part], places[2, part], places[3, part]
-        key_row, keys, k = places[4, part], places[5, part], places[6, part]
+    for part in range(len(places)):
+        i, row, rows, q = places[part, 0], places[part, 1], places[part, 2], places[part, 3]
+        key_row, keys, k = places[part, 4], places[part, 5], places[part, 6]
         dmin, dmax = diagonals[0, i] + q - k + key_row - row, diagonals[1, i] + q - k + key_row - row
         run = _run_of(starts, q, run)
         while starts[run] < q + rows:
@@ -286,7 +286,7 @@ def _cut(places: Ints, diagonals: Ints, starts: Ints, tokens: Ints, bands: Ints,
                     bands[3, count - 1] = min(starts[other + 1], k + keys) + shift - move
                     bands[4, count - 1] = max(dmin + move, bands[0, count - 1] - bands[3, count - 1] + 1)
                     bands[5, count - 1] = min(dmax + move, bands[1, count - 1] - bands[2, count - 1] - 1)
-                    bands[6, count - 1], bands[7, count - 1] = i, places[7, part]
+                    bands[6, count - 1], bands[7, count - 1] = i, places[part, 7]
                 elif count > most:
                     return count
                 other += 1

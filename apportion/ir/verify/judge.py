@@ -105,7 +105,7 @@ def _open(m: Ints, near: Ints, place: int) -> bool:
         return False
     while (rows - 1) >> shift > last:
         shift += 1
-    for column in range(m.shape[1]):
+    for column in range(NODE):
         m[node, column] = 0
     m[node, LO], m[node, HI], m[node, AFTER], m[node, BEFORE] = 0, rows, -1, -1
     if place & 1:
@@ -140,7 +140,7 @@ def _split(m: Ints, near: Ints, place: int, node: int, row: int) -> int:
     if new < 0:
         return -1
     low, high = m[node, LO], m[node, HI]
-    for column in range(m.shape[1]):
+    for column in range(NODE):
         m[new, column] = m[node, column]
     if row - low < high - row:
         m[new, HI], m[node, LO] = row, row
@@ -266,7 +266,7 @@ def _doubt(token: int) -> int:
     return 0 if token < _UNKNOWN else 1 + ((token >> TILE_SHIFT) & 1)
 
 
-@lean
+@inlined
 def _add(
     m: Ints,
     near: Ints,
@@ -307,7 +307,7 @@ def _add(
     return low >= high
 
 
-@lean
+@inlined
 def _read(
     m: Ints,
     near: Ints,
@@ -794,9 +794,9 @@ def _note(near: Ints, runs: Ints, count: int, mark: int, places: Ints) -> None:
     """Writes runs down with a mark, where there is room."""
     first = near[PLACES, PIECES]
     near[PLACES, PIECES] = first + count
-    for run in range(min(count, places.shape[1] - first)):
-        places[0, first + run], places[1, first + run] = mark, runs[run, RUN_ROW]
-        places[2, first + run], places[3, first + run] = runs[run, RUN_ROWS], runs[run, RUN_TOKEN]
+    for run in range(min(count, len(places) - first)):
+        places[first + run, 0], places[first + run, 1] = mark, runs[run, RUN_ROW]
+        places[first + run, 2], places[first + run, 3] = runs[run, RUN_ROWS], runs[run, RUN_TOKEN]
 
 
 @lean
@@ -1126,14 +1126,17 @@ def _settle(sends: Ints, parcels: Ints, conditions: Ints, number: int) -> bool:
 
 
 @lean
-def _place(sends: Ints, parcels: Ints, places: Ints, number: int, runs: Ints, found: Ints) -> int:
+def _place(
+    sends: Ints, parcels: Ints, places: Ints, number: int, runs: Ints, found: Ints, written: bool
+) -> int:
     """Fills `found`, as far as there is room, with each run of the queries of each task and each of its keys, by
-    address; so many places are noted. Their number, -1 where rows were sent as zeros or are of too many runs."""
+    address; so many places are noted. Their number, -1 where rows were sent as zeros or are of too many runs. written:
+    whether they stand in `found` already, from another program; -1 where it has others there."""
     count, queries, heads, end = 0, 0, 0, 0
     keys = runs[_RUNS:]
     while end < number:
-        line, task = end, places[0, end]
-        while end < number and places[0, end] == task:
+        line, task = end, places[end, 0]
+        while end < number and places[end, 0] == task:
             end += 1
         if task < 0:
             heads, queries = -1 - task, _known(sends, parcels, places, line, end, runs)
@@ -1142,13 +1145,29 @@ def _place(sends: Ints, parcels: Ints, places: Ints, number: int, runs: Ints, fo
             return -1
         for a in range(queries):
             for b in range(several):
-                if count < found.shape[1]:
-                    found[0, count], found[7, count] = task, heads
-                    found[1, count], found[2, count] = runs[a, RUN_ROW], runs[a, RUN_ROWS]
-                    found[3, count], found[4, count] = runs[a, RUN_TOKEN], keys[b, RUN_ROW]
-                    found[5, count], found[6, count] = keys[b, RUN_ROWS], keys[b, RUN_TOKEN]
+                if written:
+                    if count == len(found) or not (
+                        found[count, 0] == task
+                        and found[count, 7] == heads
+                        and _is_run(found, count, 1, runs, a)
+                        and _is_run(found, count, 4, keys, b)
+                    ):
+                        return -1
+                elif count < len(found):
+                    found[count, 0], found[count, 7] = task, heads
+                    for column in range(3):  # RUN_ROW, RUN_ROWS, RUN_TOKEN
+                        found[count, 1 + column], found[count, 4 + column] = runs[a, column], keys[b, column]
                 count += 1
     return count
+
+
+@lean
+def _is_run(found: Ints, line: int, column: int, runs: Ints, run: int) -> bool:
+    return (  # type: ignore[no-any-return]
+        found[line, column] == runs[run, RUN_ROW]
+        and found[line, column + 1] == runs[run, RUN_ROWS]
+        and found[line, column + 2] == runs[run, RUN_TOKEN]
+    )
 
 
 @lean
@@ -1156,7 +1175,7 @@ def _known(sends: Ints, parcels: Ints, places: Ints, first: int, end: int, runs:
     """Fills `runs` with the addresses of some places, joined where they go on; their number, -1 as in `_place`."""
     count = 0
     for line in range(first, end):
-        row, left, token = places[1, line], places[2, line], places[3, line]
+        row, left, token = places[line, 1], places[line, 2], places[line, 3]
         while left > 0:
             address, rows = _token(sends, parcels, token, left)
             last = count - 1
@@ -1378,12 +1397,14 @@ def sets_of(q: HeadSets, kv: HeadSets) -> Sets | None:
     return Sets(table, np.array([q.size, kv.size], np.int64), pairs)
 
 
-def judge(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], masked: bool) -> Ints | None:
-    """What the tasks of a program with which all is right attend to, int64 [8, parts] as `Flow.parts`, and the head set
+def judge(
+    program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], masked: bool, before: Ints | None
+) -> Ints | None:
+    """What the tasks of a program with which all is right attend to, int64 [parts, 8] as `Flow.parts`, and the head set
     of the queries; None where that is not sure.
 
     homes: of the home rows. given: tensors whose home rows hold values at the start. masked: whether the mask allows
-    anything.
+    anything. before: what was found of another program of the same mask; itself where that is found again.
     """
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
     tables = {name: _matrix(name, program.source[name]) for name in names}
@@ -1415,7 +1436,7 @@ def judge(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], 
     parcels = np.empty((2, 4 * (transfers.shape[1] + tasks.shape[1]) + 64), np.int64)
     runs = np.empty((2 * _RUNS, 4), np.int64)
     for _ in range(2):
-        near, places = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64), np.empty((4, room), np.int64)
+        near, places = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64), np.empty((room, 4), np.int64)
         near[PLACES, GIVEN] = sum(1 << tensor for tensor in given)
         done = _walk(
             program.phase == "backward",
@@ -1453,12 +1474,16 @@ def judge(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], 
         room = int(near[PLACES, PIECES])
     if not _settle(sends, parcels, conditions, near[PLACES, CONDITIONS]):
         return None
-    found, pieces = np.empty((8, tasks.shape[1]), np.int64), near[PLACES, PIECES]
-    count = _place(sends, parcels, places, pieces, runs, found)
-    if count > tasks.shape[1]:
-        found = np.empty((8, count), np.int64)
-        _place(sends, parcels, places, pieces, runs, found)
+    noted = sends, parcels, places, near[PLACES, PIECES], runs
+    if before is not None and _place(*noted, before, True) == len(before):
+        return before
+    found = np.empty((tasks.shape[1] + room, 8), np.int64)
+    count = _place(*noted, found, False)
+    if count > len(found):
+        found = np.empty((count, 8), np.int64)
+        _place(*noted, found, False)
+    found = found[: max(count, 0)]
     covered = np.zeros(program.q_sets.heads, bool)
-    for one in np.flatnonzero(np.bincount(found[7])).tolist() if count > 0 else ():
+    for one in np.flatnonzero(np.bincount(found[:, 7])).tolist():
         covered[program.q_sets.members[one]] = True
     return found if count >= 0 and (covered.all() or not masked) else None

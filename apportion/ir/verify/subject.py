@@ -119,16 +119,14 @@ class Subject:
     def judge(self) -> bool:
         """Whether `judge.py` is sure of all programs: then it has told what their tasks are, and nothing need run."""
         sets = judge.sets_of(self.programs[0].q_sets, self.programs[0].kv_sets) if self.programs else None
-        forward: dict[str, tuple[Program, Ints, coverage.Tasks]] = {}
+        forward: dict[str, tuple[Program, Ints | None, coverage.Tasks | None]] = {}
         for program in self.programs if sets else ():
             masked, taken = len(self.mask(program.kind)) > 0, self.taken(program)
-            found = judge.judge(program, self.homes, sets, taken, masked) if sets else None
+            first, places, tasks = forward.get(program.kind, (program, None, None))
+            found = judge.judge(program, self.homes, sets, taken, masked, places) if sets else None
             if found is None:
                 return False
-            before = forward.get(program.kind)
-            if before and np.array_equal(found, before[1]) and _same_diagonals(program, before[0]):
-                tasks = before[2]
-            else:
+            if tasks is None or found is not places or not _same_diagonals(program, first):
                 try:
                     tasks = coverage.cut(program, found, self.homes)
                 except CapacityError:
