@@ -8,6 +8,7 @@ is for `ir.verify`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +160,8 @@ class _Place:
             return
         for name, values in self.table.columns.items():
             low, high = more.get(name) or _RANGES.get((self.name, name), (0, LIMIT))
-            if values.min() < low or values.max() > high:
+            # without a sign what is below 0 is above all else
+            if (low and values.min() < low) or (values if low else _unsigned(values)).max() > high:
                 self.refuse((values < low) | (values > high), f"{name} is outside [{low}, {high}]")
 
     def check_spans(self, tokens: int) -> None:
@@ -182,6 +184,10 @@ class _Place:
     def begins(self) -> Ints:
         """The first row of each rank that has some."""
         return self.table.ptr[:-1][np.diff(self.table.ptr) > 0]
+
+
+def _unsigned(values: Ints) -> NDArray[np.unsignedinteger[Any]]:
+    return values.view(f"u{values.dtype.itemsize}")
 
 
 def _check_program(header: Header, where: str, program: Mapping[str, Table], first_rank: int) -> None:
@@ -210,13 +216,14 @@ def _check_arenas(place: _Place) -> None:
 def _check_operand_table(header: Header, operands: _Place) -> None:
     """Operand 0 is none, the others name rows of a tensor; head sets of KV tensors hold KV heads."""
     begins = operands.begins()
-    blank = (operands["tensor"] == 0) | (operands["rows"] == 0)
-    filled = np.zeros(len(blank), bool)
-    for column in operands.table.columns:
-        filled[begins] |= operands[column][begins] != 0
-    operands.refuse(filled, "operand 0 must be none")
-    blank[begins] = False
-    operands.refuse(blank, "only operand 0 may be none or have no rows")
+    firsts = np.zeros(len(operands.table), bool)
+    if any(column[begins].any() for column in operands.table.columns.values()):
+        firsts[begins] = np.any([column[begins] for column in operands.table.columns.values()], axis=0)
+        operands.refuse(firsts, "operand 0 must be none")
+    if any(np.count_nonzero(operands[name]) != len(firsts) - len(begins) for name in ("tensor", "rows")):
+        firsts[begins] = True
+        blank = (operands["tensor"] == 0) | (operands["rows"] == 0)
+        operands.refuse(blank & ~firsts, "only operand 0 may be none or have no rows")
     foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     if foreign.any():
         operands.refuse(

@@ -18,7 +18,6 @@ noted as such, run by run (`parcels`), and whoever holds rows of it is told then
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, PARTIALS, RESULTS, T
 from apportion.ir.jit import inlined, lean
 from apportion.ir.plan import Ints, Table
 from apportion.ir.verify.homes import Homes
-from apportion.ir.verify.view import HOME, WORK, HeadSets, Program
+from apportion.ir.verify.view import HOME, WORK, Bools, HeadSets, Program
 
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
 # file changes.
@@ -1360,16 +1359,21 @@ def _fixed(numbers: Ints) -> Ints:
     return found
 
 
-def _heads(sets: HeadSets) -> Sequence[int] | None:
-    """Bits of the heads of each set, one for all heads that only occur together; None for too many."""
+def _members(sets: HeadSets) -> Bools:
+    """bool [sets, heads]: whether each has each head; what goes beyond the heads has none."""
     member = np.zeros((len(sets.members), sets.heads), bool)
     for number, one in enumerate(sets.members):
         member[number, one[one < sets.heads]] = True
-    together = np.unique(member, axis=1)
+    return member
+
+
+def _bits(member: Bools) -> Ints | None:
+    """int64 [sets], a bit for each head, or where these are too many one for all heads that only occur together; None
+    for too many of them."""
+    together = member if member.shape[1] <= _MOST_HEADS else np.unique(member, axis=1)
     if together.shape[1] > _MOST_HEADS:
         return None
-    bits: list[int] = (together << np.arange(together.shape[1])).sum(axis=1).tolist()
-    return bits
+    return together.astype(np.int64) @ (1 << np.arange(together.shape[1]))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -1384,17 +1388,14 @@ class Sets:
 
 def sets_of(q: HeadSets, kv: HeadSets) -> Sets | None:
     """None for more heads than are followed."""
-    bits = [_heads(side) for side in (q, kv)]
+    queries, keys = _members(q), _members(kv)
+    bits = _bits(queries), _bits(keys)
     if bits[0] is None or bits[1] is None:
         return None
-    table = np.array([bits, [q.canonical, kv.canonical]], np.int64)
-    own, held = np.zeros((2, len(q.members), kv.heads), bool)
-    for number, (heads, keys) in enumerate(zip(q.members, kv.members, strict=True)):
-        own[number, heads // (q.heads // kv.heads)] = True
-        held[number, keys[keys < kv.heads]] = True
-    lacking = (own[:, None] & ~held[None]).any(axis=2)
+    own = queries.reshape(len(queries), kv.heads, -1).any(axis=2)
+    lacking = (own[:, None] & ~keys[None]).any(axis=2)
     pairs: Ints = np.logical_not(lacking).astype(np.int8)
-    return Sets(table, np.array([q.size, kv.size], np.int64), pairs)
+    return Sets(np.array([bits, [q.canonical, kv.canonical]]), np.array([q.size, kv.size]), pairs)
 
 
 def judge(
