@@ -33,6 +33,7 @@ def bench_plan(
         int, typer.Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)
     ] = options.SAMPLED,
     block: options.Block = None,
+    pods: options.Pods = None,
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each row.", min=5)] = 5,
@@ -59,7 +60,7 @@ def bench_plan(
     source, counts = _source(workload), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     grid = Grid(counts, inputs.integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats)
     rows = []
-    for row in grid.rows(source, inputs.model_of(model), inputs.recipe_of(recipe, block)):
+    for row in grid.rows(source, inputs.model_of(model), inputs.recipe_of(recipe, block, pods)):
         note(f"{row['ranks']} ranks, seed {row['seed']}: {row['planning_ms']['p50']:.1f} ms")
         rows.append(row)
     record = {"benchmark": "plan", "workload": _name(workload), "versions": versions(), "rows": rows}

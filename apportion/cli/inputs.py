@@ -138,14 +138,16 @@ def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
     return chosen
 
 
-def recipe_of(name: str, block: str | None = None) -> Recipe:
-    """The recipe of that name or file, with its block size replaced where `block` is given."""
+def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> Recipe:
+    """The recipe of that name or file, with another block size where `block` is given, and with pods."""
     from apportion.ir import fields
     from apportion.planner import recipes
 
     is_file = Path(name).suffix in (".yaml", ".yml", ".json")
     recipe = recipes.find_recipe(fields.load(name) if is_file else name)
-    return recipe if block is None else recipes.with_block(recipe, _block(block))
+    if block is not None:
+        recipe = recipes.with_block(recipe, _number_or_auto("--block", block, 2048))
+    return recipe if pods is None else recipes.with_pods(recipe, _number_or_auto("--pods", pods, 1024))
 
 
 def with_deadline(recipe: Recipe, deadline_ms: float | None) -> Recipe:
@@ -162,15 +164,15 @@ def with_deadline(recipe: Recipe, deadline_ms: float | None) -> Recipe:
     return Recipe(recipe.name, tuple(held if step.step == "search" else step for step in recipe))
 
 
-def _block(text: str) -> int | str:
+def _number_or_auto(option: str, text: str, usual: int) -> int | str:
     if text == "auto":
         return text
     if not (text.isascii() and text.isdigit() and 0 < len(text.lstrip("0")) < 10):
         raise ConfigError(
-            "--block",
+            option,
             text,
             "must be one positive whole number, or auto",
-            "write --block 2048 or --block auto",
+            f"write {option} {usual} or {option} auto",
         )
     return int(text)
 

@@ -45,6 +45,7 @@ def create(
     microbatches: options.Microbatches = 1,
     recipe: options.RecipeName = "fcp",
     block: options.Block = None,
+    pods: options.Pods = None,
     seed: options.Seed = 0,
     lookahead: Annotated[
         int, typer.Option("--lookahead", help="Iterations planned before ranks ask for them.", min=1)
@@ -80,7 +81,7 @@ def create(
 
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    policy = Policy(inputs.recipe_of(recipe, block), seed=seed)
+    policy = Policy(inputs.recipe_of(recipe, block, pods), seed=seed)
     job = Job(the_cluster, inputs.model_of(model), policy, tokens_per_rank, microbatches, the_hardware)
     key = None if key_file is None else inputs.key_of(key_file)
     admin = None if admin_key_file is None else inputs.key_of(admin_key_file)

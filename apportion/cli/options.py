@@ -63,6 +63,14 @@ RecipeName = Annotated[
 Block = Annotated[
     str | None, typer.Option("--block", help="Tokens per block, or `auto`. Default: what the recipe says.")
 ]
+Pods = Annotated[
+    str | None,
+    typer.Option(
+        "--pods",
+        help="Plan parts of the cluster by themselves, of so many ranks at most, or `auto` (1024): "
+        "every document stays inside one. For thousands of ranks.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)]
 DeadlineMs = Annotated[
     float | None,

@@ -31,6 +31,7 @@ def plan(
     tokens_per_rank: options.TokensPerRank = None,
     recipe: options.RecipeName = "fcp",
     block: options.Block = None,
+    pods: options.Pods = None,
     deadline_ms: options.DeadlineMs = None,
     seed: options.Seed = 0,
     output: Annotated[
@@ -64,7 +65,7 @@ def plan(
         raise ConfigError("--tokens-per-rank", tokens_per_rank, rule, "drop it or --batch")
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     the_batch, skipped = inputs.batch_of(batch, lengths, workload, tokens, seed)
-    the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block), deadline_ms)
+    the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block, pods), deadline_ms)
     job = Job(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware)
     with Console(stderr=True).status("compiling (the first run of all, half a minute) and planning"):
         warm_up(the_recipe)

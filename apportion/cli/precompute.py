@@ -69,6 +69,7 @@ def precompute(
     microbatches: options.Microbatches = 1,
     recipe: options.RecipeName = "fcp",
     block: options.Block = None,
+    pods: options.Pods = None,
     seed: options.Seed = 0,
     shuffle: Annotated[
         bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
@@ -100,7 +101,7 @@ def precompute(
 
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    the_recipe, the_model = inputs.recipe_of(recipe, block), inputs.model_of(model)
+    the_recipe, the_model = inputs.recipe_of(recipe, block, pods), inputs.model_of(model)
     policy = Policy(the_recipe, seed=seed)
     job = Job(the_cluster, the_model, policy, tokens_per_rank, microbatches, the_hardware)
     work = _work(job, _samples(lengths, workload), mask, shuffle, iterations)

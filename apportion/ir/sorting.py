@@ -16,8 +16,7 @@ def stable_order(keys: Ints) -> Ints:
     if not HAS_NUMBA or len(keys) < _WORTH:
         return np.argsort(keys, kind="stable")
     low = int(keys.min())
-    bits = max((int(keys.max()) - low).bit_length(), 1)
-    return _radix_order(keys - low, -(-bits // _DIGIT))
+    return radix_order(keys - low, int(keys.max()) - low)
 
 
 def ranked(*columns: Ints) -> tuple[Ints, ...]:
@@ -33,14 +32,16 @@ def ranked(*columns: Ints) -> tuple[Ints, ...]:
 
 
 @jit
-def _radix_order(keys: Ints, passes: int) -> Ints:
-    """Least significant digit first (Knuth, volume 3, section 5.2.5)."""
+def radix_order(keys: Ints, most: int) -> Ints:
+    """int64 [n]: the stable order of `keys`, int64 [n] in [0, most]: least significant digit first (Knuth, volume 3,
+    section 5.2.5)."""
     count = len(keys)
     order, other = np.arange(count), np.empty(count, np.int64)
     mask = (1 << _DIGIT) - 1
     starts = np.empty(mask + 2, np.int64)
-    for step in range(passes):
-        shift = step * _DIGIT
+    for shift in range(0, 63, _DIGIT):
+        if most >> shift == 0:
+            break
         starts[:] = 0
         for i in range(count):
             starts[((keys[i] >> shift) & mask) + 1] += 1

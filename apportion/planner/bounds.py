@@ -16,6 +16,7 @@ bands whose keys are apart. Speeds do not matter (w is the largest of all ranks)
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.bands import INF, area
+from apportion.ir.areas import area_of
+from apportion.ir.bands import INF
 from apportion.ir.batch import Batch
 from apportion.ir.isa import FETCHED, MAX_RANKS, PHASES, RETURNED, TRAVELLING
+from apportion.ir.jit import jit, lean
 from apportion.ir.model import Model
-from apportion.planner.problem import exact_sums
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -144,97 +146,100 @@ def foreign_kv_tokens(batch: Batch, kind: str, token_cap: int, load_cap: int) ->
 
 def foreign_tokens(bands: Ints, token_cap: int, load_cap: int) -> int:
     """As `foreign_kv_tokens`, of bands int64 [n, 6] sorted by q0."""
-    parts = (
-        _stairs(_wide(_merged(bands), token_cap, load_cap), token_cap, load_cap),
-        _blocks(_wide(bands, token_cap, load_cap), token_cap, load_cap),
-    )
-    low, high, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
-    found = tokens > 0
-    return _most_apart(low[found], high[found], tokens[found])
+    found, count = _foreign(np.ascontiguousarray(bands), token_cap, load_cap)
+    return _most_apart(*found[:, :count])
 
 
-def _wide(bands: Ints, token_cap: int, load_cap: int) -> Ints:
-    """The bands whose rows one rank cannot hold or compute alone."""
-    return bands[(bands[:, 1] - bands[:, 0] > token_cap) | (area(bands) > load_cap)]
+@jit
+def _foreign(bands: Ints, token_cap: int, load_cap: int) -> tuple[Ints, int]:
+    """int64 [3, n] (first key, end, foreign tokens), and how many of these ranges of keys have any: of the bands whose
+    rows one rank cannot hold or compute alone. Bands whose rows see all keys from the same one up to their own at
+    least, one below the other, are one stair."""
+    found, count, first = np.zeros((3, 2 * len(bands)), np.int64), 0, 0
+    for band in range(len(bands)):
+        q0, q1, k0, k1, dmin, dmax = bands[band]
+        if _is_wide(q0, q1, k0, k1, dmin, dmax, token_cap, load_cap):
+            found[0, count], found[1, count] = k0, k1
+            found[2, count] = _of_block(q0, q1, k0, k1, dmin, dmax, token_cap, load_cap)
+            count += found[2, count] > 0
+        if band + 1 < len(bands) and _joins(bands[band], bands[band + 1]):
+            continue
+        if first < band:
+            q0, k1, dmin, dmax = bands[first, 0], q1, 0, INF
+        if _is_wide(q0, q1, k0, k1, dmin, dmax, token_cap, load_cap):
+            low, end, tokens = _of_stair(q0, q1, k0, k1, dmin, dmax, token_cap, load_cap)
+            found[0, count], found[1, count], found[2, count] = low, end, tokens
+            count += tokens > 0
+        first = band + 1
+    return found, count
 
 
-def _merged(bands: Ints) -> Ints:
-    """Bands whose rows see all keys from the same one up to their own at least, one below the other, as one stair."""
-    q0, q1, k0, k1, dmin, dmax = bands.T
-    stair = (dmin <= 0) & (dmax >= q1 - 1 - k0) & (k1 >= q1) & (k0 <= q0)
-    joins = np.zeros(len(bands), np.bool_)
-    joins[1:] = stair[1:] & stair[:-1] & (k0[1:] == k0[:-1]) & (q0[1:] == q1[:-1])
-    first = np.flatnonzero(~joins)
-    last = np.append(first[1:], len(bands)) - 1
-    merged = bands[first].copy()
-    many = last > first
-    merged[many, 1] = merged[many, 3] = q1[last[many]]
-    merged[many, 4:] = 0, INF
-    return merged
+@lean
+def _is_wide(q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int, token_cap: int, load_cap: int) -> bool:
+    return bool(q1 - q0 > token_cap or area_of(q0, q1, k0, k1, dmin, dmax) > load_cap)
 
 
-def _stairs(shapes: Ints, token_cap: int, load_cap: int) -> tuple[Ints, Ints, Ints]:
-    """(first key, end, foreign tokens) of the part of each band whose rows see up to their own key."""
-    q0, q1, k0, k1, dmin, dmax = shapes.T
-    start, end = np.maximum(q0, k0), np.minimum(q1, k1)
+@lean
+def _joins(upper: Ints, lower: Ints) -> bool:
+    return bool(_is_stair(upper) and _is_stair(lower) and upper[2] == lower[2] and lower[0] == upper[1])
+
+
+@lean
+def _is_stair(band: Ints) -> bool:
+    q0, q1, k0, k1, dmin, dmax = band
+    return bool(dmin <= 0 and dmax >= q1 - 1 - k0 and k1 >= q1 and k0 <= q0)
+
+
+@lean
+def _of_stair(
+    q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int, token_cap: int, load_cap: int
+) -> tuple[int, int, int]:
+    """(first key, end, foreign tokens) of the part of a band whose rows see up to their own key. `reach`: of one rank
+    after another, how far it reaches at least, as long as that is beyond the first row."""
+    start, end = max(q0, k0), min(q1, k1)
     plain = dmax >= end - 1 - k0
-    low = np.where(plain, k0, start)
-    size, window = end - low, np.where(plain, INF, dmax + 1)
-    usable = np.flatnonzero((size > 0) & (dmin <= 0) & (window > 1))
-    low, end, size, skip = low[usable], end[usable], size[usable], (start - low)[usable]
-    window = np.minimum(window[usable], size)
-    owner, reach = _reaches(size, skip, window, token_cap, load_cap)
-    all_seen = exact_sums(owner, reach, len(size)) - np.minimum(
-        size, token_cap * np.bincount(owner, minlength=len(size))
-    )
-    most_held = np.minimum(
-        token_cap, np.floor(_rows_of(np.full(len(size), float(load_cap)), window) + _SLACK).astype(np.int64)
-    )
-    strip = np.minimum(np.maximum(reach - most_held[owner], 0), window[owner] - 1)
-    tokens = np.where(plain[usable], all_seen, exact_sums(owner, strip, len(size)))
-    return low, end, tokens
+    low, window = (k0, INF) if plain else (start, dmax + 1)
+    size, skip = end - low, start - low
+    if size <= 0 or dmin > 0 or window <= 1:
+        return low, end, 0
+    window = min(window, size)
+    total, load = _pairs_of(size, window), float(load_cap)
+    ranks = max(-(-(size - skip) // token_cap), math.ceil(total / max(load_cap, 1)))
+    most_held = min(token_cap, math.floor(_rows_of(load, window) + _SLACK))
+    holders, reached, strip = 0, 0, 0
+    for before in range(1 + min(max(ranks, 0), MAX_RANKS)):
+        by_load = _rows_of(max(total - before * load, 0.0), window)
+        reach = max(size - before * token_cap, math.ceil(by_load - _SLACK))
+        if reach > skip:
+            holders += 1
+            reached += reach
+            strip += min(max(reach - most_held, 0), window - 1)
+    return low, end, reached - min(size, token_cap * holders) if plain else strip
 
 
-def _reaches(size: Ints, skip: Ints, window: Ints, token_cap: int, load_cap: int) -> tuple[Ints, Ints]:
-    """(stair, tokens): how far the ranks that reach furthest into each stair reach at least, as long as that is beyond
-    its first row, `skip`."""
-    total = _pairs_of(size, window)
-    by_tokens, by_pairs = -(-(size - skip) // token_cap), np.ceil(total / max(load_cap, 1)).astype(np.int64)
-    ranks = 1 + np.clip(np.maximum(by_tokens, by_pairs), 0, MAX_RANKS)
-    owner = np.repeat(np.arange(len(size)), ranks)
-    before = np.arange(len(owner)) - np.repeat(np.cumsum(ranks) - ranks, ranks)
-    by_load = _rows_of(np.maximum(total[owner] - before * float(load_cap), 0.0), window[owner])
-    reach = np.maximum(size[owner] - before * token_cap, np.ceil(by_load - _SLACK).astype(np.int64))
-    some = reach > skip[owner]
-    return owner[some], reach[some]
-
-
-def _pairs_of(rows: Ints, window: Ints) -> Floats:
+@lean
+def _pairs_of(rows: int, window: int) -> float:
     """Pairs of the first rows of a stair under a window (no longer than the stair)."""
-    held, rest = np.minimum(rows, window).astype(np.float64), np.maximum(rows - window, 0)
-    pairs: Floats = held * (held + 1) / 2 + rest * window.astype(np.float64)
-    return pairs
+    held, rest = float(min(rows, window)), float(max(rows - window, 0))
+    return held * (held + 1) / 2 + rest * float(window)
 
 
-def _rows_of(pairs: Floats, window: Ints) -> Floats:
+@lean
+def _rows_of(pairs: float, window: int) -> float:
     """The inverse of `_pairs_of`: how many of the first rows have so many pairs."""
     corner = window * (window + 1.0) / 2
-    inside = (np.sqrt(1 + 8 * np.minimum(pairs, corner)) - 1) / 2
-    rows: Floats = inside + np.maximum(pairs - corner, 0) / window
-    return rows
+    inside = (math.sqrt(1 + 8 * min(pairs, corner)) - 1) / 2
+    return inside + max(pairs - corner, 0.0) / window
 
 
-def _blocks(shapes: Ints, token_cap: int, load_cap: int) -> tuple[Ints, Ints, Ints]:
-    """(first key, end, foreign tokens) of the rows of each band that see all of its keys: every rank but one that has
-    some of these rows lacks, summed up, all keys."""
-    q0, q1, k0, k1, dmin, dmax = shapes.T
+@lean
+def _of_block(q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int, token_cap: int, load_cap: int) -> int:
+    """Foreign tokens of the rows of a band that see all of its keys: every rank but one that has some of these rows
+    lacks, summed up, all keys."""
     keys = k1 - k0
-    rows = np.minimum(q1, k0 + np.minimum(dmax, INF // 2) + 1) - np.maximum(
-        q0, k1 - 1 + np.maximum(dmin, -INF // 2)
-    )
-    per_rank = np.minimum(token_cap, np.maximum(load_cap // np.maximum(keys, 1), 1))
-    holders = -(-np.maximum(rows, 0) // per_rank)
-    return k0, k1, np.maximum(holders - 1, 0) * keys
+    rows = min(q1, k0 + min(dmax, INF // 2) + 1) - max(q0, k1 - 1 + max(dmin, -INF // 2))
+    per_rank = min(token_cap, max(load_cap // max(keys, 1), 1))
+    return max(-(-max(rows, 0) // per_rank) - 1, 0) * keys
 
 
 def _most_apart(low: Ints, high: Ints, tokens: Ints) -> int:

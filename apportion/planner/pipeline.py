@@ -112,12 +112,16 @@ def place(problem: Problem, passes: Passes, watch: Watch) -> Placed:
         with watch("place"):
             shards, placement = lone.placement(problem)
         return Placed(problem, passes, groups, inner, shards, placement)
-    with watch("shard"):
-        shards = passes.shard(inner)
-        checks.shards(inner, shards)
-    with watch("place"), _in_groups(groups):
-        placement = passes.place(inner, shards)
-        checks.placement(inner, shards, placement)
+    if passes.pods is not None:
+        with watch("place"), _in_groups(groups):
+            shards, placement = passes.pods(inner, int(groups.sizes.max()), passes.shard, passes.place)
+    else:
+        with watch("shard"):
+            shards = passes.shard(inner)
+        with watch("place"), _in_groups(groups):
+            placement = passes.place(inner, shards)
+    checks.shards(inner, shards)
+    checks.placement(inner, shards, placement)
     if placement.groups is not None:
         groups = unequal_groups(passes, placement.groups)
     return Placed(problem, passes, groups, inner, shards, placement, lone)

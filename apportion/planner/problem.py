@@ -182,6 +182,11 @@ class Shards:
     def pieces(self) -> int:
         return int(self.piece.max()) + 1 if len(self.piece) else 0
 
+    @cached_property
+    def piece_weights(self) -> Ints:
+        """int64 [pieces]"""
+        return self.per_piece(self.weight)
+
     def per_piece(self, values: Ints) -> Ints:
         """Sums of an int64 [blocks] column over the blocks of each piece."""
         return exact_sums(self.piece, values, self.pieces)
@@ -252,3 +257,10 @@ def exact_sums(index: Ints, values: Ints, size: int) -> Ints:
     for place in range(len(index)):
         sums[index[place]] += values[place]
     return sums
+
+
+@jit
+def raise_to(most: Ints, index: Ints, values: Ints) -> None:
+    """Where `values` by `index` are larger than `most`, they are written there. All int32."""
+    for place in range(len(index)):
+        most[index[place]] = max(most[index[place]], values[place])

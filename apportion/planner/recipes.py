@@ -1,6 +1,6 @@
 """Named strategies as data, and the passes that their steps may name.
 
-    recipe = [pack] · [inner] · shard · place · [route] · schedule · [reshuffle] · [remap]
+    recipe = [pack] · [inner] · [pods] · shard · place · [route] · schedule · [reshuffle] · [remap]
            | [pack] · search, which finds the other steps
 
 Third parties add recipes through the entry point group `apportion.recipes`: a name = a `Recipe` or an `Entry`.
@@ -22,6 +22,7 @@ from apportion.ir.policy import Recipe, Step
 from apportion.planner import options, plugins, registry
 from apportion.planner.passes.groups import InnerPass
 from apportion.planner.passes.pack import PackPass
+from apportion.planner.passes.pods import PodsPass
 from apportion.planner.passes.remap import RemapPass
 from apportion.planner.passes.route import RoutePass, Star
 from apportion.planner.passes.schedule import SchedulePass
@@ -346,6 +347,15 @@ def with_block(recipe: Recipe, block: int | str) -> Recipe:
     return Recipe(recipe.name, tuple(blocks if step.step == "shard" else step for step in recipe))
 
 
+def with_pods(recipe: Recipe, ranks: int | str) -> Recipe:
+    """The recipe with pods of so many ranks at most, or "auto". Raises ConfigError where it searches."""
+    if recipe.step("search") is not None:
+        rule = f"recipe {recipe.name} searches, and plans all ranks at once"
+        raise ConfigError("pods", ranks, rule, "take another recipe, or leave --pods out")
+    pods = Step("pods", "documents", {"ranks": ranks})
+    return Recipe(recipe.name, (pods, *(step for step in recipe if step.step != "pods")))
+
+
 def passes_of(recipe: Recipe) -> Passes:
     """The passes of a recipe that does not search. Raises UnknownNameError for a pass, ConfigError for a step or
     parameter."""
@@ -365,6 +375,7 @@ def _passes(data: bytes) -> Passes:
     schedule = cast(SchedulePass, built["schedule"])
     return Passes(
         inner=cast(InnerPass | None, built.get("inner")),
+        pods=cast(PodsPass | None, built.get("pods")),
         shard=cast(ShardPass, built["shard"]),
         place=cast(PlacePass, built["place"]),
         route=_route(cast(RoutePass | None, built.get("route")), schedule.route),

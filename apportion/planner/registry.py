@@ -28,6 +28,7 @@ _BUILT_IN = {
         "wlb": "passes.pack:Wlb",
     },
     "inner": {"ulysses": "passes.groups:Ulysses", "upipe": "passes.upipe:UPipe"},
+    "pods": {"documents": "passes.pods:Documents"},
     "shard": {
         "blocks": "passes.shard:Blocks",
         "chunks": "passes.sequences:Chunks",
@@ -67,6 +68,7 @@ _BUILT_IN = {
 _CONTRACTS = {
     "pack": "passes.pack:PackPass",
     "inner": "passes.groups:InnerPass",
+    "pods": "passes.pods:PodsPass",
     "shard": "problem:ShardPass",
     "place": "problem:PlacePass",
     "route": "passes.route:RoutePass",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
+from apportion.ir.jit import jit
 from apportion.ir.plan import ProgramSet
 from apportion.ir.totals import in_all, moved, rounds
 from apportion.planner import bounds
@@ -53,7 +54,13 @@ def build_report(
 ) -> dict[str, Any]:
     """The report of a plan; byte counts are of one attention call of each kind, forward and backward."""
     low = leading(lowered)
-    traffic = [item for (kind, phase), low in lowered.items() for item in _traffic(problem, kind, phase, low)]
+    carried = {id(low): _carried(low) for low in lowered.values()}
+    traffic = [
+        item
+        for (kind, phase), low in lowered.items()
+        for item in _traffic(problem, kind, phase, low, carried[id(low)])
+    ]
+    pairs, fullest = _of_groups(problem, placement, lone, low)
     load = _of_ranks(problem, lowered)
     mean = float(load.sum()) / problem.speeds.sum()
     block_tokens, heaviest = _largest(shards, placement)
@@ -72,18 +79,18 @@ def build_report(
             "compute": _over_mean(load, problem.speeds),
             "tokens": float((low.held / problem.token_shares).max()) - 1,
         },
-        "area": {kind: int(problem.batch.area(kind)) for kind in problem.batch.kinds},
+        "area": {kind: int(held.sum()) for kind, held in pairs.items()},
         "bytes": in_all(moved(programs, low.sets.sets, problem.model, problem.cluster).values()).summary(),
         "slots": sum(item.slots for item in traffic),
         "max_degree": sum(item.max_degree for item in traffic),
         "rounds": rounds(programs),
-        "exchanges": [asdict(item) for item in traffic],
+        "exchanges": [dict(vars(item)) for item in traffic],
         "bounds": {
             bound.name: bound.to_data()
             for bound in (
                 makespan,
                 bounds.slots([item.max_degree for item in traffic], [item.slots for item in traffic]),
-                _kv_bound(problem, placement, lone, lowered, traffic),
+                _kv_bound(problem, lowered, pairs, fullest, traffic),
                 bounds.remote_pairs_bytes(problem.model, [], None, heads_split=low.groups.split),
             )
         },
@@ -104,9 +111,11 @@ def _over_mean(load: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
 
 def _of_ranks(problem: Problem, lowered: Mapping[tuple[str, str], Lowering]) -> NDArray[np.float64]:
     """float64 [ranks]: pairs times layers; where the phases differ, of the less even one."""
-    loads = {phase: np.zeros(problem.ranks) for phase in PHASES}
+    alike = all(low is lowered[kind, PHASES[0]] for (kind, _), low in lowered.items())
+    loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if alike else PHASES)}
     for (kind, phase), low in lowered.items():
-        loads[phase] += problem.layers[kind] * low.pairs
+        if phase in loads:
+            loads[phase] += problem.layers[kind] * low.pairs
     return max(loads.values(), key=lambda load: float((load / problem.speeds).max()))
 
 
@@ -126,7 +135,7 @@ def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
     """Tokens of a block and pairs of the heaviest piece; of recipes without blocks, those of the longest and of the
     heaviest run of tokens that they keep together."""
     if shards.block_tokens:
-        return shards.block_tokens, float(shards.per_piece(shards.weight).max())
+        return shards.block_tokens, float(shards.piece_weights.max())
     return int(placement.lengths.max()), float(placement.weight.max())
 
 
@@ -141,31 +150,64 @@ def _ratio(value: float, mean: float) -> float:
     return float(value / mean) if mean else 0.0
 
 
-def _traffic(problem: Problem, kind: str, phase: str, low: Lowering) -> list[Traffic]:
+@dataclass(frozen=True)
+class _Carried:
+    """What tiles of one attention kind bring, by side: rows times the heads of who gets them, of all tiles and of those
+    whose results are complete; and the largest degree of all tiles and of those of queries."""
+
+    all: tuple[int, int]
+    whole: tuple[int, int]
+    degree: int
+    query_degree: int
+
+
+def _carried(low: Lowering) -> _Carried:
+    groups, edges = low.groups, low.edges
+    all_, whole = [], []
+    none = np.zeros(len(low.keys.edges), bool)
+    for tiles, heads, results in (
+        (low.queries.edges, low.sets.query_heads, low.whole_results),
+        (low.keys.edges, low.sets.tile_heads, none),
+    ):
+        held = exact_sums(groups.of_rank, heads, len(groups))
+        found = _head_rows(tiles.rows, tiles.dst, held, results) if len(tiles) else (0, 0)
+        all_.append(int(found[0]))
+        whole.append(int(found[1]))
+    queries = low.queries.edges
+    query_degree = max_degree(queries.src, queries.dst, len(groups))
+    degree = max_degree(edges.src, edges.dst, len(groups))
+    return _Carried((all_[0], all_[1]), (whole[0], whole[1]), degree, query_degree)
+
+
+@jit
+def _head_rows(rows: Ints, dst: Ints, heads: Ints, results: NDArray[np.bool_]) -> tuple[int, int]:
+    found, whole = 0, 0
+    for edge in range(len(rows)):
+        size = rows[edge] * heads[dst[edge]]
+        found += size
+        if results[edge]:
+            whole += size
+    return found, whole
+
+
+def _traffic(problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried) -> list[Traffic]:
     found = _exchanged(problem, kind, low, phase, "in")
-    found.append(_tiles(problem, kind, phase, low, "fetch"))
+    found.append(_tiles(problem, kind, phase, low, carried, "fetch"))
     if phase == "backward" or low.tasks.queries_move:
-        found.append(_tiles(problem, kind, phase, low, "return"))
+        found.append(_tiles(problem, kind, phase, low, carried, "return"))
     return found + _exchanged(problem, kind, low, phase, "out")
 
 
-def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, name: str) -> Traffic:
+def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried, name: str) -> Traffic:
     """Tiles on their way out, or what is added up for them on its way back."""
-    schedule, groups, moving = low.schedule, low.groups, FETCHED if name == "fetch" else RETURNED
-    size, tiles = 0, low.edges
-    of_queries = low.queries.edges, low.sets.query_heads, low.whole_results & (name == "return")
-    of_keys = low.keys.edges, low.sets.tile_heads, np.zeros(len(low.keys.edges), bool)
-    for side, (edges, heads, whole) in zip(SIDES, (of_queries, of_keys), strict=True):
-        partly, wholly = (
-            sum(of(tensor) for tensor in moving[side, phase])
-            for of in (partial(problem.model.sent_bytes, heads=1), problem.model.sent_result_bytes)
-        )
-        of_group = exact_sums(groups.of_rank, heads, len(groups))
-        a_head = np.where(whole, wholly, partly)
-        size += int((edges.rows.astype(np.int64) * of_group[edges.dst] * a_head).sum())
-    if name == "return" and phase == "forward":
-        tiles = tiles.take(np.flatnonzero(tiles.lane & 1))
-    degree = max_degree(tiles.src, tiles.dst, len(groups))
+    schedule, model, size = low.schedule, problem.model, 0
+    moving, results = (FETCHED, False) if name == "fetch" else (RETURNED, True)
+    for side, all_, whole in zip(SIDES, carried.all, carried.whole, strict=True):
+        partly = sum(model.sent_bytes(tensor, 1) for tensor in moving[side, phase])
+        size += partly * all_
+        if results and whole:
+            size += (sum(map(model.sent_result_bytes, moving[side, phase])) - partly) * whole
+    degree = carried.query_degree if results and phase == "forward" else carried.degree
     once = Traffic(kind, phase, name, schedule.slots, degree, schedule.rounds, size)
     return once.repeated(low.sets.tile_turns)
 
@@ -185,25 +227,32 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
     return [once.repeated(low.sets.turns)]
 
 
+def _of_groups(
+    problem: Problem, placement: Placement, lone: Lone | None, low: Lowering
+) -> tuple[dict[str, Ints], int]:
+    """kind -> int64 [groups], pairs of the queries whose home is in each group of ranks; and tokens of the fullest."""
+    starts, home = placement.starts, placement.home
+    if lone is not None:
+        starts, home = lone.in_groups(low.rows, low.groups.of_rank)
+    groups = len(low.groups)
+    pairs = {
+        kind: exact_sums(home, row_areas(bands, starts), groups) for kind, bands in problem.bands.items()
+    }
+    return pairs, int(exact_sums(home, np.diff(starts), groups).max())
+
+
 def _kv_bound(
     problem: Problem,
-    placement: Placement,
-    lone: Lone | None,
     lowered: Mapping[tuple[str, str], Lowering],
+    pairs: Mapping[str, Ints],
+    fullest: int,
     traffic: list[Traffic],
 ) -> bounds.Bound:
     """KV goes out forward and backward and its gradient comes back, between ranks, or between groups of ranks."""
     low = leading(lowered)
-    starts, home, groups = placement.starts, placement.home, len(low.groups)
-    if lone is not None:
-        starts, home = lone.in_groups(low.rows, low.groups.of_rank)
-    loads = {
-        kind: exact_sums(home, row_areas(bands, starts), groups) for kind, bands in problem.bands.items()
-    }
     value = sum(item.bytes for item in traffic if item.name in ("fetch", "return"))
     moving = any(low.tasks.queries_move for low in lowered.values())
-    caps = {kind: int(pairs.max()) for kind, pairs in loads.items()}
+    caps = {kind: int(held.max()) for kind, held in pairs.items()}
     # groups of a strategy without a cap of its own may hold more than their ranks' caps
-    fullest = int(exact_sums(home, np.diff(starts), groups).max())
     cap = max(problem.token_cap * int(low.groups.sizes.max()), fullest)
     return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value), moving)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from apportion.planner.passes.groups import InnerPass
+from apportion.planner.passes.pods import PodsPass
 from apportion.planner.passes.remap import RemapPass
 from apportion.planner.passes.route import RoutePass
 from apportion.planner.passes.schedule import SchedulePass
@@ -16,6 +17,7 @@ class Passes:
     """One for each step of a plan; reshuffle: whether the loader's rows are others than attention's."""
 
     inner: InnerPass | None
+    pods: PodsPass | None
     shard: ShardPass
     place: PlacePass
     route: RoutePass

@@ -15,7 +15,7 @@ from apportion.planner.passes.place import Lpt
 from apportion.planner.passes.route import Node, Routed, Site
 from apportion.planner.passes.schedule import Matchings, Schedule
 from apportion.planner.passes.shard import Blocks
-from apportion.planner.passes.tasks import Edges
+from apportion.planner.passes.tasks import Edges, Tasks
 from apportion.planner.pipeline import SILENT, Placed
 from apportion.planner.problem import Placement, PlacePass, Problem, ShardPass, Shards
 from apportion.planner.recipes import passes_of
@@ -124,7 +124,7 @@ def test_tasks_and_their_stages() -> None:
         with pytest.raises(VerifyError, match="stage, behind its tiles' is wrong"):
             checks.lowering(replace(low, stage=np.zeros_like(low.stage)))
         with pytest.raises(VerifyError, match="tasks, pairs of all is wrong"):
-            checks.tasks(bands, low.rows.starts, star.take(np.arange(1, len(star))), none, 1)
+            checks.tasks(bands, low.rows.starts, Tasks(*[column[1:] for column in star.columns]), none, 1)
 
 
 def test_the_plans_are_the_same() -> None:

@@ -70,7 +70,7 @@ class HeadGroups:
     def __len__(self) -> int:
         return len(self.query)
 
-    @property
+    @cached_property
     def key_sets(self) -> Ints:
         """int64: the number of each set of KV heads that groups share."""
         return self.key[np.unique(self.shared, return_index=True)[1]]

@@ -9,7 +9,7 @@ its gradients are added up at home.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, RESULTS, Op, Space, Tensor
-from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
+from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, RESULTS, SIDES, Op, Side, Space, Tensor
+from apportion.planner.passes.assemble import Assembler, Column, Operands, Ranges, taken
 from apportion.planner.passes.groups import Groups, HeadSets
 from apportion.planner.passes.rows import Rows, whole_ranges
 from apportion.planner.passes.schedule import Matchings, Slots
@@ -30,10 +30,6 @@ Bools = NDArray[np.bool_]
 CHANNEL = 0
 # Of a rank: from so many rows on, unpacking costs more than rounds by tensor do.
 DIRECT_ROWS = 2048
-# Requests of the home ranges, in the order in which they are made.
-COPIES, WHOLE = range(REQUESTS := 2)
-#: rank, row, rows of each: integers [n]
-Requests = Sequence[tuple[Ints, Ints, Ints]]
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,6 @@ class Exchange:
     pieces: Pieces
     slots: Slots  # of the copies that move, in order
     turns: Turns | None = None
-
-    @property
-    def ranges(self) -> tuple[Ints, Ints, Ints]:
-        """Attention rows of the pieces, as ranges on groups."""
-        return self.pieces.group, self.pieces.row, self.pieces.rows
 
     @cached_property
     def _copies(self) -> tuple[Ints, Ints]:
@@ -132,19 +123,26 @@ class Exchange:
         many = self.pieces.rows.sum() >= DIRECT_ROWS * self.groups.ranks
         return bool(many) and len(np.unique(pairs)) == len(pairs)
 
-    def home_ranges(self, tensor: Tensor, beside: Requests = ()) -> RangeSet:
-        """Home rows of the copies with the heads of their rank, and all home rows of each rank; and behind these what
-        else is asked `beside`, of all heads."""
-        heads = (self.sets.key if tensor in KV_SIDE else self.sets.query)[self.dst]
-        src_row = self.pieces.src_row[self.piece] + self.first[self.src]
-        rank, row, rows = whole_ranges(self.home)
-        requests = [(self.src, src_row, self.pieces.rows[self.piece]), (rank, row + self.first[rank], rows)]
-        return range_set(*requests, *beside, heads=(heads, 0, *(0 for _ in beside)))
+    @cached_property
+    def home_rows(self) -> tuple[Ints, Ints]:
+        """int64 [copies]: the first row of each copy at home, and its rows."""
+        return self.pieces.src_row[self.piece] + self.first[self.src], self.pieces.rows[self.piece]
 
-    def homes(self, ops: Operands, tensors: Sequence[Tensor], beside: Requests = ()) -> dict[Tensor, Numbers]:
-        """Numbers of the home operands of tensors of one side; request COPIES has one for each copy."""
-        numbers = ops.number(tensors, Space.HOME, self.home_ranges(tensors[0], beside))
-        return dict(zip(tensors, numbers, strict=True))
+    @cached_property
+    def at_home(self) -> Mapping[Side, Ranges]:
+        """Home rows of the copies, with the heads of the rank that they are for."""
+        return {side: Ranges.of(Space.HOME, *self.home_rows, self.heads(side)) for side in SIDES}
+
+    @cached_property
+    def in_attention(self) -> Mapping[Side, Ranges]:
+        """Attention rows of the copies."""
+        row, rows = self.pieces.row[self.piece], self.pieces.rows[self.piece]
+        return {side: Ranges.of(Space.WORK, row, rows, self.heads(side)) for side in SIDES}
+
+    def heads(self, side: Side) -> Column:
+        """int64 [copies]: the head set of the rank that each is for; 0: they all have all heads."""
+        sets = self.sets.key if side == "key" else self.sets.query
+        return sets[self.dst] if sets.any() else 0
 
 
 def _copies(pieces: Pieces, groups: Groups) -> tuple[Ints, Ints]:
@@ -207,65 +205,61 @@ def bring_in(
     asm: Assembler,
     exchange: Exchange,
     steps: ExchangeSteps,
-    home: Numbers,
-    attention: Ints,
+    tensor: Tensor,
     apart: Bools | None = None,
     part: int = 0,
 ) -> None:
-    """Home rows of one tensor, which goes in a part of the rounds, into attention rows; attention: operand numbers of
-    the pieces; apart: bool [pieces], those that go by themselves."""
-    given, taken = home[COPIES], attention[exchange.piece]
-    _move(asm, exchange, steps, (exchange.src, given), (exchange.dst, taken), apart, part)
+    """Home rows of a tensor, which goes in a part of the rounds, into attention rows; apart: bool [pieces], those that
+    go by themselves."""
+    home, there = _places(exchange, tensor)
+    _move(asm, exchange, steps.copy, _steps_of(exchange, steps, apart, part), tensor, home, there)
 
 
 def take_out(
-    asm: Assembler,
-    exchange: Exchange,
-    steps: ExchangeSteps,
-    attention: Ints,
-    home: Numbers,
-    apart: Bools | None = None,
+    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, tensor: Tensor, apart: Bools | None = None
 ) -> None:
-    """Attention rows of one tensor back home; attention, apart: see `bring_in`."""
-    given, taken = attention[exchange.piece], home[COPIES]
-    _move(asm, exchange, steps, (exchange.dst, given), (exchange.src, taken), apart)
+    """Attention rows of a tensor back home; apart: see `bring_in`."""
+    home, there = _places(exchange, tensor)
+    _move(asm, exchange, steps.copy, _steps_of(exchange, steps, apart), tensor, there, home)
+
+
+#: the ranks of the copies, and their rows there
+Place = tuple[Ints, Ranges]
+
+
+def _places(exchange: Exchange, tensor: Tensor) -> tuple[Place, Place]:
+    """At home, and where attention is computed."""
+    side: Side = "key" if tensor in KV_SIDE else "query"
+    return (exchange.src, exchange.at_home[side]), (exchange.dst, exchange.in_attention[side])
 
 
 def take_out_shared(
-    asm: Assembler,
-    ops: Operands,
-    exchange: Exchange,
-    steps: ExchangeSteps,
-    attention: Ints,
-    home: Numbers,
-    apart: Bools | None = None,
+    asm: Assembler, exchange: Exchange, steps: ExchangeSteps, tensor: Tensor, apart: Bools | None = None
 ) -> None:
     """Gradients of KV rows back home, where several ranks of a group may bring some of the same head."""
     if not exchange.sums:
-        take_out(asm, exchange, steps, attention, home, apart)
+        take_out(asm, exchange, steps, tensor, apart)
         return
-    arriving = _staged(ops, exchange)
-    whole = whole_ranges(exchange.home)[0]
-    asm.rows("rowops", whole, steps.clear, 0, 0, home[WHOLE], 0, 0)
-    given, moved, kept = attention[exchange.piece], exchange.moved, exchange.kept
-    _transfer(asm, exchange, steps, (exchange.dst, given), (exchange.src, arriving), apart)
-    for copies, partial in ((kept, given), (moved, arriving)):
-        asm.rows("rowops", exchange.src[copies], steps.add, partial[copies], 0, home[COPIES][copies], 0, 0)
+    rank, row, rows = whole_ranges(exchange.home)
+    whole = Ranges.of(Space.HOME, row + exchange.first[rank], rows)
+    asm.rows("rowops", rank, steps.clear, c=Operands(tensor, whole))
+    given, home = exchange.in_attention["key"], exchange.at_home["key"]
+    kept, moved = exchange.kept, exchange.moved
+    arriving = _staged(asm, exchange, tensor)
+    at = _steps_of(exchange, steps, apart)
+    _transfer(asm, tensor, exchange.dst[moved], exchange.src[moved], at, given.take(moved), arriving)
+    for copies, partial in ((kept, given.take(kept)), (moved, arriving)):
+        into = Operands(tensor, home.take(copies))
+        asm.rows("rowops", exchange.src[copies], steps.add, a=Operands(tensor, partial), c=into)
 
 
-def _staged(ops: Operands, exchange: Exchange) -> Ints:
-    """int32 [copies]: operands of work rows, beyond all others, for what arrives."""
+def _staged(asm: Assembler, exchange: Exchange, tensor: Tensor) -> Ranges:
+    """Work rows, beyond all others, for what arrives: for each copy that moves."""
     moved = exchange.moved
-    rank, rows = exchange.src[moved], exchange.pieces.rows[exchange.piece[moved]]
-    row = ops.reach(Tensor.DKV)[rank] + side_by_side(rank, rows)
-    (numbers,) = ops.number(
-        (Tensor.DKV,),
-        Space.WORK,
-        range_set((rank, row, rows), heads=(exchange.sets.key[exchange.dst[moved]],)),
-    )
-    staged = np.zeros(len(exchange.piece), np.int32)
-    staged[moved] = numbers[0]
-    return staged
+    rank, rows = exchange.src[moved], exchange.home_rows[1][moved]
+    held = exchange.attention.per_rank[exchange.groups.of_rank]
+    row = np.maximum(held, asm.reach(tensor))[rank] + side_by_side(rank, rows)
+    return Ranges.of(Space.WORK, row, rows, taken(exchange.heads("key"), moved))
 
 
 def side_by_side(rank: Ints, rows: Ints) -> Ints:
@@ -277,39 +271,28 @@ def side_by_side(rank: Ints, rows: Ints) -> Ints:
     return row
 
 
-Side = tuple[Ints, Ints]  # ranks and operand numbers of the copies
-
-
 def _move(
-    asm: Assembler,
-    exchange: Exchange,
-    steps: ExchangeSteps,
-    given: Side,
-    taken: Side,
-    apart: Bools | None,
-    part: int = 0,
+    asm: Assembler, exchange: Exchange, copy: int, at: Ints, tensor: Tensor, given: Place, taken: Place
 ) -> None:
-    _transfer(asm, exchange, steps, given, taken, apart, part)
-    kept = exchange.kept
-    asm.rows("rowops", given[0][kept], steps.copy, given[1][kept], 0, taken[1][kept], 0, 1)
+    """Transfers at steps `at`, int64 [copies that move], and at step `copy` the copies that stay on their rank."""
+    moved, kept, (src, out), (dst, into) = exchange.moved, exchange.kept, given, taken
+    _transfer(asm, tensor, src[moved], dst[moved], at, out.take(moved), into.take(moved))
+    stays, comes = Operands(tensor, out.take(kept)), Operands(tensor, into.take(kept))
+    asm.rows("rowops", src[kept], copy, a=stays, c=comes, first=1)
+
+
+def _steps_of(exchange: Exchange, steps: ExchangeSteps, apart: Bools | None, part: int = 0) -> Ints:
+    """int64 [copies that move]: the launch that each goes with."""
+    moved = exchange.moved
+    at = steps.launches[part][exchange.slots.round] if len(moved) else np.zeros(0, np.int64)
+    return at if apart is None else np.where(apart[exchange.piece[moved]], steps.other, at)
 
 
 def _transfer(
-    asm: Assembler,
-    exchange: Exchange,
-    steps: ExchangeSteps,
-    given: Side,
-    taken: Side,
-    apart: Bools | None,
-    part: int = 0,
+    asm: Assembler, tensor: Tensor, src: Ints, dst: Ints, at: Ints, out: Ranges, into: Ranges
 ) -> None:
-    moved = exchange.moved
-    at = steps.launches[part][exchange.slots.round] if len(moved) else np.zeros(0, np.int64)
-    if apart is not None:
-        at = np.where(apart[exchange.piece[moved]], steps.other, at)
-    (src, out), (dst, arriving) = given, taken
-    asm.rows("transfers", src[moved], at, 1, dst[moved], out[moved])
-    asm.rows("transfers", dst[moved], at, 0, src[moved], arriving[moved])
+    asm.rows("transfers", src, at, send=1, peer=dst, operand=Operands(tensor, out))
+    asm.rows("transfers", dst, at, send=0, peer=src, operand=Operands(tensor, into))
 
 
 def plan_exchange(

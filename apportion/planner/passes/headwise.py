@@ -15,41 +15,20 @@ and are pushed back through the projection, stage after stage.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import (
-    FETCHED,
-    FIRST_DKV,
-    KV_SIDE,
-    OPERAND_COLUMNS,
-    RETURNED,
-    SIDES,
-    TABLES,
-    TRAVELLING,
-    Op,
-    Space,
-    Tensor,
-)
+from apportion.ir.isa import FETCHED, FIRST_DKV, KV_SIDE, RETURNED, SIDES, TRAVELLING, Op, Side, Space, Tensor
 from apportion.ir.plan import ProgramSet
-from apportion.ir.sorting import sort_order
-from apportion.planner.passes.assemble import (
-    Assembler,
-    Column,
-    OperandRows,
-    Operands,
-    Part,
-    Ranges,
-    range_set,
-)
+from apportion.planner.passes.assemble import Assembler, Cell, Operands, Part, Ranges
 from apportion.planner.passes.exchange import CHANNEL, Exchange, side_by_side
 from apportion.planner.passes.groups import HeadStages
 from apportion.planner.passes.lower import backward_core, forward_core
-from apportion.planner.passes.lowering import PIECES, Lowering
+from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.rows import whole_ranges
 
 Ints = NDArray[np.integer[Any]]
@@ -63,120 +42,72 @@ def lower_stages(low: Lowering, exchange: Exchange, stages: HeadStages, phase: s
     """The programs of all ranks for one phase."""
     programs = _Programs(low, exchange, stages, phase)
     programs.run()
-    return programs.asm.build(programs.ops, stages.columns(low.groups.ranks))
+    return programs.asm.build(stages.columns(low.groups.ranks))
+
+
+def _side(tensor: Tensor) -> Side:
+    return "key" if tensor in KV_SIDE else "query"
 
 
 @dataclass(frozen=True)
-class _View:
-    """How a stage sees one side of the core: heads int64 [ranks], the set of each rank; the attention rows are those of
-    arena `turn` of `turns`. name: equal for equal views."""
+class _Views:
+    """How stages see one side of the core. heads: int64 [stages, ranks], the set of each rank; turn: int64 [stages], of
+    the arenas of attention rows the one that is the stage's, of `turns`; kept: int64 [ranks], attention rows."""
 
-    name: Hashable
     heads: Ints
-    turn: int
+    turn: Ints
     turns: int
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Operands of one tensor, by rank. index: of each in its rank's part of the block; at: among all of the core;
-    kept: attention rows of its rank; attention: whether it has some of these, and not rows of tiles."""
-
-    held: OperandRows
-    per_rank: Ints
-    index: Ints
-    at: Ints
     kept: Ints
-    attention: Bools
 
-    def seen(self, view: _View) -> OperandRows:
-        """The same for one stage."""
-        ranges, heads = self.held.ranges, np.repeat(view.heads, self.per_rank)
-        if view.turns > 1:  # tiles lie beyond all turns
-            turn: Ints = np.where(self.attention, view.turn, view.turns - 1)
-            ranges = replace(ranges, row=ranges.row + turn * self.kept)
-        return replace(self.held, ranges=replace(ranges, heads=heads))
+    def seen(self, stages: Ints, rank: Ints, ranges: Ranges) -> Ranges:
+        """Ranges of the core, on ranks int64 [n], in some stages: [stages, n]. Tiles lie beyond all turns."""
+        kept = self.kept[rank]
+        turn: Ints = np.where(ranges.row < kept, self.turn[stages][:, None], self.turns - 1)
+        rows = np.broadcast_to(ranges.rows, turn.shape)
+        return Ranges.of(Space.WORK, ranges.row + turn * kept, rows, self.heads[stages][:, rank])
+
+    def beyond(self, reach: Ints) -> Ints:
+        """int64 [ranks]: the first work row beyond all turns and tiles; reach: of the core."""
+        return np.maximum(reach, self.kept) + (self.turns - 1) * self.kept
 
 
 class _Core:
-    """Attention of one stage: steps and operands of every rank, without heads."""
+    """Attention of one stage: steps and rows of every rank. kept: int64 [ranks], attention rows."""
 
-    def __init__(self, low: Lowering, phase: str) -> None:
-        asm, ops = Assembler(len(low.groups)), Operands(len(low.groups))
-        self.numbers = (forward_core if phase == "forward" else backward_core)(asm, ops, low)
-        self.asm, self._ops = asm.spread(low.groups), ops.spread(low.groups, low.sets)
-        self.start = np.concatenate([[0], np.cumsum(self._ops.counts)])  # each rank's operands among all
-        self._kept = low.kept[low.groups.of_rank]
-        self._blocks = [self._block(held, first) for held, first in self._ops.blocks()]
-
-    def _block(self, held: OperandRows, first: Ints) -> _Block:
-        order = sort_order(held.ranges.rank, self._ops.ranks)
-        columns = (held.ranges.rank, held.ranges.row, held.ranges.rows)
-        rank, row, rows = (np.take(column, order).astype(np.int32, copy=False) for column in columns)
-        per_rank = np.bincount(rank, minlength=self._ops.ranks)
-        index = np.arange(len(rank)) - np.repeat(np.cumsum(per_rank) - per_rank, per_rank)
-        kept = np.repeat(self._kept, per_rank).astype(np.int32)
-        at = index + np.repeat(self.start[:-1] + first, per_rank)
-        return _Block(replace(held, ranges=Ranges(rank, row, rows)), per_rank, index, at, kept, row < kept)
-
-    def place(self, ops: Operands, views: Sequence[tuple[_View, _View]]) -> Ints:
-        """Adds the operands of all stages, as queries and as keys see them; their numbers, int32 [stages, operands]."""
-        moved, added = np.zeros((len(views), int(self.start[-1])), np.int32), {}
-        for stage, pair in enumerate(views):
-            for number, block in enumerate(self._blocks):
-                view = pair[block.held.tensor in KV_SIDE]
-                if (number, view.name) not in added:
-                    added[number, view.name] = ops.add(block.seen(view), block.per_rank)
-                first = np.repeat(added[number, view.name], block.per_rank)
-                moved[stage, block.at] = block.index + first
-        return moved
+    def __init__(self, low: Lowering, phase: str, kept: Ints) -> None:
+        asm = Assembler(len(low.groups))
+        (forward_core if phase == "forward" else backward_core)(asm, low)
+        self.asm, self._kept = asm.spread(low.groups, low.sets), kept
+        self._clears = np.array([step.op == Op.CLEAR for step in asm.steps])
 
     def rows(self, opens: bool, closes: bool, hold: bool) -> Iterator[tuple[str, Part]]:
         """The rows of the lists in a stage that opens a window of stages, or closes it, or both.
 
         Gradients of keys are added to those of the stages before. hold: so are those of keys in tiles, which come with
         the first stage and whose gradients go back after the last."""
-        kept = None if opens else self._marked((Tensor.DKV,), tiles=hold)
-        fetched, due = () if opens else (Tensor.KV,), () if closes else (Tensor.DKV,)
-        still = self._marked(fetched + due) if hold and fetched + due else None
+        resting = {
+            tensor for tensor, moves in ((Tensor.KV, opens), (Tensor.DKV, closes)) if hold and not moves
+        }
         for table, part in self.asm.parts():
-            part = part if kept is None else self._added_to(table, part, kept)
-            yield table, part if still is None else self._resting(table, part, still)
+            if table in _MOVED and part.operand(table, _MOVED[table])[0] in resting:
+                continue
+            yield table, part if opens else self._added_to(table, part, hold)
 
-    def _marked(self, tensors: Sequence[Tensor], tiles: bool = True) -> Bools:
-        """bool [operands]: those of some tensors, in attention rows and, where wanted, in rows of tiles."""
-        found = np.zeros(int(self.start[-1]), bool)
-        for block in self._blocks:
-            if block.held.tensor in tensors:
-                found[block.at] = block.attention | tiles
-        return found
-
-    def _added_to(self, table: str, part: Part, kept: Bools) -> Part:
-        """The part without what clears or overwrites operands that are `kept`."""
-        rank, position, columns = part
+    def _added_to(self, table: str, part: Part, hold: bool) -> Part:
+        """The part without what clears or overwrites gradients that earlier stages have added up."""
         if table == "grads":
-            *others, first = columns
-            dkv = self.start[rank] + columns[TABLES[table].index("dkv")]
-            return rank, position, (*others, first & ~np.where(kept[dkv], FIRST_DKV, 0))
-        if table == "rowops":
-            clears = np.array([step.op == Op.CLEAR for step in self.asm.steps])[position]
-            return _without(part, clears & kept[self.start[rank] + columns[TABLES[table].index("c")]])
+            *others, first = part.plain
+            dkv = part.operand(table, "dkv")[1]
+            kept = np.where(hold | (dkv.row < self._kept[part.rank]), FIRST_DKV, 0)
+            return replace(part, plain=(*others, first & ~kept))
+        if table == "rowops" and part.operand(table, "c")[0] == Tensor.DKV:
+            kept = hold | (part.operand(table, "c")[1].row < self._kept[part.rank])
+            return part.take(np.flatnonzero(~(self._clears[part.position] & kept)))
         return part
 
-    def _resting(self, table: str, part: Part, still: Bools) -> Part:
-        """The part without transfers and additions of operands that are `still`."""
-        rank, _, columns = part
-        if table in ("tasks", "grads"):
-            return part
-        moved = columns[TABLES[table].index("operand" if table == "transfers" else "a")]
-        return _without(part, still[self.start[rank] + moved])
 
-
-def _without(part: Part, dropped: Bools) -> Part:
-    rank, position, columns = part
-    left = np.flatnonzero(~dropped)
-    taken = (value if isinstance(value, int) else value[left] for value in columns)
-    return rank[left], position[left], tuple(taken)
+#: list -> the operand that says which rows travel, or have
+_MOVED = {"transfers": "operand", "rowops": "a"}
 
 
 class _Script:
@@ -232,70 +163,84 @@ class _Script:
 
 
 class _Programs:
-    """Builds the programs of one phase. Operands of the copies of the exchange are int32 [stages, copies] for tensors
-    of queries, [windows, copies] for those of keys."""
+    """Builds the programs of one phase. Ranges of the copies of the exchange are [stages, copies] for tensors of
+    queries, [windows, copies] for those of keys."""
 
     def __init__(self, low: Lowering, exchange: Exchange, stages: HeadStages, phase: str) -> None:
-        self.asm, self.ops = Assembler(low.groups.ranks), Operands(low.groups.ranks)
+        self.asm = Assembler(low.groups.ranks)
         self._low, self._exchange, self._stages, self._phase = low, exchange, stages, phase
         member = low.groups.member
-        self._query_sets, self._key_sets = stages.query[:, member], stages.key[:, member]
+        self._sets: dict[Side, Ints] = {"query": stages.query[:, member], "key": stages.key[:, member]}
         self._opens = np.flatnonzero([stages.opens(stage) for stage in range(len(stages))])
         self._closes = np.flatnonzero([stages.closes(stage) for stage in range(len(stages))])
-        self._core = _Core(low, phase)
-        self._placed = self._core.place(self.ops, [self._views(stage) for stage in range(len(stages))])
-        self._rows = _Rows(self.ops, exchange)
-        self._owners = np.stack([_owners(exchange, sets) for sets in self._key_sets])
+        self._kept = low.kept[low.groups.of_rank]
+        self._core, self._views = _Core(low, phase, self._kept), self._seen()
+        self._owners = np.stack([_owners(exchange, sets) for sets in self._sets["key"]])
         self._own = self._owners == np.arange(len(exchange.piece))
-        self._homes: dict[Tensor, Ints] = {}
-        self._staged: dict[Tensor, Ints] = {}
-        self._number()
+        self._made = self._rows_made()
 
-    def _views(self, stage: int) -> tuple[_View, _View]:
-        stages = self._stages
-        window, turns = int(stages.window[stage]), 1 + stages.ahead
+    def _seen(self) -> dict[Side, _Views]:
+        stages, every, turns = self._stages, np.arange(len(self._stages)), 1 + self._stages.ahead
         of_query, of_key = min(turns, len(stages)), min(turns, stages.windows)
-        same = stages.window_like(window, of_key)
-        return (
-            _View(("query", stage), self._query_sets[stage], stage % of_query, of_query),
-            _View(("key", same), self._key_sets[same], window % of_key, of_key),
-        )
-
-    # operands
-
-    def _number(self) -> None:
-        """Numbers the rows at home and those for what is projected or added up there."""
-        forward, project = self._phase == "forward", self._stages.project
-        back = () if forward else (Tensor.DQ, Tensor.DKV)
-        of_query, of_key = (set(TRAVELLING[side, self._phase]) for side in SIDES)
-        away = {*MADE, *back} if project else set()
-        staged = away | ({Tensor.DKV} & set(back) if self._stages.shared else set())
-        for tensors, sets in ((of_query, self._query_sets), (of_key, self._key_sets)):
-            self._homes |= self._rows.at_home(tuple(sorted(tensors - away)), sets)
-            for tensor in sorted(tensors & staged):
-                moved = [self._sent(tensor, index) for index in range(len(sets))]
-                self._staged[tensor] = self._rows.staged(tensor, moved, sets)
-
-    def _sent(self, tensor: Tensor, window: int) -> Ints:
-        """Copies that need rows of their own at home: of projected KV heads, one for all ranks that share them."""
-        moved = self._exchange.moved
-        return moved if tensor != Tensor.KV else moved[self._own[window][moved]]
-
-    def _attention(self, tensor: Tensor) -> Ints:
-        """Attention rows of the copies, where they are computed."""
-        own = self._core.numbers[tensor][PIECES][self._exchange.piece]
-        stages = self._opens if tensor in KV_SIDE else slice(None)
-        return self._placed[stages][:, self._core.start[self._exchange.dst] + own]
-
-    def _at_home(self, tensor: Tensor) -> Ints:
-        """What is sent from home to attention rows, or arrives from there."""
-        if tensor not in self._staged:
-            return self._homes[tensor]
-        kept = self._exchange.src == self._exchange.dst
-        found = np.where(kept, self._attention(tensor), self._staged[tensor])
-        return np.take_along_axis(found, self._owners, 1) if tensor == Tensor.KV else found
+        same = [stages.window_like(window, of_key) for window in stages.window.tolist()]
+        return {
+            "query": _Views(self._sets["query"], every % of_query, of_query, self._kept),
+            "key": _Views(self._sets["key"][same], stages.window % of_key, of_key, self._kept),
+        }
 
     # rows
+
+    def _rows_made(self) -> dict[Tensor, Ranges]:
+        """Work rows at home for what is projected or added up there."""
+        forward, project = self._phase == "forward", self._stages.project
+        made = {*MADE, *(() if forward else (Tensor.DQ, Tensor.DKV))} if project else set()
+        made |= {Tensor.DKV} if self._stages.shared and not forward else set()
+        return {
+            tensor: self._beyond(tensor)
+            for side in SIDES
+            for tensor in TRAVELLING[side, self._phase]
+            if tensor in made
+        }
+
+    def _beyond(self, tensor: Tensor) -> Ranges:
+        """Rows beyond all others, side by side, for the copies that need some in each stage; none for others."""
+        side, exchange = _side(tensor), self._exchange
+        base, sets = self._views[side].beyond(self._core.asm.reach(tensor)), self._sets[side]
+        rank, rows = exchange.src, exchange.home_rows[1]
+        packed = np.full((len(sets), len(rank)), -1)
+        for window, found in enumerate(packed):
+            some = exchange.moved
+            if tensor == Tensor.KV:  # of projected heads, one copy for all ranks that share them
+                some = some[self._own[window][some]]
+            row = base[rank[some]] + side_by_side(rank[some], rows[some])
+            found[some] = Ranges.of(Space.WORK, row, rows[some]).packed
+        return Ranges(packed, sets[:, exchange.dst])
+
+    def _attention(self, tensor: Tensor) -> Ranges:
+        """Attention rows of the copies, where they are computed."""
+        exchange, side = self._exchange, _side(tensor)
+        stages = self._opens if side == "key" else np.arange(len(self._stages))
+        return self._views[side].seen(stages, exchange.dst, exchange.in_attention[side])
+
+    def _at_home(self, tensor: Tensor) -> Ranges:
+        """What is sent from home to attention rows, or arrives from there."""
+        if tensor not in self._made:
+            return self._homes(tensor)
+        stays, made = self._attention(tensor), self._made[tensor]
+        kept = self._exchange.src == self._exchange.dst
+        found = Ranges(*(np.where(kept, *pair) for pair in zip(stays, made, strict=True)))
+        return self._of_owners(found) if tensor == Tensor.KV else found
+
+    def _homes(self, tensor: Tensor) -> Ranges:
+        """Home rows."""
+        heads = self._sets[_side(tensor)][:, self._exchange.dst]
+        row, rows = (np.broadcast_to(column, heads.shape) for column in self._exchange.home_rows)
+        return Ranges.of(Space.HOME, row, rows, heads)
+
+    def _of_owners(self, ranges: Ranges) -> Ranges:
+        return ranges.each(lambda column: np.take_along_axis(column, self._owners, 1))
+
+    # programs
 
     def run(self) -> None:
         """The whole program."""
@@ -318,10 +263,10 @@ class _Programs:
 
     def _whole(self, op: Op, **tensors: Tensor) -> None:
         """An op on all home rows of each rank."""
-        whole, at = whole_ranges(self._low.home), self.asm.step(op)
-        numbers = self.ops.number(tuple(tensors.values()), Space.HOME, range_set(whole))
-        of = dict(zip(tensors, (n[0] for n in numbers), strict=True))
-        self.asm.rows("rowops", whole[0], at, *(of.get(column, 0) for column in "abc"), 0, 0)
+        (rank, row, rows), at = whole_ranges(self._low.home), self.asm.step(op)
+        whole = Ranges.of(Space.HOME, row, rows)
+        columns = {column: Operands(tensor, whole) for column, tensor in tensors.items()}
+        self.asm.rows("rowops", rank, at, **columns)
 
     def _attend(self, script: _Script) -> None:
         """The core, once a stage."""
@@ -331,131 +276,121 @@ class _Programs:
         kinds = 2 * opens + closes if backward or stages.hold else np.full(len(stages), 3)
         for kind in np.unique(kinds).tolist():
             chosen = np.flatnonzero(kinds == kind)
-            placed, first = self._placed[chosen], script.attend[chosen][:, None]
-            for table, (rank, position, columns) in self._core.rows(kind >= 2, kind % 2 == 1, stages.hold):
-                base = self._core.start[rank]
-                moved = (
-                    placed[:, base + value]
-                    if name in OPERAND_COLUMNS[table] and not isinstance(value, int)
-                    else value
-                    for name, value in zip(TABLES[table], columns, strict=True)
-                )
-                self._add_rows(table, rank, position + first, *moved)
+            for table, part in self._core.rows(kind >= 2, kind % 2 == 1, stages.hold):
+                self.asm.add(table, self._in_stages(part, chosen, script.attend[chosen][:, None]))
+
+    def _in_stages(self, part: Part, stages: Ints, first: Ints) -> Part:
+        """A part of the core in some stages; first: int64 [stages, 1], where the steps of each begin."""
+        ranges = (
+            self._views[_side(tensor)].seen(stages, part.rank, held)
+            for held, tensor in zip(part.ranges, part.tensors(), strict=True)
+        )
+        shape = len(stages), len(part)
+        return Part(
+            _flat(part.rank, shape),
+            _flat(part.position + first, shape),
+            tuple(column if isinstance(column, int) else _flat(column, shape) for column in part.plain),
+            part.named,
+            tuple(held.each(np.ravel) for held in ranges),
+        )
 
     def _exchanges(self, script: _Script) -> None:
         """All that comes in and leaves, stage after stage; of keys, in the first and after the last of a window."""
-        src, dst, every = self._exchange.src, self._exchange.dst, np.arange(len(self._stages))
+        every = np.arange(len(self._stages))
         coming, leaving = (
             [t for side in SIDES for t in way[side, self._phase]] for way in (FETCHED, RETURNED)
         )
         for tensor in coming:
             stages = self._opens if tensor in KV_SIDE else every
-            given, taken = (src, self._at_home(tensor)), (dst, self._attention(tensor))
-            self._move(tensor, script.coming[stages], script.brought[stages], given, taken)
+            self._move(tensor, script.coming[stages], script.brought[stages], True)
         for tensor in leaving:
             stages = self._closes if tensor in KV_SIDE else every
-            given, taken = (dst, self._attention(tensor)), (src, self._at_home(tensor))
-            self._move(tensor, script.going[stages], script.left[stages], given, taken)
+            self._move(tensor, script.going[stages], script.left[stages], False)
 
-    def _move(
-        self,
-        tensor: Tensor,
-        launches: Ints,
-        copy: Ints,
-        given: tuple[Ints, Ints],
-        taken: tuple[Ints, Ints],
-    ) -> None:
+    def _move(self, tensor: Tensor, launches: Ints, copy: Ints, inward: bool) -> None:
         """Transfers between ranks, and copies where both are one, unless rows are made or used up where they are."""
-        moved, kept = self._exchange.moved, self._exchange.kept
-        (src, out), (dst, into) = given, taken
-        at = launches[:, self._exchange.slots.round] if len(moved) else out[:, moved]
-        self._add_rows("transfers", src[moved], at, 1, dst[moved], out[:, moved])
-        self._add_rows("transfers", dst[moved], at, 0, src[moved], into[:, moved])
-        if tensor not in self._staged:
-            self._add_rows("rowops", src[kept], copy[:, None], out[:, kept], 0, into[:, kept], 0, 1)
+        exchange, moved, kept = self._exchange, self._exchange.moved, self._exchange.kept
+        ways = (exchange.src, self._at_home(tensor)), (exchange.dst, self._attention(tensor))
+        (src, out), (dst, into) = ways if inward else ways[::-1]
+        at = launches[:, exchange.slots.round] if len(moved) else launches[:, :0]
+        sent, arriving = (Operands(tensor, _columns(held, moved)) for held in (out, into))
+        self._add_rows("transfers", src[moved], at, send=1, peer=dst[moved], operand=sent)
+        self._add_rows("transfers", dst[moved], at, send=0, peer=src[moved], operand=arriving)
+        if tensor not in self._made:
+            stays, comes = (Operands(tensor, _columns(held, kept)) for held in (out, into))
+            self._add_rows("rowops", src[kept], copy[:, None], a=stays, c=comes, first=1)
 
     def _project(self, script: _Script) -> None:
         """The heads of every rank of the group, of all pieces at home; KV heads where a window of stages begins."""
-        keys = np.zeros((len(self._stages), len(self._exchange.piece)), np.int32)
-        keys[self._opens] = np.where(self._own, self._at_home(Tensor.KV), 0)
-        x = self._rows.pieces(Tensor.X)[self._exchange.piece]
-        q, at = self._at_home(Tensor.Q), script.project[:, None]
-        self._add_rows("rowops", self._exchange.src, at, x, q, keys, 0, 0)
+        keys, q, x = self._owned(Tensor.KV, self._opens), self._at_home(Tensor.Q), self._pieces()
+        operands = {"a": Operands(Tensor.X, x), "b": Operands(Tensor.Q, q), "c": Operands(Tensor.KV, keys)}
+        self._add_rows("rowops", self._exchange.src, script.project[:, None], **operands)
         if self._phase == "backward":
             self._push_back(script, x)
 
-    def _push_back(self, script: _Script, x: Ints) -> None:
+    def _push_back(self, script: _Script, x: Ranges) -> None:
         """Gradients of each stage's heads into those of X; those of KV heads, added up before, after a window."""
         exchange = self._exchange
-        keys, first = np.zeros((2, len(self._stages), len(exchange.piece)), np.int32)
-        keys[self._closes] = np.where(self._own, self._at_home(Tensor.DKV), 0)
+        first = np.zeros((len(self._stages), len(exchange.piece)), np.int32)
         first[0, np.unique(exchange.piece, return_index=True)[1]] = 1
-        dx, dq = self._rows.pieces(Tensor.DX)[exchange.piece], self._at_home(Tensor.DQ)
-        self._add_rows("rowops", exchange.src, script.pushed[:, None], x, dq, keys, dx, first)
+        ranges = {
+            "a": (Tensor.X, x),
+            "b": (Tensor.DQ, self._at_home(Tensor.DQ)),
+            "c": (Tensor.DKV, self._owned(Tensor.DKV, self._closes)),
+            "d": (Tensor.DX, x),
+        }
+        operands = {column: Operands(*operand) for column, operand in ranges.items()}
+        self._add_rows("rowops", exchange.src, script.pushed[:, None], **operands, first=first)
+
+    def _owned(self, tensor: Tensor, stages: Ints) -> Ranges:
+        """[stages, copies]: a tensor of keys in some stages, of copies that own its heads; none in others."""
+        found = self._at_home(tensor)
+        packed = np.full((len(self._stages), len(self._exchange.piece)), -1)
+        heads = np.zeros_like(packed)
+        packed[stages], heads[stages] = np.where(self._own, found.packed, -1), found.heads
+        return Ranges(packed, heads)
+
+    def _pieces(self) -> Ranges:
+        """[stages, copies]: home rows of tensors without heads."""
+        shape = len(self._stages), len(self._exchange.piece)
+        row, rows = (np.broadcast_to(column, shape) for column in self._exchange.home_rows)
+        return Ranges.of(Space.HOME, row, rows)
 
     def _gather(self, script: _Script) -> None:
         """Adds up gradients of KV heads that ranks share: at home, or, to be pushed back, in the rows of one."""
-        if Tensor.DKV not in self._staged:
+        if Tensor.DKV not in self._made:
             return
-        partial = self._at_home(Tensor.DKV)
-        if self._stages.project:
-            window, copy = np.nonzero(~self._own)
-            into = np.take_along_axis(partial, self._owners, 1)
-        else:
-            window, copy = np.nonzero(np.ones_like(self._own))
-            into = self._homes[Tensor.DKV]
-        at = script.added[self._closes][window]
-        numbers = partial[window, copy], into[window, copy]
-        self.asm.rows("rowops", self._exchange.src[copy], at, numbers[0], 0, numbers[1], 0, 0)
-
-    def _add_rows(self, table: str, rank: Ints, at: Ints, *columns: Column) -> None:
-        """Rows of several stages: at int64 [stages, rows] or [stages, 1]; columns [stages, rows] or [rows]."""
-        shape = (len(at), len(rank))
-        flat = [v if isinstance(v, int) else np.broadcast_to(v, shape).reshape(-1) for v in columns]
-        self.asm.rows(table, np.tile(rank, len(at)), np.broadcast_to(at, shape).reshape(-1), *flat)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Numbers the operands of the copies on their home ranks."""
-
-    ops: Operands
-    exchange: Exchange
-
-    @property
-    def _home(self) -> tuple[Ints, Ints, Ints]:
-        pieces, piece = self.exchange.pieces, self.exchange.piece
-        return self.exchange.src, pieces.src_row[piece], pieces.rows[piece]
-
-    def pieces(self, tensor: Tensor) -> Ints:
-        """int32 [pieces]: home rows of a tensor without heads."""
-        pieces = self.exchange.pieces
-        (numbers,) = self.ops.number(
-            (tensor,), Space.HOME, range_set((pieces.src, pieces.src_row, pieces.rows))
+        partial, project = self._at_home(Tensor.DKV), self._stages.project
+        into = self._of_owners(partial) if project else self._homes(Tensor.DKV)
+        window, copy = np.nonzero(~self._own if project else np.ones_like(self._own))
+        sums, whole = (
+            Operands(Tensor.DKV, held.each(lambda column: column[window, copy])) for held in (partial, into)
         )
-        return numbers[0]
+        at = script.added[self._closes][window]
+        self.asm.rows("rowops", self._exchange.src[copy], at, a=sums, c=whole)
 
-    def at_home(self, tensors: Sequence[Tensor], sets: Ints) -> dict[Tensor, Ints]:
-        """Home rows of the copies, int32 [stages, copies], for sets int64 [stages, ranks], the heads of every rank."""
-        if not tensors:
-            return {}
-        found = range_set(*[self._home] * len(sets), heads=[held[self.exchange.dst] for held in sets])
-        numbers = self.ops.number(tensors, Space.HOME, found)
-        index = np.stack(found.index)
-        return {tensor: of.numbers[index] for tensor, of in zip(tensors, numbers, strict=True)}
+    def _add_rows(self, table: str, rank: Ints, at: Ints, **columns: Cell) -> None:
+        """Rows of several stages: at int64 [stages, rows] or [stages, 1]; columns [stages, rows] or [rows]."""
+        shape = len(at), len(rank)
+        flat = {name: _flat_cell(cell, shape) for name, cell in columns.items()}
+        self.asm.rows(table, _flat(rank, shape), _flat(at, shape), **flat)
 
-    def staged(self, tensor: Tensor, copies: Sequence[Ints], sets: Ints) -> Ints:
-        """Work rows beyond all others, side by side, for some of the copies of each stage; int32 [stages, copies], 0
-        for others."""
-        rank, _, rows = self._home
-        base = self.ops.reach(tensor).copy()
-        requests = [(rank[c], base[rank[c]] + side_by_side(rank[c], rows[c]), rows[c]) for c in copies]
-        heads = [held[self.exchange.dst[c]] for held, c in zip(sets, copies, strict=True)]
-        (numbers,) = self.ops.number((tensor,), Space.WORK, range_set(*requests, heads=heads))
-        found = np.zeros((len(copies), len(rank)), np.int32)
-        for index, chosen in enumerate(copies):
-            found[index, chosen] = numbers[index]
-        return found
+
+def _columns(ranges: Ranges, index: Ints) -> Ranges:
+    """Some of the copies, in all stages."""
+    return ranges.each(lambda column: column[:, index])
+
+
+def _flat(column: Ints, shape: tuple[int, int]) -> Ints:
+    return np.broadcast_to(column, shape).reshape(-1)
+
+
+def _flat_cell(cell: Cell, shape: tuple[int, int]) -> Cell:
+    if isinstance(cell, int):
+        return cell
+    if not isinstance(cell, Operands):
+        return _flat(cell, shape)
+    return Operands(cell.tensor, cell.ranges.each(lambda column: _flat(column, shape)))
 
 
 def _owners(exchange: Exchange, sets: Ints) -> Ints:

@@ -23,17 +23,16 @@ from apportion.ir.isa import (
     FETCHED,
     FIRST_DKV,
     FIRST_DQ,
+    KV_SIDE,
     RETURNED,
     SIDES,
-    TRAVELLING,
     Op,
     Space,
     Tensor,
 )
 from apportion.ir.plan import ProgramSet
-from apportion.planner.passes.assemble import Assembler, Numbers, Operands, RangeSet, range_set
+from apportion.planner.passes.assemble import Assembler, Operands, Ranges
 from apportion.planner.passes.exchange import (
-    REQUESTS,
     Exchange,
     ExchangeSteps,
     bring_in,
@@ -42,83 +41,65 @@ from apportion.planner.passes.exchange import (
     take_out,
     take_out_shared,
 )
-from apportion.planner.passes.exchange import WHOLE as HOME_WHOLE
-from apportion.planner.passes.lowering import (
-    ARRIVING,
-    CLEARED,
-    PIECES,
-    SENT,
-    TILE,
-    TILE_CLEARED,
-    TILE_INSIDE,
-    WHOLE,
-    Lowering,
-    RowRange,
-    Side,
-)
+from apportion.planner.passes.lowering import Lowering, Side
 from apportion.planner.passes.rows import allot, whole_ranges
 from apportion.planner.passes.script import Between, Fetches, Returns, append_steps
 
 Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
 
-#: operands of rows in attention order, by tensor; their requests are those of `Side.home_ranges`
-Home = dict[Tensor, Numbers]
+#: list of tasks -> the tensor of each of its operands
+TASK_TENSORS = {
+    op.rule.list: {argument.column: argument.tensors[0] for argument in op.rule.arguments}
+    for op in (Op.ATTEND, Op.ATTEND_GRAD)
+}
 
 
 def lower_forward(low: Lowering) -> ProgramSet:
     """The forward programs of all ranks."""
-    asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
+    asm, exchange = Assembler(low.rows.ranks), low.exchange
     come = reserve(asm, exchange, Op.ATTEND, _channel(low), parts=_parts(low, "forward"))
     ahead = _Ahead(asm, low, come, "forward")
-    core = forward_core(asm, ops, low, ahead)
+    forward_core(asm, low, ahead)
     leave, finish = ahead.leave(), asm.step(Op.FINISH)
-    asm, ops = spread(asm, ops, low)
-    results = core[Tensor.O][WHOLE]
+    asm = spread(asm, low)
     if exchange is not None and come is not None and leave is not None:
-        home, beside = _homes(ops, low, exchange, "forward")
         late, early, _ = _apart(exchange)
-        _bring_in(asm, exchange, come, home, core, late, "forward")
-        take_out(asm, exchange, leave, core[Tensor.O][PIECES], home[Tensor.O], early)
-        results = home[Tensor.O][HOME_WHOLE]
+        _bring_in(asm, exchange, come, late, "forward")
+        take_out(asm, exchange, leave, Tensor.O, early)
         if low.beside is not None:
-            _clear(asm, come.clear, low.beside.alone.queries, beside[Tensor.O])
-            _attend(
-                asm,
-                low.beside.alone,
-                low.beside.steps(come.attend, leave.attend),
-                low.beside.of_tasks(beside),
-            )
-            results = beside[Tensor.O][WHOLE]
-    asm.rows("rowops", whole_ranges(low.home)[0], finish, 0, 0, results, 0, 0)
-    return asm.build(ops, low.sets)
+            alone = low.beside.alone
+            _clear(asm, come.clear, alone.queries, Tensor.O, Space.HOME)
+            _attend(asm, alone, low.beside.steps(come.attend, leave.attend), _alone(alone))
+    rank, row, rows = whole_ranges(low.home)
+    asm.rows("rowops", rank, finish, c=Operands(Tensor.O, Ranges.of(Space.HOME, row, rows)))
+    return asm.build(low.sets)
 
 
 def lower_backward(low: Lowering) -> ProgramSet:
     """The backward programs of all ranks."""
-    asm, ops, exchange = Assembler(low.rows.ranks), Operands(low.rows.ranks), low.exchange
+    asm, exchange = Assembler(low.rows.ranks), low.exchange
     delta = asm.step(Op.DELTA)
     come = reserve(asm, exchange, Op.ATTEND_GRAD, _channel(low), parts=_parts(low, "backward"))
     ahead = _Ahead(asm, low, come, "backward")
-    core = backward_core(asm, ops, low, ahead)
+    backward_core(asm, low, ahead)
     leave = ahead.leave()
-    asm, ops = spread(asm, ops, low)
-    rows = {tensor: core[tensor][WHOLE] for tensor in (Tensor.DO, Tensor.DELTA)}
+    asm = spread(asm, low)
     if exchange is not None and come is not None and leave is not None:
-        home, beside = _homes(ops, low, exchange, "backward")
         late, early, early_keys = _apart(exchange)
-        _bring_in(asm, exchange, come, home, core, late, "backward")
-        take_out(asm, exchange, leave, core[Tensor.DQ][PIECES], home[Tensor.DQ], early)
-        take_out_shared(asm, ops, exchange, leave, core[Tensor.DKV][PIECES], home[Tensor.DKV], early_keys)
-        rows = {tensor: home[tensor][HOME_WHOLE] for tensor in rows}
+        _bring_in(asm, exchange, come, late, "backward")
+        take_out(asm, exchange, leave, Tensor.DQ, early)
+        take_out_shared(asm, exchange, leave, Tensor.DKV, early_keys)
         if low.beside is not None:
             alone = low.beside.alone
-            _clear(asm, come.clear, alone.queries, beside[Tensor.DQ])
-            _clear(asm, come.clear, alone.keys, beside[Tensor.DKV])
-            _attend_grad(asm, alone, low.beside.steps(come.attend, leave.attend), low.beside.of_tasks(beside))
-            rows = {tensor: beside[tensor][WHOLE] for tensor in rows}
-    _delta(asm, ops, low, delta, rows)
-    return asm.build(ops, low.sets)
+            _clear(asm, come.clear, alone.queries, Tensor.DQ, Space.HOME)
+            _clear(asm, come.clear, alone.keys, Tensor.DKV, Space.HOME)
+            _attend_grad(asm, alone, low.beside.steps(come.attend, leave.attend), _alone(alone))
+    rank, row, rows = whole_ranges(low.home)
+    whole = Ranges.of(Space.HOME, row, rows)
+    o, do, statistics = (Operands(tensor, whole) for tensor in (Tensor.O, Tensor.DO, Tensor.DELTA))
+    asm.rows("rowops", rank, delta, a=do, b=o, c=statistics)  # O is needed for nothing else and never travels
+    return asm.build(low.sets)
 
 
 def _parts(low: Lowering, phase: str) -> int:
@@ -128,38 +109,13 @@ def _parts(low: Lowering, phase: str) -> int:
 
 
 def _bring_in(
-    asm: Assembler,
-    exchange: Exchange,
-    come: ExchangeSteps,
-    home: Home,
-    core: Home,
-    late: Bools | None,
-    phase: str,
+    asm: Assembler, exchange: Exchange, come: ExchangeSteps, late: Bools | None, phase: str
 ) -> None:
     """All tensors, each in its part. Queries may be late."""
     fetched = [(tensor, side) for side in SIDES for tensor in FETCHED[side, phase]]
     for number, (tensor, side) in enumerate(fetched):
         part = number if exchange.direct else 0
-        apart = late if side == "query" else None
-        bring_in(asm, exchange, come, home[tensor], core[tensor][PIECES], apart, part)
-
-
-def _homes(ops: Operands, low: Lowering, exchange: Exchange, phase: str) -> tuple[Home, Home]:
-    """The operands of home rows, by tensor: of what is exchanged, and of what is computed beside it."""
-    exchanged: Home = {}
-    beside: Home = {}
-    for name in SIDES:
-        requests: list[RowRange] = []
-        if low.beside is not None:
-            alone = low.beside.alone
-            side = alone.queries if name == "query" else alone.keys
-            requests, _ = side.home_requests
-            if name == "query":
-                requests[WHOLE] = whole_ranges(low.home)
-        found = exchange.homes(ops, TRAVELLING[name, phase], requests)
-        exchanged |= found
-        beside |= {tensor: Numbers(held.numbers, held.index[REQUESTS:]) for tensor, held in found.items()}
-    return exchanged, beside
+        bring_in(asm, exchange, come, tensor, late if side == "query" else None, part)
 
 
 class _Ahead:
@@ -194,95 +150,74 @@ def _apart(exchange: Exchange) -> tuple[Bools | None, Bools | None, Bools | None
     return (None, None, None) if turns is None else (turns.late, turns.early, turns.early_keys)
 
 
-def spread(asm: Assembler, ops: Operands, low: Lowering) -> tuple[Assembler, Operands]:
+def spread(asm: Assembler, low: Lowering) -> Assembler:
     """What groups do, done by each of their members."""
-    if not low.groups.split:
-        return asm, ops
-    return asm.spread(low.groups), ops.spread(low.groups, low.sets)
+    return asm.spread(low.groups, low.sets) if low.groups.split else asm
 
 
-def forward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
-    """The forward of groups between exchanges; returns the operands of rows in attention order."""
-    home = _at_home(ops, low, "forward")
-    _clear(asm, asm.step(Op.CLEAR), low.queries, home[Tensor.O])
+def forward_core(asm: Assembler, low: Lowering, between: Between | None = None) -> None:
+    """The forward of groups between exchanges."""
+    _clear(asm, asm.step(Op.CLEAR), low.queries, Tensor.O, low.space)
     fetches, returns = append_steps(asm, low.schedule, Op.ATTEND, Op.MERGE, low.batches("forward"), between)
-    of = _tiles(asm, ops, low, "forward", home, fetches, returns)
-    _attend(asm, low, fetches.stage[low.stage], of)
-    return home
+    _attend(asm, low, fetches.stage[low.stage], _tiles(asm, low, "forward", fetches, returns))
 
 
-def backward_core(asm: Assembler, ops: Operands, low: Lowering, between: Between | None = None) -> Home:
-    """The backward of groups between exchanges; returns the operands of rows in attention order."""
-    home = _at_home(ops, low, "backward")
+def backward_core(asm: Assembler, low: Lowering, between: Between | None = None) -> None:
+    """The backward of groups between exchanges."""
     clear = asm.step(Op.CLEAR)
-    _clear(asm, clear, low.queries, home[Tensor.DQ])
-    _clear(asm, clear, low.keys, home[Tensor.DKV])
+    _clear(asm, clear, low.queries, Tensor.DQ, low.space)
+    _clear(asm, clear, low.keys, Tensor.DKV, low.space)
     fetches, returns = append_steps(
         asm, low.schedule, Op.ATTEND_GRAD, Op.ADD, low.batches("backward"), between
     )
-    of = _tiles(asm, ops, low, "backward", home, fetches, returns)
-    _attend_grad(asm, low, fetches.stage[low.stage], of)
-    return home
+    _attend_grad(asm, low, fetches.stage[low.stage], _tiles(asm, low, "backward", fetches, returns))
 
 
-def _attend(asm: Assembler, low: Lowering, at: Ints, of: Mapping[Tensor, Ints]) -> None:
-    """The tasks of the forward, at steps int64 [tasks]; of: int32 [tasks], their operands, by tensor."""
-    columns = (of[tensor] for tensor in (Tensor.Q, Tensor.KV, Tensor.O))
-    tasks = low.tasks
-    asm.rows("tasks", tasks.exec, at, *columns, tasks.dmin, tasks.dmax, low.queries.opening)
+#: the rows of tasks, by tensor
+TaskRows = Mapping[Tensor, Ranges]
 
 
-def _attend_grad(asm: Assembler, low: Lowering, at: Ints, of: Mapping[Tensor, Ints]) -> None:
+def _alone(low: Lowering) -> TaskRows:
+    """Of tasks whose rows are all at home."""
+    queries, keys = (side.of_tasks(Space.HOME, _NO_TILES) for side in (low.queries, low.keys))
+    return {tensor: keys if tensor in KV_SIDE else queries for tensor in Tensor}
+
+
+def _attend(asm: Assembler, low: Lowering, at: Ints, of: TaskRows) -> None:
+    """The tasks of the forward, at steps int64 [tasks]."""
+    tasks, columns = low.tasks, TASK_TENSORS["tasks"]
+    operands = {column: Operands(tensor, of[tensor]) for column, tensor in columns.items()}
+    band = {"dmin": tasks.dmin, "dmax": tasks.dmax, "first": low.queries.opening}
+    asm.rows("tasks", tasks.exec, at, **operands, **band)
+
+
+def _attend_grad(asm: Assembler, low: Lowering, at: Ints, of: TaskRows) -> None:
     """The same of the backward."""
-    names = (Tensor.Q, Tensor.KV, Tensor.DO, Tensor.DELTA, Tensor.DQ, Tensor.DKV)
-    columns = (of[tensor] for tensor in names)
-    tasks, first = low.tasks, FIRST_DQ * low.queries.opening + FIRST_DKV * low.keys.opening
-    asm.rows("grads", tasks.exec, at, *columns, tasks.dmin, tasks.dmax, first)
+    tasks, columns = low.tasks, TASK_TENSORS["grads"]
+    operands = {column: Operands(tensor, of[tensor]) for column, tensor in columns.items()}
+    first = FIRST_DQ * low.queries.opening + FIRST_DKV * low.keys.opening
+    asm.rows("grads", tasks.exec, at, **operands, dmin=tasks.dmin, dmax=tasks.dmax, first=first)
 
 
-def _at_home(ops: Operands, low: Lowering, phase: str) -> Home:
-    """The operands of rows in attention order; only results are ever cleared."""
-    home: Home = {}
-    for name, side in zip(SIDES, (low.queries, low.keys), strict=True):
-        home |= _numbers(ops, FETCHED[name, phase], low.space, side.home_ranges.without(CLEARED))
-        if RETURNED[name, phase]:
-            home |= _numbers(ops, RETURNED[name, phase], low.space, side.home_ranges)
-    return home
-
-
-def _tiles(
-    asm: Assembler,
-    ops: Operands,
-    low: Lowering,
-    phase: str,
-    home: Home,
-    fetches: Fetches,
-    returns: Returns,
-) -> dict[Tensor, Ints]:
-    """Bring tiles along their routes, and what they add up back; returns the operands of the tasks, by tensor."""
-    of: dict[Tensor, Ints] = {}
+def _tiles(asm: Assembler, low: Lowering, phase: str, fetches: Fetches, returns: Returns) -> TaskRows:
+    """Bring tiles along their routes, and what they add up back; returns the rows of the tasks."""
+    of: dict[Tensor, Ranges] = {}
     for name, side in zip(reversed(SIDES), (low.keys, low.queries), strict=True):
-        tiles = _fetch(asm, ops, low, side, FETCHED[name, phase], fetches, home)
-        of |= {tensor: side.of_tasks(home[tensor], found) for tensor, found in tiles.items()}
+        tile = _fetch(asm, low, side, FETCHED[name, phase], fetches)
+        rows = side.of_tasks(low.space, tile)
+        of |= dict.fromkeys(FETCHED[name, phase], rows)
         for result in RETURNED[name, phase]:
-            outgoing = _return(asm, ops, low, side, result, fetches, returns, home[result])
-            of[result] = side.of_tasks(home[result], outgoing)
+            if len(side.edges):
+                rows = side.of_tasks(low.space, _return(asm, low, side, result, fetches, returns))
+            of[result] = rows
     return of
 
 
-def _fetch(
-    asm: Assembler,
-    ops: Operands,
-    low: Lowering,
-    side: Side,
-    tensors: tuple[Tensor, ...],
-    fetches: Fetches,
-    home: Home,
-) -> dict[Tensor, Numbers]:
-    """Bring the tiles of some tensors, all of the same rows; returns the operands of those that arrive."""
-    edges, roots, relays = side.edges, side.roots, side.relays
+def _fetch(asm: Assembler, low: Lowering, side: Side, tensors: tuple[Tensor, ...], fetches: Fetches) -> Ints:
+    """Bring the tiles of some tensors, all of the same rows; int64 [edges], the first work row of each."""
+    edges = side.edges
     if not len(edges):
-        return dict.fromkeys(tensors, _NONE)
+        return _NO_TILES
     launch = fetches.launch[side.round]
     # a tile is held until its tasks are done and it is passed on
     held = np.maximum(
@@ -290,87 +225,68 @@ def _fetch(
     )
     if low.holds:
         held = np.full_like(held, len(asm.steps))
-    row = allot(edges.dst, edges.rows, launch, held, low.kept, side.order)
-    tiles = _numbers(ops, tensors, Space.WORK, side.tile_ranges(row, relays, edges.parent[relays]))
+    tile = allot(edges.dst, edges.rows, launch, held, low.kept, side.order)
+    sent, arriving = side.sent(low.space, tile), side.tiles(tile)
     for tensor in tensors:
-        sent = np.empty(len(edges), np.int32)
-        sent[roots], sent[relays] = home[tensor][SENT], tiles[tensor][TILE_INSIDE]
-        asm.rows("transfers", edges.src, launch, 1, edges.dst, sent)
-        asm.rows("transfers", edges.dst, launch, 0, edges.src, tiles[tensor][TILE])
-    return tiles
+        asm.rows("transfers", edges.src, launch, send=1, peer=edges.dst, operand=Operands(tensor, sent))
+        asm.rows("transfers", edges.dst, launch, send=0, peer=edges.src, operand=Operands(tensor, arriving))
+    return tile
 
 
 def _return(
-    asm: Assembler,
-    ops: Operands,
-    low: Lowering,
-    side: Side,
-    tensor: Tensor,
-    fetches: Fetches,
-    returns: Returns,
-    home: Numbers,
-) -> Numbers:
-    """Bring what each tile adds up to where it is combined, or home as results; returns the operands of the tiles'
-    sums."""
-    edges = side.edges
-    if not len(edges):
-        return _NONE
-    target, onward = side.returned_to, side.returns_to
+    asm: Assembler, low: Lowering, side: Side, tensor: Tensor, fetches: Fetches, returns: Returns
+) -> Ints:
+    """Bring what each tile adds up to where it is combined, or home as results; int64 [edges], the first work row of
+    each tile's sums."""
+    edges, target = side.edges, side.returned_to
     batch = returns.batches.batch[side.index]
     whole = returns.batches.results[batch]
     launch, add, clear = returns.launch[batch], returns.add[batch], returns.clear[side.round]
     partial = np.flatnonzero(~whole)
-    rank = np.concatenate([edges.dst, target[partial]])
-    start = np.concatenate(
-        [np.minimum(clear, fetches.stage[low.schedule.leads + side.round]), launch[partial]]
-    )
-    end = np.concatenate([returns.wait[batch], add[partial]])
+    start = np.minimum(clear, fetches.stage[low.schedule.leads + side.round])
+    tile, arriving = _room(low, side, partial, start, launch, returns.wait[batch], add, len(asm.steps))
+    cleared = side.tile_openers.lane
+    asm.rows("rowops", edges.dst[cleared], clear[cleared], c=Operands(tensor, side.tiles_cleared(tile)))
+    into, sums = side.added_to(low.space, tile), Operands(tensor, side.tiles(tile))
+    come = Operands(tensor, Ranges.of(Space.WORK, arriving, edges.rows[partial], side.heads_of(partial)))
+    received = Ranges(into.packed.copy(), into.heads)
+    received.packed[partial] = come.ranges.packed
+    asm.rows("transfers", edges.dst, launch, send=1, peer=target, operand=sums)
+    asm.rows("transfers", target, launch, send=0, peer=edges.dst, operand=Operands(tensor, received))
+    asm.rows("rowops", target[partial], add[partial], a=come, c=Operands(tensor, into.take(partial)))
+    return tile
+
+
+def _room(
+    low: Lowering, side: Side, partial: Ints, start: Ints, launch: Ints, wait: Ints, add: Ints, end: int
+) -> tuple[Ints, Ints]:
+    """First work rows: int64 [edges] of what tiles add up, from `start` until it has left, and int64 [partial], of the
+    edges `partial`, of what arrives to be added up, from `launch` to `add`. Where tiles stay for the stages of a window
+    nothing takes their place before the `end`."""
+    edges, target = side.edges, side.returned_to
+    if low.holds:
+        tile = allot(edges.dst, edges.rows, start, np.full(len(edges), end), low.kept, side.order)
+        beyond = low.kept.copy()
+        np.maximum.at(beyond, edges.dst, tile + edges.rows)
+        return tile, allot(target, edges.rows, launch, add, beyond, side.order)[partial]
     order = None
     if side.order is not None:
-        place = np.cumsum(~whole) - 1
-        order = np.concatenate([side.order, len(edges) + place[side.order[~whole[side.order]]]])
-    row = allot(rank, np.concatenate([edges.rows, edges.rows[partial]]), start, end, low.kept, order)
-    leaving, arriving = np.split(row, [len(edges)])
-    if low.holds:
-        never = np.full(len(edges), len(asm.steps))
-        leaving = allot(edges.dst, edges.rows, start[: len(edges)], never, low.kept, side.order)
-        beyond = low.kept.copy()
-        np.maximum.at(beyond, edges.dst, leaving + edges.rows)
-        arriving = allot(target, edges.rows, launch, add, beyond, side.order)[partial]
-    come = ((target[partial], arriving, edges.rows[partial]), side.edge_group[partial])
-    staying, passed = np.flatnonzero(onward < 0), np.flatnonzero(onward >= 0)
-    (tiles,) = ops.number((tensor,), Space.WORK, side.tile_ranges(leaving, passed, onward[passed], come))
-    cleared = side.tile_openers.lane
-    asm.rows("rowops", edges.dst[cleared], clear[cleared], 0, 0, tiles[TILE_CLEARED], 0, 0)
-    into = np.empty(len(edges), np.int32)
-    into[side.roots] = home[SENT]
-    into[staying], into[passed] = into[side.root[staying]], tiles[TILE_INSIDE]
-    received = into.copy()
-    received[partial] = tiles[ARRIVING]
-    asm.rows("transfers", edges.dst, launch, 1, target, tiles[TILE])
-    asm.rows("transfers", target, launch, 0, edges.dst, received)
-    asm.rows("rowops", target[partial], add[partial], tiles[ARRIVING], 0, into[partial], 0, 0)
-    return tiles
+        place = np.full(len(edges), -1)
+        place[partial] = len(edges) + np.arange(len(partial))
+        behind = place[side.order]
+        order = np.concatenate([side.order, behind[behind >= 0]])
+    rank, rows, begin, last = (
+        np.concatenate([leaving, arriving[partial]])
+        for leaving, arriving in ((edges.dst, target), (edges.rows, edges.rows), (start, launch), (wait, add))
+    )
+    tile, arriving = np.split(allot(rank, rows, begin, last, low.kept, order), [len(edges)])
+    return tile, arriving
 
 
-def _clear(asm: Assembler, at: int, side: Side, operands: Numbers) -> None:
-    """Home rows that no task opens begin at nothing."""
-    rank = side.openers.lane // len(side.heads)
-    asm.rows("rowops", rank, at, 0, 0, operands[CLEARED], 0, 0)
+def _clear(asm: Assembler, at: int, side: Side, tensor: Tensor, space: Space) -> None:
+    """Rows in attention order that no task opens begin at nothing."""
+    rank, row, rows, heads = side.cleared
+    asm.rows("rowops", rank, at, c=Operands(tensor, Ranges.of(space, row, rows, heads)))
 
 
-def _delta(asm: Assembler, ops: Operands, low: Lowering, at: int, rows: dict[Tensor, Ints]) -> None:
-    """Row statistics of all home rows; O is needed for nothing else and never travels."""
-    whole = whole_ranges(low.home)
-    (o,) = ops.number((Tensor.O,), Space.HOME, range_set(whole))
-    asm.rows("rowops", whole[0], at, rows[Tensor.DO], o[0], rows[Tensor.DELTA], 0, 0)
-
-
-_NO_ROWS = np.zeros(0, np.int64)
-_NONE = Numbers(_NO_ROWS, (_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS))
-
-
-def _numbers(
-    ops: Operands, tensors: tuple[Tensor, ...], space: Space, ranges: RangeSet
-) -> dict[Tensor, Numbers]:
-    return dict(zip(tensors, ops.number(tensors, space, ranges), strict=True))
+_NO_TILES = np.zeros(0, np.int64)

@@ -10,29 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import Space, Tensor
+from apportion.ir.isa import Space
 from apportion.ir.sorting import ranked
-from apportion.planner.passes.assemble import Numbers, RangeSet, range_set
+from apportion.planner.passes.assemble import Ranges
 from apportion.planner.passes.cells import HeadGroups
 from apportion.planner.passes.exchange import Exchange
 from apportion.planner.passes.groups import Groups, HeadSets
-from apportion.planner.passes.openers import Openers, Written, find_openers
-from apportion.planner.passes.rows import Rows, whole_ranges
+from apportion.planner.passes.openers import Openers, Written, find_openers, stay_put
+from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.script import Batches
 from apportion.planner.passes.stages import KeyParts, arena_order
 from apportion.planner.passes.tasks import Edges, Tasks
-from apportion.planner.problem import exact_sums
+from apportion.planner.problem import exact_sums, raise_to
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
-#: rank, row, rows: integers [n] each
-RowRange = tuple[Ints, Ints, Ints]
-
-# Requests of the home ranges of a side, in the order in which they are made.
-OF_TASKS, SENT, CLEARED, PIECES, WHOLE = range(5)
-# Requests of its tiles.
-TILE_TASKS, TILE, TILE_INSIDE, TILE_CLEARED, ARRIVING = range(5)
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Side:
     row in attention order at home, and how many; index: the edges of this side among all; edges, round, back: theirs:
     `round` brings a tile, and what its tasks add up may leave after the stage of round `back`. heads: int64 [lanes]
     head set of the tiles of each lane, and of its home rows; carry: gradients go on with the tile. openers: of home
-    rows. pieces, whole: ranges that exchanges and row statistics take.
+    rows.
     """
 
     rows: Rows
@@ -60,69 +53,71 @@ class Side:
     carry: bool
     openers: Openers
     tile_openers: Openers
-    pieces: RowRange
-    whole: RowRange
+
+    def of_tasks(self, space: Space, tile: Ints) -> Ranges:
+        """The rows of each task. space: where rows in attention order are; tile: int64 [edges], the first work row of
+        each tile."""
+        away = np.flatnonzero(self.edge >= 0)
+        heads = self._heads_of(self.group)
+        found = Ranges.of(space, self.row, self.count, heads)
+        if len(away):
+            edge = self.edge[away]
+            row = tile[edge] + self.row[away] - self.edges.row[edge]
+            found.packed[away] = Ranges.of(Space.WORK, row, self.count[away]).packed
+        return found
 
     @cached_property
-    def local(self) -> Ints:
-        """Indexes of the tasks whose rows are at home."""
-        return np.flatnonzero(self.edge < 0)
+    def cleared(self) -> tuple[Ints, Ints, Ints, Ints | int]:
+        """Rows in attention order that no task opens: rank, row, rows, and head sets."""
+        rank, group = np.divmod(self.openers.lane, len(self.heads))
+        return rank, self.openers.row, self.openers.rows, self._heads_of(group)
 
-    @cached_property
-    def remote(self) -> Ints:
-        """Indexes of the tasks whose rows arrive in a tile."""
-        return np.flatnonzero(self.edge >= 0)
-
-    @cached_property
-    def home_ranges(self) -> RangeSet:
-        """Home rows: of tasks, of tiles that leave, those to be cleared, of pieces, and the whole."""
-        requests, heads = self.home_requests
-        return range_set(*requests, heads=heads)
-
-    @property
-    def home_requests(self) -> tuple[list[RowRange], list[Ints | int] | None]:
-        """The same, and the head sets of each: None, all heads."""
-        local, sent, edges, openers = self.local, self.roots, self.edges, self.openers
-        rank, group = np.divmod(openers.lane, len(self.heads))
-        requests = [
-            (self.exec[local], self.row[local], self.count[local]),
-            (edges.home[sent], edges.row[sent], edges.rows[sent]),
-            (rank, openers.row, openers.rows),
-            self.pieces,
-            self.whole,
-        ]
-        return requests, self._heads_of(self.group[local], self.edge_group[sent], group, None, None)
-
-    def tile_ranges(
-        self, row: Ints, inner: Ints, outer: Ints, arriving: tuple[RowRange, Ints] | None = None
-    ) -> RangeSet:
-        """Work rows of tiles from `row` on (int64 [edges]): of tasks, whole tiles, the rows of the edges `inner` inside
-        the tiles of the edges `outer`, those to be cleared, and other ranges, of these head groups, that `arrive`."""
-        edges, remote, openers = self.edges, self.remote, self.tile_openers
-        edge = self.edge[remote]
-        first = row[edge] + self.row[remote] - edges.row[edge]
-        inside = row[outer] + edges.row[inner] - edges.row[outer]
-        ranges, group = ((_NO_ROWS, _NO_ROWS, _NO_ROWS), _NO_ROWS) if arriving is None else arriving
-        return range_set(
-            (edges.dst[edge], first, self.count[remote]),
-            (edges.dst, row, edges.rows),
-            (edges.dst[outer], inside, edges.rows[inner]),
-            (edges.dst[openers.lane], row[openers.lane] + openers.row, openers.rows),
-            ranges,
-            heads=self._heads_of(
-                self.group[remote],
-                self.edge_group,
-                self.edge_group[inner],
-                self.edge_group[openers.lane],
-                group,
-            ),
+    def tiles_cleared(self, tile: Ints) -> Ranges:
+        """The same of tiles, `tile_openers`."""
+        openers = self.tile_openers
+        return Ranges.of(
+            Space.WORK, tile[openers.lane] + openers.row, openers.rows, self.heads_of(openers.lane)
         )
 
-    def _heads_of(self, *groups: Ints | None) -> list[Ints | int] | None:
-        """Head sets of requests whose entries are of these head groups, None: of all heads."""
-        if len(self.heads) == 1:
-            return None
-        return [0 if group is None else self.heads[group] for group in groups]
+    def tiles(self, tile: Ints) -> Ranges:
+        """The rows of all tiles."""
+        return Ranges.of(Space.WORK, tile, self.edges.rows, self.edge_heads)
+
+    def sent(self, space: Space, tile: Ints) -> Ranges:
+        """What each edge carries, where it starts: in attention order, or inside the tile that brought it."""
+        edges, relays = self.edges, self.relays
+        found = Ranges.of(space, edges.row, edges.rows, self.edge_heads)
+        if len(relays):
+            found.packed[relays] = self._inside(tile, relays, edges.parent[relays])
+        return found
+
+    def _inside(self, tile: Ints, inner: Ints, outer: Ints) -> Ints:
+        """The rows of the edges `inner` in the tiles of the edges `outer`, packed."""
+        edges = self.edges
+        row = tile[outer] + edges.row[inner] - edges.row[outer]
+        return Ranges.of(Space.WORK, row, edges.rows[inner]).packed
+
+    def added_to(self, space: Space, tile: Ints) -> Ranges:
+        """Where what each tile adds up goes: in attention order, or inside another tile."""
+        edges, root = self.edges, self.root
+        found = Ranges.of(space, edges.row[root], edges.rows[root], self.edge_heads)
+        passed = np.flatnonzero(self.returns_to >= 0)
+        if len(passed):
+            found.packed[passed] = self._inside(tile, passed, self.returns_to[passed])
+        return found
+
+    def _heads_of(self, group: Ints) -> Ints | int:
+        """Head sets of these head groups."""
+        return 0 if len(self.heads) == 1 else self.heads[group]
+
+    def heads_of(self, edge: Ints) -> Ints | int:
+        """Head sets of the tiles of some edges."""
+        return 0 if len(self.heads) == 1 else self.heads[self.edge_group[edge]]
+
+    @cached_property
+    def edge_heads(self) -> Ints | int:
+        """Head sets of all tiles."""
+        return self._heads_of(self.edge_group)
 
     @cached_property
     def order(self) -> Ints | None:
@@ -133,14 +128,6 @@ class Side:
     def edge_group(self) -> Ints:
         """int32 [edges]: head group of each edge."""
         return self.edges.lane >> 1
-
-    def of_tasks(self, home: Numbers, tiles: Numbers) -> Ints:
-        """int32 [tasks]: the operand of each task's rows."""
-        found = np.empty(len(self.exec), np.int32)
-        found[self.local] = home[OF_TASKS]
-        if len(self.remote):
-            found[self.remote] = tiles[TILE_TASKS]
-        return found
 
     @cached_property
     def roots(self) -> Ints:
@@ -156,7 +143,7 @@ class Side:
     def last_sent(self) -> Ints:
         """int64 [edges]: the last round that passes the tile on, -1 for none."""
         last = np.full(len(self.edges), -1, np.int32)
-        np.maximum.at(last, self.edges.parent[self.relays], self.round[self.relays])
+        raise_to(last, self.edges.parent[self.relays], self.round[self.relays])
         return last
 
     @cached_property
@@ -201,15 +188,6 @@ class Beside:
     def steps(self, come: int, leave: int) -> Ints:
         """int64 [tasks]: the step of each, beside the way in or the way out."""
         return np.where(self.early, come, leave)
-
-    def of_tasks(self, home: Mapping[Tensor, Numbers]) -> dict[Tensor, Ints]:
-        """int32 [tasks] by tensor: the operands of their rows. home: those of home rows."""
-        sides = {"query": self.alone.queries, "key": self.alone.keys}
-        return {
-            tensor: sides[tensor.contents.side].of_tasks(held, held)
-            for tensor, held in home.items()
-            if tensor.contents.side is not None
-        }
 
 
 @dataclass(frozen=True)
@@ -272,13 +250,15 @@ class Lowering:
 
     @cached_property
     def queries(self) -> Side:
-        tasks, whole = self.tasks, whole_ranges(self.rows) if self.exchange is None else _NO_RANGES
+        tasks = self.tasks
         place, index, edges, round_, back = self._edges_of(1)
         edge = place[tasks.query_edge]
-        remote = np.flatnonzero(edge >= 0)
-        tile = edge[remote]
-        inside = tasks.row[remote] - edges.row[tile]
-        written = Written(remote, tile, inside, tasks.rows[remote], np.ones(len(remote), bool))
+        if len(edges):
+            inside = tasks.row - np.append(edges.row, 0)[edge]
+            written = Written(self._numbers, edge, inside, tasks.rows, np.ones(len(edge), bool))
+            tile_openers = find_openers(written, edges.rows.astype(np.int64), len(tasks))
+        else:
+            tile_openers = Openers.none(len(tasks))
         return Side(
             rows=self.rows,
             exec=tasks.exec,
@@ -293,22 +273,18 @@ class Lowering:
             heads=self.heads.query,
             carry=self._carry,
             openers=self._query_openers,
-            tile_openers=find_openers(written, edges.rows, len(tasks)),
-            pieces=self._pieces,
-            whole=whole,
+            tile_openers=tile_openers,
         )
 
     @cached_property
     def keys(self) -> Side:
         tasks, parts = self.tasks, self.parts
         place, index, edges, round_, back = self._edges_of(0)
-        away = np.flatnonzero(parts.edge >= 0)
-        task, tile = parts.task[away], place[parts.edge[away]]
-        may = np.ones(len(away), bool)
+        tile, may = place[parts.edge], np.ones(len(parts.edge), bool)
         if self._later:  # gradients may come back to a tile that is passed on before a later stage
-            passed_on = np.isin(np.arange(len(edges)), edges.parent)
-            may = ~((self.stage[task] > self.schedule.leads + round_[tile]) & passed_on[tile])
-        written = Written(task, tile, parts.row[away], parts.keys[away], may)
+            late = self.stage[parts.task] > self.schedule.leads + np.append(round_, 0)[tile]
+            may = ~(late & self._passed_on[parts.edge])
+        written = Written(parts.task, tile, parts.row, parts.keys, may)
         group = self.heads.shared[tasks.group] if len(self.heads) > 1 else tasks.group
         return Side(
             rows=self.rows,
@@ -324,30 +300,40 @@ class Lowering:
             heads=self.heads.key_sets,
             carry=self._carry,
             openers=self._key_openers,
-            tile_openers=find_openers(written, edges.rows, len(tasks)),
-            pieces=self._pieces,
-            whole=_NO_RANGES,
+            tile_openers=find_openers(written, edges.rows.astype(np.int64), len(tasks)),
         )
 
     def _edges_of(self, which: int) -> tuple[Ints, Ints, Edges, Ints, Ints]:
         """Where each of all edges is among those of query rows (1) or key rows (0), int32 [edges + 1] with a -1 at the
         end; and of these the indexes, the edges, their rounds, and when results may leave."""
         edges = self.edges
-        if not which and not self.tasks.queries_move:
-            index = np.arange(len(edges), dtype=np.int32)
-            return np.append(index, np.int32(-1)), index, edges, self.schedule.round, self.back
+        if not self.tasks.queries_move:
+            every = np.arange(len(edges), dtype=np.int32)
+            if not which:
+                return np.append(every, np.int32(-1)), every, edges, self.schedule.round, self.back
+            none = every[:0]
+            return np.full(len(edges) + 1, -1, np.int32), none, Edges(*[none] * 8), none, none
         of = edges.lane & 1 == which
         place = np.append(np.cumsum(of) - 1, -1).astype(np.int32)
         some = np.flatnonzero(of)
         return place, some, edges.take(some), self.schedule.round[some], self.back[some]
 
+    @cached_property
+    def _passed_on(self) -> NDArray[np.bool_]:
+        """bool [edges + 1]: whether others bring each edge's tile to more ranks; False."""
+        found = np.zeros(len(self.edges) + 1, bool)
+        found[self.edges.parent] = True
+        found[-1] = False  # parent -1 is the last
+        return found
+
+    @property
+    def _numbers(self) -> Ints:
+        """int32 [tasks]"""
+        return np.arange(len(self.tasks), dtype=np.int32)
+
     @property
     def _carry(self) -> bool:
         return self.schedule.routed.carry
-
-    @property
-    def _pieces(self) -> RowRange:
-        return _NO_RANGES if self.exchange is None else self.exchange.ranges
 
     @property
     def _later(self) -> bool:
@@ -359,9 +345,9 @@ class Lowering:
         """int32 [edges]: the round after whose stage the last task that uses the edge's tile has run."""
         if not self._later:
             return self.schedule.round
-        back = np.append(self.schedule.round, np.int32(0))  # edge -1 is the last
-        np.maximum.at(back, self.tasks.query_edge, self.stage - self.schedule.leads)
-        np.maximum.at(back, self.parts.edge, self.stage[self.parts.task] - self.schedule.leads)
+        back, used = np.append(self.schedule.round, np.int32(0)), self.stage - np.int32(self.schedule.leads)
+        raise_to(back, self.tasks.query_edge, used)  # edge -1 is the last
+        raise_to(back, self.parts.edge, used[self.parts.task])
         return np.asarray(back[:-1])
 
     def batches(self, phase: str) -> Batches:
@@ -380,8 +366,8 @@ class Lowering:
         tasks = self.tasks
         if not tasks.queries_move:
             return np.zeros(0, bool)
-        edges = self._edges_of(1)[2]
-        may = (edges.parent < 0) & ~np.isin(np.arange(len(edges)), edges.parent)
+        _, index, edges, _, _ = self._edges_of(1)
+        may = (edges.parent < 0) & ~self._passed_on[index]
         if self.exchange is not None or len(self.heads) > 1 or not may.any():
             return np.zeros(len(edges), bool)
         local = np.flatnonzero(tasks.query_edge < 0)
@@ -406,21 +392,22 @@ class Lowering:
     def _query_openers(self) -> Openers:
         """Of home rows. Results of rows that left home may come back before a later stage."""
         tasks, groups = self.tasks, len(self.heads)
-        at = np.flatnonzero(tasks.query_edge < 0)
-        may = np.ones(len(at), bool)
+        rank, row, may = tasks.exec, tasks.row.astype(np.int64), np.ones(len(tasks), bool)
         if tasks.queries_move:
-            late = self.stage[at] >= self.schedule.leads
-            may = ~(late & self._any_leave(1, tasks.exec[at], tasks.row[at], tasks.rows[at]))
-        lane = tasks.exec[at] * groups + tasks.group[at] if groups > 1 else tasks.exec[at]
-        written = Written(at, lane, tasks.row[at], tasks.rows[at], may)
+            rank = np.where(tasks.query_edge < 0, rank, np.int32(-1))
+            may = (self.stage < self.schedule.leads) | self._stay_put(1, rank, row, tasks.rows)
+        lane = rank if groups == 1 else np.where(rank < 0, rank, rank * groups + tasks.group)
+        written = Written(self._numbers, lane, row, tasks.rows, may)
         held = np.repeat(self.rows.per_rank, groups)
         given = np.flatnonzero(self.whole_results)
         if not len(given):
             return find_openers(written, held, len(tasks))
         # rows that results overwrite, as if by tasks behind all others
         edges = self._edges_of(1)[2].take(given)
-        behind = len(tasks) + np.arange(len(given))
-        results = Written(behind, edges.home, edges.row, edges.rows, np.ones(len(given), bool))
+        behind = np.arange(len(tasks), len(tasks) + len(given), dtype=np.int32)
+        results = Written(
+            behind, edges.home, edges.row.astype(np.int64), edges.rows, np.ones(len(given), bool)
+        )
         found = find_openers(written.join(results), held, len(tasks) + len(given))
         return replace(found, flags=found.flags[: len(tasks)])
 
@@ -429,34 +416,26 @@ class Lowering:
         """Of home rows. Gradients of rows that left home may come back before a later stage; and a head group must not
         overwrite what another added to KV heads that both use."""
         parts, lanes = self.parts, len(self.heads.key_sets)
-        at = np.flatnonzero(parts.edge < 0)
-        task, row, keys = parts.task[at], parts.row[at], parts.keys[at]
-        may = np.full(len(at), not self.heads.keys_overlap)
-        lane, late = self.tasks.exec[task], self.stage[task] >= self.schedule.leads
-        if late.any():
-            may &= ~(late & self._any_leave(0, lane, row, keys))
+        rank = np.where(parts.edge < 0, self.tasks.exec[parts.task], np.int32(-1))
+        if self.heads.keys_overlap:
+            may = np.zeros(len(rank), bool)
+        else:
+            early = self.stage[parts.task] < self.schedule.leads
+            may = early | self._stay_put(0, rank, parts.row, parts.keys)
+        lane = rank
         if lanes > 1:
-            lane = lane * lanes + self.heads.shared[self.tasks.group[task]]
-        return find_openers(
-            Written(task, lane, row, keys, may), np.repeat(self.rows.per_rank, lanes), len(self.tasks)
-        )
+            shared = self.heads.shared[self.tasks.group[parts.task]].astype(np.int32)
+            lane = np.where(rank < 0, rank, rank * lanes + shared)
+        written = Written(parts.task, lane, parts.row, parts.keys, may)
+        return find_openers(written, np.repeat(self.rows.per_rank, lanes), len(self.tasks))
 
-    def _any_leave(self, which: int, rank: Ints, row: Ints, rows: Ints) -> NDArray[np.bool_]:
-        """bool [n]: whether any of the query (1) or key rows [row, row + rows) of a rank leave home, needed or not."""
+    def _stay_put(self, which: int, rank: Ints, row: Ints, rows: Ints) -> NDArray[np.bool_]:
+        """bool [n]: whether none of the query (1) or key rows [row, row + rows) of a rank leave home, needed or not."""
         edges = self.edges
-        roots = np.flatnonzero((edges.parent < 0) & (edges.lane & 1 == which))
-        offset = np.cumsum(self.rows.per_rank) - self.rows.per_rank
-        begin = np.sort(offset[edges.home[roots]] + edges.row[roots])
-        end = np.sort(offset[edges.home[roots]] + edges.row[roots] + edges.rows[roots])
-        low = offset[rank] + row
-        met: NDArray[np.bool_] = np.searchsorted(begin, low + rows) > np.searchsorted(end, low, "right")
-        return met
+        leave = (edges.parent < 0) & (edges.lane & 1 == which)
+        return stay_put(rank, row, rows, edges.home, edges.row, edges.rows, leave, self.rows.ranks)
 
 
 def leading(lowered: Mapping[Any, Lowering]) -> Lowering:
     """The one whose groups are the plan's: of a kind whose heads are split, if there is any."""
     return max(lowered.values(), key=lambda low: low.groups.split)
-
-
-_NO_ROWS = np.zeros(0, np.int64)
-_NO_RANGES = (_NO_ROWS, _NO_ROWS, _NO_ROWS)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.jit import jit
+from apportion.ir.jit import jit, lean
+from apportion.ir.sorting import counting_order, sort_order
 from apportion.planner.options import Count
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.tasks import Edges, joined
@@ -145,78 +146,134 @@ class Node(RoutePass):
             return Routed(edges, np.zeros(0, np.int32))
         if site.cluster.nodes == 1:
             return Star()(edges, site)
-        node = site.cluster.node_of(np.arange(site.cluster.ranks))
         # tiles keep their order; inside a tile the edges of one node lie side by side
-        order = np.lexsort((edges.dst, node[edges.dst], edges.tile))
-        inside = edges.take(order)
-        away = node[inside.dst] != node[inside.home]
-        key = edges.tile[order].astype(np.int64) * site.cluster.nodes + node[inside.dst]
-        group = np.cumsum(np.append(True, key[1:] != key[:-1])) - 1
-        low, rows = _hulls(inside.row, inside.rows, group, int(group[-1]) + 1)
-        first = np.searchsorted(group, np.arange(int(group[-1]) + 2))
-        gate = _gateways(
-            first, away, inside.dst, rows, site.cluster.ranks, site.cluster.ranks_per_node, self.proxies
+        order = sort_order(edges.dst, site.cluster.ranks)
+        order = order[sort_order(edges.tile[order], int(edges.tile.max()) + 1)]
+        columns, arrives = _through_gateways(
+            order,
+            edges.tile,
+            edges.home,
+            edges.row,
+            edges.rows,
+            edges.dst,
+            edges.lane,
+            site.cluster.ranks,
+            site.cluster.ranks_per_node,
+            self.proxies,
         )
-        return _through(inside, away, group, gate, low, rows, order)
+        return Routed(Edges(*columns), arrives)
+
+
+@jit
+def _through_gateways(
+    order: Ints,
+    tile: Ints,
+    home: Ints,
+    row: Ints,
+    rows: Ints,
+    dst: Ints,
+    lane: Ints,
+    ranks: int,
+    ranks_per_node: int,
+    proxies: bool,
+) -> tuple[Ints, Ints]:
+    """int32 [8, edges], the columns of `Edges`: those from home, in which one to each gateway carries what its group
+    needs, then those that go on from there; int32 [star], which of these each edge of the star is now.
+
+    order: of the star's edges, by tile and receiver. A group is those of one tile to one node."""
+    count, groups = len(order), 0
+    first, group = np.empty(count + 1, np.int64), np.empty(count, np.int64)
+    low, high = np.empty(count, np.int64), np.empty(count, np.int64)
+    for at in range(count):
+        edge, before = order[at], order[at - 1]
+        same = at > 0 and tile[edge] == tile[before]
+        if not same or dst[edge] // ranks_per_node != dst[before] // ranks_per_node:
+            first[groups], low[groups], high[groups] = at, row[edge], row[edge]
+            groups += 1
+        group[at] = groups - 1
+        low[groups - 1] = min(low[groups - 1], row[edge])
+        high[groups - 1] = max(high[groups - 1], row[edge] + rows[edge])
+    first[groups] = count
+    gate = _gateways(order, first[: groups + 1], home, dst, low, high, ranks, ranks_per_node, proxies)
+    # what brings the tile to each gateway: an edge of the star, or behind all from home one to a proxy
+    entry, roots, relay = np.full(groups, -1, np.int64), 0, 0
+    for at in range(count):
+        if gate[group[at]] == dst[order[at]]:
+            entry[group[at]] = roots
+        roots += gate[group[at]] < 0 or gate[group[at]] == dst[order[at]]
+    relay = roots
+    for one in range(groups):
+        if gate[one] >= 0 and entry[one] < 0:
+            entry[one] = relay
+            relay += 1
+    found, arrives, root = np.empty((8, count + relay - roots), np.int32), np.empty(count, np.int32), 0
+    for one in range(groups):
+        edge, to = order[first[one]], gate[one]
+        if to >= 0 and entry[one] >= roots:
+            _put(
+                found, entry[one], tile[edge], home[edge], low[one], high[one], home[edge], to, -1, lane[edge]
+            )
+        for at in range(first[one], first[one + 1]):
+            edge = order[at]
+            begin, end = row[edge], row[edge] + rows[edge]
+            if to >= 0 and to != dst[edge]:
+                place, src, parent = relay, to, entry[one]
+                relay += 1
+            else:
+                place, src, parent = root, home[edge], -1
+                root += 1
+                if to >= 0:
+                    begin, end = low[one], high[one]
+            _put(found, place, tile[edge], home[edge], begin, end, src, dst[edge], parent, lane[edge])
+            arrives[edge] = place
+    return found, arrives
+
+
+@lean
+def _put(
+    edge: Ints, at: int, tile: int, home: int, row: int, end: int, src: int, dst: int, parent: int, lane: int
+) -> None:
+    """Writes one of the columns of `Edges`."""
+    edge[0, at], edge[1, at], edge[2, at], edge[3, at] = tile, home, row, end - row
+    edge[4, at], edge[5, at], edge[6, at], edge[7, at] = src, dst, parent, lane
 
 
 @jit
 def _gateways(
+    order: Ints,
     first: Ints,
-    away: NDArray[np.bool_],
+    home: Ints,
     dst: Ints,
-    rows: Ints,
+    low: Ints,
+    high: Ints,
     ranks: int,
     ranks_per_node: int,
     proxies: bool,
 ) -> Ints:
-    """int64 [groups]: the gateway of each group, the edges [first[g], first[g + 1]) of one tile to one node; rows: [g]
-    of the tile. Groups of few are served first: where only one rank can be the gateway, others must not have used up
-    its turn."""
-    gates = np.full(len(rows), -1, np.int64)
+    """int64 [groups]: the gateway of each group, the edges order[first[g] : first[g + 1]] of one tile to one node, -1
+    where that is its home's; low, high: [g] rows of the tile. Groups of few are served first: where only one rank can
+    be the gateway, others must not have used up its turn."""
+    gates, sizes = np.full(len(first) - 1, -1, np.int64), first[1:] - first[:-1]
     received = np.zeros(ranks, np.int64)
-    for group in np.argsort(first[1:] - first[:-1], kind="mergesort"):
+    for group in counting_order(sizes, sizes.max() + 1):
         begin, end = first[group], first[group + 1]
-        if not away[begin]:
+        gate = dst[order[begin]]
+        node = gate // ranks_per_node
+        if home[order[begin]] // ranks_per_node == node:
             continue
-        gate = dst[begin]
-        for edge in range(begin, end):
-            if received[dst[edge]] < received[gate]:
-                gate = dst[edge]
+        for at in range(begin, end):
+            if received[dst[order[at]]] < received[gate]:
+                gate = dst[order[at]]
         if proxies:
-            low = gate // ranks_per_node * ranks_per_node
-            idle = low + np.argmin(received[low : low + ranks_per_node])
-            if received[idle] + rows[group] < received[gate]:
+            idle = node * ranks_per_node
+            for rank in range(idle, idle + ranks_per_node):
+                if received[rank] < received[idle]:
+                    idle = rank
+            if received[idle] + high[group] - low[group] < received[gate]:
                 gate = idle
         gates[group] = gate
-        received[gate] += rows[group]
+        received[gate] += high[group] - low[group]
     return gates
-
-
-def _through(
-    edges: Edges, away: NDArray[np.bool_], group: Ints, gate: Ints, low: Ints, rows: Ints, order: Ints
-) -> Routed:
-    """The edges with one from home to each gateway, and from there to the others of its group."""
-    at_gate = away & (edges.dst == gate[group])
-    entry = np.full(len(gate), -1, np.int64)
-    entry[group[at_gate]] = np.flatnonzero(at_gate)
-    extra = np.flatnonzero((gate >= 0) & (entry < 0))  # groups whose gateway is a proxy
-    entry[extra] = len(edges) + np.arange(len(extra))
-    _, some = np.unique(group, return_index=True)
-    some = some[extra]
-    parent = np.where(away & ~at_gate, entry[group], -1)
-    hull = (np.where(at_gate, low[group], edges.row), np.where(at_gate, rows[group], edges.rows))
-    joined = Edges(
-        np.append(edges.tile, edges.tile[some]),
-        np.append(edges.home, edges.home[some]),
-        np.append(hull[0], low[extra]).astype(np.int32),
-        np.append(hull[1], rows[extra]).astype(np.int32),
-        np.append(edges.src, edges.src[some]),
-        np.append(edges.dst, gate[extra]).astype(np.int32),
-        np.append(parent, np.full(len(extra), -1)).astype(np.int32),
-        np.append(edges.lane, edges.lane[some]),
-    )
-    return _relayed(joined, order)
 
 
 def _relayed(edges: Edges, order: Ints) -> Routed:
@@ -228,12 +285,13 @@ def _relayed(edges: Edges, order: Ints) -> Routed:
     return Routed(relayed, arrives).take(np.argsort(depths(parent), kind="stable"))
 
 
+@jit
 def depths(parent: Ints) -> Ints:
-    """int64 [edges]: how many relays each edge comes after."""
-    depth, at = np.zeros(len(parent), np.int64), np.asarray(parent)
-    while (at >= 0).any():
-        depth += at >= 0
-        at = np.where(at >= 0, parent[at], -1)
+    """int64 [edges]: how many relays each edge comes after; none comes before its parent."""
+    depth = np.zeros(len(parent), np.int64)
+    for edge in range(len(parent)):
+        if parent[edge] >= 0:
+            depth[edge] = depth[parent[edge]] + 1
     return depth
 
 

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
+from apportion.ir.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.passes.route import Ring as RingRoute
 from apportion.planner.passes.route import Routed, RoutePass, depths, join
 from apportion.planner.passes.tasks import Edges
-from apportion.planner.problem import Pass
+from apportion.planner.problem import Pass, raise_to
 from apportion.planner.solvers.contracts import ColouringProblem
 from apportion.planner.solvers.matching import max_degree
 from apportion.planner.solvers.use import ColouringSolver
@@ -101,9 +102,9 @@ class Schedule:
     @cached_property
     def after(self) -> list[int]:
         """[rounds] the last round that must have arrived before each can start; -1: none."""
-        after = np.full(self.rounds, -1, np.int64)
+        after = np.full(self.rounds, -1, np.int32)
         relays = np.flatnonzero(self.edges.parent >= 0)
-        np.maximum.at(after, self.round[relays], self.round[self.edges.parent[relays]])
+        raise_to(after, self.round[relays], self.round[self.edges.parent[relays]])
         return [int(round_) for round_ in after]
 
 
@@ -162,27 +163,19 @@ class Matchings(SchedulePass):
         return self
 
     def __call__(self, routed: Routed, ranks: int) -> Schedule:
-        edges = routed.edges
-        roots = np.flatnonzero(edges.parent < 0)
-        levels = 1 + int(depths(edges.parent).max(initial=0))
+        edges, depth = routed.edges, depths(routed.edges.parent)
+        roots, levels = np.flatnonzero(depth == 0), 1 + int(depth.max(initial=0))
         first = self.slots(edges.src[roots], edges.dst[roots], edges.rows[roots], ranks, min(levels, 2))
-        if len(roots) == len(edges):
+        if levels == 1:
             when = np.arange(first.rounds)
             return Schedule(
                 routed, first.round, when, np.zeros_like(when), first.slots, self.buffers, self.local
             )
-        depth, time = depths(edges.parent), np.zeros(len(edges), np.int64)
-        time[roots] = first.round
-        for level in range(1, levels):
-            relays = np.flatnonzero(depth == level)
-            time[relays] = time[edges.parent[relays]] + RELAY_LAG
         # a relay that arrives with a later round is used before that is waited for
-        keys, round_ = np.unique(time * levels + (levels - 1 - depth), return_inverse=True)
+        keys, round_ = _rounds(edges.parent, depth, first.round, levels)
         channel = np.minimum(levels - 1 - keys % levels, 1)
         slots = first.slots + degrees(edges, round_, np.flatnonzero(keys % levels < levels - 1), ranks)
-        return Schedule(
-            routed, round_.astype(np.int32), keys // levels, channel, slots, self.buffers, self.local
-        )
+        return Schedule(routed, round_, keys // levels, channel, slots, self.buffers, self.local)
 
     def slots(self, src: Ints, dst: Ints, rows: Ints, ranks: int, times: int = 1) -> Slots:
         """Slots of the tiles src -> dst of so many rows each, integers [tiles]; automatic rounds are `times` as
@@ -215,18 +208,49 @@ class Matchings(SchedulePass):
         return max(1, min(times * AUTO_ROUND_TOKENS // max(1, mean), -(-slots // AUTO_ROUNDS)))
 
 
+@jit
+def _rounds(parent: Ints, depth: Ints, first: Ints, levels: int) -> tuple[Ints, Ints]:
+    """int64 [rounds], rising: time * levels + levels - 1 - depth of the edges of each round; and int32 [edges], the
+    round of each edge. Those that leave home, one after another, have the times `first`, relays a later one than what
+    brings their tile."""
+    time, most, roots = np.empty(len(parent), np.int64), 0, 0
+    for edge in range(len(parent)):
+        if parent[edge] < 0:
+            time[edge] = first[roots]
+            roots += 1
+        else:
+            time[edge] = time[parent[edge]] + RELAY_LAG
+        most = max(most, time[edge])
+    number = np.full((most + 1) * levels, -1, np.int32)
+    for edge in range(len(parent)):
+        number[time[edge] * levels + levels - 1 - depth[edge]] = 0
+    keys, round_ = np.flatnonzero(number == 0), np.empty(len(parent), np.int32)
+    for one in range(len(keys)):
+        number[keys[one]] = one
+    for edge in range(len(parent)):
+        round_[edge] = number[time[edge] * levels + levels - 1 - depth[edge]]
+    return keys, round_
+
+
 def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
     """Matchings that these rounds split into: the largest degree of each."""
     if not len(edges):
         return 0
-    size = int(round_.max()) + 1
-    busiest = [
-        np.bincount(round_.astype(np.int64) * ranks + rank, minlength=size * ranks)
-        .reshape(size, ranks)
-        .max(1)
-        for rank in (edges.src, edges.dst)
-    ]
-    return int(np.maximum(*busiest)[rounds].sum())
+    round_ = round_.astype(np.int32, copy=False)
+    return int(_degrees(edges.src, edges.dst, round_, int(round_.max()) + 1, ranks)[rounds].sum())
+
+
+@jit
+def _degrees(src: Ints, dst: Ints, round_: Ints, rounds: int, ranks: int) -> Ints:
+    """int64 [rounds]: the most edges of each that one rank sends or receives."""
+    used, most = np.zeros((2, rounds * ranks), np.int64), np.zeros(rounds, np.int64)
+    for edge in range(len(src)):
+        one = round_[edge]
+        sent, received = np.int64(one) * ranks + src[edge], np.int64(one) * ranks + dst[edge]
+        used[0, sent] += 1
+        used[1, received] += 1
+        most[one] = max(most[one], used[0, sent], used[1, received])
+    return most
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,18 @@ over several of them, as it may over blocks at home: fewer and larger kernel cal
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit
-from apportion.ir.sorting import sort_order
+from apportion.ir.sorting import counting_order, radix_order, ranked
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.tasks import Edges, Tasks
+from apportion.planner.problem import exact_sums
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -36,20 +37,24 @@ def program_order(
     a band that is not full come first, of these the longest: few of them have rows that another has too, so that they
     can open them. The rest keep the order in which they were found. division: int32 [tasks], where the schedule goes by
     them."""
-    count = schedule.stages
     if division is None or schedule.division is None:
         tasks = strips(tasks, schedule, rows.per_rank)
         stage = stages(tasks, schedule, rows)
     else:
         stage = (schedule.leads - 1 + np.searchsorted(schedule.division, division, "right")).astype(np.int32)
-    tasks, stage, parts = merge_tasks(tasks, stage, schedule, rows)
-    full = tasks.full
-    key = 2 * (tasks.exec.astype(np.int64) * count + stage) + full
-    longest = np.argsort(np.where(full, 0, -tasks.rows), kind="stable")
-    order = longest[sort_order(key[longest], 2 * rows.ranks * count)]
-    place = np.empty(len(order), np.int32)
-    place[order] = np.arange(len(order), dtype=np.int32)
-    return tasks.take(order), parts.renumbered(place), stage[order]
+    edges = schedule.edges
+    columns, parts, row, stage = _merged(
+        tasks.columns,
+        stage,
+        schedule.stages,
+        rows.ranks,
+        _queries(tasks),
+        rows.row - rows.starts[:-1],
+        edges.row,
+        edges.rows,
+        following(edges, schedule.round, rows.ranks),
+    )
+    return Tasks(*columns), KeyParts(parts[0], parts[1], row, parts[2]), stage
 
 
 def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
@@ -153,10 +158,9 @@ def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
     local = np.flatnonzero((tasks.edge < 0) & (tasks.query_edge < 0) & (tasks.rows >= 2 * STRIP_ROWS))
     if not len(local):
         return tasks
-    work, total = tasks.work, np.zeros(len(held), np.int64)
-    np.add.at(total, tasks.exec, work)
+    work = tasks.work
     parts, short = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
-    total = np.maximum(total[tasks.exec[local]], 1)
+    total = np.maximum(exact_sums(tasks.exec, work, len(held))[tasks.exec[local]], 1)
     if schedule.beside_exchange:
         # beside large strips two of what a member needs for the first and the last stage
         keys, of_member = (tasks.k1 - tasks.k0)[local], held[tasks.exec[local]] // schedule.beside_exchange
@@ -165,59 +169,50 @@ def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
         short[local] = np.where(3 * need < tasks.rows[local], np.maximum(need, LEAST_ROWS), 0)
     left = tasks.rows[local] - 2 * short[local]
     parts[local] = np.clip(2 * schedule.stages * work[local] // total, 1, np.maximum(left // STRIP_ROWS, 1))
-    return _cut_rows(tasks, parts, short, parts + 2 * (short > 0))
-
-
-def _cut_rows(tasks: Tasks, parts: Ints, short: Ints, strips: Ints) -> Tasks:
-    """Each task cut into so many strips: equal `parts`, and where `short` rows are given two such strips; each with the
-    keys that its rows see."""
-    of, cut = _strips(
-        tasks.row,
-        tasks.rows,
-        tasks.k0,
-        tasks.k1,
-        tasks.dmin,
-        tasks.dmax,
-        parts,
-        short,
-        strips,
-        int(strips.sum()),
-    )
-    columns = dict(zip(("row", "rows", "k0", "k1", "dmin", "dmax"), cut, strict=True))
-    return replace(tasks.take(of), **columns)
+    cut = (parts > 1).any() or short.any()
+    return Tasks(*_strips(tasks.columns, parts, short)) if cut else tasks
 
 
 @jit
-def _strips(
-    row: Ints,
-    rows: Ints,
-    k0: Ints,
-    k1: Ints,
-    dmin: Ints,
-    dmax: Ints,
-    parts: Ints,
-    short: Ints,
-    strips: Ints,
-    size: int,
-) -> tuple[Ints, Ints]:
-    """int32 [strips]: the task of each; and int32 [6, strips]: its row, rows, k0, k1, dmin and dmax."""
-    of, cut, count = np.empty(size, np.int32), np.empty((6, size), np.int32), 0
-    for task in range(len(row)):
-        tail, keys = short[task], np.int64(k1[task]) - k0[task]
-        body = np.int64(rows[task]) - 2 * tail
-        for place in range(strips[task]):
+def _strips(task: tuple[Ints, ...], parts: Ints, short: Ints) -> Ints:
+    """The columns of tasks that are cut, int32 [11, strips]: each in so many equal `parts`, and behind these two strips
+    of `short` rows, where that is not 0; each with the keys that its rows see."""
+    count = 0
+    for number in range(len(parts)):
+        count += parts[number] + 2 * (short[number] > 0)
+    of, found = np.empty(count, np.int32), np.empty((len(task), count), np.int32)
+    strip = 0
+    for number in range(len(parts)):
+        for _ in range(parts[number] + 2 * (short[number] > 0)):
+            of[strip] = number
+            strip += 1
+    for name in range(len(task)):
+        column = task[name]
+        for strip in range(count):
+            found[name, strip] = column[of[strip]]
+    strip = 0
+    while strip < count:
+        number = of[strip]
+        whole, tail = parts[number], short[number]
+        if whole == 1 and tail == 0:
+            strip += 1
+            continue
+        rows, keys = np.int64(task[2][number]), np.int64(task[5][number]) - task[4][number]
+        dmin, dmax, body = task[6][number], task[7][number], rows - 2 * tail
+        for place in range(whole + 2 * (tail > 0)):
             after = place + 1
-            low = body * min(place, parts[task]) // parts[task] + tail * max(place - parts[task], 0)
-            high = body * min(after, parts[task]) // parts[task] + tail * max(after - parts[task], 0)
-            first, last = max(low - dmax[task], 0), min(high - dmin[task], keys)
+            low = body * min(place, whole) // whole + tail * max(place - whole, 0)
+            high = body * min(after, whole) // whole + tail * max(after - whole, 0)
+            first, last = max(low - dmax, 0), min(high - dmin, keys)
             shift = low - first  # a row and a key of the strip are this much nearer
-            of[count] = task
-            cut[0, count], cut[1, count] = row[task] + low, high - low
-            cut[2, count], cut[3, count] = k0[task] + first, k0[task] + last
-            cut[4, count] = max(dmin[task] - shift, 1 - (last - first))
-            cut[5, count] = min(dmax[task] - shift, high - low - 1)
-            count += 1
-    return of, cut
+            found[1, strip] += low
+            found[2, strip] = high - low
+            found[5, strip] = found[4, strip] + last
+            found[4, strip] += first
+            found[6, strip] = max(dmin - shift, 1 - (last - first))
+            found[7, strip] = min(dmax - shift, high - low - 1)
+            strip += 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -230,46 +225,14 @@ class KeyParts:
     row: Ints
     keys: Ints
 
-    def renumbered(self, number: Ints) -> KeyParts:
-        """By the tasks' new numbers, int32 [tasks]."""
-        task = number[self.task]
-        order = sort_order(task, len(number))
-        return KeyParts(task[order], self.edge[order], self.row[order], self.keys[order])
 
-
-def merge_tasks(tasks: Tasks, stage: Ints, schedule: Schedule, rows: Rows) -> tuple[Tasks, Ints, KeyParts]:
-    """Larger tasks, by rank and stage, the stage of each, and their parts."""
-    step = tasks.exec.astype(np.int64) * schedule.stages + stage
-    order = sort_order(step, rows.ranks * schedule.stages)
-    ordered, step = tasks.take(order), step[order]
-    edges = schedule.edges
-    row = (rows.row[ordered.k] + ordered.k0 - rows.starts[ordered.k]).astype(np.int64)
-    away = np.flatnonzero(ordered.edge >= 0)
-    row[away] -= edges.row[ordered.edge[away]]
-    keys = (ordered.k1 - ordered.k0).astype(np.int32)
-    into, count, dmin, first = _merge(
-        step,
-        *_queries(ordered),
-        row,
-        keys,
-        ordered.dmin,
-        ordered.dmax,
-        ordered.edge,
-        following(edges, schedule.round, rows.ranks),
-        np.append(edges.rows, 0),
-    )
-    merged = replace(ordered.take(first), dmin=dmin)
-    merged = replace(merged, k1=merged.k0 + count)
-    return merged, stage[order][first], KeyParts(into, ordered.edge, row, keys)
-
-
-def _queries(tasks: Tasks) -> tuple[Ints, Ints]:
-    """A number for the first query row of each task, equal only where rank, tile and head group are, and the rows."""
+def _queries(tasks: Tasks) -> Ints:
+    """int32 [tasks]: a number for the first query row of each task, of those of one rank equal only where tile and head
+    group are, and the row."""
     if not tasks.queries_move and not tasks.group.any():
-        return tasks.row, tasks.rows
+        return tasks.row
     tile = (tasks.query_edge + 1) * np.int64(int(tasks.group.max()) + 1) + tasks.group
-    key = tile * (int(tasks.row.max()) + 1) + tasks.row
-    return np.unique(key, return_inverse=True)[1], tasks.rows
+    return ranked(tile * (int(tasks.row.max()) + 1) + tasks.row)[1].astype(np.int32)
 
 
 def arena_order(edges: Edges) -> Ints | None:
@@ -280,59 +243,124 @@ def arena_order(edges: Edges) -> Ints | None:
 
 def following(edges: Edges, round_: Ints, ranks: int) -> Ints:
     """int32 [edges + 1]: the edge whose tile arrives with each edge's and lies behind it, -1 for none, and -1."""
-    key = edges.dst.astype(np.int64) * (int(round_.max(initial=0)) + 1) + round_
-    key = 2 * key + (edges.lane & 1)
     order = arena_order(edges)
-    sizes = 2 * ranks * (int(round_.max(initial=0)) + 1)
-    order = sort_order(key, sizes) if order is None else order[sort_order(key[order], sizes)]
-    together = key[order[1:]] == key[order[:-1]]
-    after = np.full(len(edges) + 1, -1, np.int32)
-    after[order[:-1][together]] = order[1:][together]
+    order = np.arange(len(edges)) if order is None else order
+    return _following(order, edges.dst, round_, edges.lane, ranks, int(round_.max(initial=0)) + 1)
+
+
+@jit
+def _following(order: Ints, dst: Ints, round_: Ints, lane: Ints, ranks: int, rounds: int) -> Ints:
+    after, before = np.full(len(order) + 1, -1, np.int32), np.full(2 * ranks * rounds, -1, np.int32)
+    for edge in order:
+        together = 2 * (np.int64(dst[edge]) * rounds + round_[edge]) + (lane[edge] & 1)
+        if before[together] >= 0:
+            after[before[together]] = edge
+        before[together] = edge
     return after
 
 
 @jit
-def _merge(
-    step: Ints,
+def _merged(
+    task: tuple[Ints, ...],
+    stage: Ints,
+    stages: int,
+    ranks: int,
     query: Ints,
-    rows: Ints,
-    row: Ints,
-    keys: Ints,
-    dmin: Ints,
-    dmax: Ints,
-    edge: Ints,
+    shift: Ints,
+    edge_row: Ints,
+    edge_rows: Ints,
     after: Ints,
-    tile: Ints,
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """int32: for each task the number of the merged one that it is part of; and for each of these its keys, its dmin,
-    and its first part. row: first key row, at home or in its tile; tile: rows of each edge's."""
-    tasks = len(step)
-    into, count = np.empty(tasks, np.int32), np.empty(tasks, np.int32)
-    low, first = np.empty(tasks, np.int32), np.empty(tasks, np.int32)
-    last = np.full(
-        query.max() + 1 if tasks else 1, -1, np.int64
-    )  # the last task of each query row, in any step
+    """Larger tasks in program order: their columns, int32 [11, merged]; their parts, int32 [3, parts] (task, edge and
+    keys) and int64 [parts], the first key row of each; and their stages, int32 [merged].
+
+    query: see `_queries`; shift: int64 [blocks], what makes rows of tokens; edge_row, edge_rows, after: of the edges.
+    """
+    rank, rows, k, k0, k1 = task[0], task[2], task[3], task[4], task[5]
+    dmin, dmax, edge = task[6], task[7], task[8]
+    tasks = len(stage)
+    step, row, most = np.empty(tasks, np.int32), np.empty(tasks, np.int64), 0
+    for at in range(tasks):
+        step[at] = rank[at] * stages + stage[at]
+        row[at] = shift[k[at]] + k0[at]
+        if edge[at] >= 0:
+            row[at] -= edge_row[edge[at]]
+        most = max(most, query[at])
+    by_step = counting_order(step, ranks * stages)
+    into, first = np.empty(tasks, np.int32), np.empty(tasks, np.int32)
+    count, low = np.empty(tasks, np.int32), np.empty(tasks, np.int32)
+    last = np.full(most + 1, -1, np.int32)  # the last task of each query row, in any step
     merged = 0
-    for task in range(tasks):
-        before = last[query[task]]
-        last[query[task]] = task
-        if before >= 0 and step[before] == step[task] and rows[before] == rows[task]:
-            part, end = into[before], row[before] + keys[before]
-            if edge[before] == edge[task]:
-                beside = end == row[task]
+    for at in by_step:
+        before, keys = last[query[at]], np.int64(k1[at]) - k0[at]
+        last[query[at]] = at
+        if before >= 0 and step[before] == step[at] and rows[before] == rows[at]:
+            part, end = into[before], row[before] + k1[before] - k0[before]
+            if edge[before] == edge[at]:
+                beside = end == row[at]
             else:
-                beside = edge[before] >= 0 and edge[task] >= 0 and after[edge[before]] == edge[task]
-                beside = beside and row[task] == 0 and end == tile[edge[before]]
+                beside = edge[before] >= 0 and edge[at] >= 0 and after[edge[before]] == edge[at]
+                beside = beside and row[at] == 0 and end == edge_rows[edge[before]]
             # one band over both: the same diagonals, or edges of the band that lie outside either part
-            least = low[part]
-            same = dmin[task] - count[part] == least
-            same = same or (least == 1 - count[part] and dmin[task] - count[part] <= least)
-            same = same and dmax[task] == min(dmax[first[part]] + count[part], rows[task] - 1)
-            if beside and same:
-                low[part] = dmin[task] - count[part]
-                count[part] += keys[task]
-                into[task] = part
+            least, begin = low[part], dmin[at] - count[part]
+            same = begin == least or (least == 1 - count[part] and begin <= least)
+            if beside and same and dmax[at] == min(dmax[first[part]] + count[part], rows[at] - 1):
+                low[part] = begin
+                count[part] += keys
+                into[at] = part
                 continue
-        into[task], first[merged], count[merged], low[merged] = merged, task, keys[task], dmin[task]
+        into[at], first[merged], count[merged], low[merged] = merged, at, keys, dmin[at]
         merged += 1
-    return into, count[:merged].copy(), low[:merged].copy(), first[:merged].copy()
+    order = _program_order(step, rows, dmax, first, count, low, merged, ranks * stages)
+    columns, made = np.empty((len(task), merged), np.int32), np.empty(merged, np.int32)
+    for name in range(len(task)):
+        column = task[name]
+        for at in range(merged):
+            columns[name, at] = column[first[order[at]]]
+    number = np.empty(merged, np.int32)
+    for at in range(merged):
+        one = order[at]
+        columns[5, at] = columns[4, at] + count[one]
+        columns[6, at], made[at], number[one] = low[one], stage[first[one]], at
+    parts, part_row = _parts(by_step, number, into, edge, k0, k1, row)
+    return columns, parts, part_row, made
+
+
+@jit
+def _program_order(
+    step: Ints, rows: Ints, dmax: Ints, first: Ints, count: Ints, low: Ints, merged: int, steps: int
+) -> Ints:
+    """int32 [merged]: the order of a program, of tasks in the order of their steps."""
+    longest, most = np.empty(merged, np.int64), 0
+    for one in range(merged):
+        most = max(most, rows[first[one]])
+    key = np.empty(merged, np.int32)
+    for one in range(merged):
+        task = first[one]
+        full = low[one] <= 1 - count[one] and dmax[task] >= rows[task] - 1
+        key[one], longest[one] = 2 * step[task] + full, 0 if full else most - rows[task]
+    falling = radix_order(longest, most)
+    order = counting_order(key[falling], 2 * steps)
+    for at in range(merged):
+        order[at] = falling[order[at]]
+    return order
+
+
+@jit
+def _parts(
+    by_step: Ints, number: Ints, into: Ints, edge: Ints, k0: Ints, k1: Ints, row: Ints
+) -> tuple[Ints, Ints]:
+    """What each task, by its `number` int32 [merged] in the program, is made of: see `_merged`."""
+    place = np.zeros(len(number) + 1, np.int64)
+    for task in by_step:
+        place[number[into[task]] + 1] += 1
+    for one in range(len(number)):
+        place[one + 1] += place[one]
+    parts, part_row = np.empty((3, len(by_step)), np.int32), np.empty(len(by_step), np.int64)
+    for task in by_step:
+        one = number[into[task]]
+        at = place[one]
+        parts[0, at], parts[1, at], parts[2, at] = one, edge[task], k1[task] - k0[task]
+        part_row[at] = row[task]
+        place[one] += 1
+    return parts, part_row

@@ -66,9 +66,10 @@ class Tasks:
         """int64 [tasks]: pairs."""
         return pairs(self.rows, self.k1 - self.k0, self.dmin, self.dmax)
 
-    def take(self, order: Ints) -> Tasks:
-        """The tasks in another order."""
-        return Tasks(*[np.take(getattr(self, column.name), order) for column in fields(self)])
+    @property
+    def columns(self) -> tuple[Ints, ...]:
+        """All of them, for compiled loops."""
+        return tuple(getattr(self, column.name) for column in fields(self))
 
     def arriving(self, arrives: Ints) -> Tasks:
         """The tasks once routes have renumbered the edges; arrives: int32, the new number of each."""
@@ -113,16 +114,8 @@ class Edges:
 
 def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Edges]:
     """Tasks and edges of one kind; bands: int64 [bands, 6], global tokens."""
-    starts = rows.starts
-    cells = cut_columns(bands, starts)
-    tasks, edges = _gather(cells, starts, rows.home, rows.row, rows.ranks)
-    block, dst, k0, k1 = edges
-    home, none = rows.home[block].astype(np.int32), np.full(len(block), -1, np.int32)
-    row = (rows.row[block] + k0 - starts[block]).astype(np.int32)
-    stay, zero = np.full(tasks.shape[1], -1, np.int32), np.zeros(tasks.shape[1], np.int32)
-    lane = np.zeros(len(block), np.int32)
-    found = Edges(block, home, row, k1 - k0, home, dst, none, lane)
-    return Tasks(*(*tasks, stay, zero)), found
+    tasks, edges = _gather(cut_columns(bands, rows.starts), rows.starts, rows.home, rows.row, rows.ranks)
+    return Tasks(*tasks), Edges(*edges)
 
 
 def placed_tasks(cells: Cells, execution: Execution, rows: Rows, heads: HeadGroups) -> tuple[Tasks, Edges]:
@@ -182,21 +175,30 @@ def _narrow(*columns: Ints) -> Iterator[Ints]:
 
 @jit
 def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tuple[Ints, Ints]:
-    """Tasks and edges (block, dst, and the hull of the keys) by key block, then in the order of the cells."""
+    """The columns of tasks and of edges, int32 [11, tasks] and [8, edges], by key block, then in the order of the
+    cells. Until its last key is known, an edge has the keys [row, rows) that it brings."""
     cells = cell.shape[1]
     order = counting_order(cell[1], len(home))
-    task, edge = np.empty((9, cells), np.int32), np.empty((4, cells), np.int32)
+    task, edge = np.empty((11, cells), np.int32), np.empty((8, cells), np.int32)
     tasks, edges = 0, 0
     seen, tile, last = np.full(ranks, -1, np.int64), np.full(ranks, -1, np.int64), np.zeros(ranks, np.int64)
     for m in range(cells):
         c = order[m]
-        block, key, q0, q1, k0, k1, dmin, dmax = cell[:, c]
-        dst, rows = home[block], q1 - q0
-        at = row[block] + q0 - starts[block]
+        block, key, k0, k1, dmin, dmax = (
+            cell[0, c],
+            cell[1, c],
+            cell[4, c],
+            cell[5, c],
+            cell[6, c],
+            cell[7, c],
+        )
+        dst, rows = home[block], cell[3, c] - cell[2, c]
+        at = row[block] + cell[2, c] - starts[block]
         if seen[dst] != key:
             seen[dst], tile[dst], last[dst] = key, -1, -1
             if home[key] != dst:
-                edge[0, edges], edge[1, edges], edge[2, edges], edge[3, edges] = key, dst, k0, k1
+                edge[0, edges], edge[1, edges], edge[2, edges], edge[3, edges] = key, home[key], k0, k1
+                edge[4, edges], edge[5, edges], edge[6, edges], edge[7, edges] = home[key], dst, -1, 0
                 tile[dst] = edges
                 edges += 1
         e, t = tile[dst], last[dst]
@@ -210,7 +212,12 @@ def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tupl
             t = tasks
             task[0, t], task[1, t], task[2, t], task[3, t], task[4, t] = dst, at, rows, key, k0
             task[5, t], task[6, t], task[7, t], task[8, t] = k1, dmin, dmax, e
+            task[9, t], task[10, t] = -1, 0
             tasks += 1
         if full:
             last[dst] = t
-    return task[:, :tasks].copy(), edge[:, :edges].copy()
+    for e in range(edges):
+        key = edge[0, e]
+        edge[3, e] -= edge[2, e]
+        edge[2, e] += row[key] - starts[key]
+    return task[:, :tasks], edge[:, :edges]

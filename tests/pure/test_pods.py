@@ -1,0 +1,92 @@
+"""Documents go to pods first, and each pod is planned by itself: every strategy, and what pods promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from strategies import STRATEGIES
+
+import apportion as ap
+from apportion.backends import reference
+from apportion.cli.inputs import recipe_of
+from apportion.ir.errors import ConfigError
+from apportion.ir.workload import lognormal_lengths
+from apportion.planner.checks import checked_steps
+from apportion.planner.recipes import find_recipe, with_pods
+
+MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=4, dtype="fp64")
+# each twice, so that pods can be even; shuffled, so that sequences of one pod do not lie side by side
+LENGTHS = [23, 64, 5, 17, 31, 8, 64, 40, 17, 31, 23, 8, 40, 5]
+MASKS = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(7)}
+
+
+def _recipe(name: str, pods: int | str) -> ap.Recipe:
+    return with_pods(ap.Recipe(name, STRATEGIES[name]), pods)
+
+
+def _homes(plan: ap.Plan) -> list[set[int]]:
+    """The ranks of each sequence."""
+    spans = next(iter(plan.layouts.values())).spans
+    rank, sequence = spans.rank_of_row(), spans["sequence"]
+    return [set(rank[sequence == one].tolist()) for one in range(len(plan.request.batch.lengths))]
+
+
+@pytest.mark.parametrize("name", [name for name, steps in STRATEGIES.items() if "search" not in steps])
+def test_every_strategy_plans_pods(name: str) -> None:
+    batch = ap.Batch.from_lengths(LENGTHS, mask=MASKS)
+    model = ap.Model(q_heads=4, kv_heads=2, head_dim=4, dtype="fp64", layers={"global": 1, "local": 2})
+    with checked_steps():
+        plan = ap.plan(batch, ap.Cluster(4, 2), model, _recipe(name, 4))
+    assert ap.plan(batch, ap.Cluster(4, 2), model, _recipe(name, 4)).id == plan.id
+    if "reshuffle" not in STRATEGIES[name]:
+        assert all(len({rank // 4 for rank in ranks}) == 1 for ranks in _homes(plan))
+
+
+@pytest.mark.parametrize("name", ["fcp", "distca", "dcp_heads", "inner"])
+def test_numbers_are_those_of_attention(name: str) -> None:
+    batch = ap.Batch.from_lengths(LENGTHS)
+    cluster = ap.Cluster(4, 2)
+    q, k, v = (np.random.default_rng(0).normal(size=(sum(LENGTHS), heads, 4)) for heads in (4, 2, 2))
+    apart = reference.run(ap.plan(batch, cluster, MODEL, _recipe(name, 4)), "default", q, k, v)
+    whole = reference.run(ap.plan(batch, cluster, MODEL, "fcp"), "default", q, k, v)
+    assert np.abs(apart.o - whole.o).max() < 1e-12
+
+
+def test_a_sequence_beyond_a_pod_has_pods_joined_for_it() -> None:
+    batch = ap.Batch.from_lengths([40] * 16 + [400] + [40] * 16)
+    plan = ap.plan(batch, ap.Cluster(8, 2), MODEL, with_pods(find_recipe("blend"), 2))
+    ranks = _homes(plan)[16]
+    assert ranks == set(range(len(ranks)))
+    assert len(ranks) > 2  # of two or more pods
+    assert all(
+        len({rank // 2 for rank in found}) == 1
+        for place, found in enumerate(_homes(plan))
+        if place != 16 and min(found) >= len(ranks)
+    )
+
+
+def test_too_few_sequences_for_pods_are_planned_as_without() -> None:
+    batch, cluster = ap.Batch.from_lengths([500]), ap.Cluster(8, 2)
+    apart, whole = (
+        ap.plan(batch, cluster, MODEL, recipe) for recipe in (with_pods(find_recipe("blend"), 2), "blend")
+    )
+    assert _homes(apart) == _homes(whole)
+
+
+def test_pods_lose_little() -> None:
+    batch = ap.Batch.from_lengths(lognormal_lengths(0, 128 * 8192))
+    cluster, model = ap.Cluster(16, 8), ap.Model()
+    for name in ("fcp", "blend"):
+        report = ap.plan(batch, cluster, model, with_pods(find_recipe(name), 32)).report
+        assert report["imbalance"]["compute"] < 0.02
+        assert report["imbalance"]["tokens"] <= 0.02
+
+
+def test_what_pods_cannot_do_is_refused() -> None:
+    batch = ap.Batch.from_data({"sequences": [{"length": 64, "home_ranks": [1]}, {"length": 64}]})
+    with pytest.raises(ConfigError, match="drop `pods` or the home_ranks"):
+        ap.plan(batch, ap.Cluster(4, 2), MODEL, with_pods(find_recipe("fcp"), 2))
+    with pytest.raises(ConfigError, match="leave --pods out"):
+        with_pods(find_recipe("auto"), 8)
+    with pytest.raises(ConfigError, match="--pods"):
+        recipe_of("fcp", pods="none")
