@@ -59,6 +59,7 @@ _NEAR = 256
 _RUNS = 4096  # room for runs of an operand: two of them, and a third behind
 _MOST_HEADS = 60
 _TOUCHED = 1 << _MOST_HEADS  # beside RESULT_BITS: something else than results and `finish` came to the rows
+_DIAGONALS = ("dmin", "dmax")  # columns whose numbers may be negative; `structure` has seen to the others
 _ROWS_OF_TILE = (1 << TILE_SHIFT) - 1
 
 _PARTIAL_BITS = sum(1 << tensor for tensor in PARTIALS)
@@ -948,9 +949,6 @@ def _move(
     return _write(m, near, operands, xc, runs, count, partial, how, sets, rounds, conditions)
 
 
-# ---------------------------------------------------------------------------------------------- the walk
-
-
 @inlined
 def _rowop(
     m: Ints,
@@ -1176,7 +1174,9 @@ def _known(sends: Ints, parcels: Ints, places: Ints, first: int, end: int, runs:
     for line in range(first, end):
         row, left, token = places[line, 1], places[line, 2], places[line, 3]
         while left > 0:
-            address, rows = _token(sends, parcels, token, left)
+            address, rows = token, left
+            if token >= _UNKNOWN:
+                address, rows = _token(sends, parcels, token, left)
             last = count - 1
             if address == NOWHERE or count == _RUNS:
                 return -1
@@ -1343,11 +1343,12 @@ def _matrix(name: str, table: Table) -> Ints | None:
     columns = [table[column] for column in TABLES[name]]
     found = np.empty((len(columns), len(table)), np.int32)
     for i, column in enumerate(columns):
-        wide = column.dtype.itemsize > 4 and len(column) > 0
+        wide = not np.can_cast(column.dtype, np.int32) and len(column) > 0
         if wide and max(-int(column.min()), int(column.max())) > _LIMIT:
             return None
         found[i] = column
-    if found.size and max(-int(found.min()), int(found.max())) > _LIMIT:
+    signed = [TABLES[name].index(one) for one in _DIAGONALS if one in TABLES[name]]
+    if found.size and (found.max() > _LIMIT or any(found[i].min() < -_LIMIT for i in signed)):
         return None
     return _fixed(found)
 
@@ -1373,7 +1374,7 @@ def _bits(member: Bools) -> Ints | None:
     together = member if member.shape[1] <= _MOST_HEADS else np.unique(member, axis=1)
     if together.shape[1] > _MOST_HEADS:
         return None
-    return together.astype(np.int64) @ (1 << np.arange(together.shape[1]))  # type: ignore[no-any-return]
+    return together.astype(np.int64) @ (1 << np.arange(together.shape[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -1392,7 +1393,7 @@ def sets_of(q: HeadSets, kv: HeadSets) -> Sets | None:
     bits = _bits(queries), _bits(keys)
     if bits[0] is None or bits[1] is None:
         return None
-    own = queries.reshape(len(queries), kv.heads, -1).any(axis=2)
+    own: Bools = np.any(queries.reshape(len(queries), kv.heads, -1), axis=2)
     lacking = (own[:, None] & ~keys[None]).any(axis=2)
     pairs: Ints = np.logical_not(lacking).astype(np.int8)
     return Sets(np.array([bits, [q.canonical, kv.canonical]]), np.array([q.size, kv.size]), pairs)
