@@ -6,11 +6,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from apportion.ir.jit import COMPILES
@@ -44,6 +46,26 @@ def test_plans_of_recipes_need_no_interpreter(number: int) -> None:
     name, plan = PLANS[number]
     assert Subject(plan).judge(), name
     assert check(plan) == ()
+
+
+@pytest.mark.parametrize("threads", [2, 3, 99])
+def test_threads_find_the_same(threads: int) -> None:
+    """Ranges of ranks, walked at once, lead to the same tasks in the same order."""
+    for name, plan in PLANS:
+        one, several = Subject(plan), Subject(plan, threads)
+        assert one.judge(), name
+        assert several.judge(), name
+        for program, other in zip(one.programs, several.programs, strict=True):
+            ours, its = one.tasks(program), several.tasks(other)
+            assert np.array_equal(ours.bands, its.bands), name
+            assert np.array_equal(ours.task, its.task), name
+
+
+def test_threads_find_the_same_faults() -> None:
+    rng = random.Random(5)
+    for _, plan in PLANS[::4]:
+        mutant = fuzz_judge.mutate(rng, plan)[1]
+        assert check(mutant, threads=3) == check(mutant)
 
 
 @pytest.mark.parametrize("name", ["mixed", "upipe_ring"])

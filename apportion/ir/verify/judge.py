@@ -4,7 +4,7 @@ It stands for the rules `operands`, `transfers`, `heads`, `dataflow`, `delivery`
 it says no (something is wrong, or has a form that it does not follow) those rules run and explain. It shares nothing
 with their interpreter (`machine.py`) but codes.
 
-Ranks are walked one after another, over the same scratch memory:
+Ranks are walked one after another, over the same scratch memory, or ranges of them by several threads:
 
     home rows    ranges whose heads are produced, cleared, finished or on their way: bits of heads. Home rows hold their
                  own tokens or none, so no tokens are noted
@@ -18,12 +18,15 @@ noted as such, run by run (`parcels`), and whoever holds rows of it is told then
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, PARTIALS, RESULTS, TABLES, Op, Tensor
-from apportion.ir.jit import inlined, lean
+from apportion.ir.jit import inlined, lean, unlocked
 from apportion.ir.plan import Ints, Table
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HOME, WORK, Bools, HeadSets, Program
@@ -44,9 +47,9 @@ EMPTY, CLEARED, LIVE, VALUE = range(4)
 SHIFT, OPEN, ROOM, FIRST_NEAR = range(4)
 PLACES = 2 * (max(Tensor) + 1)
 # columns of the line behind the places: nodes in use and the first out of use; lines in use of `places`, `conditions`
-# and `parcels`; of the rank that is walked its number, first instruction, the address of its first home row, and the
-# first and the end of what is sent to it; tensors whose home rows hold values, as bits
-USED, FREE, PIECES, CONDITIONS, PARCELS, RANK, BEGIN, ADDRESS, SENT, SENT_END, GIVEN = range(11)
+# and `parcels`, and the end of those that may be used; of the rank that is walked its first instruction, the address of
+# its first home row, and the first and the end of what is sent to it; tensors whose home rows hold values, as bits
+USED, FREE, PIECES, CONDITIONS, PARCELS, PARCELS_END, BEGIN, ADDRESS, SENT, SENT_END, GIVEN = range(11)
 
 # columns of a run: first row of the operand, rows, token, state
 RUN_ROW, RUN_ROWS, RUN_TOKEN, RUN_STATE = range(4)
@@ -74,7 +77,8 @@ _SUM_BITS = (1 << _DQ) | (1 << _DKV) | (1 << _DX)
 _DELIVERED_BITS = (1 << _O) | (1 << _DQ) | (1 << _DKV)
 _FULL = NOWHERE - 1
 
-# columns of a send: its rank, round, tile, and the token of its first row
+# columns of a send: its rank, round, tile (twice its number, and 1 where it leaves home rows), and the token of its
+# first row, which only of home rows is known before all ranks are walked
 SENDER, ROUND, TILE, TOKEN = range(4)
 
 
@@ -598,7 +602,7 @@ def _tile_token(near: Ints, runs: Ints, count: int, rows: int, parcels: Ints) ->
     if same:
         return token
     line = near[PLACES, PARCELS]
-    if line + count + 2 > parcels.shape[1]:
+    if line + count + 2 > near[PLACES, PARCELS_END]:
         return _FULL
     parcels[0, line] = count
     for run in range(count):
@@ -682,18 +686,17 @@ def _launch(
             return False
         if sends[send, SENDER] != peer or sends[send, ROUND] != number:
             return False
-        if sends[send, TILE] != (rows * PLACES + tensor) * sets.shape[2] + heads:
+        if sends[send, TILE] >> 1 != (rows * PLACES + tensor) * sets.shape[2] + heads:
             return False
         next_send[peer] = send + 1
-        token = sends[send, TOKEN]
-        cleared = partial and peer < near[PLACES, RANK] and token == NOWHERE
-        if token < 0 or token >= _UNKNOWN:
-            token = (2 * send + 2 + partial) << TILE_SHIFT
+        token = (2 * send + 2 + partial) << TILE_SHIFT
+        if sends[send, TILE] & 1:
+            token = sends[send, TOKEN]
         if operands[1, x] == HOME:
             wanted = near[PLACES, ADDRESS] + low
             if (near[PLACES, GIVEN] >> tensor) & 1:
                 return False
-            if not cleared and not _condition(near, conditions, token, wanted, rows):
+            if not _condition(near, conditions, token, wanted, rows):
                 return False
             bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
             what = _TO_RECEIVE_RESULT if results else _TO_RECEIVE
@@ -701,7 +704,7 @@ def _launch(
                 return False
             rounds[2, number] = near[PLACES, BEGIN]
         else:
-            place, state = 2 * tensor + 1, CLEARED if cleared else LIVE if partial else VALUE
+            place, state = 2 * tensor + 1, LIVE if partial else VALUE
             if results or not _open(m, near, place):
                 return False
             node = _put(m, near, place, low, low + rows, state, token - low, heads, rounds)
@@ -980,12 +983,6 @@ def _rowop(
 
 @lean
 def _post(
-    operands: Ints,
-    operand_ptr: Ints,
-    instructions: Ints,
-    instruction_ptr: Ints,
-    transfers: Ints,
-    transfer_ptr: Ints,
     sets: Ints,
     home_first: Ints,
     ways: Ints,
@@ -993,6 +990,12 @@ def _post(
     sends_ptr: Ints,
     next_send: Ints,
     slots: Ints,
+    operands: Ints,
+    operand_ptr: Ints,
+    instructions: Ints,
+    instruction_ptr: Ints,
+    transfers: Ints,
+    transfer_ptr: Ints,
 ) -> bool:
     """Writes down every send where its receiver looks: of each receiver, by sender, in their order. ways: int64
     [3, rounds], channel and mode of each round, -1 at first, and how many ranks launch it. False where ranks differ in
@@ -1032,10 +1035,10 @@ def _post(
                     tensor, side = operands[0, x], (_KV_BITS >> operands[0, x]) & 1
                     heads = sets[1, side, operands[5, x]]
                     sends[send, SENDER], sends[send, ROUND] = rank, number
-                    sends[send, TILE] = (int(operands[3, x]) * PLACES + tensor) * sets.shape[2] + heads
-                    sends[send, TOKEN] = (
-                        home_first[rank] + operands[2, x] if operands[1, x] == HOME else NOWHERE
-                    )
+                    at_home = operands[1, x] == HOME
+                    tile = (int(operands[3, x]) * PLACES + tensor) * sets.shape[2] + heads
+                    sends[send, TILE] = 2 * tile + (1 if at_home else 0)
+                    sends[send, TOKEN] = home_first[rank] + operands[2, x] if at_home else NOWHERE
                 t += 1
     for number in range(ways.shape[1]):
         if ways[0, number] >= 0 and ways[1, number] & ALL_TO_ALL and ways[2, number] != ranks:
@@ -1124,12 +1127,13 @@ def _settle(sends: Ints, parcels: Ints, conditions: Ints, number: int) -> bool:
 
 @lean
 def _place(
-    sends: Ints, parcels: Ints, places: Ints, number: int, runs: Ints, found: Ints, written: bool
+    sends: Ints, parcels: Ints, places: Ints, number: int, runs: Ints, found: Ints, count: int, written: bool
 ) -> int:
-    """Fills `found`, as far as there is room, with each run of the queries of each task and each of its keys, by
-    address; so many places are noted. Their number, -1 where rows were sent as zeros or are of too many runs. written:
-    whether they stand in `found` already, from another program; -1 where it has others there."""
-    count, queries, heads, end = 0, 0, 0, 0
+    """Fills `found` from line `count` on, as far as there is room, with each run of the queries of each task and each
+    of its keys, by address; so many places are noted. The line behind them, -1 where rows were sent as zeros or are of
+    too many runs. written: whether they stand in `found` already, from another program; -1 where it has others there.
+    """
+    queries, heads, end = 0, 0, 0
     keys = runs[_RUNS:]
     while end < number:
         line, task = end, places[end, 0]
@@ -1203,7 +1207,7 @@ def _set_up(
 ) -> None:
     """Sets up the scratch memory for a rank: nothing is open, and the next of each rank's sends to it is the first."""
     near[PLACES, USED], near[PLACES, FREE] = 0, -1
-    near[PLACES, RANK], near[PLACES, BEGIN], near[PLACES, ADDRESS] = rank, begin, address
+    near[PLACES, BEGIN], near[PLACES, ADDRESS] = begin, address
     near[PLACES, SENT], near[PLACES, SENT_END] = sends_ptr[rank], sends_ptr[rank + 1]
     for place in range(PLACES):
         near[place, OPEN], near[place, ROOM] = 0, arena_rows[place // 2] if place & 1 else rows
@@ -1211,22 +1215,14 @@ def _set_up(
         next_send[sends[send, SENDER]] = send
 
 
-@lean
+@unlocked
 def _walk(
+    first_rank: int,
+    end_rank: int,
     backward: bool,
     owed: int,
     finished: int,
     foreign: int,
-    operands: Ints,
-    operand_ptr: Ints,
-    instructions: Ints,
-    instruction_ptr: Ints,
-    transfers: Ints,
-    transfer_ptr: Ints,
-    tasks: Ints,
-    task_ptr: Ints,
-    rowops: Ints,
-    rowop_ptr: Ints,
     sets: Ints,
     size: Ints,
     pairs: Ints,
@@ -1245,13 +1241,23 @@ def _walk(
     conditions: Ints,
     parcels: Ints,
     places: Ints,
-) -> int:
-    """Walks every rank; the instruction at which it does not know, or the number of instructions: all is right.
+    operands: Ints,
+    operand_ptr: Ints,
+    instructions: Ints,
+    instruction_ptr: Ints,
+    transfers: Ints,
+    transfer_ptr: Ints,
+    tasks: Ints,
+    task_ptr: Ints,
+    rowops: Ints,
+    rowop_ptr: Ints,
+) -> bool:
+    """Walks a range of ranks; whether all is right.
 
     rounds: int64 [4, rounds], -1 at first: the instructions that launched a round last and that waited for it, the
     first of the rank that last received home rows in it, and the first transfer.
     """
-    for rank in range(len(operand_ptr) - 1):
+    for rank in range(first_rank, end_rank):
         base, begin, rows, address = (
             operand_ptr[rank],
             instruction_ptr[rank],
@@ -1262,13 +1268,13 @@ def _walk(
         _set_up(rank, begin, rows, address, arena_rows[rank], sends, sends_ptr, next_send, near)
         end, room, heads = operand_ptr[rank + 1], arena_rows[rank], arena_heads[rank]
         if not _are_placed(operands, base, end, rows, room, heads, size, foreign):
-            return begin  # type: ignore[no-any-return]
+            return False
         for step in range(begin, instruction_ptr[rank + 1]):
             op, number, count = instructions[0, step], instructions[1, step], instructions[4, step]
             proper = True
             if op == _LAUNCH:
                 if number <= last:
-                    return step
+                    return False
                 last, under_way = number, under_way + 1
                 rounds[0, number], rounds[3, number] = step, t
                 results = instructions[3, step] & RESULTS > 0
@@ -1294,7 +1300,7 @@ def _walk(
                 t += count
             elif op == _WAIT:
                 if rounds[0, number] < begin or rounds[1, number] >= begin:
-                    return step
+                    return False
                 rounds[1, number], under_way = step, under_way - 1
                 if rounds[2, number] == begin:
                     stop = rounds[3, number] + instructions[4, rounds[0, number]]
@@ -1324,15 +1330,15 @@ def _walk(
                     )
                 row += count
             if not proper:
-                return step
+                return False
         received = 0
         for item in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
             received += 1 - transfers[0, item]
         if under_way or received != sends_ptr[rank + 1] - sends_ptr[rank]:
-            return begin  # type: ignore[no-any-return]
+            return False
         if not _ends_well(m, near, owed, finished, sets):
-            return begin  # type: ignore[no-any-return]
-    return instructions.shape[1]  # type: ignore[no-any-return]
+            return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------------- of a program
@@ -1399,57 +1405,85 @@ def sets_of(q: HeadSets, kv: HeadSets) -> Sets | None:
     return Sets(np.array([bits, [q.canonical, kv.canonical]]), np.array([q.size, kv.size]), pairs)
 
 
-def judge(
-    program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], masked: bool, before: Ints | None
-) -> Ints | None:
-    """What the tasks of a program with which all is right attend to, int64 [parts, 8] as `Flow.parts`, and the head set
-    of the queries; None where that is not sure.
+@dataclass(frozen=True, eq=False)
+class _Posted:
+    """A program as the loops take it, and its sends where their receivers look for them. tables: int32 [columns, rows],
+    of operands, instructions, transfers, the phase's tasks and rowops; ptrs: int64 [ranks + 1], where each rank's rows
+    of these begin; rounds: how many; slots: int64 [transfers], the line of `sends` of each send."""
 
-    homes: of the home rows. given: tensors whose home rows hold values at the start. masked: whether the mask allows
-    anything. before: what was found of another program of the same mask; itself where that is found again.
-    """
+    program: Program
+    tables: tuple[Ints, ...]
+    ptrs: tuple[Ints, ...]
+    rounds: int
+    sends: Ints
+    sends_ptr: Ints
+    slots: Ints
+
+    def parcels_before(self, rank: int) -> int:
+        """Lines of `parcels` that the ranks before one may fill."""
+        return int(4 * (self.ptrs[2][rank] + self.ptrs[3][rank])) + 64 * rank
+
+
+def _posted(program: Program, homes: Homes, sets: Sets) -> _Posted | None:
+    """None where numbers are too large or sends and receives do not meet."""
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
-    tables = {name: _matrix(name, program.source[name]) for name in names}
-    ptrs = {name: _fixed(np.asarray(program.source[name].ptr, np.int64)) for name in names}
-    if any(table is None for table in tables.values()) or len(
-        program.source["grads" if program.task_list == "tasks" else "tasks"]
-    ):
+    tables = tuple(t for t in (_matrix(name, program.source[name]) for name in names) if t is not None)
+    if len(tables) < len(names):
         return None
-    operands, instructions, transfers, tasks, rowops = (
-        table for table in tables.values() if table is not None
-    )
-    number = int(instructions[1].max(initial=0)) + 1
-    if number > 8 * instructions.shape[1] + 1024:
+    ptrs = tuple(_fixed(np.asarray(program.source[name].ptr, np.int64)) for name in names)
+    instructions, transfers, ranks = tables[1], tables[2], program.ranks
+    rounds = int(instructions[1].max(initial=0)) + 1
+    of_another_phase = len(program.source["tasks"]) + len(program.source["grads"]) > tables[3].shape[1]
+    if of_another_phase or rounds > 8 * instructions.shape[1] + 1024:
         return None
-    ranks, longest = program.ranks, int(np.diff(ptrs["operands"]).max(initial=0))
-    ways = np.full((3, number), -1, np.int64)
+    ways = np.full((3, rounds), -1, np.int64)
     ways[2] = 0
     sends, sends_ptr = np.empty((transfers.shape[1] // 2 + 1, 4), np.int64), np.zeros(ranks + 1, np.int64)
     next_send, slots = np.zeros(ranks, np.int64), np.zeros(transfers.shape[1], np.int64)
-    both = operands, ptrs["operands"], instructions, ptrs["instructions"], transfers, ptrs["transfers"]
+    both = _paired(tables[:3], ptrs[:3])
     if 2 * int(np.count_nonzero(transfers[0])) != transfers.shape[1] or not _post(
-        *both, sets.table, _fixed(homes.first), ways, sends, sends_ptr, next_send, slots
+        sets.table, _fixed(homes.first), ways, sends, sends_ptr, next_send, slots, *both
     ):
         return None
-    foreign = sum(1 << tensor for tensor in Tensor if program.phase not in tensor.contents.phases)
-    owed = sum(1 << tensor for tensor in program.owed)
-    room = 2 * tasks.shape[1] + transfers.shape[1] + 64
-    conditions = np.empty((3, 4 * (rowops.shape[1] + transfers.shape[1] + tasks.shape[1]) + 64), np.int64)
-    parcels = np.empty((2, 4 * (transfers.shape[1] + tasks.shape[1]) + 64), np.int64)
-    runs = np.empty((2 * _RUNS, 4), np.int64)
-    for _ in range(2):
+    return _Posted(program, tables, ptrs, rounds, sends, sends_ptr, slots)
+
+
+def _paired(tables: Sequence[Ints], ptrs: Sequence[Ints]) -> Iterator[Ints]:
+    """Each table with its offsets, as loops take them."""
+    return (one for pair in zip(tables, ptrs, strict=True) for one in pair)
+
+
+@dataclass(frozen=True, eq=False)
+class _Walked:
+    """What the walk over a range of ranks left to be settled: lines of `conditions` and `places`, so many of each."""
+
+    conditions: Ints
+    taken: int
+    places: Ints
+    noted: int
+
+
+def _walked(
+    posted: _Posted, homes: Homes, sets: Sets, given: frozenset[Tensor], parcels: Ints, ranks: range
+) -> _Walked | None:
+    """The walk over a range of ranks, with scratch memory of its own. Ranges may be walked in any order, or at once:
+    what another rank sends from work rows is only looked at when all are done."""
+    program, first, end = posted.program, ranks.start, ranks.stop
+    transfers, tasks, rowops = (int(ptr[end] - ptr[first]) for ptr in posted.ptrs[2:])
+    conditions = np.empty((3, 4 * (rowops + transfers + tasks) + 64), np.int64)
+    runs, longest = np.empty((2 * _RUNS, 4), np.int64), int(np.diff(posted.ptrs[0]).max(initial=0))
+    nodes, room = np.empty((8 * longest + 4096, NODE), np.int64), 2 * tasks + transfers + 64
+    while True:
         near, places = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64), np.empty((room, 4), np.int64)
-        near[PLACES, GIVEN] = sum(1 << tensor for tensor in given)
-        done = _walk(
+        near[PLACES, GIVEN] = _bits_of(given)
+        near[PLACES, PARCELS], near[PLACES, PARCELS_END] = map(posted.parcels_before, (first, end))
+        if not _walk(
+            first,
+            end,
             program.phase == "backward",
-            owed,
-            (1 << Tensor.O) | (1 << Tensor.DELTA),
-            foreign,
-            *both,
-            tasks,
-            ptrs[program.task_list],
-            rowops,
-            ptrs["rowops"],
+            _bits_of(program.owed),
+            _bits_of((Tensor.O, Tensor.DELTA)),
+            _bits_of(tensor for tensor in Tensor if program.phase not in tensor.contents.phases),
             sets.table,
             sets.size,
             sets.pairs,
@@ -1457,35 +1491,94 @@ def judge(
             _fixed(homes.first),
             _fixed(program.arena_rows),
             _fixed(program.arena_heads),
-            sends,
-            sends_ptr,
-            slots,
-            next_send,
-            np.full((4, number), -1, np.int64),
-            np.empty((8 * longest + 4096, NODE), np.int64),
+            posted.sends,
+            posted.sends_ptr,
+            posted.slots,
+            np.zeros(program.ranks, np.int64),
+            np.full((4, posted.rounds), -1, np.int64),
+            nodes,
             near,
             runs,
             conditions,
             parcels,
             places,
-        )
-        if done < instructions.shape[1]:
+            *_paired(posted.tables, posted.ptrs),
+        ):
             return None
-        if near[PLACES, PIECES] <= room:
-            break
-        room = int(near[PLACES, PIECES])
-    if not _settle(sends, parcels, conditions, near[PLACES, CONDITIONS]):
+        noted = int(near[PLACES, PIECES])
+        if noted <= room:
+            return _Walked(conditions, int(near[PLACES, CONDITIONS]), places, noted)
+        room = noted
+
+
+def _bits_of(tensors: Iterable[Tensor]) -> int:
+    return sum(1 << tensor for tensor in tensors)
+
+
+def _ranges(ptr: Ints, threads: int) -> list[range]:
+    """The ranks in as many ranges, of much the same number of rows."""
+    cuts = np.searchsorted(ptr, np.arange(1, threads) * int(ptr[-1]) // threads).tolist()
+    ends = [0, *cuts, len(ptr) - 1]
+    return [range(first, end) for first, end in pairwise(ends) if first < end]
+
+
+def judge(
+    program: Program,
+    homes: Homes,
+    sets: Sets,
+    given: frozenset[Tensor],
+    masked: bool,
+    before: Ints | None,
+    threads: int = 1,
+) -> Ints | None:
+    """What the tasks of a program with which all is right attend to, int64 [parts, 8] as `Flow.parts`, and the head set
+    of the queries; None where that is not sure.
+
+    homes: of the home rows. given: tensors whose home rows hold values at the start. masked: whether the mask allows
+    anything. before: what was found of another program of the same mask; itself where that is found again. threads: how
+    many walk ranges of ranks at a time.
+    """
+    posted = _posted(program, homes, sets)
+    if posted is None:
         return None
-    noted = sends, parcels, places, near[PLACES, PIECES], runs
-    if before is not None and _place(*noted, before, True) == len(before):
-        return before
-    found = np.empty((tasks.shape[1] + room, 8), np.int64)
-    count = _place(*noted, found, False)
-    if count > len(found):
-        found = np.empty((count, 8), np.int64)
-        _place(*noted, found, False)
-    found = found[: max(count, 0)]
+    parcels = np.empty((2, posted.parcels_before(program.ranks)), np.int64)
+    ranges = _ranges(posted.ptrs[0], threads)
+
+    def walk(ranks: range) -> _Walked | None:
+        return _walked(posted, homes, sets, given, parcels, ranks)
+
+    with ThreadPoolExecutor(len(ranges)) as pool:
+        done = pool.map(walk, ranges) if len(ranges) > 1 else map(walk, ranges)
+        walked = [one for one in done if one is not None]
+    if len(walked) < len(ranges) or not all(
+        _settle(posted.sends, parcels, one.conditions, one.taken) for one in walked
+    ):
+        return None
+    found = _found(posted.sends, parcels, walked, before)
+    if found is None or found is before or not masked:
+        return found
     covered = np.zeros(program.q_sets.heads, bool)
     for one in np.flatnonzero(np.bincount(found[:, 7])).tolist():
         covered[program.q_sets.members[one]] = True
-    return found if count >= 0 and (covered.all() or not masked) else None
+    return found if covered.all() else None
+
+
+def _found(sends: Ints, parcels: Ints, walked: Sequence[_Walked], before: Ints | None) -> Ints | None:
+    """All that was noted, as `judge` returns it; None where it cannot be said."""
+    runs = np.empty((2 * _RUNS, 4), np.int64)
+
+    def place(found: Ints, written: bool) -> int:
+        line = 0
+        for one in walked:
+            if line >= 0:
+                line = _place(sends, parcels, one.places, one.noted, runs, found, line, written)
+        return line
+
+    if before is not None and place(before, True) == len(before):
+        return before
+    found = np.empty((2 * sum(one.noted for one in walked), 8), np.int64)
+    count = place(found, False)
+    if count > len(found):
+        found = np.empty((count, 8), np.int64)
+        place(found, False)
+    return found[:count] if count >= 0 else None

@@ -32,9 +32,10 @@ _ROOM = (1, 16, 256, 1024)
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A plan as the rules see it."""
+    """A plan as the rules see it. threads: how many `judge` may use."""
 
     plan: Plan
+    threads: int = 1
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -123,7 +124,9 @@ class Subject:
         for program in self.programs if sets else ():
             masked, taken = len(self.mask(program.kind)) > 0, self.taken(program)
             first, places, tasks = forward.get(program.kind, (program, None, None))
-            found = judge.judge(program, self.homes, sets, taken, masked, places) if sets else None
+            found = (
+                judge.judge(program, self.homes, sets, taken, masked, places, self.threads) if sets else None
+            )
             if found is None:
                 return False
             if tasks is None or found is not places or not _same_diagonals(program, first):
