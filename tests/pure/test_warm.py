@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from apportion import cli
+from apportion.cli import output
 from apportion.ir import jit, shelf
 from apportion.planner import warm
 from apportion.planner.recipes import entries, find_recipe
@@ -80,6 +83,18 @@ def test_the_command_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["warmup", "--recipes", "fcp"]) == cli.OK
     said = capsys.readouterr().out
     assert said.startswith("all loops were compiled already" if jit.COMPILES else "nothing to compile")
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_bar_counts_loops_on_a_terminal(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(
+        output, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100)
+    )
+    with output.progress("compiling", 2, shown, lambda: "7 loops") as report:
+        report("one node")
+    said = terminal.getvalue()
+    assert [word in said for word in ("compiling one node", "1/2", "7 loops")] == [shown] * 3
 
 
 def test_nothing_is_compiled_where_numba_must_not() -> None:
