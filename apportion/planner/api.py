@@ -45,7 +45,7 @@ def plan(
     made = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch, threads)
     if verify:
         with watch("verify"):
-            verify_plan(made.plan)
+            verify_plan(made.plan, threads)
     return made.plan
 
 

@@ -19,7 +19,6 @@ noted as such, run by run (`parcels`), and whoever holds rows of it is told then
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,6 +27,7 @@ import numpy as np
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, PARTIALS, RESULTS, TABLES, Op, Tensor
 from apportion.ir.jit import inlined, lean, unlocked
 from apportion.ir.plan import Ints, Table
+from apportion.ir.threads import spread
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HOME, WORK, Bools, HeadSets, Program
 
@@ -1547,9 +1547,7 @@ def judge(
     def walk(ranks: range) -> _Walked | None:
         return _walked(posted, homes, sets, given, parcels, ranks)
 
-    with ThreadPoolExecutor(len(ranges)) as pool:
-        done = pool.map(walk, ranges) if len(ranges) > 1 else map(walk, ranges)
-        walked = [one for one in done if one is not None]
+    walked = [one for one in spread(walk, ranges, threads) if one is not None]
     if len(walked) < len(ranges) or not all(
         _settle(posted.sends, parcels, one.conditions, one.taken) for one in walked
     ):
