@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from apportion.ir.jit import jit, lean
 from apportion.planner.passes.distca.board import Rules, Servers, put, still_surplus
 from apportion.planner.passes.distca.pairs import (
+    UNKNOWN,
     Board,
     Holding,
     Pairs,
@@ -29,6 +30,7 @@ from apportion.planner.passes.distca.pairs import (
     keys_from,
     keys_of,
     needs,
+    note_last,
     open_pairs,
     pair_work,
 )
@@ -165,13 +167,31 @@ def _best_at_hand(board: Board, rules: Rules, to: int, stamp: Ints, side: int) -
             begin, end = where.of_k[block], where.of_k[block + 1]
         for at in range(begin, end):
             pair = where.by_k[at] if side else at
-            server = shares.at[pair]
+            server, board.near[pair] = shares.at[pair], to
             if servers.load[server] <= (1 + rules.excess) * servers.target[server]:
                 continue  # most are: not worth a call
             score = _score(pairs, shares, servers, holding, home, rules, pair, to, stamp)
             if score > most:
                 best, most = pair, score
     return best, most
+
+
+@lean
+def _is_worse(
+    pairs: Pairs, shares: Shares, servers: Servers, rules: Rules, share: int, deficit: float, most: float
+) -> bool:
+    """Whether the E of a share is certainly below `most`, for a server that has nothing of its pair: as `_score`, of
+    less than it needs. Most are, and all that they need takes long to find."""
+    if shares.rows[share] == UNKNOWN:
+        note_last(pairs, shares, share)
+    server, whole = shares.at[share], float(shares.work[share])
+    work = min(whole, servers.load[server] - servers.target[server], deficit)
+    rows = shares.high[share] - shares.low[share]
+    if work < whole:
+        rows = max(1, int(rows * (work / whole)))
+    rows = min(rows, shares.rows[share])
+    counted = 0.5 * rows if pairs.length[shares.pair[share]] > 0 else 1.0 * rows
+    return bool(work < most * (counted * rules.priced_q + shares.keys[share] * rules.kv_bytes))
 
 
 @lean
@@ -185,12 +205,18 @@ def _best(
     if score > most:
         best, most = by_keys, score
     pairs, shares, servers = board.pairs, board.shares, board.servers
+    deficit = servers.target[to] - servers.load[to]
     for place in range(count):
-        if most_e[chosen[place]] <= most:
+        share = chosen[place]
+        if most_e[share] <= most:
             break
-        score = _score(pairs, shares, servers, board.holding, board.home, rules, chosen[place], to, stamp)
+        if board.near[shares.pair[share]] != to and _is_worse(
+            pairs, shares, servers, rules, share, deficit, most
+        ):
+            continue
+        score = _score(pairs, shares, servers, board.holding, board.home, rules, share, to, stamp)
         if score > most:
-            best, most = chosen[place], score
+            best, most = share, score
     return best, most
 
 
@@ -257,8 +283,10 @@ def _move(board: Board, share: int, x: int, y: int, moved: int, to: int) -> None
         shares.pair[gone], shares.low[gone], shares.high[gone] = shares.pair[share], x, y
         shares.work[share] -= moved
         shares.work[gone] = moved
+        shares.rows[gone] = UNKNOWN
         if x > shares.low[share]:
             shares.high[share] = x
+            shares.rows[share] = UNKNOWN
         else:
             shares.low[share] = y
     shares.at[gone] = to

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.sorting import ranked, stable_order
 from apportion.planner.passes.cells import Cells, cut_columns
 from apportion.planner.passes.distca.balance import Ended, Limits, fill
 from apportion.planner.passes.distca.board import Lists, Rules, Servers
@@ -89,10 +90,11 @@ class Balance:
         count, starts = int(self.shares.size[0]), self.site.starts
         blocks, tokens = len(starts) - 1, int(starts[-1])
         share = self.pairs.q[self.shares.pair[:count]] * blocks + self.pairs.k[self.shares.pair[:count]]
-        order = np.lexsort((self.cuts, share))
         q, k = (np.searchsorted(starts, tokens, "right") - 1 for tokens in (cells.q0, cells.k0))
-        names, whole = np.unique(share, return_inverse=True)
-        sorted_names = whole[order] * (tokens + 1) + self.cuts[order]
+        names, whole = ranked(share)
+        key = whole * (tokens + 1) + self.cuts
+        order = stable_order(key)
+        sorted_names = key[order]
         wanted = np.searchsorted(names, q * blocks + k) * (tokens + 1) + cells.q0
         found: Ints = self.shares.at[order[np.searchsorted(sorted_names, wanted, "right") - 1]]
         return found.astype(np.int32)
@@ -146,7 +148,7 @@ class _State:
 def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _State:
     home, speeds = site.home, site.speeds
     count, blocks, ranks = len(pairs.q), len(home), len(speeds)
-    shares = Shares(*[*np.zeros((5, count + room), np.int64), np.array([count])])
+    shares = Shares(*[*np.zeros((7, count + room), np.int64), np.array([count])])
     shares.pair[:count] = np.arange(count)
     folded, cell = pairs.length > 0, pairs.first[:-1]
     shares.low[:count] = np.where(folded, pairs.q0[cell], site.starts[pairs.q])
@@ -158,7 +160,8 @@ def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _State:
     lists = _lists(shares.at[:count], ranks, count + 2 * room)
     holding, other = (Holding(*[*np.zeros((6, blocks), np.int64), np.zeros(2, np.int64)]) for _ in range(2))
     index = _find_index(pairs, home, ranks)
-    board = Board(pairs, shares, lists, servers, index, home, site.begin[site.sequence], holding, other)
+    origin, near = site.begin[site.sequence], np.full(count, -1, np.int64)
+    board = Board(pairs, shares, lists, servers, index, home, origin, holding, other, near)
     if limits.rules.capped:
         book_pairs(board, limits.rules)
     return _State(board, limits.granularity)
@@ -193,7 +196,7 @@ def _find_pairs(site: Site) -> Pairs:
     columns = np.concatenate([np.append(columns, np.zeros_like(columns[:1]), axis=0), _walks(site)], axis=1)
     k, k_last = (np.searchsorted(site.starts, keys, "right") - 1 for keys in (columns[3], columns[4] - 1))
     by_key = np.zeros_like(k) if site.whole else k
-    order = np.lexsort((by_key, columns[0]))
+    order = stable_order(columns[0] * len(site.starts) + by_key)
     (q, q0, q1, k0, k1, dmin, dmax, length), by_key = columns[:, order], by_key[order]
     new = np.append(True, (q[1:] != q[:-1]) | (by_key[1:] != by_key[:-1]))[: len(q)]
     first = np.flatnonzero(new)
