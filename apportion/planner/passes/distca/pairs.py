@@ -14,10 +14,6 @@ from apportion.planner.passes.distca.board import Lists, Servers
 Ints = NDArray[np.integer[Any]]
 
 
-#: what the last rows of a share need, until somebody asks
-UNKNOWN = -1
-
-
 class Pairs(NamedTuple):
     """Rows of one block against keys of blocks [k, k_end), sorted by (q, k): int64 [pairs]; their cells are [first[i],
     first[i + 1]) of the columns q0, q1, k0, k1, dmin, dmax, int64 [cells], diagonals in global tokens.
@@ -41,16 +37,13 @@ class Pairs(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Columns int64 [room]: the pair, its rows [low, high), the server, work in pairs of tokens; and what its last rows
-    need at least: as many query rows as they are, up to `rows` (or UNKNOWN), and `keys`; size int64 [1]."""
+    """Columns int64 [room]: the pair, its rows [low, high), the server, work in pairs of tokens; size int64 [1]."""
 
     pair: Ints
     low: Ints
     high: Ints
     at: Ints
     work: Ints
-    rows: Ints
-    keys: Ints
     size: Ints
 
 
@@ -80,8 +73,7 @@ class Holding(NamedTuple):
 
 class Board(NamedTuple):
     """All that the passes over one kind look at and change. home, origin: int64 [blocks], the rank of each block and
-    the first token of its sequence. holding: of the server at hand; other: of one looked at aside. near: int64 [pairs],
-    the last server that had some of each pair's rows or keys."""
+    the first token of its sequence. holding: of the server at hand; other: of one looked at aside."""
 
     pairs: Pairs
     shares: Shares
@@ -92,7 +84,6 @@ class Board(NamedTuple):
     origin: Ints
     holding: Holding
     other: Holding
-    near: Ints
 
 
 @lean
@@ -156,21 +147,9 @@ def rows_of(pairs: Pairs, pair: int, low: int, high: int) -> tuple[int, int]:
 
 @jit
 def first_work(pairs: Pairs, shares: Shares) -> None:
-    """Fill in the work of all shares; what their last rows need is not known yet."""
+    """Fill in the work of all shares."""
     for i in range(shares.size[0]):
         shares.work[i] = pair_work(pairs, shares.pair[i], shares.low[i], shares.high[i])
-        shares.rows[i] = UNKNOWN
-
-
-@lean
-def note_last(pairs: Pairs, shares: Shares, i: int) -> None:
-    """What the last row of a share needs is needed for all last rows."""
-    pair, high, rows = shares.pair[i], shares.high[i], 0
-    first, last = keys_of(pairs, pair, high - 1, high)
-    for c in range(pairs.first[pair], pairs.first[pair + 1]):
-        if pairs.q0[c] < high <= pairs.q1[c]:
-            rows = max(rows, high - pairs.q0[c])
-    shares.rows[i], shares.keys[i] = rows, last - first
 
 
 @lean

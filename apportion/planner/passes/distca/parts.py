@@ -23,6 +23,7 @@ from apportion.ir.sorting import ranked, stable_order
 from apportion.planner.passes.cells import Cells, cut_columns
 from apportion.planner.passes.distca.balance import Ended, Limits, fill
 from apportion.planner.passes.distca.board import Lists, Rules, Servers
+from apportion.planner.passes.distca.candidates import Candidates
 from apportion.planner.passes.distca.greedy import book_pairs, migrate
 from apportion.planner.passes.distca.homes import Ranges, token_ranges
 from apportion.planner.passes.distca.pairs import Board, Holding, Index, Pairs, Shares, first_work
@@ -119,23 +120,23 @@ class _State:
     rows: int
 
     def run(self, rules: Rules, order: Ints) -> tuple[int, int, int]:
-        chosen, most_e = self._candidates(rules)
-        return migrate(self.board, rules._replace(grain=self.rows), order, chosen, most_e)
+        return migrate(self.board, rules._replace(grain=self.rows), order, self._candidates(rules))
 
-    def _candidates(self, rules: Rules) -> tuple[Ints, Floats]:
-        """Shares of surplus servers, and of every share the E that it has as a whole where nothing is there yet, which
-        no part of it exceeds by much. Largest first."""
-        servers, shares = self.board.servers, self.board.shares
-        count = int(shares.size[0])
+    def _candidates(self, rules: Rules) -> Candidates:
+        """Shares of surplus servers by the E that they have as a whole where nothing is there yet, which no part
+        exceeds by much. Largest first."""
+        servers, shares, pairs = self.board.servers, self.board.shares, self.board.pairs
         surplus = servers.load > (1 + rules.excess) * servers.target
-        pairs, pair = self.board.pairs, shares.pair[:count]
+        count = int(shares.size[0])
+        share = np.flatnonzero(surplus[shares.at[:count]] & (shares.work[:count] > 0))
+        pair = shares.pair[share]
         keys = pairs.starts[pairs.k_end[pair]] - pairs.starts[pairs.k[pair]]
-        rows = (shares.high - shares.low)[:count] / np.where(pairs.length[pair] > 0, 2, 1)
-        price = rows * rules.priced_q + keys * rules.kv_bytes
-        most_e = np.full(len(shares.pair), np.inf)
-        most_e[:count] = shares.work[:count] / np.maximum(price, 1)
-        chosen = np.flatnonzero(surplus[shares.at[:count]] & (shares.work[:count] > 0))
-        return chosen[np.argsort(-most_e[chosen], kind="stable")], most_e
+        rows = (shares.high[share] - shares.low[share]) / np.where(pairs.length[pair] > 0, 2, 1)
+        most_e = shares.work[share] / np.maximum(rows * rules.priced_q + keys * rules.kv_bytes, 1)
+        order, place = np.argsort(-most_e, kind="stable"), np.full(len(shares.pair), -1, np.int64)
+        place[share[order]] = np.arange(len(order))
+        work, once, a_pair = np.zeros((3, len(order)))
+        return Candidates(share[order], most_e[order], work, once, a_pair, place, np.full(1, -1, np.int64))
 
     def refine(self) -> bool:
         """Halve what cuts are multiples of; False where it is a single row already."""
@@ -148,7 +149,7 @@ class _State:
 def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _State:
     home, speeds = site.home, site.speeds
     count, blocks, ranks = len(pairs.q), len(home), len(speeds)
-    shares = Shares(*[*np.zeros((7, count + room), np.int64), np.array([count])])
+    shares = Shares(*[*np.zeros((5, count + room), np.int64), np.array([count])])
     shares.pair[:count] = np.arange(count)
     folded, cell = pairs.length > 0, pairs.first[:-1]
     shares.low[:count] = np.where(folded, pairs.q0[cell], site.starts[pairs.q])
@@ -160,8 +161,7 @@ def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _State:
     lists = _lists(shares.at[:count], ranks, count + 2 * room)
     holding, other = (Holding(*[*np.zeros((6, blocks), np.int64), np.zeros(2, np.int64)]) for _ in range(2))
     index = _find_index(pairs, home, ranks)
-    origin, near = site.begin[site.sequence], np.full(count, -1, np.int64)
-    board = Board(pairs, shares, lists, servers, index, home, origin, holding, other, near)
+    board = Board(pairs, shares, lists, servers, index, home, site.begin[site.sequence], holding, other)
     if limits.rules.capped:
         book_pairs(board, limits.rules)
     return _State(board, limits.granularity)
