@@ -43,6 +43,12 @@ def lean(function: F) -> F:
     return _compiled(function, _nrt=False)
 
 
+def unlocked(function: F) -> F:
+    """As `jit`, for a long loop: other threads of Python run beside it. A short one would wait for them longer than it
+    runs."""
+    return _compiled(function, nogil=True)
+
+
 def inlined(function: F) -> F:
     """As `lean`, for a function with one caller, which takes many columns: passing them costs more than its work."""
     return _compiled(function, _nrt=False, forceinline=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.areas import area_of
 from apportion.ir.errors import ConfigError
-from apportion.ir.jit import jit
+from apportion.ir.jit import jit, unlocked
 from apportion.ir.model import Model
 
 Ints = NDArray[np.integer[Any]]
@@ -141,7 +141,7 @@ def _reach(band: Ints, low: int, high: int) -> tuple[int, int, int, int]:
     return q0, q1, max(band[2], q0 - band[5]), min(band[3], q1 - band[4])
 
 
-@jit
+@unlocked
 def _cut(bands: Ints, starts: Ints, first: Ints, first_key: Ints, cell: Ints) -> int:
     """Each band in each (query block, key block), into the columns of int32 `cell` [8, room] as far as there is room.
     Returns how many there are."""

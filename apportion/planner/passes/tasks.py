@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.jit import jit
+from apportion.ir.jit import jit, unlocked
 from apportion.ir.sorting import counting_order, ranked
 from apportion.planner.passes.cells import Cells, HeadGroups, cut_columns, pairs
 from apportion.planner.passes.rows import Rows
@@ -168,7 +168,7 @@ def _narrow(*columns: Ints) -> Iterator[Ints]:
     return (column.astype(np.int32) for column in columns)
 
 
-@jit
+@unlocked
 def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tuple[Ints, Ints]:
     """The columns of tasks and of edges, int32 [11, tasks] and [8, edges], by key block, then in the order of the
     cells. Until its last key is known, an edge has the keys [row, rows) that it brings."""
