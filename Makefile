@@ -16,6 +16,8 @@
 #   make fuzz     100,000 mutated plans through decoder and verifier, and as many through its quick judge
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
+#   make wheel    a wheel with compiled loops, for this Python, numba and kind of CPU, in dist/; RECIPES=fcp CHECK=1: of
+#                 one recipe, installed and started in a new environment
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
 #   make clean    remove the environment and every cache
 
@@ -32,7 +34,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test test-trainers lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
-  replay conformance clean
+  replay wheel conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -109,6 +111,9 @@ kernels: $(READY)
 
 replay: $(READY)
 	@$(BIN)/python benchmarks/replay.py $(if $(BASE),--base $(BASE)) $(if $(UPDATE),--update)
+
+wheel: $(READY)
+	@$(BIN)/python benchmarks/wheel.py $(if $(RECIPES),--recipes $(RECIPES)) $(if $(CHECK),--check)
 
 conformance: $(READY)
 	$(BIN)/pytest tests/torch/stage --full -n 2

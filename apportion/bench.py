@@ -64,7 +64,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Job:
-    """What one row plans."""
+    """What one row plans, on how many cores."""
 
     batch: Batch
     cluster: Cluster
@@ -72,6 +72,7 @@ class Job:
     recipe: Recipe | str
     seed: int = 0
     hardware: Hardware | None = None
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def measure(job: Job, repeats: int = 1) -> Row:
     for _ in range(repeats):
         plan, total, steps = timed_plan(job)
         planning.append((total, steps))
-        verifying.append(timed_verify(plan))
+        verifying.append(timed_verify(plan, job.threads))
     medians = {step: float(np.median([steps[step] for _, steps in planning])) for step in planning[0][1]}
     return Row(plan, Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
 
@@ -130,6 +131,7 @@ def planned(job: Job, timings: dict[str, float] | None = None) -> Plan:
         verify=False,
         timings=timings,
         hardware=job.hardware,
+        threads=job.threads,
     )
 
 
@@ -170,7 +172,7 @@ def counted(job: Job) -> dict[str, int]:
     """Calls of functions in each step of planning and, as `verify`, of its verification: what is paid however few ranks
     there are. Compiled loops call nothing; run it warm, or imports and compilation count. Raises what planning and
     verification raise."""
-    job = _parsed(job)
+    job = replace(_parsed(job), threads=1)  # others would not be counted
     counter, before, collects = _Counter(), sys.getprofile(), gc.isenabled()
     gc.disable()  # others may be called when rubbish is collected
     sys.setprofile(counter.on_event)
@@ -187,10 +189,10 @@ def counted(job: Job) -> dict[str, int]:
     return {step: int(calls) for step, calls in counter.items()}
 
 
-def timed_verify(plan: Plan) -> float:
+def timed_verify(plan: Plan, threads: int = 1) -> float:
     """Milliseconds of verification. Raises VerifyError."""
     start = perf_counter()
-    verify(plan)
+    verify(plan, threads)
     return (perf_counter() - start) * 1e3
 
 
@@ -223,14 +225,16 @@ class Grid:
     seeds: Sequence[int]
     tokens_per_rank: int
     repeats: int
+    threads: int = 1
 
     def rows(self, source: Source, model: Model, recipe: Recipe | str) -> Iterator[dict[str, Any]]:
         """One record per rank count and seed, as each is measured."""
         for ranks in self.ranks:
             for seed in self.seeds:
                 batch, skipped = source.batch(ranks * self.tokens_per_rank, seed)
-                job = Job(batch, cluster_of(ranks), model, recipe, seed)
+                job = Job(batch, cluster_of(ranks), model, recipe, seed, threads=self.threads)
                 measure(job)  # caches are warm in the runs that count
                 row = measure(job, self.repeats)
                 of_run = {"seed": seed, "repeats": self.repeats, "skipped_samples": skipped}
+                of_run |= {"threads": self.threads}
                 yield row.record() | {"calls": counted(job)} | of_run

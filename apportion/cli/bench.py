@@ -36,11 +36,12 @@ def bench_plan(
     pods: options.Pods = None,
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
+    threads: options.Threads = 1,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each row.", min=5)] = 5,
     seeds: Annotated[str, typer.Option("--seeds", help="A row for each of these seeds.")] = "0",
     as_json: options.AsJson = False,
 ) -> None:
-    """Time planning on one core: from the parsed batch to the encoded bytes of all ranks and both phases.
+    """Time planning: from the parsed batch to the encoded bytes of all ranks and both phases, on one core.
 
     Without --workload the documents are log-normal (median 2048, sigma 1.5, at most 512K tokens), causal.
     A warm-up run comes first; verification is timed by itself. Times are milliseconds.
@@ -58,7 +59,7 @@ def bench_plan(
     from apportion.ir.isa import MAX_RANKS
 
     source, counts = _source(workload), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
-    grid = Grid(counts, inputs.integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats)
+    grid = Grid(counts, inputs.integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats, threads)
     rows = []
     for row in grid.rows(source, inputs.model_of(model), inputs.recipe_of(recipe, block, pods)):
         note(f"{row['ranks']} ranks, seed {row['seed']}: {row['planning_ms']['p50']:.1f} ms")

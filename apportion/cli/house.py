@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -63,13 +64,20 @@ def warmup(
     recipes: Annotated[
         str, typer.Option("--recipes", help="Names or files, separated by commas, or all.", metavar="NAMES")
     ] = "all",
+    into: Annotated[
+        Path | None,
+        typer.Option("--into", help="Folder for loops that other machines can use.", metavar="DIR"),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compile the planner's hot loops, once for each installation.
 
-    They are compiled when they are first needed, too: the first plans then take minutes. What is compiled lies beside
-    the installed package, or in NUMBA_CACHE_DIR, and serves CPUs of one kind: run it when an image is built, or on each
-    machine, as the user of the training, before a run or a server starts.
+    A wheel may have brought them. Else they are compiled when they are first needed, too: the first plans then take
+    minutes. What is compiled lies beside the installed package, or in NUMBA_CACHE_DIR, and serves CPUs of one kind: run
+    it when an image is built, or on each machine, as the user of the training, before a run or a server starts.
+
+    With --into they are compiled for all CPUs that have x86-64-v3 (AVX2), or for arm64: as `apportion/_compiled` of an
+    installed package they serve every machine that has the same Apportion, Python and numba. `make wheel` does it.
 
     [bold]Examples[/bold]
 
@@ -77,10 +85,16 @@ def warmup(
 
       apportion warmup --recipes fcp
     """
+    if into:
+        inputs.need("numba", "numba", "compiling")
+        from apportion.ir.jit import shelf
+
+        shelf.write_into(into)
+    from apportion.ir.jit import compiling
     from apportion.planner import warm
 
     cases = warm.cases_of(inputs.recipes_of(recipes))
-    with progress("compiling", len(cases)) as report:
+    with progress("compiling", len(cases), not as_json, lambda: count(compiling.loops, "loop")) as report:
         found = warm.warm(cases, report)
     emit(found._asdict(), as_json, lambda: _warmed(found))
 

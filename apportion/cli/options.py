@@ -71,6 +71,10 @@ Pods = Annotated[
         "every document stays inside one. For thousands of ranks.",
     ),
 ]
+Threads = Annotated[
+    int,
+    typer.Option("--threads", help="Cores to work on, where steps can. What comes out is the same.", min=1),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)]
 DeadlineMs = Annotated[
     float | None,

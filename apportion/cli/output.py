@@ -10,7 +10,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,13 +77,35 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+class _Detail(ProgressColumn):
+    max_refresh = 0.1
+
+    def __init__(self, detail: Callable[[], str]) -> None:
+        super().__init__()
+        self._detail = detail
+
+    def render(self, task: Task) -> Text:
+        return Text(self._detail())
+
+
 @contextmanager
-def progress(title: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+def progress(
+    title: str, total: int | None = None, shown: bool = True, detail: Callable[[], str] | None = None
+) -> Iterator[Callable[..., None]]:
     """A bar on stderr, where that is a terminal; call what is yielded with the name of each item that is done, and
-    with the total where it is known only then."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with the total where it is known only then. detail: what stands behind the bar, asked for as time goes by."""
+    columns: list[ProgressColumn] = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    ]
+    if detail:
+        columns.append(_Detail(detail))
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as bar:
         task = bar.add_task(title, total=total)
 
         def report(done: str, total: int | None = total) -> None:

@@ -34,6 +34,7 @@ def plan(
     pods: options.Pods = None,
     deadline_ms: options.DeadlineMs = None,
     seed: options.Seed = 0,
+    threads: options.Threads = 1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here.", metavar="P.plan")
     ] = None,
@@ -66,7 +67,7 @@ def plan(
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     the_batch, skipped = inputs.batch_of(batch, lengths, workload, tokens, seed)
     the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block, pods), deadline_ms)
-    job = Job(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware)
+    job = Job(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
     with Console(stderr=True).status("compiling (the first run of all, half a minute) and planning"):
         warm_up(the_recipe)
         row = measure(job)
@@ -83,7 +84,7 @@ def plan(
     emit(record, as_json, lambda: views.summary(title, views.plan_rows(record)))
 
 
-def verify(plan: options.PlanFile, as_json: options.AsJson = False) -> None:
+def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: options.AsJson = False) -> None:
     """Check a plan against every rule, from its bytes alone. Exit code 1 if it breaks one.
 
     [bold]Example[/bold]
@@ -93,7 +94,7 @@ def verify(plan: options.PlanFile, as_json: options.AsJson = False) -> None:
     from apportion.ir.verify import check
 
     the_plan = files.read_plan(plan, check_id=False)  # a wrong id is for the verifier to tell
-    violations = check(the_plan)
+    violations = check(the_plan, threads)
     record = {
         "id": the_plan.id.hex(),
         "ok": not violations,

@@ -11,7 +11,6 @@ in other languages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -31,6 +30,7 @@ from apportion.ir.parts import encoder
 from apportion.ir.plan import Header, Ints, Layout, Move, ProgramSet, Request, Table, checked_rank
 from apportion.ir.predictions import RULES, no_operands
 from apportion.ir.sources import room_for
+from apportion.ir.threads import spread
 
 SLICE_FORMAT = "apportion.slice"
 
@@ -213,12 +213,7 @@ def encode_parts(
         [move.table for move in moves],
         ranks,
     )
-    pieces = _pieces(written.before, threads)
-    if threads == 1:
-        made = list(map(written.parts, pieces))
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            made = list(pool.map(written.parts, pieces))
+    made = spread(written.parts, _pieces(written.before, threads), threads)
     return Parts(chain.from_iterable(made), _named_columns(layouts, programs, moves))
 
 

@@ -1,7 +1,8 @@
 """Optional compilation of hot loops.
 
-A function under `jit` is plain Python on integers and numpy columns. With numba it is compiled on first use and
-cached on disk; without, it runs as written. Results are equal by construction: one source, integer arithmetic.
+A function under `jit` is plain Python on integers and numpy columns. With numba it comes compiled with the package
+(`ir.shelf`), or is compiled on first use and cached on disk; without, it runs as written. Results are equal by
+construction: one source, integer arithmetic.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
+
+from apportion.ir.shelf import SHIPPED, Shelf, Shelved
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +33,8 @@ _NUMBA = _numba()
 HAS_NUMBA = _NUMBA is not None
 #: whether loops are compiled here: numba is installed, and NUMBA_DISABLE_JIT does not switch it off
 COMPILES = HAS_NUMBA and not _NUMBA.config.DISABLE_JIT
+#: the compiled loops that came with the package
+shelf = Shelf(SHIPPED)
 
 
 def jit(function: F) -> F:
@@ -59,8 +64,10 @@ def _compiled(function: F, **options: bool) -> F:
     if not HAS_NUMBA:
         return function
     dispatcher = _NUMBA.njit(cache=True, **options)(function)
-    template = getattr(dispatcher, "get_call_template", None)
-    if template is not None:  # None: numba is switched off
+    if COMPILES:
+        if _is_ours(function):
+            dispatcher._cache = Shelved(dispatcher._cache, function, shelf)
+        template = dispatcher.get_call_template
         dispatcher.get_call_template = lambda args, kws: template(
             [_general(arg) for arg in args], {name: _general(kw) for name, kw in kws.items()}
         )
@@ -122,18 +129,18 @@ def _watch() -> None:
 
     class Compiles(Listener):
         def on_start(self, event: Any) -> None:
-            if _is_ours(event):
+            if _is_ours(event.data["dispatcher"].py_func):
                 compiling.begin()
 
         def on_end(self, event: Any) -> None:
-            if _is_ours(event):
+            if _is_ours(event.data["dispatcher"].py_func):
                 compiling.end()
 
     register("numba:compile", Compiles())  # type: ignore[no-untyped-call]
 
 
-def _is_ours(event: Any) -> bool:
-    return str(event.data["dispatcher"].py_func.__module__).startswith("apportion.")
+def _is_ours(function: Any) -> bool:
+    return str(function.__module__).startswith("apportion.")
 
 
 if COMPILES:

@@ -12,7 +12,7 @@ A rank's *slice* (`Plan.for_rank`) is the header, its own part and a hash path t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -63,6 +63,10 @@ class Table:
         lo, hi = int(self.ptr[first]), int(self.ptr[end])
         return Table(self.ptr[first : end + 1] - lo, {name: col[lo:hi] for name, col in self.columns.items()})
 
+    def with_column(self, name: str, column: Ints) -> Table:
+        """With another column of that name."""
+        return Table(self.ptr, {**self.columns, name: column})
+
     def rank_of_row(self) -> Ints:
         """The rank that owns each row."""
         return np.repeat(np.arange(self.ranks), np.diff(self.ptr))
@@ -76,6 +80,17 @@ class Table:
 def empty_table(names: tuple[str, ...], ranks: int) -> Table:
     """A table without rows."""
     return Table(np.zeros(ranks + 1, np.int64), {name: np.zeros(0, np.int64) for name in names})
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """The ranks of all tables, one table after another."""
+    ends = np.cumsum([len(table) for table in tables])
+    ptr = [
+        tables[0].ptr,
+        *(table.ptr[1:] + end for table, end in zip(tables[1:], ends.tolist(), strict=False)),
+    ]
+    columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0].columns}
+    return Table(np.concatenate(ptr), columns)
 
 
 @dataclass(frozen=True, eq=False)

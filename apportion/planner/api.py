@@ -9,6 +9,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integer
 from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy, Recipe
@@ -29,25 +30,27 @@ def plan(
     hardware: Hardware | str | None = None,
     verify: bool = True,
     timings: dict[str, float] | None = None,
+    threads: int = 1,
 ) -> Plan:
     """The plan of one microbatch: equal arguments give equal bytes.
 
     recipe: a name (default "fcp"), a mapping or a Recipe; seed: default 0. `policy` brings its own recipe and seed,
     and adds caps and tolerance. hardware: what recipes that compare times price with, by default the built-in H100.
-    verify: check the finished plan (design, "Verify"). timings: filled with milliseconds per step.
+    verify: check the finished plan (design, "Verify"). timings: filled with milliseconds per step. threads: on how many
+    cores steps work, where they can; the bytes are the same.
     Raises ConfigError, CapacityError, VerifyError.
     """
-    policy = policy_of(recipe, seed, policy)
+    policy, threads = policy_of(recipe, seed, policy), integer("threads", threads)
     watch = Watch(timings)
-    made = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch)
+    made = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch, threads)
     if verify:
         with watch("verify"):
-            verify_plan(made.plan)
+            verify_plan(made.plan, threads)
     return made.plan
 
 
-def make(problem: Problem, watch: Watch) -> Made:
-    """Runs all passes of the problem's recipe. Raises ConfigError, CapacityError."""
+def make(problem: Problem, watch: Watch, threads: int = 1) -> Made:
+    """Runs all passes of the problem's recipe; a search on one core. Raises ConfigError, CapacityError."""
     recipe = problem.policy.recipe
     if recipe.step("search") is not None:
         search = search_of(recipe)
@@ -55,8 +58,8 @@ def make(problem: Problem, watch: Watch) -> Made:
         return search(problem, watch)
     passes = passes_of(recipe)
     check_request(problem)
-    placed = place(problem, passes, watch)
-    return Made(seal(draft(placed, watch), watch), placed)
+    placed = place(problem, passes, watch, threads)
+    return Made(seal(draft(placed, watch, threads=threads), watch, threads=threads), placed)
 
 
 def policy_of(

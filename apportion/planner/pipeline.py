@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -21,18 +21,19 @@ from apportion.ir import codec
 from apportion.ir.batch import Batch
 from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.isa import FETCHED, HEADLESS, PHASES, RETURNED, SIDES, Op, Tensor
+from apportion.ir.isa import FETCHED, HEADLESS, PHASES, RETURNED, SIDES, TABLES, Op, Tensor
 from apportion.ir.model import Model
-from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request
+from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request, Table, joined
+from apportion.ir.threads import spread
 from apportion.ir.version import __version__
 from apportion.planner.checks import Checks
-from apportion.planner.passes.cells import HeadGroups, cut_cells
+from apportion.planner.passes.cells import HeadGroups, check_tasks, cut_cells
 from apportion.planner.passes.exchange import Exchange, plan_exchange
 from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virtual_problem
 from apportion.planner.passes.headwise import lower_stages
 from apportion.planner.passes.lone import Lone
 from apportion.planner.passes.lower import lower_backward, lower_forward
-from apportion.planner.passes.lowering import Beside, Lowering, leading
+from apportion.planner.passes.lowering import Beside, Lowered, Lowering, held_tokens, leading
 from apportion.planner.passes.overlap import overlapped
 from apportion.planner.passes.remap import Remapping
 from apportion.planner.passes.route import KeysOnly, Routed, Site, depths
@@ -42,9 +43,6 @@ from apportion.planner.passes.tasks import Edges, Tasks, find_tasks, placed_task
 from apportion.planner.problem import Ints, Pass, Placement, Problem, Shards, exact_sums
 from apportion.planner.report import build_report
 from apportion.planner.steps import Passes
-
-#: (kind, phase) -> tasks and when their tiles move; the phases of a kind share one where queries stay home
-Lowered = dict[tuple[str, str], Lowering]
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,26 @@ class Placed:
     placement: Placement
     lone: Lone | None = None
 
+    def apart(self) -> list[tuple[int, Placed]]:
+        """The first ranks and the placements of parts between which nothing moves; where there are none, of all."""
+        passes = self.passes
+        if passes.pods is None or passes.inner is not None or passes.reshuffle:
+            return [(0, self)]
+        found = []
+        for pod in passes.pods.apart(self.problem, self.placement):
+            own, single = pod.problem, Groups.single(pod.problem.ranks)
+            found.append((pod.first, Placed(own, passes, single, own, self.shards, pod.placement)))
+        return found or [(0, self)]
+
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan as its passes made it: neither encoded nor reported on. problem: with the token cap that it promises."""
+    """A plan as its passes made it: neither encoded nor reported on. problem: with the token cap that it promises;
+    lowered: of each part of the ranks that was lowered by itself."""
 
     problem: Problem
     placed: Placed
-    lowered: Lowered
+    lowered: tuple[Lowered, ...]
     programs: Mapping[tuple[str, str], ProgramSet]
     layouts: Mapping[str, Layout]
     remapping: Remapping | None = None
@@ -80,7 +90,7 @@ class Draft:
         """The plan as it will be, not sealed yet: its programs can be simulated. Without a report it does not name the
         hardware, whose digest takes long."""
         problem, hardware = self.problem, self.problem.hardware
-        header = _header(problem, self.layouts, leading(self.lowered).sets)
+        header = _header(problem, self.layouts, leading(self.lowered[0]).sets)
         digest = hardware.digest() if hardware is not None and report else ""
         request = Request(problem.batch, problem.cluster, problem.model, problem.policy, digest)
         return Plan(header, request, self.layouts, self.programs, self.moves, report)
@@ -104,7 +114,7 @@ class SearchPass(Pass, Protocol):
         ...
 
 
-def place(problem: Problem, passes: Passes, watch: Watch) -> Placed:
+def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> Placed:
     """Runs the passes up to placement. Raises ConfigError, CapacityError."""
     groups, inner, lone = grouped(problem, passes)
     checks = Checks(passes)
@@ -114,7 +124,8 @@ def place(problem: Problem, passes: Passes, watch: Watch) -> Placed:
         return Placed(problem, passes, groups, inner, shards, placement)
     if passes.pods is not None:
         with watch("place"), _in_groups(groups):
-            shards, placement = passes.pods(inner, int(groups.sizes.max()), passes.shard, passes.place)
+            members = int(groups.sizes.max())
+            shards, placement = passes.pods(inner, members, passes.shard, passes.place, threads)
     else:
         with watch("shard"):
             shards = passes.shard(inner)
@@ -154,37 +165,39 @@ def splits_all(passes: Passes, problem: Problem) -> bool:
     return passes.inner is None or passes.inner.splits(problem) == set(problem.batch.kinds)
 
 
-def schedule(placed: Placed, watch: Watch) -> Lowered:
-    """The tasks of every kind and phase and when their tiles move. Raises ConfigError, CapacityError."""
-    with watch("schedule"):
-        return _schedule(placed)
-
-
-def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None) -> Draft:
+def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None, threads: int = 1) -> Draft:
     """Runs the passes after placement, or after `schedule`. Raises ConfigError, CapacityError."""
-    if lowered is None:
-        lowered = schedule(placed, watch)
-    problem = _with_own_cap(placed.problem, placed.passes, lowered)
+    with watch("schedule"):
+        parts = [(0, placed)] if lowered is not None else placed.apart()
+        every = [lowered] if lowered is not None else spread(schedule, [part for _, part in parts], threads)
+    problem = _with_own_cap(placed.problem, placed.passes, every)
     with watch("lower"):
-        programs = _lower(lowered)
-        layouts = _layouts(problem, lowered, placed.passes.reshuffle)
+        programs = _lower([first for first, _ in parts], every, threads)
+        layouts = _layouts(problem, placed, every)
     if placed.passes.remap is None:
-        return Draft(problem, placed, lowered, programs, layouts)
+        return Draft(problem, placed, tuple(every), programs, layouts)
     with watch("remap"):
         remapping = placed.passes.remap(problem, layouts[_home_layout(layouts)])
-    return Draft(problem, placed, lowered, programs, {**layouts, **remapping.layouts}, remapping)
+    return Draft(problem, placed, tuple(every), programs, {**layouts, **remapping.layouts}, remapping)
 
 
-def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None) -> Plan:
+def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, threads: int = 1) -> Plan:
     """Encodes and reports. search: what the report says of the search that found the draft.
 
     Raises CapacityError where the plan breaks a promise of the policy."""
     problem, placed = draft.problem, draft.placed
     with watch("encode"):
-        parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks)
+        parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks, threads)
     with watch("report"):
         report = build_report(
-            problem, placed.shards, placed.placement, placed.lone, draft.lowered, draft.programs, parts
+            problem,
+            placed.shards,
+            placed.placement,
+            placed.lone,
+            placed.groups,
+            draft.lowered,
+            draft.programs,
+            parts,
         )
         if draft.remapping is not None:
             report |= {"remap": draft.remapping.said}
@@ -266,20 +279,20 @@ def unequal_groups(passes: Passes, first: Ints) -> Groups:
     return Groups(first)
 
 
-def _with_own_cap(problem: Problem, passes: Passes, lowered: Lowered) -> Problem:
+def _with_own_cap(problem: Problem, passes: Passes, lowered: Sequence[Lowered]) -> Problem:
     """Strategies without a token cap promise what they came to, unless the policy names one. Where the ranks' default
     caps differ and each rank keeps to its own, these are the promise."""
     if problem.policy.token_cap is not None or not passes.place.own_cap:
         return problem
-    held, caps = leading(lowered).held, problem.token_caps
+    held, caps = held_tokens(lowered), problem.token_caps
     if caps.min() < caps.max() and (held <= caps).all():
         return problem
     cap = max(int(held.max()), problem.token_cap)
     return replace(problem, policy=replace(problem.policy, token_cap=cap))
 
 
-def _schedule(placed: Placed) -> Lowered:
-    """The tasks of every kind and phase and when their tiles move."""
+def schedule(placed: Placed) -> Lowered:
+    """The tasks of every kind and phase and when their tiles move. Raises ConfigError, CapacityError."""
     problem, passes, placement, groups = placed.inner, placed.passes, placed.placement, placed.groups
     if placement.execution is not None and passes.route.rings:
         rule = "the placement says who computes, and what that adds up does not go around rings"
@@ -375,6 +388,8 @@ def _scheduled(
 ) -> Lowering:
     """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
     tasks, edges = found
+    if groups.split:  # every rank of a group has them
+        check_tasks(int(groups.sizes[tasks.exec].sum()))
     routed, checks = _routed(passes, edges, site), Checks(passes)
     checks.routed(edges, routed, len(groups))
     if division is not None:
@@ -433,8 +448,12 @@ def _routed(passes: Passes, edges: Edges, site: Site) -> Routed:
     return replace(routed, arrives=routed.arrives[star.arrives])
 
 
-def _lower(lowered: Lowered) -> dict[tuple[str, str], ProgramSet]:
-    return {(kind, phase): _lower_phase(low, phase) for (kind, phase), low in lowered.items()}
+def _lower(first: Sequence[int], parts: Sequence[Lowered], threads: int) -> dict[tuple[str, str], ProgramSet]:
+    """first: the first rank of each part."""
+    keys, each = list(parts[0]), len(parts)
+    items = [(part[key], key[1]) for key in keys for part in parts]
+    made = spread(lambda item: _lower_phase(*item), items, threads)
+    return {key: _side_by_side(first, made[at * each : (at + 1) * each]) for at, key in enumerate(keys)}
 
 
 def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
@@ -443,9 +462,41 @@ def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
     return lower_forward(low) if phase == "forward" else lower_backward(low)
 
 
-def _layouts(problem: Problem, lowered: Lowered, reshuffle: bool) -> dict[str, Layout]:
+def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramSet:
+    """The programs of all ranks. first: the first rank of each part, of which its peers are counted."""
+    if len(parts) == 1:
+        return parts[0]
+    tables = {name: joined([part[name] for part in parts]) for name in TABLES}
+    peer, sizes = tables["transfers"].wide("peer"), [len(part["transfers"]) for part in parts]
+    tables["transfers"] = tables["transfers"].with_column("peer", peer + np.repeat(first, sizes))
+    rounds = _same_rounds([part["instructions"] for part in parts])
+    tables["instructions"] = tables["instructions"].with_column("round", rounds)
+    return ProgramSet(tables)
+
+
+def _same_rounds(parts: Sequence[Table]) -> Ints:
+    """int64 [instructions]: rounds numbered anew, in their order, so that all of a number have one channel and mode."""
+    ways = [part.wide("channel") << 8 | part.wide("mode") for part in parts]
+    stride, found = max(int(way.max(initial=0)) for way in ways) + 1, []
+    for part, way in zip(parts, ways, strict=True):
+        round_, launch = part.wide("round"), np.flatnonzero(part["op"] == Op.LAUNCH)
+        of_round = np.zeros(int(round_.max(initial=0)) + 1, np.int64)
+        of_round[round_[launch]] = way[launch]
+        found.append(round_ * stride + of_round[round_])
+    number, op = np.concatenate(found), np.concatenate([part["op"] for part in parts])
+    some = np.flatnonzero((op == Op.LAUNCH) | (op == Op.WAIT))
+    rounds, used = np.zeros(len(op), np.int64), np.zeros(int(number.max(initial=0)) + 1, bool)
+    used[number[some]] = True
+    rounds[some] = (np.cumsum(used) - 1)[number[some]]
+    return rounds
+
+
+def _layouts(problem: Problem, placed: Placed, lowered: Sequence[Lowered]) -> dict[str, Layout]:
     """Home rows; beside the loader's also the attention layout, where one rank has each of its rows."""
-    low = leading(lowered)
+    if len(lowered) > 1:
+        rows = Rows(placed.placement.starts, placed.placement.home, problem.ranks)
+        return {"attention": rows.layout("attention", problem.batch)}
+    low, reshuffle = leading(lowered[0]), placed.passes.reshuffle
     layouts = {}
     if not (reshuffle and low.groups.split):
         rows = low.rows if reshuffle else low.home

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ from apportion.ir.jit import jit
 from apportion.ir.plan import ProgramSet
 from apportion.ir.totals import in_all, moved, rounds
 from apportion.planner import bounds
+from apportion.planner.passes.groups import Groups
 from apportion.planner.passes.lone import Lone
-from apportion.planner.passes.lowering import Lowering, leading
+from apportion.planner.passes.lowering import Lowered, Lowering, held_tokens, leading
+from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.shard import row_areas
 from apportion.planner.problem import Placement, Problem, Shards, exact_sums
 from apportion.planner.solvers.matching import max_degree
@@ -42,29 +44,32 @@ class Traffic:
         slots, degree, rounds = (turns * n for n in (self.slots, self.max_degree, self.rounds))
         return replace(self, slots=slots, max_degree=degree, rounds=rounds)
 
+    def beside(self, other: Traffic) -> Traffic:
+        """With others for the same purpose, between other ranks."""
+        slots, degree = max(self.slots, other.slots), max(self.max_degree, other.max_degree)
+        rounds, size = max(self.rounds, other.rounds), self.bytes + other.bytes
+        return replace(self, slots=slots, max_degree=degree, rounds=rounds, bytes=size)
+
 
 def build_report(
     problem: Problem,
     shards: Shards,
     placement: Placement,
     lone: Lone | None,
-    lowered: Mapping[tuple[str, str], Lowering],
+    groups: Groups,
+    lowered: Sequence[Lowered],
     programs: Mapping[tuple[str, str], ProgramSet],
     parts: list[bytes],
 ) -> dict[str, Any]:
-    """The report of a plan; byte counts are of one attention call of each kind, forward and backward."""
-    low = leading(lowered)
-    carried = {id(low): _carried(low) for low in lowered.values()}
-    traffic = [
-        item
-        for (kind, phase), low in lowered.items()
-        for item in _traffic(problem, kind, phase, low, carried[id(low)])
-    ]
-    pairs, fullest = _of_groups(problem, placement, lone, low)
+    """The report of a plan; byte counts are of one attention call of each kind, forward and backward. lowered: of each
+    part of the ranks that was lowered by itself; the parts' tiles move at the same time."""
+    low = leading(lowered[0])
+    traffic = _at_once([item for part in lowered for item in _all_traffic(problem, part)])
+    pairs, fullest = _of_groups(problem, placement, lone, low.rows, groups)
     load = _of_ranks(problem, lowered)
     mean = float(load.sum()) / problem.speeds.sum()
     block_tokens, heaviest = _largest(shards, placement)
-    heaviest /= int(low.groups.sizes.max())
+    heaviest /= int(groups.sizes.max())
     sizes = [len(part) for part in parts]
     bound = _makespan_bound(placement, lowered) if lone is None else 0.0
     makespan = bounds.makespan(bound, load, problem.speeds)
@@ -77,7 +82,7 @@ def build_report(
         "imbalance_bound": max(1.0, _ratio(makespan.bound or 0.0, mean)),
         "imbalance": {
             "compute": _over_mean(load, problem.speeds),
-            "tokens": float((low.held / problem.token_shares).max()) - 1,
+            "tokens": float((held_tokens(lowered) / problem.token_shares).max()) - 1,
         },
         "area": {kind: int(held.sum()) for kind, held in pairs.items()},
         "bytes": in_all(moved(programs, low.sets.sets, problem.model, problem.cluster).values()).summary(),
@@ -99,7 +104,7 @@ def build_report(
     }
 
 
-def compute_imbalance(problem: Problem, lowered: Mapping[tuple[str, str], Lowering]) -> float:
+def compute_imbalance(problem: Problem, lowered: Sequence[Lowered]) -> float:
     """What the busiest rank has above the mean, by its speed, over the mean."""
     return _over_mean(_of_ranks(problem, lowered), problem.speeds)
 
@@ -109,13 +114,14 @@ def _over_mean(load: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
     return _ratio(float((load / speeds).max()), mean) - 1 if mean else 0.0
 
 
-def _of_ranks(problem: Problem, lowered: Mapping[tuple[str, str], Lowering]) -> NDArray[np.float64]:
+def _of_ranks(problem: Problem, lowered: Sequence[Lowered]) -> NDArray[np.float64]:
     """float64 [ranks]: pairs times layers; where the phases differ, of the less even one."""
-    alike = all(low is lowered[kind, PHASES[0]] for (kind, _), low in lowered.items())
+    alike = all(low is part[kind, PHASES[0]] for part in lowered for (kind, _), low in part.items())
     loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if alike else PHASES)}
-    for (kind, phase), low in lowered.items():
+    for kind, phase in lowered[0]:
         if phase in loads:
-            loads[phase] += problem.layers[kind] * low.pairs
+            pairs = np.concatenate([part[kind, phase].pairs for part in lowered])
+            loads[phase] += problem.layers[kind] * pairs
     return max(loads.values(), key=lambda load: float((load / problem.speeds).max()))
 
 
@@ -139,10 +145,12 @@ def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
     return int(placement.lengths.max()), float(placement.weight.max())
 
 
-def _makespan_bound(placement: Placement, lowered: Mapping[tuple[str, str], Lowering]) -> float:
+def _makespan_bound(placement: Placement, lowered: Sequence[Lowered]) -> float:
     """Of one rank. A group of ranks shares its load; groups of several sizes, and kinds whose heads are not split where
     those of others are, leave no bound but the mean."""
-    sizes = {size for low in lowered.values() for size in low.groups.sizes.tolist()}
+    sizes = {
+        size for part in lowered for low in part.values() for size in np.unique(low.groups.sizes).tolist()
+    }
     return placement.bound / sizes.pop() if len(sizes) == 1 else 0.0
 
 
@@ -190,6 +198,24 @@ def _head_rows(rows: Ints, dst: Ints, heads: Ints, results: NDArray[np.bool_]) -
     return found, whole
 
 
+def _all_traffic(problem: Problem, lowered: Lowered) -> list[Traffic]:
+    carried = {id(low): _carried(low) for low in lowered.values()}
+    return [
+        item
+        for (kind, phase), low in lowered.items()
+        for item in _traffic(problem, kind, phase, low, carried[id(low)])
+    ]
+
+
+def _at_once(traffic: list[Traffic]) -> list[Traffic]:
+    """Tiles for the same purpose move at the same time."""
+    found: dict[tuple[str, str, str], Traffic] = {}
+    for item in traffic:
+        key = item.kind, item.phase, item.name
+        found[key] = found[key].beside(item) if key in found else item
+    return list(found.values())
+
+
 def _traffic(problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried) -> list[Traffic]:
     found = _exchanged(problem, kind, low, phase, "in")
     found.append(_tiles(problem, kind, phase, low, carried, "fetch"))
@@ -228,30 +254,29 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
 
 
 def _of_groups(
-    problem: Problem, placement: Placement, lone: Lone | None, low: Lowering
+    problem: Problem, placement: Placement, lone: Lone | None, rows: Rows, groups: Groups
 ) -> tuple[dict[str, Ints], int]:
     """kind -> int64 [groups], pairs of the queries whose home is in each group of ranks; and tokens of the fullest."""
     starts, home = placement.starts, placement.home
     if lone is not None:
-        starts, home = lone.in_groups(low.rows, low.groups.of_rank)
-    groups = len(low.groups)
+        starts, home = lone.in_groups(rows, groups.of_rank)
     pairs = {
-        kind: exact_sums(home, row_areas(bands, starts), groups) for kind, bands in problem.bands.items()
+        kind: exact_sums(home, row_areas(bands, starts), len(groups)) for kind, bands in problem.bands.items()
     }
-    return pairs, int(exact_sums(home, np.diff(starts), groups).max())
+    return pairs, int(exact_sums(home, np.diff(starts), len(groups)).max())
 
 
 def _kv_bound(
     problem: Problem,
-    lowered: Mapping[tuple[str, str], Lowering],
+    lowered: Sequence[Lowered],
     pairs: Mapping[str, Ints],
     fullest: int,
     traffic: list[Traffic],
 ) -> bounds.Bound:
     """KV goes out forward and backward and its gradient comes back, between ranks, or between groups of ranks."""
-    low = leading(lowered)
+    low = leading(lowered[0])
     value = sum(item.bytes for item in traffic if item.name in ("fetch", "return"))
-    moving = any(low.tasks.queries_move for low in lowered.values())
+    moving = any(low.tasks.queries_move for part in lowered for low in part.values())
     caps = {kind: int(held.max()) for kind, held in pairs.items()}
     # groups of a strategy without a cap of its own may hold more than their ranks' caps
     cap = max(problem.token_cap * int(low.groups.sizes.max()), fullest)

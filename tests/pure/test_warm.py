@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from apportion import cli
-from apportion.ir import jit
+from apportion.cli import output
+from apportion.ir import jit, shelf
 from apportion.planner import warm
 from apportion.planner.recipes import entries, find_recipe
 
@@ -23,6 +26,25 @@ from apportion.ir.jit import compiling
 from apportion.ir.sorting import stable_order
 stable_order(np.arange(5000))
 print(compiling.loops, compiling.seconds)
+"""
+
+
+SHELF = """
+import sys
+from pathlib import Path
+import numpy as np
+from apportion.ir.jit import compiling, shelf
+root, how = Path(sys.argv[1]), sys.argv[2]
+if how == "write":
+    shelf.write_into(root)
+elif how == "old CPU":
+    shelf.level = None
+elif how == "edited":
+    shelf.sources = b"others"
+shelf.root = root
+from apportion.ir.sorting import counting_order
+counting_order(np.array([2, 0, 1]), 3)
+print(compiling.loops)
 """
 
 
@@ -63,6 +85,18 @@ def test_the_command_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> Non
     assert said.startswith("all loops were compiled already" if jit.COMPILES else "nothing to compile")
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_bar_counts_loops_on_a_terminal(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(
+        output, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100)
+    )
+    with output.progress("compiling", 2, shown, lambda: "7 loops") as report:
+        report("one node")
+    said = terminal.getvalue()
+    assert [word in said for word in ("compiling one node", "1/2", "7 loops")] == [shown] * 3
+
+
 def test_nothing_is_compiled_where_numba_must_not() -> None:
     command = [sys.executable, "-m", "apportion", "warmup", "--json"]
     done = subprocess.run(
@@ -83,6 +117,45 @@ def test_compiling_is_counted_and_reading_the_cache_is_not(tmp_path: Path) -> No
     assert int(cold[0]) >= 1
     assert float(cold[1]) > 0.05
     assert [float(part) for part in loaded] == [0, 0]
+
+
+@pytest.mark.skipif(
+    not jit.COMPILES or shelf.level_here() is None, reason="needs numba, and a CPU of a level"
+)
+def test_loops_of_a_wheel_are_taken_where_cpu_and_sources_are_those(tmp_path: Path) -> None:
+    def compiled(how: str) -> int:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / how)}
+        command = [sys.executable, "-c", SHELF, str(tmp_path / "shelf"), how]
+        return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+
+    assert compiled("write") == 1
+    assert {path.suffix for path in tmp_path.rglob("shelf/*/*")} == {".nbi", ".nbc"}
+    assert not list(tmp_path.rglob("write/*/*.nbc"))
+    assert [compiled(how) for how in ("read", "old CPU", "edited")] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", "riscv64"])
+@pytest.mark.parametrize("lacks", ["", "avx2", "neon"])
+def test_a_level_is_one_that_the_cpu_has(machine: str, lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    binding = pytest.importorskip("llvmlite.binding")
+    known = frozenset[str]().union(*(level.needs for level in shelf.LEVELS.values())) | {"avx512f"}
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {name: name != lacks for name in known})
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    found = shelf.level_here()
+    wanted = {"x86_64": "x86-64-v3", "aarch64": "generic"} if not lacks else {}
+    wanted |= {"avx2": {"aarch64": "generic"}, "neon": {"x86_64": "x86-64-v3"}}.get(lacks, {})
+    assert (found and found.cpu) == wanted.get(machine)
+
+
+@pytest.mark.skipif(not jit.HAS_NUMBA, reason="needs numba")
+def test_a_cpu_of_no_level_compiles_for_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shelf, "level_here", lambda: None)
+    monkeypatch.setattr(jit, "shelf", shelf.Shelf(tmp_path))
+    assert cli.main(["warmup", "--into", str(tmp_path / "loops")]) == cli.BAD_INPUT
+    assert "x86-64-v3" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_is_said_once_and_only_where_it_takes_long(caplog: pytest.LogCaptureFixture) -> None:

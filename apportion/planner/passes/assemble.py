@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, OPERAND_COLUMNS, P2P, TABLES, Op, Space, Tensor
-from apportion.ir.jit import jit, lean
+from apportion.ir.jit import jit, lean, unlocked
 from apportion.ir.plan import ProgramSet, Table
 from apportion.planner.passes.groups import Groups, HeadSets
 
@@ -368,7 +368,7 @@ def _arenas(reach: Ints, sets: HeadSets) -> Table:
     return Table(ptr, dict(zip(TABLES["arenas"], (tensor, reach[tensor, rank], width), strict=True)))
 
 
-@jit
+@unlocked
 def _sort(key: Ints, places: Ints, given: _Rows, count: Ints, rows: _Rows, ptr: Ints) -> None:
     """Rows sorted by `key`, rank * steps + step, those of one key as given, into `rows`, plain columns at `places`;
     into `ptr`, where those of each rank begin; and adds the rows of each key to `count`."""
@@ -399,7 +399,7 @@ def _put(column: Ints, place: Ints, out: Ints) -> None:
         out[place[row]] = column[row]
 
 
-@jit
+@unlocked
 def _number(lists: tuple[_List, ...], found: _Found, operands: Ints, ptr: Ints, reach: Ints) -> None:
     """Rank after rank: `operands`, the columns of the lists, and the rows that operands in work rows reach."""
     at = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -436,6 +436,15 @@ class Lowering:
         return stay_put(rank, row, rows, edges.home, edges.row, edges.rows, leave, self.rows.ranks)
 
 
-def leading(lowered: Mapping[Any, Lowering]) -> Lowering:
+#: (kind, phase) -> tasks and when their tiles move; the phases of a kind share one where queries stay home
+Lowered = dict[tuple[str, str], Lowering]
+
+
+def leading(lowered: Lowered) -> Lowering:
     """The one whose groups are the plan's: of a kind whose heads are split, if there is any."""
     return max(lowered.values(), key=lambda low: low.groups.split)
+
+
+def held_tokens(lowered: Sequence[Lowered]) -> Ints:
+    """int64 [ranks]: `Lowering.held` of the ranks of all parts."""
+    return np.concatenate([leading(part).held for part in lowered])

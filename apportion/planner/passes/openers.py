@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.jit import jit, lean
+from apportion.ir.jit import jit, lean, unlocked
 
 Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
@@ -106,7 +106,7 @@ def _below(rising: Ints, low: int, high: int, value: int) -> int:
     return low
 
 
-@jit
+@unlocked
 def _find(
     task: Ints, lane: Ints, row: Ints, rows: Ints, may: Bools, held: Ints, tasks: int
 ) -> tuple[Ints, Ints, Ints, Ints]:

@@ -3,8 +3,9 @@
     ranks   0 .. 1023 | 1024 .. 2047 | 2048 .. 4095        pods are whole nodes, side by side
     from    a  b  c   | d  e  f      | g (too long for a pod: two are one), h
 
-Every sequence stays inside one pod, so blocks are cut, and homes found, as if the pod were a cluster of its own; all
-that follows works on the homes of all ranks. What it costs: pods are as even as whole sequences can make them.
+Every sequence stays inside one pod, so blocks are cut, homes found, and, where no rows move before or after attention,
+tasks scheduled and lowered as if the pod were a cluster of its own. What it costs: pods are as even as whole sequences
+can make them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from apportion.ir.batch import Batch
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES
+from apportion.ir.threads import spread
 from apportion.planner.options import Count
 from apportion.planner.passes.cells import Cells, cut_cells
 from apportion.planner.passes.shard import row_weights
@@ -39,8 +41,24 @@ class PodsPass(Pass, Protocol):
 
     @abstractmethod
     def __call__(
-        self, problem: Problem, members: int, shard: ShardPass, place: PlacePass
-    ) -> tuple[Shards, Placement]: ...
+        self, problem: Problem, members: int, shard: ShardPass, place: PlacePass, threads: int
+    ) -> tuple[Shards, Placement]:
+        """The blocks of the whole batch and their homes. Raises ConfigError, CapacityError."""
+        ...
+
+    @abstractmethod
+    def apart(self, problem: Problem, placement: Placement) -> list[Apart]:
+        """The parts of a placement, of this step or of another, between which no tile moves."""
+        ...
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Ranks from `first` on whose sequences are nowhere else."""
+
+    first: int
+    problem: Problem
+    placement: Placement
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,7 @@ class Documents(PodsPass):
     solver: PartitionSolver = PartitionSolver("lpt")
 
     def __call__(
-        self, problem: Problem, members: int, shard: ShardPass, place: PlacePass
+        self, problem: Problem, members: int, shard: ShardPass, place: PlacePass, threads: int
     ) -> tuple[Shards, Placement]:
         """The blocks of the whole batch and their homes. Raises ConfigError, CapacityError."""
         if problem.batch.home_ranks:
@@ -68,11 +86,26 @@ class Documents(PodsPass):
             if of is None:
                 continue
             try:
-                return _together(problem, first, of, shard, place)
+                return _together(problem, first, of, shard, place, threads)
             except CapacityError:  # larger pods have more room
                 continue
         shards = shard(problem)
         return shards, place(problem, shards)
+
+    def apart(self, problem: Problem, placement: Placement) -> list[Apart]:
+        """By the smallest pods, where no sequence is in two of them."""
+        first = next(self._pods(problem, 1), None)
+        if first is None or placement.groups is not None:
+            return []
+        lowest, highest = _reach(problem, placement)
+        crossed = np.zeros(problem.ranks + 1, np.int64)
+        np.add.at(crossed, lowest + 1, 1)
+        np.add.at(crossed, highest + 1, -1)
+        first = first[np.cumsum(crossed)[first] == 0]
+        of = np.searchsorted(first, lowest, "right") - 1
+        if len(first) < 3 or not np.bincount(of, minlength=len(first) - 1).all():
+            return []
+        return _apart(problem, placement, first, of)
 
     def _pods(self, problem: Problem, members: int) -> Iterator[Ints]:
         """int64 [pods + 1], the first rank of each and the end: ever fewer pods, more than one."""
@@ -114,15 +147,17 @@ def _joined(problem: Problem, first: Ints) -> Ints:
 
 
 def _together(
-    problem: Problem, first: Ints, of: Ints, shard: ShardPass, place: PlacePass
+    problem: Problem, first: Ints, of: Ints, shard: ShardPass, place: PlacePass, threads: int
 ) -> tuple[Shards, Placement]:
     """Each pod's blocks and homes, put together. of: int64 [sequences], the pod of each."""
-    pods = []
-    for pod in range(len(first) - 1):
+
+    def planned(pod: int) -> _Pod:
         index = np.flatnonzero(of == pod)
         part = _part(problem, int(first[pod]), int(first[pod + 1]), index)
         shards = shard(part)
-        pods.append(_Pod(part, index, int(first[pod]), shards, place(part, shards)))
+        return _Pod(part, index, int(first[pod]), shards, place(part, shards))
+
+    pods = spread(planned, range(len(first) - 1), threads)
     return _all_shards(problem, pods), _all_homes(problem, pods)
 
 
@@ -252,3 +287,59 @@ def _joined_execution(pods: list[_Pod], own: list[Execution], order: Ints) -> Ex
         parts = [np.zeros_like(one.rank) if one.division is None else one.division for one in own]
         division = np.concatenate(parts, 1)[:, order]
     return Execution(rank[:, order].astype(np.int32), division)
+
+
+# ---------------------------------------------------------------------------------------------- apart again
+
+
+def _reach(problem: Problem, placement: Placement) -> tuple[Ints, Ints]:
+    """int64 [sequences]: the first and the last rank that holds or computes any of each."""
+    starts = problem.batch.starts
+    cuts = np.union1d(placement.starts, starts)[:-1]
+    home = placement.home[np.searchsorted(placement.starts, cuts, "right") - 1]
+    first = np.searchsorted(cuts, starts[:-1])
+    lowest, highest = np.minimum.reduceat(home, first), np.maximum.reduceat(home, first)
+    for (kind, _), execution in (placement.execution or {}).items():
+        cells = cut_cells(problem.batch.bands(kind), placement.starts)
+        sequence = np.searchsorted(starts, cells.q0, "right") - 1
+        np.minimum.at(lowest, sequence, execution.rank.min(0))
+        np.maximum.at(highest, sequence, execution.rank.max(0))
+    return lowest, highest
+
+
+def _apart(problem: Problem, placement: Placement, first: Ints, of: Ints) -> list[Apart]:
+    """of: int64 [sequences], the pod of each."""
+    pod_of_block = np.searchsorted(first, placement.home, "right") - 1
+    executions = _executions_apart(problem, placement, first)
+    found = []
+    for pod, (begin, end) in enumerate(zip(first[:-1].tolist(), first[1:].tolist(), strict=True)):
+        blocks = np.flatnonzero(pod_of_block == pod)
+        own = replace(
+            placement,
+            starts=np.append(0, np.cumsum(placement.lengths[blocks])),
+            home=placement.home[blocks] - begin,
+            weight=placement.weight[blocks],
+            execution=executions[pod],
+        )
+        found.append(Apart(begin, _part(problem, begin, end, np.flatnonzero(of == pod)), own))
+    return found
+
+
+def _executions_apart(
+    problem: Problem, placement: Placement, first: Ints
+) -> list[dict[tuple[str, str], Execution] | None]:
+    """Of each pod, None where the placement does not say who computes."""
+    pods = len(first) - 1
+    if placement.execution is None:
+        return [None] * pods
+    found: list[dict[tuple[str, str], Execution] | None] = []
+    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        parts, own = dict[int, Execution](), dict[tuple[str, str], Execution]()
+        for key, execution in placement.execution.items():
+            if id(execution) not in parts:
+                inside = (execution.rank[0] >= begin) & (execution.rank[0] < end)
+                division = None if execution.division is None else execution.division[:, inside]
+                parts[id(execution)] = Execution(execution.rank[:, inside] - np.int32(begin), division)
+            own[key] = parts[id(execution)]
+        found.append(own)
+    return found

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
-from apportion.ir.jit import jit, lean
+from apportion.ir.jit import jit, lean, unlocked
 from apportion.ir.sorting import counting_order, sort_order
 from apportion.planner.options import Count
 from apportion.planner.passes.rows import Rows
@@ -164,7 +164,7 @@ class Node(RoutePass):
         return Routed(Edges(*columns), arrives)
 
 
-@jit
+@unlocked
 def _through_gateways(
     order: Ints,
     tile: Ints,

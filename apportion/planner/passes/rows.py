@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
 from apportion.ir.isa import SPAN_COLUMNS
-from apportion.ir.jit import jit
+from apportion.ir.jit import jit, unlocked
 from apportion.ir.plan import Layout, Table
 from apportion.ir.sorting import sort_order
 
@@ -126,7 +126,7 @@ def allot(rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints, order: Int
     return _allot(order, rank, rows, start, end, base)
 
 
-@jit
+@unlocked
 def _allot(order: Ints, rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints) -> Ints:
     """int64 [tiles]: first row of each tile; `order` sorts the tiles by rank and start."""
     tiles = len(order)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.jit import jit
+from apportion.ir.jit import jit, unlocked
 from apportion.ir.sorting import counting_order, radix_order, ranked
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.schedule import Schedule
@@ -259,7 +259,7 @@ def _following(order: Ints, dst: Ints, round_: Ints, lane: Ints, ranks: int, rou
     return after
 
 
-@jit
+@unlocked
 def _merged(
     task: tuple[Ints, ...],
     stage: Ints,
@@ -326,7 +326,7 @@ def _merged(
     return columns, parts, part_row, made
 
 
-@jit
+@unlocked
 def _program_order(
     step: Ints, rows: Ints, dmax: Ints, first: Ints, count: Ints, low: Ints, merged: int, steps: int
 ) -> Ints:

@@ -18,9 +18,9 @@ from apportion.ir.policy import Recipe
 from apportion.planner import pipeline
 from apportion.planner.options import Count, Positive
 from apportion.planner.passes.groups import Ulysses
-from apportion.planner.passes.lowering import leading
+from apportion.planner.passes.lowering import Lowered, held_tokens
 from apportion.planner.passes.schedule import Matchings
-from apportion.planner.pipeline import SILENT, Draft, Lowered, Made, Placed, SearchPass, Watch
+from apportion.planner.pipeline import SILENT, Draft, Made, Placed, SearchPass, Watch
 from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe, is_deterministic, passes_of
 from apportion.planner.report import compute_imbalance
@@ -227,7 +227,7 @@ class _Search:
         if (same := _same(placed)) in self._planned:
             return None, None
         self._planned.add(same)
-        lowered = lowered or pipeline.schedule(placed, SILENT)
+        lowered = lowered or pipeline.schedule(placed)
         least = least_scheduled_us(placed, lowered)
         if least >= most:
             return Trial(candidate, least), None
@@ -336,7 +336,7 @@ def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Place
     if candidate.rounds is None or not isinstance(schedule, Matchings):
         return candidate, placed, None
     single = replace(placed, passes=replace(placed.passes, schedule=replace(schedule, coalesce=1)))
-    lowered = pipeline.schedule(single, SILENT)
+    lowered = pipeline.schedule(single)
     slots = max(low.schedule.slots for low in lowered.values())
     coalesce = max(1, -(-slots // candidate.rounds))
     named = candidate.with_schedule(coalesce=coalesce)
@@ -348,7 +348,7 @@ def _check_cap(problem: Problem, draft: Draft) -> None:
     """Strategies without a token cap are held to those of the policy here. Raises CapacityError."""
     if not draft.placed.passes.place.own_cap:
         return
-    held, caps = leading(draft.lowered).held, problem.token_caps
+    held, caps = held_tokens(draft.lowered), problem.token_caps
     rank = int((held / caps).argmax())
     if held[rank] > caps[rank]:
         raise CapacityError(f"the fullest rank would hold {held[rank]} tokens, the cap is {caps[rank]}")

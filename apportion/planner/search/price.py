@@ -9,7 +9,8 @@ import numpy as np
 
 from apportion.ir.codec import Plan
 from apportion.ir.isa import PHASES
-from apportion.planner.pipeline import Lowered, Placed, splits_all
+from apportion.planner.passes.lowering import Lowered
+from apportion.planner.pipeline import Placed, splits_all
 from apportion.planner.problem import Problem
 from apportion.planner.simulate import prepare, run_all
 from apportion.planner.simulate.losses import attainable_us
