@@ -223,8 +223,8 @@ def _ordered(programs: Mapping[Pair, ProgramSet]) -> list[Pair]:
     return sorted(programs, key=lambda key: (kinds.index(key[0]), PHASES.index(key[1])))
 
 
-#: rows of all tables that are encoded at a time: what is made of them on the way is 30 to 60 bytes each
-_ROWS_AT_ONCE = 1 << 19
+#: rows of all tables that are encoded at a time: what is made of them on the way is 100 bytes each
+_ROWS_AT_ONCE = 1 << 18
 
 
 def _pieces(before: Ints, threads: int) -> list[range]:

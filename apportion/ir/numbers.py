@@ -28,8 +28,9 @@ LONGEST = 8
 def size_of(number: int) -> int:
     """Bytes of a number that is not negative."""
     size = 1
-    for bits in range(7, 7 * LONGEST, 7):
-        size += number >> bits > 0  # no branches: sizes cannot be foretold
+    while number >= 128:
+        number >>= 7
+        size += 1
     return size
 
 

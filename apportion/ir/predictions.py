@@ -276,14 +276,9 @@ def _walk_memory(rows: Rows, column: int, reads: bool) -> int:
             likely = max(likely, 0) + (1 if kind == RISE and key <= _ROUNDS else 0)
         elif likely < 0:
             likely = (newest if kind == NEW else last) + 1
-        if reads:
-            found = _settle(rows, own, row, row, likely, found, reads)
-            if found < 0:
-                return -1
-        else:  # no branches: whether a number is new cannot be foretold
-            departs = own[row] - likely
-            rows.places[found], rows.departs[found] = row, departs  # the next takes its place if this is none
-            found += 1 if departs != 0 else 0
+        found = _settle(rows, own, row, row, likely, found, reads)
+        if reads and found < 0:
+            return -1
         last = own[row]
         newest = max(newest, last)
         memory[slot, 0], memory[slot, 1] = last, turn if slot > 0 else 0
