@@ -125,7 +125,9 @@ def _join(
 
 @jit
 def _copy(out: Bytes, at: int, source: Bytes, begin: int, end: int) -> int:
-    out[at : at + end - begin] = source[begin:end]
+    here, there = out[at : at + end - begin], source[begin:end]
+    for byte in range(len(there)):  # assigning the slice takes seconds to compile
+        here[byte] = there[byte]
     return at + end - begin
 
 

@@ -88,8 +88,9 @@ def gathered(tables: Sequence[Table], ranks: int) -> Operands:
 def _copy(column: Ints, values: Ints, ptr: Ints, begins: Ints) -> None:
     """A column of a program into `values`; begins: where the operands of each rank begin there."""
     for rank in range(len(begins)):
-        for row in range(ptr[rank + 1] - ptr[rank]):
-            values[begins[rank] + row] = column[ptr[rank] + row]
+        here, there = values[begins[rank] :], column[ptr[rank] : ptr[rank + 1]]
+        for row in range(len(there)):  # assigning the slice takes seconds to compile
+            here[row] = there[row]
 
 
 @jit
