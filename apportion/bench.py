@@ -115,7 +115,7 @@ def measure(job: Job, repeats: int = 1) -> Row:
     for _ in range(repeats):
         plan, total, steps = timed_plan(job)
         planning.append((total, steps))
-        verifying.append(timed_verify(plan))
+        verifying.append(timed_verify(plan, job.threads))
     medians = {step: float(np.median([steps[step] for _, steps in planning])) for step in planning[0][1]}
     return Row(plan, Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
 
@@ -189,10 +189,10 @@ def counted(job: Job) -> dict[str, int]:
     return {step: int(calls) for step, calls in counter.items()}
 
 
-def timed_verify(plan: Plan) -> float:
+def timed_verify(plan: Plan, threads: int = 1) -> float:
     """Milliseconds of verification. Raises VerifyError."""
     start = perf_counter()
-    verify(plan)
+    verify(plan, threads)
     return (perf_counter() - start) * 1e3
 
 

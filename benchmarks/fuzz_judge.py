@@ -32,9 +32,22 @@ from apportion.ir.verify.subject import Subject
 from apportion.planner import api
 from apportion.planner.recipes import find_recipe, with_block
 
-RECIPES = ("fcp_paper", "fcp", "blend", "distca", "dcp", "zeppelin", "mixed", "ulysses", "upipe", "ring")
-#: those that the judge stands for, and coverage, which it gives the tasks
-_JUDGED = ("operands", "transfers", "heads", "dataflow", "delivery")
+RECIPES = (
+    "fcp_paper",
+    "fcp",
+    "blend",
+    "distca",
+    "dcp",
+    "zeppelin",
+    "mixed",
+    "ulysses",
+    "upipe",
+    "ring",
+    "usp",
+    "upipe_ring",
+)
+#: those that the judge stands for; besides coverage, which it gives the tasks
+_JUDGED = ("operands", "transfers", "heads", "results", "dataflow", "delivery")
 _LONGEST = 30  # accepted mutants in a row, until the next plan
 _WEIGHTS = {
     "operands": 6,
@@ -67,13 +80,14 @@ class Result:
 
 def plans(ranks: Sequence[int] = (4, 8), names: Sequence[str] = RECIPES) -> Iterator[tuple[str, Plan]]:
     """(recipe, plan), small ones, of all recipes."""
-    lengths = (900, 300, 2100, 64, 1500, 3000, 700, 128)
+    lengths = (900, 300, 2100, 64, 1500, 7000, 700, 128)
     model = Model(q_heads=8, kv_heads=8, head_dim=16, hidden=128, layers=1)
+    shapes = [(count, nodes) for count in ranks for nodes in sorted({2, count // 2})]
     for name in names:
         recipe = find_recipe(name)
         recipe = with_block(recipe, 256) if name == "fcp_paper" else recipe
-        for count in ranks:
-            cluster = Cluster(nodes=2, ranks_per_node=count // 2)
+        for count, nodes in shapes:
+            cluster = Cluster(nodes=nodes, ranks_per_node=count // nodes)
             batch = Batch.from_lengths(lengths[: 2 + count // 2 * 2])
             try:
                 yield name, api.plan(batch, cluster, model, recipe, verify=False)
@@ -182,7 +196,7 @@ def accepted(plan: Plan) -> tuple[bool, bool] | None:
 
 def _hold(subject: Subject, by_name: dict[str, Any]) -> bool:
     """Whether the rules that the judge stands for hold; without what `dataflow` says where coverage is broken."""
-    for name in _JUDGED[:3]:
+    for name in _JUDGED[:4]:
         if any(True for _ in by_name[name].find(subject)):
             return False
     try:

@@ -84,7 +84,7 @@ def plan(
     emit(record, as_json, lambda: views.summary(title, views.plan_rows(record)))
 
 
-def verify(plan: options.PlanFile, as_json: options.AsJson = False) -> None:
+def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: options.AsJson = False) -> None:
     """Check a plan against every rule, from its bytes alone. Exit code 1 if it breaks one.
 
     [bold]Example[/bold]
@@ -94,7 +94,7 @@ def verify(plan: options.PlanFile, as_json: options.AsJson = False) -> None:
     from apportion.ir.verify import check
 
     the_plan = files.read_plan(plan, check_id=False)  # a wrong id is for the verifier to tell
-    violations = check(the_plan)
+    violations = check(the_plan, threads)
     record = {
         "id": the_plan.id.hex(),
         "ok": not violations,

@@ -13,22 +13,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from apportion.ir import sections as plain
 from apportion.ir import structure, wire
-from apportion.ir.columns import Cell, Cells, Encoded, encode_table
+from apportion.ir.columns import Cell, Cells
 from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
 from apportion.ir.fields import choice
 from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id, tree
 from apportion.ir.isa import FORMAT, MAX_RANKS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.listing import format_plan
-from apportion.ir.parts import join_parts
+from apportion.ir.parts import encoder
 from apportion.ir.plan import Header, Ints, Layout, Move, ProgramSet, Request, Table, checked_rank
 from apportion.ir.predictions import RULES, no_operands
-from apportion.ir.sources import gathered, room_for
+from apportion.ir.sources import room_for
+from apportion.ir.threads import spread
 
 SLICE_FORMAT = "apportion.slice"
 
@@ -199,20 +201,20 @@ def encode_parts(
     programs: Mapping[Pair, ProgramSet],
     moves: Sequence[Move],
     ranks: int,
+    threads: int = 1,
 ) -> Parts:
-    """The part of every rank. Raises ConfigError for numbers that no plan can hold.
+    """The part of every rank, the same on any number of threads. Raises ConfigError for numbers that no plan can hold.
 
     Columns, and the arrays that they are parts of, are read-only from then on: the verifier need not read the parts.
     """
-    spans = [layout.spans for layout in layouts.values()]
-    rows = {key: programs[key].tables for key in _ordered(programs)}
-    remaps = [move.table for move in moves]
-    parts: list[bytes] = []
-    for first, end in _pieces(
-        [*spans, *(table for of in rows.values() for table in of.values()), *remaps], ranks
-    ):
-        parts += _encode_ranks(spans, rows, remaps, range(first, end), ranks)
-    return Parts(parts, _named_columns(layouts, programs, moves))
+    written = encoder(
+        [layout.spans for layout in layouts.values()],
+        {key: programs[key].tables for key in _ordered(programs)},
+        [move.table for move in moves],
+        ranks,
+    )
+    made = spread(written.parts, _pieces(written.before, threads), threads)
+    return Parts(chain.from_iterable(made), _named_columns(layouts, programs, moves))
 
 
 def _ordered(programs: Mapping[Pair, ProgramSet]) -> list[Pair]:
@@ -221,49 +223,17 @@ def _ordered(programs: Mapping[Pair, ProgramSet]) -> list[Pair]:
     return sorted(programs, key=lambda key: (kinds.index(key[0]), PHASES.index(key[1])))
 
 
-#: rows of all tables that are encoded at a time: what is made of them on the way is 100 bytes each
-_ROWS_AT_ONCE = 1 << 18
+#: rows of all tables that are encoded at a time: what is made of them on the way is 30 to 60 bytes each
+_ROWS_AT_ONCE = 1 << 19
 
 
-def _pieces(tables: Sequence[Table], ranks: int) -> Iterator[tuple[int, int]]:
-    """Ranks from first to end, of so many rows at most that what is made of them on the way stays small."""
-    before = np.sum([table.ptr for table in tables], 0)
-    first = 0
-    while first < ranks:
-        end = int(np.searchsorted(before, before[first] + _ROWS_AT_ONCE, side="right")) - 1
-        yield first, (end := min(max(end, first + 1), ranks))
-        first = end
-
-
-def _encode_ranks(
-    layouts: Sequence[Table],
-    programs: Mapping[Pair, Mapping[str, Table]],
-    moves: Sequence[Table],
-    some: range,
-    ranks: int,
-) -> list[bytes]:
-    """The parts of some of the ranks."""
-
-    def of_some(table: Table) -> Table:
-        return table.ranks_between(some.start, some.stop)
-
-    none = no_operands(len(some))
-    operands = gathered([of_some(tables["operands"]) for tables in programs.values()], ranks)
-    found: dict[Pair, list[Encoded]] = {}
-    for number, (key, tables) in enumerate(programs.items()):
-        named = operands.named(number)
-        found[key] = [
-            operands.encode(number)
-            if name == "operands"
-            else encode_table(of_some(tables[name]), RULES[name], ranks, named)
-            for name in TABLES
-        ]
-    return join_parts(
-        [encode_table(of_some(table), RULES["spans"], ranks, none) for table in layouts],
-        found,
-        [encode_table(of_some(table), RULES["moves"], ranks, none) for table in moves],
-        some,
-    )
+def _pieces(before: Ints, threads: int) -> list[range]:
+    """Ranges of ranks with much the same rows, as many for each thread. before: int64 [ranks + 1], rows before each."""
+    rows = int(before[-1])
+    count = threads * max(-(-rows // (threads * _ROWS_AT_ONCE)), 1)
+    bounds = np.searchsorted(before, rows * np.arange(count + 1) // count)
+    bounds[-1] = len(before) - 1  # the last ranks may be without rows
+    return [range(begin, end) for begin, end in pairwise(np.unique(bounds).tolist())]
 
 
 def encode_sections(

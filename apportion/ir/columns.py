@@ -8,16 +8,14 @@ A cell has the number of rows, and column after column what its numbers are abov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.isa import LIMIT
-from apportion.ir.jit import jit
+from apportion.ir.errors import DecodeError
+from apportion.ir.jit import inlined, lean
 from apportion.ir.numbers import LONGEST, Bytes, read_counts, read_numbers, write_number, write_numbers
 from apportion.ir.plan import Ints, Table
-from apportion.ir.predictions import BEYOND, Columns, Named, Rule, columns_of, walk
+from apportion.ir.predictions import Named, Rows, Rule, memory_for, numbered, walk
 
 Cell = bytes  # one rank's rows of a table
 
@@ -25,60 +23,25 @@ Cell = bytes  # one rank's rows of a table
 MAX_ROWS, DENSEST = 1 << 24, 2
 
 
-class Encoded(NamedTuple):
-    """The cells of all ranks, end to end. data: uint8; stops: int64 [ranks], where each ends."""
-
-    data: Bytes
-    stops: Ints
-
-
-def encode_table(table: Table, rules: tuple[Rule, ...], ranks: int, named: Named) -> Encoded:
-    """The table's cells; ranks: of the plan. Raises ConfigError for numbers that no plan can hold."""
-    values = np.empty((len(rules), len(table)), np.int64)
-    for column, rule in zip(values, rules, strict=True):
-        column[:] = checked(rule.column, table[rule.column])
-    ptr = np.ascontiguousarray(table.ptr, np.int64)
-    return encode_columns(columns_of(values, ptr[:-1], ptr[1:], rules, ranks, named))
+@inlined
+def most_bytes(cells: int, columns: int, rows: int) -> int:
+    """What cells of so many columns, with so many rows in all, take at most."""
+    return cells * (LONGEST + columns) + rows * (LONGEST * columns + 1)
 
 
-def encode_columns(table: Columns) -> Encoded:
-    """As `encode_table`, of `checked` numbers."""
-    rows, columns, ranks = table.ends - table.begins, len(table.kinds), len(table.begins)
-    total, longest = int(rows.sum()), int(rows.max(initial=0))
-    if longest > MAX_ROWS:
-        raise ConfigError("rows", longest, f"a rank has at most {MAX_ROWS} in a table", "use larger blocks")
-    room = ranks * (LONGEST + columns) + total * (LONGEST * columns + 1)
-    data, stops = np.empty(room, np.uint8), np.empty(ranks, np.int64)
-    end = _write_cells(table, np.empty(longest, np.int64), data, stops)
-    return Encoded(data[:end], stops)
-
-
-def checked(name: str, column: Ints) -> Ints:
-    """The column. Raises ConfigError for what no plan can hold."""
-    if column.dtype.kind not in "iu":
-        raise ConfigError(name, column.dtype, "is no dtype of integers", "convert the column")
-    if column.dtype.itemsize > 4 and len(column) and (column.min() < -LIMIT or column.max() > LIMIT):
-        row = int(np.flatnonzero((column < -LIMIT) | (column > LIMIT))[0])
-        rule = f"is outside [-2**48, 2**48] in row {row}"
-        raise ConfigError(name, int(column[row]), rule, "use smaller numbers")
-    return column
-
-
-@jit
-def _write_cells(table: Columns, numbers: Ints, data: Bytes, stops: Ints) -> int:
-    at = 0
-    for rank in range(len(stops)):
-        rows = table.ends[rank] - table.begins[rank]
-        if rows > 0:
-            cell = at
-            at = write_number(rows, data, at)
-            for column in range(len(table.kinds)):
-                walk(table, rank, column, numbers, False)
-                at = write_numbers(numbers, rows, data, at)
-            while (at - cell) * DENSEST < rows:
-                data[at] = 0
-                at += 1
-        stops[rank] = at
+@inlined
+def write_cell(rows: Rows, out: Bytes, at: int) -> int:
+    """Writes the cell of a rank's rows. Returns where the next byte goes."""
+    cell, size = at, rows.end - rows.begin
+    if size <= 0:
+        return at
+    at = write_number(size, out, at)
+    for column in range(len(rows.rules)):
+        found = walk(rows, column, False)
+        at = write_numbers(rows.places, rows.departs, found, size, out, at)
+    while (at - cell) * DENSEST < size:
+        out[at] = 0
+        at += 1
     return at
 
 
@@ -102,16 +65,25 @@ class Cells:
             raise self._fault(rank, f"{self.rows[rank]} rows in {sizes[rank]} bytes")
 
     def table(self, rules: tuple[Rule, ...], ranks: int, named: Named, lenient: bool) -> Table:
-        """The table; ranks: of the plan; lenient: cells may have more columns. Raises DecodeError."""
+        """The table; ranks: of the plan; named: what its rows refer to; lenient: cells may have more columns. Raises
+        DecodeError."""
         ptr = np.concatenate([[0], np.cumsum(self.rows)])
         values = np.empty((len(rules), int(ptr[-1])), np.int64)
-        self.fill(columns_of(values, ptr[:-1], ptr[1:], rules, ranks, named), rules, lenient)
+        self.fill(values, ptr[:-1], rules, ranks, named, lenient)
         return Table(ptr, {rule.column: column for rule, column in zip(rules, values, strict=True)})
 
-    def fill(self, columns: Columns, rules: tuple[Rule, ...], lenient: bool) -> None:
-        """Writes the values of the columns, of these rules; else as `table`."""
-        numbers, fault = np.empty(int(self.rows.max(initial=0)), np.int64), np.zeros(3, np.int64)
-        _read_cells(columns, self._data, self._at, self._stops, numbers, lenient, fault)
+    def fill(
+        self, values: Ints, begins: Ints, rules: tuple[Rule, ...], ranks: int, named: Named, lenient: bool
+    ) -> None:
+        """Reads the table into `values`, int64 [columns, rows], the rows of each rank from where `begins` says. named:
+        of operands, `first` is where their sources may be. Else as `table`."""
+        places = np.empty((2, int(self.rows.max(initial=0)) + 1), np.int64)
+        memory, fault = memory_for(ranks, int(named.counts.max(initial=0))), np.zeros(3, np.int64)
+        cells = (self._data, self._at, self._stops)
+        flat = values.reshape(-1)
+        _read_cells(
+            flat, begins, self.rows, numbered(rules), ranks, named, memory, places, *cells, lenient, fault
+        )
         code, rank, place = fault.tolist()
         if code == _BROKEN:
             raise self._fault(rank, f"column {rules[place].column!r} is not written as the format says")
@@ -127,28 +99,54 @@ class Cells:
 _BROKEN, _FAR, _LEFT = 1, 2, 3  # of a cell: a column, one of its numbers, what follows them
 
 
-@jit
+@lean
 def _read_cells(
-    table: Columns, data: Bytes, begins: Ints, stops: Ints, numbers: Ints, lenient: bool, fault: Ints
+    values: Ints,
+    begins: Ints,
+    sizes: Ints,
+    rules: Ints,
+    ranks: int,
+    named: Named,
+    memory: Ints,
+    places: Ints,
+    data: Bytes,
+    starts: Ints,
+    stops: Ints,
+    lenient: bool,
+    fault: Ints,
 ) -> None:
-    """Fills the columns; begins: where each cell's first column begins in `data`. The first fault's code, its rank, and
+    """Fills the columns; starts: where each cell's first column begins in `data`. The first fault's code, its rank, and
     its column or number of bytes go into `fault`."""
-    cell = 0
+    columns, cell = len(rules), 0
     for rank in range(len(stops)):
-        at, stop, begin = begins[rank], stops[rank], table.begins[rank]
-        rows = table.ends[rank] - begin
-        for column in range(len(table.kinds) if rows > 0 else 0):
-            at = read_numbers(data, at, stop, rows, numbers)
+        at, stop, begin, size, first = starts[rank], stops[rank], begins[rank], sizes[rank], named.first[rank]
+        rows = Rows(
+            values,
+            0,
+            len(values) // columns,
+            begin,
+            begin + size,
+            rules,
+            ranks,
+            first,
+            named.held[first : first + named.counts[rank]],
+            named.newest,
+            rank,
+            memory,
+            rank * columns + 1,
+            places[0],
+            places[1],
+        )
+        for column in range(columns if size > 0 else 0):
+            at = read_numbers(data, at, stop, size, places[0], places[1])
             if at < 0:
                 fault[:] = _BROKEN, rank, column
                 return
-            walk(table, rank, column, numbers, True)
-            for row in range(begin, begin + rows):
-                if table.values[column, row] == BEYOND:
-                    fault[:] = _FAR, rank, column
-                    return
+            if walk(rows, column, True) < 0:
+                fault[:] = _FAR, rank, column
+                return
         for place in range(at, stop):
-            if not lenient and (data[place] != 0 or (place - cell) * DENSEST >= rows):
+            if not lenient and (data[place] != 0 or (place - cell) * DENSEST >= size):
                 fault[:] = _LEFT, rank, stop - at
                 return
         cell = stop

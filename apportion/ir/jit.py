@@ -55,7 +55,8 @@ def unlocked(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """As `lean`, for a function with one caller, which takes many columns: passing them costs more than its work."""
+    """As `lean`, for a function with a caller or two, which takes many columns: passing them costs more than its
+    work."""
     return _compiled(function, _nrt=False, forceinline=True)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.jit import jit, lean
+from apportion.ir.jit import inlined, jit, lean
 from apportion.ir.plan import Ints
 
 Bytes = NDArray[np.uint8]
@@ -28,9 +28,8 @@ LONGEST = 8
 def size_of(number: int) -> int:
     """Bytes of a number that is not negative."""
     size = 1
-    while number >= 128:
-        number >>= 7
-        size += 1
+    for bits in range(7, 7 * LONGEST, 7):
+        size += number >> bits > 0  # no branches: sizes cannot be foretold
     return size
 
 
@@ -68,108 +67,118 @@ def unfolded(number: int) -> int:
     return (number >> 1) ^ -(number & 1)
 
 
-@lean
-def write_numbers(numbers: Ints, rows: int, out: Bytes, at: int) -> int:
-    """Writes the first `rows` of `numbers`: the form, one byte, and what it says; the shortest, of equals the first.
-    Returns where the next byte goes."""
-    found, few, each, last = 0, 0, rows, -1
-    for row in range(rows):
-        if numbers[row] != 0:
-            size = size_of(folded(numbers[row]))
-            few, each = few + size + size_of(row - last - 1), each + size - 1
-            found, last = found + 1, row
-    few += size_of(found)
-    bits = ((rows + 7) >> 3) + each - (rows - found)  # a 0 takes a byte in EACH
+@inlined
+def write_numbers(places: Ints, numbers: Ints, found: int, rows: int, out: Bytes, at: int) -> int:
+    """Writes the form of `rows` numbers, one byte, and what it says: the shortest, of equals the first. All are 0 but
+    the first `found` of `numbers`, which are at `places`, rising. Returns where the next byte goes."""
     if found == 0:
         out[at] = SAME
         return at + 1
+    few, each, last = size_of(found), rows, -1
+    for n in range(found):
+        size = size_of(folded(numbers[n]))
+        few, each, last = few + size + size_of(places[n] - last - 1), each + size - 1, places[n]
+    bits = ((rows + 7) >> 3) + each - (rows - found)  # a 0 takes a byte in EACH
     if few <= bits and few <= each:
-        return _write_few(numbers, rows, found, out, at)
+        return _write_few(places, numbers, found, out, at)
     if bits <= each:
-        return _write_bits(numbers, rows, out, at)
-    out[at] = EACH
-    at += 1
-    for row in range(rows):
-        at = write_number(folded(numbers[row]), out, at)
-    return at
+        return _write_bits(places, numbers, found, rows, out, at)
+    return _write_each(places, numbers, found, rows, out, at)
 
 
-@lean
-def _write_few(numbers: Ints, rows: int, found: int, out: Bytes, at: int) -> int:
+@inlined
+def _write_few(places: Ints, numbers: Ints, found: int, out: Bytes, at: int) -> int:
     out[at] = FEW
     at = write_number(found, out, at + 1)
     last = -1
-    for row in range(rows):
-        if numbers[row] != 0:
-            at = write_number(row - last - 1, out, at)
-            at = write_number(folded(numbers[row]), out, at)
-            last = row
+    for n in range(found):
+        at = write_number(places[n] - last - 1, out, at)
+        at = write_number(folded(numbers[n]), out, at)
+        last = places[n]
     return at
 
 
-@lean
-def _write_bits(numbers: Ints, rows: int, out: Bytes, at: int) -> int:
+@inlined
+def _write_bits(places: Ints, numbers: Ints, found: int, rows: int, out: Bytes, at: int) -> int:
     out[at] = BITS
     first, at = at + 1, at + 1 + ((rows + 7) >> 3)
     for place in range(first, at):
         out[place] = 0
-    for row in range(rows):
-        if numbers[row] != 0:
-            out[first + (row >> 3)] |= 1 << (row & 7)
-            at = write_number(folded(numbers[row]), out, at)
+    for n in range(found):
+        out[first + (places[n] >> 3)] |= 1 << (places[n] & 7)
+        at = write_number(folded(numbers[n]), out, at)
+    return at
+
+
+@inlined
+def _write_each(places: Ints, numbers: Ints, found: int, rows: int, out: Bytes, at: int) -> int:
+    out[at] = EACH
+    at, row = at + 1, 0
+    for n in range(found):
+        for _ in range(row, places[n]):
+            out[at] = 0
+            at += 1
+        at, row = write_number(folded(numbers[n]), out, at), places[n] + 1
+    for _ in range(row, rows):
+        out[at] = 0
+        at += 1
     return at
 
 
 @lean
-def read_numbers(data: Bytes, at: int, end: int, rows: int, numbers: Ints) -> int:
-    """Reads what `write_numbers` wrote into the first `rows` of `numbers`. Returns where the next byte is; -1 where it
-    is none of this."""
+def read_numbers(data: Bytes, at: int, end: int, rows: int, places: Ints, numbers: Ints) -> int:
+    """Reads what `write_numbers` wrote: those that are not 0, perhaps some that are, and a place of -1 behind them.
+    Returns where the next byte is; -1 where it is none of this. places, numbers: room for more than `rows`."""
+    places[0] = -1
     if at >= end or data[at] > EACH:
         return -1
     form, at = data[at], at + 1
-    if form != EACH:
-        for row in range(rows):
-            numbers[row] = 0
     if form == FEW:
-        return _read_few(data, at, end, rows, numbers)
+        return _read_few(data, at, end, rows, places, numbers)
     if form == BITS:
-        return _read_bits(data, at, end, rows, numbers)
+        return _read_bits(data, at, end, rows, places, numbers)
     if form == EACH:
         for row in range(rows):
             number, at = read_number(data, at, end)
             if at < 0:
                 return -1
-            numbers[row] = unfolded(number)
+            places[row], numbers[row] = row, unfolded(number)
+        places[rows] = -1
     return at
 
 
 @lean
-def _read_few(data: Bytes, at: int, end: int, rows: int, numbers: Ints) -> int:
+def _read_few(data: Bytes, at: int, end: int, rows: int, places: Ints, numbers: Ints) -> int:
     found, at = read_number(data, at, end)
     row = -1
-    while at >= 0 and found > 0:
+    if found > rows:
+        return -1
+    for n in range(found):
         zeros, at = read_number(data, at, end)
         if at >= 0:
             row += zeros + 1
             number, at = read_number(data, at, end)
         if at < 0 or row >= rows:
             return -1
-        numbers[row] = unfolded(number)
-        found -= 1
+        places[n], numbers[n] = row, unfolded(number)
+    places[found] = -1
     return at
 
 
 @lean
-def _read_bits(data: Bytes, at: int, end: int, rows: int, numbers: Ints) -> int:
+def _read_bits(data: Bytes, at: int, end: int, rows: int, places: Ints, numbers: Ints) -> int:
     first, at = at, at + ((rows + 7) >> 3)
     if at > end or (rows & 7 and data[at - 1] >> (rows & 7)):
         return -1
+    found = 0
     for row in range(rows):
         if data[first + (row >> 3)] >> (row & 7) & 1:
             number, at = read_number(data, at, end)
             if at < 0:
                 return -1
-            numbers[row] = unfolded(number)
+            places[found], numbers[found] = row, unfolded(number)
+            found += 1
+    places[found] = -1
     return at
 
 

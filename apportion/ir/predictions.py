@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.isa import LIMIT, Op
-from apportion.ir.jit import jit, lean
+from apportion.ir.jit import inlined, jit
 from apportion.ir.plan import Ints
 
 # `walk` goes by their order: kinds of one loop stand side by side
@@ -136,183 +136,227 @@ def no_operands(ranks: int) -> Named:
     return Named(np.zeros(0, np.int64), *np.zeros((3, ranks), np.int64))
 
 
-class Columns(NamedTuple):
-    """A table while it is walked, column after column of each rank.
-
-    values: int64 [columns, rows]. begins, ends: int64 [ranks], rows of each. kinds, a, b, within: int64 [columns], as
-    in `Rule`. after: int64, -1 but while a column of a rank is walked. named: what its rows refer to; of operands,
-    `first` is where their sources may be.
-    """
-
-    values: Ints
-    begins: Ints
-    ends: Ints
-    kinds: Ints
-    a: Ints
-    b: Ints
-    within: Ints
-    after: Ints
-    named: Named
-
-
-def columns_of(
-    values: Ints,
-    begins: Ints,
-    ends: Ints,
-    rules: tuple[Rule, ...],
-    ranks: int,
-    named: Named,
-) -> Columns:
-    """The table as it is walked; ranks: of the plan."""
-    kinds, a, b, within = _numbers(rules)
-    within = np.where(within == RANKS, ranks, within)
-    most = int(named.counts.max(initial=0)) if OPERANDS in within else 0
-    after = np.full(max(int(within.max()), most), -1, np.int64)
-    return Columns(values, begins, ends, kinds, a, b, within, after, named)
-
-
 @cache
-def _numbers(rules: tuple[Rule, ...]) -> tuple[Ints, Ints, Ints, Ints]:
-    """int64 [columns] each: kinds, the numbers of columns a and b, and what numbers are within."""
+def numbered(rules: tuple[Rule, ...]) -> Ints:
+    """int64 [columns, 4], read-only: kinds, the numbers of columns a and b, and what numbers are within."""
     place = {rule.column: number for number, rule in enumerate(rules)}
     rows = [(rule.kind, place.get(rule.a, 0), place.get(rule.b, 0), rule.within) for rule in rules]
-    kinds, a, b, within = np.array(rows, np.int64).T.copy()
-    return kinds, a, b, within
-
-
-#: what is read in place of a number that no plan can hold
-BEYOND = LIMIT + 1
+    found = np.array(rows, np.int64)
+    found.setflags(write=False)
+    return found
 
 
 @jit
-def walk(table: Columns, rank: int, column: int, numbers: Ints, reads: bool) -> None:
-    """What a rank's rows of a column are above what was predicted, into `numbers` [rows]; where it `reads`, the other
-    way round: from `numbers` what the rows hold, or `BEYOND`."""
-    kind = table.kinds[column]
+def memory_for(ranks: int, operands: int) -> Ints:
+    """int64 [1 + numbers, 2], what followed each and when that was: room for what FOLLOW, NEW and BY remember; the
+    first row is for numbers that are not remembered. ranks: of the plan; operands: of a rank in a program, at most."""
+    return np.zeros((1 + max(CODES, ranks, operands), 2), np.int64)
+
+
+class Rows(NamedTuple):
+    """A rank's rows of a table while they are walked, column after column.
+
+    values: int64, its columns end to end, `total` rows each, from `base` on; begin, end: the rank's. rules: as
+    `numbered`; ranks: of the plan. first: of operands, where their sources may be. held: int64, rows of the operands
+    that the rows refer to; newest: int64, the highest that a list has named so far is at `program`, where it is raised.
+    memory: as `memory_for`; turn: the first column's mark in it, the next one's being one more: none has been there.
+    places, departs: int64, one more than rows: those that are not as predicted, rising, and what they are above that.
+    """
+
+    values: Ints
+    base: int
+    total: int
+    begin: int
+    end: int
+    rules: Ints
+    ranks: int
+    first: int
+    held: Ints
+    newest: Ints
+    program: int
+    memory: Ints
+    turn: int
+    places: Ints
+    departs: Ints
+
+
+@inlined
+def walk(rows: Rows, column: int, reads: bool) -> int:
+    """Notes where a column departs from what was predicted, and returns how often; where it `reads`, the other way
+    round: writes the column from such notes, behind which there is a place of -1. It then returns -1 at a number that
+    no plan can hold."""
+    kind = rows.rules[column, 0]
     if kind <= AFTER:
-        _walk_steps(table, rank, column, numbers, reads)
-    elif kind == PLACE:
-        _walk_places(table, rank, column, numbers, reads)
-    elif kind <= NEW:
-        _walk_memory(table, rank, column, numbers, reads)
-    elif kind <= KEYS:
-        _walk_bounds(table, rank, column, numbers, reads)
-    elif kind == BACK:
-        _walk_sources(table, rank, column, numbers, reads)
-    elif kind == LIKE:
-        _walk_likes(table, rank, column, numbers, reads)
-    else:
-        _walk_rows(table, rank, column, numbers, reads)
+        return _walk_steps(rows, column, reads)
+    if kind == PLACE:
+        return _walk_places(rows, column, reads)
+    if kind <= NEW:
+        return _walk_memory(rows, column, reads)
+    if kind <= KEYS:
+        return _walk_bounds(rows, column, reads)
+    if kind == BACK:
+        return _walk_sources(rows, column, reads)
+    if kind == LIKE:
+        return _walk_likes(rows, column, reads)
+    return _walk_rows(rows, column, reads)
 
 
-@lean
-def _settle(column: Ints, row: int, numbers: Ints, place: int, likely: int, reads: bool) -> None:
-    """One row, whose number most likely is `likely`."""
+@inlined
+def _at(rows: Rows, column: int) -> int:
+    """Where a column is."""
+    return rows.base + column * rows.total
+
+
+@inlined
+def _settle(rows: Rows, own: Ints, row: int, place: int, likely: int, found: int, reads: bool) -> int:
+    """One row, whose number most likely is `likely`; found: departures before it. Returns those with it, or -1."""
     if not reads:
-        numbers[place] = column[row] - likely
-        return
-    number = likely + numbers[place]
-    column[row] = number if -LIMIT <= number <= LIMIT else BEYOND
+        if own[row] != likely:
+            rows.places[found], rows.departs[found] = place, own[row] - likely
+            found += 1
+        return found
+    if rows.places[found] == place:
+        likely += rows.departs[found]
+        found += 1
+    own[row] = likely
+    return found if -LIMIT <= likely <= LIMIT else -1
 
 
-@lean
-def _walk_steps(table: Columns, rank: int, column: int, numbers: Ints, reads: bool) -> None:
-    kind, own, a = table.kinds[column], table.values[column], table.values[table.a[column]]
-    begin, last = table.begins[rank], 0
-    for row in range(begin, table.ends[rank]):
+@inlined
+def _walk_steps(rows: Rows, column: int, reads: bool) -> int:
+    kind, at, at_a = rows.rules[column, 0], _at(rows, column), _at(rows, rows.rules[column, 1])
+    own = rows.values[at + rows.begin : at + rows.end]
+    a = rows.values[at_a + rows.begin : at_a + rows.end]
+    found, last, before = 0, 0, 0
+    for row in range(len(own)):
         if kind == WITH:
-            last += a[row] - (a[row - 1] if row > begin else 0)
-        elif kind == AFTER and row > begin:
-            last += a[row - 1]
-        _settle(own, row, numbers, row - begin, last, reads)
+            last += a[row] - before
+            before = a[row]
+        elif kind == AFTER:
+            last += before
+            before = a[row]
+        found = _settle(rows, own, row, row, last, found, reads)
+        if reads and found < 0:
+            return -1
         last = own[row]
+    return found
 
 
-@lean
-def _walk_places(table: Columns, rank: int, column: int, numbers: Ints, reads: bool) -> None:
-    own, a, b = table.values[column], table.values[table.a[column]], table.values[table.b[column]]
-    begin = table.begins[rank]
-    for row in range(begin, table.ends[rank]):
-        follows = row > begin and b[row] == b[row - 1]
+@inlined
+def _walk_places(rows: Rows, column: int, reads: bool) -> int:
+    at, at_a, at_b = _at(rows, column), _at(rows, rows.rules[column, 1]), _at(rows, rows.rules[column, 2])
+    own = rows.values[at + rows.begin : at + rows.end]
+    a = rows.values[at_a + rows.begin : at_a + rows.end]
+    b = rows.values[at_b + rows.begin : at_b + rows.end]
+    found = 0
+    for row in range(len(own)):
+        follows = row > 0 and b[row] == b[row - 1]
         likely = own[row - 1] + a[row] - a[row - 1] if follows else 0
-        _settle(own, row, numbers, row - begin, likely, reads)
+        found = _settle(rows, own, row, row, likely, found, reads)
+        if reads and found < 0:
+            return -1
+    return found
 
 
-@lean
-def _walk_memory(table: Columns, rank: int, column: int, numbers: Ints, reads: bool) -> None:
-    kind, own, key_of = table.kinds[column], table.values[column], table.values[table.a[column]]
-    after, named, begin = table.after, table.named, table.begins[rank]
-    names = table.within[column] == OPERANDS
-    within = named.counts[rank] if names else table.within[column]
-    follows, last, newest = kind >= FOLLOW, 0, named.newest[rank]
-    for row in range(begin, table.ends[rank]):
+@inlined
+def _walk_memory(rows: Rows, column: int, reads: bool) -> int:
+    kind, at, at_a = rows.rules[column, 0], _at(rows, column), _at(rows, rows.rules[column, 1])
+    own = rows.values[at + rows.begin : at + rows.end]
+    key_of = rows.values[at_a + rows.begin : at_a + rows.end]
+    memory, turn, within = rows.memory, rows.turn + column, rows.rules[column, 3]
+    names = within == OPERANDS
+    if within < 0:
+        within = len(rows.held) if names else rows.ranks
+    follows, found, last, newest = kind >= FOLLOW, 0, 0, rows.newest[rows.program]
+    for row in range(len(own)):
         key = last if follows else key_of[row]
-        held = 0 <= key < within
-        likely = after[key] if held else -1
+        slot = max(key + 1, 0) if key < within else 0
+        likely = memory[slot, 0] if memory[slot, 1] == turn else -1
         if not follows:
             likely = max(likely, 0) + (1 if kind == RISE and key <= _ROUNDS else 0)
         elif likely < 0:
             likely = (newest if kind == NEW else last) + 1
-        _settle(own, row, numbers, row - begin, likely, reads)
+        if reads:
+            found = _settle(rows, own, row, row, likely, found, reads)
+            if found < 0:
+                return -1
+        else:  # no branches: whether a number is new cannot be foretold
+            departs = own[row] - likely
+            rows.places[found], rows.departs[found] = row, departs  # the next takes its place if this is none
+            found += 1 if departs != 0 else 0
         last = own[row]
         newest = max(newest, last)
-        if held:
-            after[key] = last
+        memory[slot, 0], memory[slot, 1] = last, turn if slot > 0 else 0
     if names:
-        named.newest[rank] = newest
-    last = 0
-    for row in range(begin, table.ends[rank]):
-        key = last if follows else key_of[row]
+        rows.newest[rows.program] = newest
+    return found
+
+
+@inlined
+def _walk_bounds(rows: Rows, column: int, reads: bool) -> int:
+    at, at_a, held = _at(rows, column), _at(rows, rows.rules[column, 1]), rows.held
+    own = rows.values[at + rows.begin : at + rows.end]
+    operand = rows.values[at_a + rows.begin : at_a + rows.end]
+    found, sign = 0, 1 if rows.rules[column, 0] == QUERIES else -1
+    for row in range(len(own)):
+        size = held[operand[row]] if 0 <= operand[row] < len(held) else 0
+        found = _settle(rows, own, row, row, sign * (size - 1), found, reads)
+        if reads and found < 0:
+            return -1
+    return found
+
+
+@inlined
+def _walk_sources(rows: Rows, column: int, reads: bool) -> int:
+    found, last, own = 0, 0, rows.values[_at(rows, column) : _at(rows, column + 1)]
+    for row in range(rows.begin, rows.end):
+        found = _settle(rows, own, row, row - rows.begin, last, found, reads)
         last = own[row]
-        if 0 <= key < within:
-            after[key] = -1
+        if reads and (found < 0 or not 0 <= last <= row - rows.first):
+            return -1
+    return found
 
 
-@lean
-def _walk_bounds(table: Columns, rank: int, column: int, numbers: Ints, reads: bool) -> None:
-    own, operand, named = table.values[column], table.values[table.a[column]], table.named
-    begin, sign = table.begins[rank], 1 if table.kinds[column] == QUERIES else -1
-    first, count = named.first[rank], named.counts[rank]
-    for row in range(begin, table.ends[rank]):
-        rows = named.held[first + operand[row]] if 0 <= operand[row] < count else 0
-        _settle(own, row, numbers, row - begin, sign * (rows - 1), reads)
+@inlined
+def _walk_likes(rows: Rows, column: int, reads: bool) -> int:
+    own = rows.values[_at(rows, column) : _at(rows, column + 1)]
+    source = rows.values[_at(rows, SOURCE) : _at(rows, SOURCE + 1)]
+    begin, found = rows.begin, 0
+    for row in range(begin, rows.end):
+        if source[row] > 0:
+            if not reads:
+                continue  # `ir.sources` takes none that is not alike
+            likely = own[row - source[row]]
+        else:
+            likely = own[row - 1] if row > begin else 0
+        found = _settle(rows, own, row, row - begin, likely, found, reads)
+        if reads and found < 0:
+            return -1
+    return found
 
 
-@lean
-def _walk_sources(table: Columns, rank: int, column: int, numbers: Ints, reads: bool) -> None:
-    own, begin, last = table.values[column], table.begins[rank], 0
-    for row in range(begin, table.ends[rank]):
-        _settle(own, row, numbers, row - begin, last, reads)
-        last = own[row]
-        if not 0 <= last <= row - table.named.first[rank]:
-            own[row] = BEYOND
-            return
-
-
-@lean
-def _walk_likes(table: Columns, rank: int, column: int, numbers: Ints, reads: bool) -> None:
-    own, source = table.values[column], table.values[SOURCE]
-    begin, last = table.begins[rank], 0
-    for row in range(begin, table.ends[rank]):
-        likely = own[row - source[row]] if source[row] > 0 else last
-        _settle(own, row, numbers, row - begin, likely, reads)
-        last = own[row]
-
-
-@lean
-def _walk_rows(table: Columns, rank: int, column: int, numbers: Ints, reads: bool) -> None:
-    own, values, begin = table.values[column], table.values, table.begins[rank]
-    for row in range(begin, table.ends[rank]):
-        back, likely = values[SOURCE, row], 0
-        if back > 0 and values[SPACE, row - back] == values[SPACE, row]:
-            likely = own[row - back]
-            if row > begin and values[SOURCE, row - 1] == back:
-                likely += own[row - 1] - own[row - back - 1]
-        elif row > begin and _are_of_one_array(values, row - 1, row):
-            likely = own[row - 1] + values[ROWS, row - 1]
-        _settle(own, row, numbers, row - begin, likely, reads)
-
-
-@lean
-def _are_of_one_array(values: Ints, a: int, b: int) -> bool:
-    return bool(values[TENSOR, a] == values[TENSOR, b] and values[SPACE, a] == values[SPACE, b])
+@inlined
+def _walk_rows(rows: Rows, column: int, reads: bool) -> int:
+    own = rows.values[_at(rows, column) : _at(rows, column + 1)]
+    source = rows.values[_at(rows, SOURCE) : _at(rows, SOURCE + 1)]
+    tensor = rows.values[_at(rows, TENSOR) : _at(rows, TENSOR + 1)]
+    space = rows.values[_at(rows, SPACE) : _at(rows, SPACE + 1)]
+    size = rows.values[_at(rows, ROWS) : _at(rows, ROWS + 1)]
+    found, row = 0, rows.begin
+    while row < rows.end:
+        begin, back, shift = row, source[row], 0
+        while row < rows.end and source[row] == back:
+            row += 1
+        mine, like = own[begin:row], own[begin - back : row - back]
+        here, there = space[begin:row], space[begin - back : row - back]
+        for n in range(row - begin):
+            likely = like[n] + shift
+            if back == 0 or here[n] != there[n]:
+                at = begin + n
+                follows = at > rows.begin and tensor[at - 1] == tensor[at] and space[at - 1] == space[at]
+                likely = own[at - 1] + size[at - 1] if follows else 0
+            found = _settle(rows, mine, n, begin + n - rows.begin, likely, found, reads)
+            if reads and found < 0:
+                return -1
+            shift = mine[n] - like[n]
+    return found

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.columns import Cells, Encoded, checked, encode_columns
+from apportion.ir.columns import Cells
 from apportion.ir.isa import TABLES
-from apportion.ir.jit import jit, lean
+from apportion.ir.jit import inlined
 from apportion.ir.plan import Ints, Table
-from apportion.ir.predictions import ROWS, RULES, SOURCE, Columns, Named, columns_of
+from apportion.ir.predictions import ROWS, RULES, SOURCE, Named
 
 _RULES = RULES["operands"]
 _PLACE = {rule.column: number for number, rule in enumerate(_RULES)}
@@ -35,19 +35,11 @@ class Operands(NamedTuple):
     begins: Ints
     ranks: int
 
-    def encode(self, program: int) -> Encoded:
-        """The cells of a program."""
-        return encode_columns(self._columns(program))
-
     def read(self, program: int, cells: Cells, lenient: bool) -> None:
         """Takes the operands of a program from its cells, those of earlier ones being there. Raises DecodeError."""
-        cells.fill(self._columns(program), _RULES, lenient)
-
-    def _columns(self, program: int) -> Columns:
         none = np.zeros(len(self.ptr) - 1, np.int64)
         sources = Named(self.values[SOURCE, :0], self.ptr[:-1], none, none)
-        begins, ends = self.begins[program], self.begins[program + 1]
-        return columns_of(self.values, begins, ends, _RULES, self.ranks, sources)
+        cells.fill(self.values, self.begins[program], _RULES, self.ranks, sources, lenient)
 
     def named(self, program: int) -> Named:
         """What the lists of a program refer to, none of them being read."""
@@ -73,74 +65,73 @@ def room_for(counts: Sequence[Ints], ranks: int) -> Operands:
     return Operands(np.empty((len(_RULES), int(ptr[-1])), np.int64), ptr, begins + ptr[:-1], ranks)
 
 
-def gathered(tables: Sequence[Table], ranks: int) -> Operands:
-    """The operands of all programs, with their sources. Raises ConfigError for numbers that no plan can hold."""
-    found = room_for([np.diff(table.ptr) for table in tables], ranks)
-    for program, table in enumerate(tables):
-        for name in TABLES["operands"]:
-            _copy(checked(name, table[name]), found.values[_PLACE[name]], table.ptr, found.begins[program])
-    most = int(np.diff(found.ptr).max(initial=0))
-    _find_sources(found.values, found.ptr, np.empty((2, 2 * most + 1), np.int64))
-    return found
+@inlined
+def find_sources(values: Ints, total: int, count: int, slots: Ints) -> None:
+    """Writes a rank's column of sources: the operand behind the last one's, if it has as many rows in the same heads;
+    else, of those for which that was not so, the latest of the same rows; else the latest of as many rows, if that is
+    also so of the operands behind the two. values: columns of `total` operands end to end, of which the first `count`
+    are there; slots: [2, more than twice as many], hash tables of operands, one for each search."""
+    back, size = 0, 2 * count + 1
+    source = values[SOURCE * total : SOURCE * total + count]
+    rows = values[ROWS * total : ROWS * total + count]
+    row = values[_ROW * total : _ROW * total + count]
+    col = values[_COL * total : _COL * total + count]
+    heads = values[_HEADS * total : _HEADS * total + count]
+    slots[:, :size] = -1
+    at = 0
+    while at < count:
+        if back > 0:
+            at = _follow(rows, col, heads, source, back, at)
+            if at == count:
+                return
+        same = _slot(rows, row, col, heads, slots[0], size, at, False)
+        ahead = _slot(rows, row, col, heads, slots[1], size, at, True)
+        found = slots[0, same] if same >= 0 and slots[0, same] >= 0 else -1
+        if found < 0 and ahead >= 0:
+            found = slots[1, ahead]
+        back = at - found if found >= 0 else 0
+        if same >= 0:
+            slots[0, same] = at
+        if ahead >= 0:
+            slots[1, ahead] = at
+        source[at] = back
+        at += 1
 
 
-@jit
-def _copy(column: Ints, values: Ints, ptr: Ints, begins: Ints) -> None:
-    """A column of a program into `values`; begins: where the operands of each rank begin there."""
-    for rank in range(len(begins)):
-        here, there = values[begins[rank] :], column[ptr[rank] : ptr[rank + 1]]
-        for row in range(len(there)):  # assigning the slice takes seconds to compile
-            here[row] = there[row]
+@inlined
+def _follow(rows: Ints, col: Ints, heads: Ints, source: Ints, back: int, at: int) -> int:
+    """As long as operands from `at` on are like those so far back, these are their sources. Returns the first that is
+    not."""
+    own, col_own, heads_own = rows[at:], col[at:], heads[at:]
+    like, col_like, heads_like = rows[at - back :], col[at - back :], heads[at - back :]
+    for n in range(len(own)):
+        if own[n] != like[n] or heads_own[n] != heads_like[n] or col_own[n] != col_like[n]:
+            return at + n
+        source[at + n] = back
+    return at + len(own)
 
 
-@jit
-def _find_sources(values: Ints, ptr: Ints, slots: Ints) -> None:
-    """Writes the column of sources: the operand behind the last one's, if it has as many rows in the same heads; else,
-    of those for which that was not so, the latest of the same rows; else the latest of as many rows, if that is also so
-    of the operands behind the two. slots: [2, more than twice a rank's operands], hash tables of operands, one for each
-    search."""
-    for rank in range(len(ptr) - 1):
-        back, end, size = 0, ptr[rank + 1], 2 * (ptr[rank + 1] - ptr[rank]) + 1
-        slots[:, :size] = -1
-        for at in range(ptr[rank], end):
-            if back == 0 or not _alike(values, at - back, at):
-                same, ahead = (
-                    _slot(values, slots[0], size, at, end, 0),
-                    _slot(values, slots[1], size, at, end, 1),
-                )
-                source = slots[0, same] if same >= 0 and slots[0, same] >= 0 else -1
-                if source < 0 and ahead >= 0:
-                    source = slots[1, ahead]
-                back = at - source if source >= 0 else 0
-                if same >= 0:
-                    slots[0, same] = at
-                if ahead >= 0:
-                    slots[1, ahead] = at
-            values[SOURCE, at] = back
-
-
-@lean
-def _slot(values: Ints, slots: Ints, size: int, at: int, end: int, ahead: int) -> int:
-    """Where a hash table has an operand like the one at `at`, or room for one; -1 where neither was found soon. end: of
-    the rank's operands; ahead: whether the operands behind the two are compared, and not their first rows."""
-    key = _key(values, at, end, ahead)
-    slot = ((key * 31 + values[ROWS, at]) * 31 + values[_HEADS, at] + values[_COL, at]) % size
+@inlined
+def _slot(rows: Ints, row: Ints, col: Ints, heads: Ints, slots: Ints, size: int, at: int, ahead: bool) -> int:
+    """Where a hash table has an operand like the one at `at`, or room for one; -1 where neither was found soon. ahead:
+    whether the operands behind the two are compared, and not their first rows."""
+    key = _key(rows, row, at, ahead)
+    slot = ((key * 31 + rows[at]) * 31 + heads[at] + col[at]) % size
     for _ in range(_PROBES):
         other = slots[slot]
-        if other < 0 or (key == _key(values, other, end, ahead) and _alike(values, other, at)):
+        if other < 0 or (key == _key(rows, row, other, ahead) and _alike(rows, col, heads, other, at)):
             return int(slot)
         slot = slot + 1 if slot + 1 < size else 0
     return -1
 
 
-@lean
-def _key(values: Ints, at: int, end: int, ahead: int) -> int:
+@inlined
+def _key(rows: Ints, row: Ints, at: int, ahead: bool) -> int:
     if not ahead:
-        return int(values[_ROW, at])
-    return int(values[ROWS, at + 1]) if at + 1 < end else 0
+        return int(row[at])
+    return int(rows[at + 1]) if at + 1 < len(rows) else 0
 
 
-@lean
-def _alike(values: Ints, a: int, b: int) -> bool:
-    same_rows = values[ROWS, a] == values[ROWS, b]
-    return bool(same_rows and values[_HEADS, a] == values[_HEADS, b] and values[_COL, a] == values[_COL, b])
+@inlined
+def _alike(rows: Ints, col: Ints, heads: Ints, a: int, b: int) -> bool:
+    return bool(rows[a] == rows[b] and heads[a] == heads[b] and col[a] == col[b])

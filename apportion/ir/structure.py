@@ -8,6 +8,8 @@ is for `ir.verify`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,6 +145,11 @@ class _Place:
     def __getitem__(self, name: str) -> Ints:
         return self.table[name]
 
+    @cached_property
+    def rows(self) -> Ints:
+        """[ranks] rows of each rank."""
+        return self.table.ptr[1:] - self.table.ptr[:-1]
+
     def refuse(self, bad: NDArray[np.bool_], message: str) -> None:
         """Raise for the first row marked in `bad` [rows] bool."""
         rows = np.flatnonzero(bad)
@@ -159,7 +166,8 @@ class _Place:
             return
         for name, values in self.table.columns.items():
             low, high = more.get(name) or _RANGES.get((self.name, name), (0, LIMIT))
-            if values.min() < low or values.max() > high:
+            # without a sign what is below 0 is above all else
+            if (low and values.min() < low) or (values if low else _unsigned(values)).max() > high:
                 self.refuse((values < low) | (values > high), f"{name} is outside [{low}, {high}]")
 
     def check_spans(self, tokens: int) -> None:
@@ -171,17 +179,21 @@ class _Place:
 
     def check_operands(self, counts: Ints) -> None:
         """`counts` [ranks]: operands of each rank; every index is below."""
-        rows = np.diff(self.table.ptr)
-        begins, limits = self.begins(), counts[rows > 0]
+        begins, limits = self.begins(), counts[self.rows > 0]
         if len(begins) == 0:
             return
         for name in OPERAND_COLUMNS[self.name]:
             if (np.maximum.reduceat(self[name], begins) >= limits).any():
-                self.refuse(self[name] >= np.repeat(counts, rows), f"{name} is not among the rank's operands")
+                bad = self[name] >= np.repeat(counts, self.rows)
+                self.refuse(bad, f"{name} is not among the rank's operands")
 
     def begins(self) -> Ints:
         """The first row of each rank that has some."""
-        return self.table.ptr[:-1][np.diff(self.table.ptr) > 0]
+        return self.table.ptr[:-1][self.rows > 0]
+
+
+def _unsigned(values: Ints) -> NDArray[np.unsignedinteger[Any]]:
+    return values.view(f"u{values.dtype.itemsize}")
 
 
 def _check_program(header: Header, where: str, program: Mapping[str, Table], first_rank: int) -> None:
@@ -191,9 +203,8 @@ def _check_program(header: Header, where: str, program: Mapping[str, Table], fir
         place.check_ranges(limits if name in ("transfers", "operands") else {})
     _check_arenas(places["arenas"])
     _check_operand_table(header, places["operands"])
-    counts = np.diff(program["operands"].ptr)
     for name in OPERAND_COLUMNS:
-        places[name].check_operands(counts)
+        places[name].check_operands(places["operands"].rows)
     _check_instructions(places["instructions"])
     _check_counts(places)
 
@@ -210,13 +221,14 @@ def _check_arenas(place: _Place) -> None:
 def _check_operand_table(header: Header, operands: _Place) -> None:
     """Operand 0 is none, the others name rows of a tensor; head sets of KV tensors hold KV heads."""
     begins = operands.begins()
-    blank = (operands["tensor"] == 0) | (operands["rows"] == 0)
-    filled = np.zeros(len(blank), bool)
-    for column in operands.table.columns:
-        filled[begins] |= operands[column][begins] != 0
-    operands.refuse(filled, "operand 0 must be none")
-    blank[begins] = False
-    operands.refuse(blank, "only operand 0 may be none or have no rows")
+    firsts = np.zeros(len(operands.table), bool)
+    if any(column[begins].any() for column in operands.table.columns.values()):
+        firsts[begins] = np.any([column[begins] for column in operands.table.columns.values()], axis=0)
+        operands.refuse(firsts, "operand 0 must be none")
+    if any(np.count_nonzero(operands[name]) != len(firsts) - len(begins) for name in ("tensor", "rows")):
+        firsts[begins] = True
+        blank = (operands["tensor"] == 0) | (operands["rows"] == 0)
+        operands.refuse(blank & ~firsts, "only operand 0 may be none or have no rows")
     foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     if foreign.any():
         operands.refuse(
@@ -240,12 +252,12 @@ def _check_counts(places: Mapping[str, _Place]) -> None:
     longest = max(len(places[name].table) for name in LISTS)
     place.refuse(count > longest, "count exceeds its list")
     width = len(LISTS) + 1
-    key = np.repeat(np.arange(0, ranks * width, width), np.diff(place.table.ptr))
+    key = np.repeat(np.arange(0, ranks * width, width), place.rows)
     key += LIST_OF_OP[place["op"]]
     # float64 sums are exact: counts are at most `longest`, which the input's size bounds
     sums = np.bincount(key, count, ranks * width).reshape(-1, width)
     for number, name in enumerate(LISTS):
-        rows = np.diff(places[name].table.ptr)
+        rows = places[name].rows
         wrong = np.flatnonzero(sums[:, number] != rows)
         if len(wrong):
             rank = int(wrong[0])

@@ -13,8 +13,8 @@ from apportion.ir.cluster import Cluster
 from apportion.ir.isa import RESULTS, TASK_LIST, Op, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.model import Model
-from apportion.ir.ops import instruction_of
-from apportion.ir.plan import Header, Ints, ProgramSet
+from apportion.ir.ops import LIST_OF_OP, LISTS
+from apportion.ir.plan import Header, Ints, ProgramSet, Table
 from apportion.ir.programs import head_table
 
 Key = tuple[str, str]  # kind, phase
@@ -102,20 +102,22 @@ def moved(
     for key, program in programs.items():
         sent, received = np.zeros((2, cluster.ranks), np.int64)
         operands, table = program["operands"], program["transfers"]
-        tensor, rows, heads = (operands.wide(name) for name in ("tensor", "rows", "heads"))
-        send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
+        until, results = _launches(program)
+        send, peer, operand = _alike(table, ("send", "peer", "operand"))
+        tensor, rows, heads = _alike(operands, ("tensor", "rows", "heads"))
         ptr, first = (np.asarray(one.ptr, np.int64) for one in (table, operands))
         between = int(
             _move(
+                until,
+                results,
                 send,
-                _are_results(program),
                 peer,
                 operand,
-                ptr,
-                first,
                 tensor,
                 rows,
                 heads,
+                ptr,
+                first,
                 row_bytes,
                 node,
                 sent,
@@ -135,36 +137,50 @@ def _row_bytes(head_sets: Sequence[Sequence[int]], model: Model) -> Ints:
     return found
 
 
-def _are_results(program: ProgramSet) -> Ints:
-    """int64 [transfers]: 1 where results travel."""
+def _launches(program: ProgramSet) -> tuple[Ints, Ints]:
+    """int64 [launches], over all ranks: the row behind the last transfer of each, and 1 where results travel."""
     instructions = program["instructions"]
-    at = instruction_of(instructions["op"], instructions.wide("count"), "transfers")
-    return (instructions["mode"][at] & RESULTS > 0).astype(np.int64)
+    at = np.flatnonzero(LIST_OF_OP[instructions["op"]] == LISTS.index("transfers"))
+    results = instructions["mode"][at] & RESULTS > 0
+    return np.cumsum(instructions["count"][at], dtype=np.int64), results.astype(np.int64)
+
+
+def _alike(table: Table, names: tuple[str, ...]) -> list[Ints]:
+    """Columns as they are planned, int32, or all as int64: what loops are compiled for."""
+    columns = [table[name] for name in names]
+    return (
+        columns
+        if all(column.dtype == np.int32 for column in columns)
+        else [table.wide(name) for name in names]
+    )
 
 
 @jit
 def _move(
-    send: Ints,
+    until: Ints,
     results: Ints,
+    send: Ints,
     peer: Ints,
     operand: Ints,
-    ptr: Ints,
-    first: Ints,
     tensor: Ints,
     rows: Ints,
     heads: Ints,
+    ptr: Ints,
+    first: Ints,
     row_bytes: Ints,
     node: Ints,
     sent: Ints,
     received: Ints,
 ) -> int:
     """Adds the sends of a program to those of each rank; returns the bytes between nodes."""
-    between = 0
+    between, launch = 0, 0
     for rank in range(len(ptr) - 1):
         for row in range(ptr[rank], ptr[rank + 1]):
+            while row >= until[launch]:
+                launch += 1
             if send[row]:
                 at = first[rank] + operand[row]
-                moved = rows[at] * row_bytes[results[row], tensor[at], heads[at]]
+                moved = rows[at] * row_bytes[results[launch], tensor[at], heads[at]]
                 sent[rank] += moved
                 received[peer[row]] += moved
                 if node[rank] != node[peer[row]]:

@@ -37,7 +37,7 @@ def plan(
     recipe: a name (default "fcp"), a mapping or a Recipe; seed: default 0. `policy` brings its own recipe and seed,
     and adds caps and tolerance. hardware: what recipes that compare times price with, by default the built-in H100.
     verify: check the finished plan (design, "Verify"). timings: filled with milliseconds per step. threads: on how many
-    cores the steps work that can; the bytes are the same.
+    cores steps work, where they can; the bytes are the same.
     Raises ConfigError, CapacityError, VerifyError.
     """
     policy, threads = policy_of(recipe, seed, policy), integer("threads", threads)
@@ -45,7 +45,7 @@ def plan(
     made = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch, threads)
     if verify:
         with watch("verify"):
-            verify_plan(made.plan)
+            verify_plan(made.plan, threads)
     return made.plan
 
 

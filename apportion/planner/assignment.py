@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from apportion.ir import wire
 from apportion.ir.batch import Batch
-from apportion.ir.columns import Cell, Cells, encode_table
+from apportion.ir.columns import Cell, Cells
 from apportion.ir.errors import ConfigError, DecodeError, VersionError
 from apportion.ir.isa import PHASES, VERSION
 from apportion.ir.job import Job, decode_request, encode_request
+from apportion.ir.parts import encode_table
 from apportion.ir.plan import Table
 from apportion.ir.policy import Recipe
 from apportion.ir.predictions import no_operands, rules_of
@@ -248,7 +249,7 @@ def _cell(**columns: Ints) -> Cell:
     if not rows:
         return b""
     rules = rules_of(tuple(columns))
-    return encode_table(Table(np.array([0, rows]), columns), rules, 1, no_operands(1)).data.tobytes()
+    return encode_table(Table(np.array([0, rows]), columns), rules)[0].tobytes()
 
 
 def _compressed(data: bytes) -> bytes:

@@ -27,7 +27,7 @@ from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request, Table, 
 from apportion.ir.threads import spread
 from apportion.ir.version import __version__
 from apportion.planner.checks import Checks
-from apportion.planner.passes.cells import HeadGroups, cut_cells
+from apportion.planner.passes.cells import HeadGroups, check_tasks, cut_cells
 from apportion.planner.passes.exchange import Exchange, plan_exchange
 from apportion.planner.passes.groups import Groups, HeadSets, check_groups, virtual_problem
 from apportion.planner.passes.headwise import lower_stages
@@ -187,7 +187,7 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
     Raises CapacityError where the plan breaks a promise of the policy."""
     problem, placed = draft.problem, draft.placed
     with watch("encode"):
-        parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks)
+        parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks, threads)
     with watch("report"):
         report = build_report(
             problem,
@@ -388,6 +388,8 @@ def _scheduled(
 ) -> Lowering:
     """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
     tasks, edges = found
+    if groups.split:  # every rank of a group has them
+        check_tasks(int(groups.sizes[tasks.exec].sum()))
     routed, checks = _routed(passes, edges, site), Checks(passes)
     checks.routed(edges, routed, len(groups))
     if division is not None:

@@ -20,8 +20,9 @@ from apportion.ir.jit import jit
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
 from apportion.planner.cost import CostModel
+from apportion.planner.solvers.contracts import Partition
 from apportion.planner.solvers.status import Limit, Termination
-from apportion.planner.solvers.use import Use
+from apportion.planner.solvers.use import PartitionSolver, Use
 
 Ints = NDArray[np.integer[Any]]
 
@@ -166,6 +167,7 @@ class Shards:
 
     starts: int64 [blocks + 1]; piece: int64 [blocks], numbered from 0; weight: int64 [blocks], allowed pairs of the
     block's queries, summed over kinds times layers. limit: why blocks are not as small as an even placement takes.
+    solved: the placement of pieces by `weight` that a solver found while blocks were chosen.
     """
 
     starts: Ints
@@ -173,6 +175,7 @@ class Shards:
     weight: Ints
     block_tokens: int
     limit: Limit | None = None
+    solved: tuple[PartitionSolver, Partition] | None = None
 
     @cached_property
     def lengths(self) -> Ints:

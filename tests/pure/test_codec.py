@@ -22,15 +22,15 @@ from stand_alone import read_plan
 
 from apportion.ir import codec, hashing, wire
 from apportion.ir.codec import Plan, Sections, Slice
-from apportion.ir.columns import DENSEST, MAX_ROWS, Cells, encode_table
+from apportion.ir.columns import DENSEST, MAX_ROWS, Cell, Cells
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
-from apportion.ir.isa import LIMIT, TABLES, VERSION
+from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.jit import COMPILES
 from apportion.ir.numbers import BITS, EACH, FEW, SAME, read_numbers, write_numbers
-from apportion.ir.parts import join_parts
-from apportion.ir.plan import Layout, ProgramSet, Table
-from apportion.ir.predictions import RULES, Named, Rule, no_operands, rules_of
-from apportion.ir.sources import gathered, room_for
+from apportion.ir.parts import encode_table, encoder
+from apportion.ir.plan import Layout, ProgramSet, Table, empty_table
+from apportion.ir.predictions import RULES, Named, Rule, rules_of
+from apportion.ir.sources import room_for
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -145,16 +145,21 @@ def drop_source(row: dict[str, int]) -> dict[str, int]:
 
 
 def written(numbers: list[int]) -> bytes:
-    out = np.empty(9 * len(numbers) + 9, np.uint8)
-    return out[: write_numbers(np.array(numbers, np.int64), len(numbers), out, 0)].tobytes()
+    out, held = np.empty(9 * len(numbers) + 9, np.uint8), np.array(numbers, np.int64)
+    places = np.flatnonzero(held)
+    return out[: write_numbers(places, held[places], len(places), len(numbers), out, 0)].tobytes()
 
 
 def read(data: bytes, rows: int) -> list[int] | None:
     """None where they are not written so."""
-    numbers = np.full(rows, 77)
-    end = read_numbers(np.frombuffer(data, np.uint8), 0, len(data), rows, numbers)
+    places, numbers = np.full((2, rows + 1), 77)
+    end = read_numbers(np.frombuffer(data, np.uint8), 0, len(data), rows, places, numbers)
     assert end in (-1, len(data))
-    return None if end < 0 else numbers.tolist()
+    if end < 0:
+        return None
+    count, found = places.tolist().index(-1), np.zeros(rows, np.int64)
+    found[places[:count]] = numbers[:count]
+    return found.tolist()
 
 
 @pytest.mark.parametrize(
@@ -223,11 +228,28 @@ def some_operands(ranks: int) -> Named:
     return Named(held, 5 * np.arange(ranks), np.full(ranks, 5), np.zeros(ranks, np.int64))
 
 
-def cells_of(table: Table, rules: tuple[Rule, ...], ranks: int = 9) -> list[bytes]:
-    found = encode_table(table, rules, ranks, some_operands(table.ranks))
-    stops = [0, *found.stops.tolist()]
-    assert stops[-1] == len(found.data)
-    return [found.data[a:b].tobytes() for a, b in pairwise(stops)]
+def cells_of(table: Table, rules: tuple[Rule, ...]) -> list[Cell]:
+    data, stops = encode_table(table, rules)
+    assert stops[-1] == len(data)
+    return [data[a:b].tobytes() for a, b in pairwise([0, *stops.tolist()])]
+
+
+def program_of(ranks: int, **tables: Table) -> dict[str, Table]:
+    return {name: empty_table(columns, ranks) for name, columns in TABLES.items()} | tables
+
+
+def cells_among(name: str, table: Table, ranks: int = 9) -> list[Cell]:
+    """The cells of a table of a plan that has `some_operands`."""
+    held = some_operands(table.ranks).held
+    operands = Table(5 * np.arange(table.ranks + 1), dict.fromkeys(TABLES["operands"], held))
+    tables = {name: table} if name in TABLES else {}
+    programs = {("x", "forward"): program_of(table.ranks, operands=operands, **tables)}
+    layouts, moves = ([table] if name == held else [] for held in ("spans", "moves"))
+    parts = encoder(layouts, programs, moves, ranks).parts(range(table.ranks))
+    read = [wire.read_part(part, rank, VERSION) for rank, part in enumerate(parts)]
+    if name in TABLES:
+        return [part.programs["x"]["forward"][list(TABLES).index(name)] for part in read]
+    return [(part.layouts + part.moves)[0] for part in read]
 
 
 def opened(cells: list[bytes], rules: tuple[Rule, ...], ranks: int = 9, lenient: bool = False) -> Table:
@@ -238,7 +260,7 @@ def opened(cells: list[bytes], rules: tuple[Rule, ...], ranks: int = 9, lenient:
 @given(tables())
 def test_tables_come_back_from_their_cells(given: tuple[str, Table]) -> None:
     name, table = given
-    cells = cells_of(table, RULES[name])
+    cells = cells_among(name, table)
     again = opened(cells, RULES[name])
     assert again.equal(table)
     assert all(column.dtype == np.int64 for column in again.columns.values())
@@ -344,12 +366,18 @@ def test_operands_with_the_rows_of_others_take_few_bytes() -> None:
     """dQ has the rows of Q, and backward's operands those of forward."""
     none, rows = (0,) * 6, [(2, 0, 37 * n, 11 + n % 5, 0, 0) for n in range(40)]
     forward = [none, *rows, *((4, *row[1:]) for row in rows)]
-    one = gathered([operands_of(forward)], 1)
-    both = gathered([operands_of(forward), operands_of(forward)], 1)
-    plain = gathered([operands_of(forward[:41])], 1)
-    first, whole, second = (o.encode(n).data for o, n in ((plain, 0), (one, 0), (both, 1)))
+    (first,) = operand_cells(operands_of(forward[:41]))
+    whole, second = operand_cells(operands_of(forward), operands_of(forward))
     assert len(whole) - len(first) < 20
     assert 2 * len(second) - 1 == len(forward)  # no cell has fewer bytes
+
+
+def operand_cells(*tables: Table) -> list[Cell]:
+    """Those of one rank's programs with these operands."""
+    programs = {(str(n), "forward"): program_of(1, operands=table) for n, table in enumerate(tables)}
+    (part,) = encoder([], programs, [], 1).parts(range(1))
+    at = list(TABLES).index("operands")
+    return [of["forward"][at] for of in wire.read_part(part, 0, VERSION).programs.values()]
 
 
 def test_a_source_before_the_first_operand_is_refused() -> None:
@@ -419,11 +447,12 @@ def test_parts_made_before_are_taken_over(plan: Plan) -> None:
 def test_parts_are_what_msgpack_writes(ranks: int) -> None:
     filled = np.arange(ranks) % 3
     ptr = np.concatenate([[0], np.cumsum(filled)])
-    table = Table(ptr, {"a": np.arange(ptr[-1]) % 7, "b": np.repeat(filled, filled)})
-    rows = encode_table(table, rules_of(("a", "b")), ranks, no_operands(ranks))
+    rows = np.arange(ptr[-1]) % 7
+    tables = {name: Table(ptr, dict.fromkeys(columns, rows)) for name, columns in TABLES.items()}
+    spans, move = (Table(ptr, dict.fromkeys(columns, rows)) for columns in (SPAN_COLUMNS, MOVE_COLUMNS))
     kinds = ("x", "y" * 40)
-    programs = {(kind, phase): [rows, rows] for kind in kinds for phase in ("forward", "backward")}
-    parts = join_parts([rows], programs, [rows, rows], range(ranks))
+    programs = {(kind, phase): tables for kind in kinds for phase in ("forward", "backward")}
+    parts = encoder([spans], programs, [move, move], ranks).parts(range(ranks))
     for rank, part in enumerate(parts):
         read = wire.read_part(part, rank, VERSION)
         assert wire.encode_struct(read) == part
@@ -433,7 +462,7 @@ def test_parts_are_what_msgpack_writes(ranks: int) -> None:
             kind: ["forward", "backward"] for kind in kinds
         }
         assert all(
-            list(map(bool, cells)) == [held] * 2
+            list(map(bool, cells)) == [held] * len(TABLES)
             for phases in read.programs.values()
             for cells in phases.values()
         )
@@ -456,6 +485,24 @@ def test_parts_are_the_same_however_many_are_made_at_once(monkeypatch: pytest.Mo
     parts = [codec.encode_sections(plan).parts for plan in plans]
     monkeypatch.setattr(codec, "_ROWS_AT_ONCE", rows)
     assert [codec.encode_sections(plan).parts for plan in plans] == parts
+
+
+@pytest.mark.parametrize("threads", [2, 3, 20])
+def test_parts_are_the_same_on_threads(threads: int) -> None:
+    for seed in range(5):
+        plan = random_plan(seed, ranks=9)
+        given = plan.layouts, plan.programs, plan.moves, 9
+        assert codec.encode_parts(*given, threads=threads) == codec.encode_parts(*given)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint64])
+def test_parts_are_the_same_for_all_dtypes(dtype: type) -> None:
+    def parts(dtype: type) -> list[bytes]:
+        columns = {column: np.array([0, 5, 5, 6, 90], dtype) for column in TABLES["transfers"]}
+        programs = {("x", "forward"): program_of(2, transfers=Table(np.array([0, 3, 5]), columns))}
+        return encoder([], programs, [], 2).parts(range(2))
+
+    assert parts(dtype) == parts(np.int64)
 
 
 def test_kinds_of_all_ranks_have_a_phase() -> None:
@@ -660,10 +707,12 @@ def test_operands_that_all_want_one_place_take_no_longer() -> None:
         column[0] = 0
     columns["rows"][1:] = rows
     columns["row"][1:] = (-31 * rows - heads - 1) * pow(961, -1, size) % size  # the same slot for all
+    table = Table(np.array([0, count + 1]), columns)
+    operand_cells(Table(table.ptr[:1].repeat(2), columns))  # compiled
     begin = time.perf_counter()
-    found = gathered([Table(np.array([0, count + 1]), columns)], 1)
+    (cell,) = operand_cells(table)
     assert time.perf_counter() - begin < (0.3 if COMPILES else 60)
-    assert found.encode(0).stops.tolist() == [len(found.encode(0).data)]
+    assert cell
 
 
 PART_EDITS = {

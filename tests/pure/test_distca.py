@@ -13,6 +13,9 @@ from apportion.ir.isa import Tensor
 from apportion.ir.policy import Step
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes.cells import cut_cells
+from apportion.planner.passes.distca import parts
+from apportion.planner.passes.distca.candidates import note_price
+from apportion.planner.passes.distca.greedy import _price
 from apportion.planner.passes.distca.placement import CROWDED, Distca, forward_bytes, sending_seconds
 from apportion.planner.passes.sequences import Sequences
 from apportion.planner.problem import Problem
@@ -321,6 +324,33 @@ def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges):
         (servers.sent, servers.received, servers.held), forward_bytes(made, placement, "default"), strict=True
     ):
         np.testing.assert_array_equal(counted, exact)
+
+
+@pytest.mark.parametrize("params", [{}, {"kv_ranges": True}, {"form": "paper", "kv_free": False}], ids=repr)
+@pytest.mark.parametrize("mask", ["causal", "window", "sink"])
+def test_last_rows_cost_at_least_what_is_said_of_a_candidate(mask, params, monkeypatch):
+    """Where nothing is at hand: what is passed over would not be better."""
+    checked = []
+
+    def migrate(board, rules, order, candidates):
+        pairs, shares = board.pairs, board.shares
+        for place, share in enumerate(candidates.share.tolist() if not checked else ()):
+            note_price(pairs, shares, rules, candidates, place)
+            pair, low, high = shares.pair[share], int(shares.low[share]), int(shares.high[share])
+            for rows in sorted({1, (high - low) // 3, high - low - 1, high - low} - {0}):
+                work = (
+                    (rows + 0.999) * shares.work[share] / (high - low)
+                )  # what comes to so many rows, at most
+                price = _price(pairs, board.holding, board.home, rules, pair, high - rows, high, -1)
+                least = candidates.once[place] + candidates.a_pair[place] * min(work, shares.work[share])
+                assert least * (1 - 1e-12) <= price
+                checked.append(least > 0)
+        return run(board, rules, order, candidates)
+
+    run = parts.migrate
+    monkeypatch.setattr(parts, "migrate", migrate)
+    place(Distca(**params), problem(LONG, 6, MASKS[mask]))
+    assert any(checked)
 
 
 def test_caps_that_keep_the_balance_away_are_refused():

@@ -13,6 +13,7 @@ from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes.shard import _affordable
 from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe, passes_of, with_block
+from apportion.planner.solvers.use import PartitionSolver
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
 MASKS = {
@@ -231,6 +232,15 @@ def test_auto_goes_no_further_than_balance_needs(lengths, ranks, smallest):
     assert plan.report["block_tokens"] >= smallest
     assert plan.report["heaviest_piece_over_mean"] <= 0.5
     assert plan.report["imbalance"]["compute"] <= 0.05
+
+
+def test_the_placement_that_auto_found_is_taken(monkeypatch):
+    asked, solve = [], PartitionSolver.__call__
+    monkeypatch.setattr(
+        PartitionSolver, "__call__", lambda self, case: asked.append(case) or solve(self, case)
+    )
+    ap.plan(ap.Batch.from_lengths([100_000] * 3), cluster(8), MODEL)
+    assert len({len(case.weights) for case in asked}) == len(asked)  # once for each block that was tried
 
 
 TOTAL = 64 * 32768

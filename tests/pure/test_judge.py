@@ -6,15 +6,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from apportion.ir.jit import COMPILES
-from apportion.ir.verify import check
+from apportion.ir.plan import Ints
+from apportion.ir.verify import check, judge
 from apportion.ir.verify.subject import Subject
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +38,48 @@ PLANS = list(fuzz_judge.plans())
 
 
 @pytest.mark.parametrize(
-    "number", range(len(PLANS)), ids=[f"{name}-{plan.header.ranks}" for name, plan in PLANS]
+    "number",
+    range(len(PLANS)),
+    ids=[f"{name}-{plan.header.ranks}-{plan.request.cluster.nodes}" for name, plan in PLANS],
 )
 def test_plans_of_recipes_need_no_interpreter(number: int) -> None:
     name, plan = PLANS[number]
     assert Subject(plan).judge(), name
     assert check(plan) == ()
+
+
+@pytest.mark.parametrize("threads", [2, 3, 99])
+def test_threads_find_the_same(threads: int) -> None:
+    """Ranges of ranks, walked at once, lead to the same tasks in the same order."""
+    for name, plan in PLANS:
+        one, several = Subject(plan), Subject(plan, threads)
+        assert one.judge(), name
+        assert several.judge(), name
+        for program, other in zip(one.programs, several.programs, strict=True):
+            ours, its = one.tasks(program), several.tasks(other)
+            assert np.array_equal(ours.bands, its.bands), name
+            assert np.array_equal(ours.task, its.task), name
+
+
+def test_threads_find_the_same_faults() -> None:
+    rng = random.Random(5)
+    for _, plan in PLANS[::4]:
+        mutant = fuzz_judge.mutate(rng, plan)[1]
+        assert check(mutant, threads=3) == check(mutant)
+
+
+@pytest.mark.parametrize("name", ["mixed", "upipe_ring"])
+def test_tiles_of_several_runs_are_sent_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, found = judge._settle, []
+
+    def noting(sends: Ints, *others: object) -> bool:
+        token = sends[:, judge.TOKEN]
+        found.append(bool(((token < 0) & (token != judge.NOWHERE)).any()))
+        return bool(settle(sends, *others))
+
+    monkeypatch.setattr(judge, "_settle", noting)
+    assert all(Subject(plan).judge() for recipe, plan in PLANS if recipe == name)
+    assert any(found)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -70,14 +70,14 @@ _OF_PROGRAMS = (
 _REPORT = Rule("report", 9, reported.check, 10, tuple(rule.name for rule in _OF_PROGRAMS))
 RULES = (*_OF_PROGRAMS, _REPORT)
 #: those that `judge.py` stands for
-_JUDGED = ("operands", "transfers", "heads", "dataflow", "delivery")
+_JUDGED = ("operands", "transfers", "heads", "dataflow", "delivery", "results")
 _BEFORE, _REST = RULES[:3], RULES[3:]
 _STAGES = {rule.name: rule.stage for rule in RULES}
 
 
-def verify(plan: Plan) -> None:
-    """Raises VerifyError, which lists the violations, where the plan breaks a rule."""
-    violations = check(plan)
+def verify(plan: Plan, threads: int = 1) -> None:
+    """Raises VerifyError, which lists the violations, where the plan breaks a rule. threads: how many may look."""
+    violations = check(plan, threads)
     if violations:
         rest = len(violations) - _SHOWN
         lines = [f"the plan breaks {_count(violations)}", *map(str, violations[:_SHOWN])]
@@ -86,12 +86,12 @@ def verify(plan: Plan) -> None:
         raise VerifyError("\n  ".join(lines), violations)
 
 
-def check(plan: Plan) -> tuple[Violation, ...]:
+def check(plan: Plan, threads: int = 1) -> tuple[Violation, ...]:
     """The violations of all rules, the root cause first; at most a few of each rule.
 
     Never raises for what a plan says, however broken it is.
     """
-    subject = Subject(plan)
+    subject = Subject(plan, threads)
     found = _apply_all(_BEFORE, subject, {})
     if not any(found.values()) and subject.judge():
         judged = found | dict.fromkeys(_JUDGED, ())

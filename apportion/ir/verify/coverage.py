@@ -39,12 +39,14 @@ _FREE_PIECES, _PIECES_PER_TASK = 2**22, 64
 class Tasks:
     """The pieces of attention of a program, in global tokens.
 
-    bands: int64 [6, pieces], clipped; task: int64 [pieces], the row of the task list of each. complete: whether the
-    tokens of all tasks are known (a fault of the dataflow hides some).
+    bands: int64 [6, pieces], clipped; task: int64 [pieces], the row of the task list of each; heads: int64 [pieces],
+    the head set of its queries. complete: whether the tokens of all tasks are known (a fault of the dataflow hides
+    some).
     """
 
     bands: Ints
     task: Ints
+    heads: Ints
     complete: bool
 
 
@@ -54,25 +56,28 @@ def tasks_of(program: Program, flow: Flow, homes: Homes) -> Tasks:
     table, operands = program[name], program["operands"]
     columns = np.array([TABLES[name].index(column) for column in ("q", "kv")])
     whole, complete = int(np.count_nonzero(found >= 0)), not (found == NO_TOKEN).any()
-    places = np.empty((7, whole + (len(flow.parts) if whole < len(table) else 0)), np.int64)
-    places[:, whole:] = flow.parts.T[:, : places.shape[1] - whole]
+    places = np.empty((whole + (len(flow.parts) if whole < len(table) else 0), 8), np.int64)
+    places[whole:, :7] = flow.parts[: len(places) - whole]
     _place_whole(table.data, table.ptr, columns, operands.data, operands.ptr, flow.tokens, places)
+    places[:, 7] = operands["heads"][program.task_operand("q", places[:, 0])]
     return cut(program, places, homes, complete)
 
 
 def cut(program: Program, places: Ints, homes: Homes, complete: bool = True) -> Tasks:
-    """Bands of parts of tasks, int64 [7, parts] as in `Flow.parts`. Raises CapacityError for too many."""
+    """Bands of parts of tasks, int64 [parts, 8] as in `Flow.parts` and the head sets of their queries. Raises
+    CapacityError for too many."""
     table = program.source[program.task_list]
     axis, diagonals = (homes.starts, homes.tokens), np.stack([table.wide("dmin"), table.wide("dmax")])
-    most, room = _FREE_PIECES + _PIECES_PER_TASK * len(table), 2 * places.shape[1]
-    bands, task = np.empty((6, room), np.int64), np.empty(room, np.int64)
-    count = _cut(places, diagonals, *axis, bands, task, most)
+    most, room = _FREE_PIECES + _PIECES_PER_TASK * len(table), 2 * len(places)
+    found = np.empty((8, room), np.int64)
+    count = _cut(places, diagonals, *axis, found, most)
     if count > most:
         raise CapacityError(f"the tasks fall into more than {most} runs of tokens: too many to verify")
     if count > room:
-        bands, task = np.empty((6, count), np.int64), np.empty(count, np.int64)
-        _cut(places, diagonals, *axis, bands, task, most)
-    return Tasks(np.ascontiguousarray(bands[:, :count]), task[:count], complete)
+        found = np.empty((8, count), np.int64)
+        _cut(places, diagonals, *axis, found, most)
+    found = np.ascontiguousarray(found[:, :count])
+    return Tasks(found[:6], found[6], found[7], complete)
 
 
 def check(subject: Subject) -> Iterator[Violation]:
@@ -101,11 +106,14 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
     if not program.splits_heads:
         yield "", None
         return
-    sets = program["operands"]["heads"][program.task_operand("q")][tasks.task]
+    sets = tasks.heads
     used = np.flatnonzero(np.bincount(sets)).tolist()
     member = np.zeros((len(used), program.q_sets.heads), bool)
     for i, number in enumerate(used):
         member[i, program.q_sets.members[number]] = True
+    if used and (member.sum(axis=0) == 1).all() and _are_copies(tasks, len(used)):
+        yield f" of query heads {_few(np.flatnonzero(member[0]))}", np.flatnonzero(sets == used[0])
+        return
     groups, first, inverse = np.unique(member, axis=1, return_index=True, return_inverse=True)
     seen: list[Ints] = []
     for group in np.argsort(first).tolist():
@@ -119,6 +127,15 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
         if not any(np.array_equal(ordered, other) for other in seen):
             seen.append(ordered)
             yield f" of query heads {_few(np.flatnonzero(inverse.ravel() == group))}", chosen
+
+
+def _are_copies(tasks: Tasks, sets: int) -> bool:
+    """Whether each of so many head sets has the same bands in the same order, as members of a group have them."""
+    order = np.argsort(tasks.heads, kind="stable")
+    if len(order) % sets or (np.diff(tasks.heads[order].reshape(sets, -1)[:, [0, -1]]) != 0).any():
+        return False
+    bands = tasks.bands[:, order].reshape(6, sets, -1)
+    return bool((bands == bands[:, :1]).all())
 
 
 def _by_corner(bands: Ints) -> Ints:
@@ -237,21 +254,21 @@ def _place_whole(
     for rank in range(len(ptr) - 1):
         for i in range(ptr[rank], ptr[rank + 1]):
             if tokens[0, i] >= 0:
-                places[0, count], places[1, count], places[4, count] = i, 0, 0
-                places[2, count], places[3, count] = operands[3, bases[rank] + table[query, i]], tokens[0, i]
-                places[5, count], places[6, count] = operands[3, bases[rank] + table[key, i]], tokens[1, i]
+                places[count, 0], places[count, 1], places[count, 4] = i, 0, 0
+                places[count, 2], places[count, 3] = operands[3, bases[rank] + table[query, i]], tokens[0, i]
+                places[count, 5], places[count, 6] = operands[3, bases[rank] + table[key, i]], tokens[1, i]
                 count += 1
 
 
 @lean
-def _cut(
-    places: Ints, diagonals: Ints, starts: Ints, tokens: Ints, bands: Ints, task: Ints, most: int
-) -> int:
+def _cut(places: Ints, diagonals: Ints, starts: Ints, tokens: Ints, bands: Ints, most: int) -> int:
     """Cuts parts of tasks into runs of tokens; those without an allowed pair drop out. Their number, as far as `most`;
-    they are written down where there is room. starts, tokens: as in `Homes`."""
+    where there is room, their bands are written down, and behind each its task and its heads. starts, tokens: as in
+    `Homes`."""
     count, run, other = 0, 0, 0
-    for part in range(places.shape[1]):
-        i, row, rows, q, key_row, keys, k = places[:, part]
+    for part in range(len(places)):
+        i, row, rows, q = places[part, 0], places[part, 1], places[part, 2], places[part, 3]
+        key_row, keys, k = places[part, 4], places[part, 5], places[part, 6]
         dmin, dmax = diagonals[0, i] + q - k + key_row - row, diagonals[1, i] + q - k + key_row - row
         run = _run_of(starts, q, run)
         while starts[run] < q + rows:
@@ -261,7 +278,7 @@ def _cut(
             other = _run_of(starts, k0, other) if k0 < k1 else other
             while k0 < k1 and starts[other] < k1:
                 count += 1
-                if count <= len(task):
+                if count <= bands.shape[1]:
                     shift = tokens[run] - starts[run]
                     move = shift - (tokens[other] - starts[other])
                     bands[0, count - 1], bands[1, count - 1] = q0 + shift, q1 + shift
@@ -269,7 +286,7 @@ def _cut(
                     bands[3, count - 1] = min(starts[other + 1], k + keys) + shift - move
                     bands[4, count - 1] = max(dmin + move, bands[0, count - 1] - bands[3, count - 1] + 1)
                     bands[5, count - 1] = min(dmax + move, bands[1, count - 1] - bands[2, count - 1] - 1)
-                    task[count - 1] = i
+                    bands[6, count - 1], bands[7, count - 1] = i, places[part, 7]
                 elif count > most:
                     return count
                 other += 1

@@ -1,10 +1,10 @@
 """A quick judge of programs: one walk over each rank, which says that all is right, or that it does not know.
 
-It stands for the rules `operands`, `transfers`, `heads`, `dataflow` and `delivery` where it says yes. Where it says no
-(something is wrong, or has a form that it does not follow) those rules run and explain. It shares nothing with their
-interpreter (`machine.py`) but codes.
+It stands for the rules `operands`, `transfers`, `heads`, `dataflow`, `delivery` and `results` where it says yes. Where
+it says no (something is wrong, or has a form that it does not follow) those rules run and explain. It shares nothing
+with their interpreter (`machine.py`) but codes.
 
-Ranks are walked one after another, over the same scratch memory:
+Ranks are walked one after another, over the same scratch memory, or ranges of them by several threads:
 
     home rows    ranges whose heads are produced, cleared, finished or on their way: bits of heads. Home rows hold their
                  own tokens or none, so no tokens are noted
@@ -12,37 +12,44 @@ Ranks are walked one after another, over the same scratch memory:
                  into what a send s carries: (2 s + 2) << 40 plus the row, (2 s + 3) << 40 of a partial
 
 What comes from home rows has a known address before anything runs. What comes from work rows is settled in the end:
-additions and home rows that took tokens for granted wrote down which two must be the same.
+additions and home rows that took tokens for granted wrote down which rows must be the same. A tile of several runs is
+noted as such, run by run (`parcels`), and whoever holds rows of it is told then which they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, PARTIALS, TABLES, Op, Tensor
-from apportion.ir.jit import inlined, lean
+from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, PARTIALS, RESULTS, TABLES, Op, Tensor
+from apportion.ir.jit import inlined, lean, unlocked
 from apportion.ir.plan import Ints, Table
+from apportion.ir.threads import spread
 from apportion.ir.verify.homes import Homes
-from apportion.ir.verify.view import HOME, WORK, HeadSets, Program
+from apportion.ir.verify.view import HOME, WORK, Bools, HeadSets, Program
 
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
 # file changes.
 
 # columns of a node, a range of rows; of work rows: the offset from row to token, its state, the number of its heads,
-# the round that brings it, and two that send it
-LO, HI, AFTER, BEFORE, OFFSET, STATE, HEADS, READY, SENDING, SENDING_TOO = range(10)
-# of home rows, bits of heads: with contributions, cleared, finished, being received, sent
-LIVE_BITS, CLEARED_BITS, VALUE_BITS, FLIGHT_BITS, SENT_BITS = range(4, 9)
+# the round that brings it, and from SENDING on rounds that send it: -1 for none, and behind that there are none
+LO, HI, AFTER, BEFORE, OFFSET, STATE, HEADS, READY, SENDING = range(9)
+NODE = 16
+# of home rows, bits of heads: with contributions, cleared, finished, being received, sent, given results
+LIVE_BITS, CLEARED_BITS, VALUE_BITS, FLIGHT_BITS, SENT_BITS, RESULT_BITS = range(4, 10)
 EMPTY, CLEARED, LIVE, VALUE = range(4)
 
-# columns of a place, (tensor, space): its nodes are found through the one at every 2**SHIFT rows
-SHIFT, OPEN, FIRST_NEAR = range(3)
+# columns of a place, (tensor, space): its nodes are found through the one at every 2**SHIFT rows; whether there are
+# any yet; its rows
+SHIFT, OPEN, ROOM, FIRST_NEAR = range(4)
 PLACES = 2 * (max(Tensor) + 1)
-# columns of the line behind the places
-USED, FREE, PIECES, CONDITIONS, RESULTS_SEEN = range(5)
+# columns of the line behind the places: nodes in use and the first out of use; lines in use of `places`, `conditions`
+# and `parcels`, and the end of those that may be used; of the rank that is walked its first instruction, the address of
+# its first home row, and the first and the end of what is sent to it; tensors whose home rows hold values, as bits
+USED, FREE, PIECES, CONDITIONS, PARCELS, PARCELS_END, BEGIN, ADDRESS, SENT, SENT_END, GIVEN = range(11)
 
 # columns of a run: first row of the operand, rows, token, state
 RUN_ROW, RUN_ROWS, RUN_TOKEN, RUN_STATE = range(4)
@@ -54,6 +61,9 @@ _LIMIT = 2**30 - 1  # of all numbers in tables: sums of two fit 32 bits
 _NEAR = 256
 _RUNS = 4096  # room for runs of an operand: two of them, and a third behind
 _MOST_HEADS = 60
+_TOUCHED = 1 << _MOST_HEADS  # beside RESULT_BITS: something else than results and `finish` came to the rows
+_DIAGONALS = ("dmin", "dmax")  # columns whose numbers may be negative; `structure` has seen to the others
+_ROWS_OF_TILE = (1 << TILE_SHIFT) - 1
 
 _PARTIAL_BITS = sum(1 << tensor for tensor in PARTIALS)
 _HEADLESS_BITS, _KV_BITS = (sum(1 << tensor for tensor in some) for some in (HEADLESS, KV_SIDE))
@@ -65,8 +75,10 @@ _CLEAR, _PROJECT, _PROJECT_GRAD = int(Op.CLEAR), int(Op.PROJECT), int(Op.PROJECT
 _FINISH, _DELIVER = int(Op.FINISH), int(Op.DELIVER)
 _SUM_BITS = (1 << _DQ) | (1 << _DKV) | (1 << _DX)
 _DELIVERED_BITS = (1 << _O) | (1 << _DQ) | (1 << _DKV)
+_FULL = NOWHERE - 1
 
-# columns of a send: its rank, round, tile, and the token of its first row
+# columns of a send: its rank, round, tile (twice its number, and 1 where it leaves home rows), and the token of its
+# first row, which only of home rows is known before all ranks are walked
 SENDER, ROUND, TILE, TOKEN = range(4)
 
 
@@ -88,20 +100,20 @@ def _new(m: Ints, near: Ints) -> int:
 
 
 @lean
-def _open(m: Ints, near: Ints, place: int, rows: int) -> bool:
+def _open(m: Ints, near: Ints, place: int) -> bool:
     """Makes a place one node without contents; whether it is one."""
     if near[place, OPEN]:
         return True
-    node, shift, last = _new(m, near), 0, near.shape[1] - FIRST_NEAR - 1
+    node, rows, shift, last = _new(m, near), near[place, ROOM], 0, near.shape[1] - FIRST_NEAR - 1
     if node < 0 or rows <= 0:
         return False
     while (rows - 1) >> shift > last:
         shift += 1
-    for column in range(m.shape[1]):
+    for column in range(NODE):
         m[node, column] = 0
     m[node, LO], m[node, HI], m[node, AFTER], m[node, BEFORE] = 0, rows, -1, -1
     if place & 1:
-        m[node, READY] = m[node, SENDING] = m[node, SENDING_TOO] = -1
+        m[node, READY] = m[node, SENDING] = -1
     near[place, SHIFT], near[place, OPEN] = shift, 1
     near[place, FIRST_NEAR : FIRST_NEAR + ((rows - 1) >> shift) + 1] = node
     return True
@@ -132,7 +144,7 @@ def _split(m: Ints, near: Ints, place: int, node: int, row: int) -> int:
     if new < 0:
         return -1
     low, high = m[node, LO], m[node, HI]
-    for column in range(m.shape[1]):
+    for column in range(NODE):
         m[new, column] = m[node, column]
     if row - low < high - row:
         m[new, HI], m[node, LO] = row, row
@@ -201,11 +213,15 @@ def _over(rounds: Ints, number: int, begin: int) -> bool:
 @lean
 def _is_still(m: Ints, node: int, rounds: Ints, begin: int) -> bool:
     """Whether a node of work rows is neither being received nor being sent."""
-    return (
-        _over(rounds, m[node, READY], begin)
-        and _over(rounds, m[node, SENDING], begin)
-        and _over(rounds, m[node, SENDING_TOO], begin)
-    )
+    if not _over(rounds, m[node, READY], begin):
+        return False
+    for column in range(SENDING, NODE):
+        number = m[node, column]
+        if number < 0:
+            break
+        if rounds[1, number] < begin:
+            return False
+    return True
 
 
 @lean
@@ -219,10 +235,9 @@ def _put(
     offset: int,
     heads: int,
     rounds: Ints,
-    begin: int,
 ) -> int:
     """Overwrites work rows, in which nothing may be needed or under way; the node, -1 where that is not so."""
-    node = _slice(m, near, place, low, high)
+    node, begin = _slice(m, near, place, low, high), near[PLACES, BEGIN]
     other = node
     while other >= 0 and m[other, LO] < high:
         if m[other, STATE] == LIVE or not _is_still(m, other, rounds, begin):
@@ -231,19 +246,19 @@ def _put(
     if node >= 0:
         _absorb(m, near, place, node, high)
         m[node, STATE], m[node, OFFSET], m[node, HEADS] = state, offset, heads
-        m[node, READY] = m[node, SENDING] = m[node, SENDING_TOO] = -1
+        m[node, READY] = m[node, SENDING] = -1
     return node
 
 
 @lean
-def _condition(near: Ints, conditions: Ints, source: int, target: int) -> bool:
-    """Takes it for granted that two tokens are one. False where they are known to be two."""
+def _condition(near: Ints, conditions: Ints, source: int, target: int, rows: int) -> bool:
+    """Takes it for granted that so many rows from two tokens on are the same. False where they are known to differ."""
     if source == target:
         return True
     line = near[PLACES, CONDITIONS]
     if max(source, target) < _UNKNOWN or line == conditions.shape[1]:
         return False
-    conditions[0, line], conditions[1, line] = source, target
+    conditions[0, line], conditions[1, line], conditions[2, line] = source, target, rows
     near[PLACES, CONDITIONS] = line + 1
     return True
 
@@ -255,7 +270,7 @@ def _doubt(token: int) -> int:
     return 0 if token < _UNKNOWN else 1 + ((token >> TILE_SHIFT) & 1)
 
 
-@lean
+@inlined
 def _add(
     m: Ints,
     near: Ints,
@@ -266,13 +281,10 @@ def _add(
     offset: int,
     heads: int,
     rounds: Ints,
-    begin: int,
     conditions: Ints,
 ) -> bool:
     """Adds a contribution, of cleared rows nothing, to partials in work rows."""
-    node = _find(m, near, place, low)
-    if m[node, STATE] == CLEARED and state == LIVE:
-        node = _slice(m, near, place, low, high)
+    node, begin = _find(m, near, place, low), near[PLACES, BEGIN]
     while node >= 0 and m[node, LO] < high:
         held = m[node, STATE]
         if (
@@ -283,21 +295,23 @@ def _add(
             return False
         if held == CLEARED and state == LIVE:
             if m[node, LO] < low or m[node, HI] > high:
-                return False
+                node = _slice(m, near, place, low, min(high, m[node, HI]))
+                if node < 0:
+                    return False
             m[node, STATE], m[node, OFFSET] = LIVE, offset
         elif state == LIVE and m[node, OFFSET] != offset:
             token, its = low + offset, low + m[node, OFFSET]
             if _doubt(token) < _doubt(its) and m[node, LO] == low and m[node, HI] <= high:
                 token, its = its, token
                 m[node, OFFSET] = offset
-            if not _condition(near, conditions, token, its):
+            if not _condition(near, conditions, token, its, min(high, m[node, HI]) - low):
                 return False
         low = m[node, HI]
         node = m[node, AFTER]
     return low >= high
 
 
-@lean
+@inlined
 def _read(
     m: Ints,
     near: Ints,
@@ -307,12 +321,11 @@ def _read(
     heads: int,
     values: bool,
     rounds: Ints,
-    begin: int,
     runs: Ints,
 ) -> int:
     """Fills `runs` with what work rows hold, values or partials, joined where tokens go on; their number, -1 where
     they hold something else or too many."""
-    count, row = 0, low
+    count, row, begin = 0, low, near[PLACES, BEGIN]
     node = _find(m, near, place, low)
     while row < high:
         state, stop = m[node, STATE], min(high, m[node, HI])
@@ -341,11 +354,9 @@ def _next_token(runs: Ints, run: int) -> int:
 
 
 @lean
-def _spend(
-    m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, begin: int, number: int
-) -> bool:
+def _spend(m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, number: int) -> bool:
     """Partials leave work rows, with the round of that number or -1; nothing else may be sending them."""
-    node = _slice(m, near, place, low, high)
+    node, begin = _slice(m, near, place, low, high), near[PLACES, BEGIN]
     if node < 0:
         return False
     other = node
@@ -354,24 +365,24 @@ def _spend(
             return False
         other = m[other, AFTER]
     _absorb(m, near, place, node, high)
-    m[node, STATE], m[node, SENDING] = EMPTY, number
-    m[node, READY] = m[node, SENDING_TOO] = -1
+    m[node, STATE], m[node, READY] = EMPTY, -1
+    m[node, SENDING], m[node, SENDING + 1] = number, -1
     return True
 
 
 @lean
-def _mark_sent(
-    m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, begin: int, number: int
-) -> bool:
-    """Values of work rows are sent in a round, in two at a time at most."""
-    node = _find(m, near, place, low)
+def _mark_sent(m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, number: int) -> bool:
+    """Values of work rows are sent in a round; False where too many send them at a time."""
+    node, begin = _find(m, near, place, low), near[PLACES, BEGIN]
     while low < high:
-        if m[node, SENDING] == number or _over(rounds, m[node, SENDING], begin):
-            m[node, SENDING] = number
-        elif m[node, SENDING_TOO] == number or _over(rounds, m[node, SENDING_TOO], begin):
-            m[node, SENDING_TOO] = number
-        else:
+        column = SENDING
+        while column < NODE and m[node, column] != number and not _over(rounds, m[node, column], begin):
+            column += 1
+        if column == NODE:
             return False
+        if m[node, column] < 0 and column + 1 < NODE:
+            m[node, column + 1] = -1
+        m[node, column] = number
         low, node = m[node, HI], m[node, AFTER]
     return True
 
@@ -379,20 +390,24 @@ def _mark_sent(
 # ---------------------------------------------------------------------------------------------- home rows
 
 # what happens to home rows: a partial is put or added, or the identity put; rows are received, have arrived; are
-# finished; a partial is taken; values are read, or sent
+# finished; a partial is taken; values are read, or sent, or set; a result is put, or received
 _TO_PUT, _TO_ADD, _TO_CLEAR, _TO_RECEIVE, _TO_ARRIVE, _TO_FINISH, _TO_TAKE, _TO_READ, _TO_SEND, _TO_SET = (
     range(10)
 )
+_TO_DELIVER, _TO_RECEIVE_RESULT = 10, 11
 
 
 @lean
-def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, rows: int, bits: int, what: int) -> bool:
-    """Does something with rows of a tensor that is not given, and those heads; False where that is not proper.
-    rows: of the rank."""
+def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, bits: int, what: int) -> bool:
+    """Does something with rows of a tensor that is not given, and those heads; False where that is not proper."""
     place = 2 * tensor
-    if not _open(m, near, place, rows):
+    if not _open(m, near, place):
         return False
-    partial = (_PARTIAL_BITS >> tensor) & 1 == 1
+    partial, mark = (_PARTIAL_BITS >> tensor) & 1 == 1, _TOUCHED
+    if what >= _TO_DELIVER:
+        mark = bits
+    elif what == _TO_ARRIVE or what == _TO_FINISH:  # noqa: SIM109  a tuple costs three times as much
+        mark = 0
     node = _find(m, near, place, low) if what == _TO_READ else _slice(m, near, place, low, high)
     if node < 0:
         return False
@@ -403,6 +418,7 @@ def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, rows: int, b
             m[node, VALUE_BITS] & bits,
         )
         flight, sent = m[node, FLIGHT_BITS] & bits, m[node, SENT_BITS] & bits
+        m[node, RESULT_BITS] |= mark
         if what == _TO_ARRIVE:
             m[node, FLIGHT_BITS] &= ~bits
             if partial:
@@ -429,7 +445,7 @@ def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, rows: int, b
             if live:
                 return False
             m[node, CLEARED_BITS] &= ~bits
-            if what == _TO_PUT:
+            if what == _TO_PUT or what == _TO_DELIVER:  # noqa: SIM109  as above
                 m[node, LIVE_BITS] |= bits
             elif what == _TO_CLEAR:
                 m[node, CLEARED_BITS] |= bits
@@ -477,36 +493,23 @@ def _are_placed(
 
 @lean
 def _gather(
-    m: Ints,
-    near: Ints,
-    operands: Ints,
-    x: int,
-    values: bool,
-    given: int,
-    sets: Ints,
-    home: Ints,
-    rounds: Ints,
-    begin: int,
-    runs: Ints,
+    m: Ints, near: Ints, operands: Ints, x: int, values: bool, sets: Ints, rounds: Ints, runs: Ints
 ) -> int:
     """Fills `runs` with what an operand holds: values, which stay, or partials, which at home are taken; their number,
-    -1 where it holds something else. sets: int64 [2, 2, sets], bits and number of the heads of each; home: the rank's
-    rows and the address of the first."""
+    -1 where it holds something else. sets: int64 [2, 2, sets], bits and number of the heads of each."""
     tensor, low, rows = int(operands[0, x]), int(operands[2, x]), int(operands[3, x])
     side = (_KV_BITS >> tensor) & 1
     if operands[1, x] != HOME:
-        place = 2 * tensor + 1
-        if not near[place, OPEN]:
-            return -1
-        return _read(
-            m, near, place, low, low + rows, sets[1, side, operands[5, x]], values, rounds, begin, runs
+        place, heads = 2 * tensor + 1, sets[1, side, operands[5, x]]
+        return (
+            _read(m, near, place, low, low + rows, heads, values, rounds, runs) if near[place, OPEN] else -1
         )
-    if not (values and (given >> tensor) & 1):
+    given = (near[PLACES, GIVEN] >> tensor) & 1 == 1
+    if not (values and given):
         bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
-        what = _TO_READ if values else _TO_TAKE
-        if (given >> tensor) & 1 or not _at_home(m, near, tensor, low, low + rows, home[0], bits, what):
+        if given or not _at_home(m, near, tensor, low, low + rows, bits, _TO_READ if values else _TO_TAKE):
             return -1
-    runs[0, RUN_ROW], runs[0, RUN_ROWS], runs[0, RUN_TOKEN] = 0, rows, home[1] + low
+    runs[0, RUN_ROW], runs[0, RUN_ROWS], runs[0, RUN_TOKEN] = 0, rows, near[PLACES, ADDRESS] + low
     runs[0, RUN_STATE] = VALUE if values else LIVE
     return 1
 
@@ -520,31 +523,26 @@ def _write(
     runs: Ints,
     count: int,
     partial: bool,
-    adds: bool,
-    given: int,
+    at_home: int,
     sets: Ints,
-    home: Ints,
-    arena_rows: Ints,
     rounds: Ints,
-    begin: int,
     conditions: Ints,
 ) -> bool:
-    """Puts runs into an operand or adds them to it, as partials or values; cleared ones stay cleared."""
-    tensor, first, space = int(operands[0, x]), int(operands[2, x]), operands[1, x]
+    """Puts runs into an operand, as partials or values, or adds them to it; cleared ones stay cleared. at_home: what
+    happens where that is home rows; _TO_ADD adds."""
+    tensor, first = int(operands[0, x]), int(operands[2, x])
     side = (_KV_BITS >> tensor) & 1
-    if space == HOME:
-        if (given >> tensor) & 1:
+    if operands[1, x] == HOME:
+        if (near[PLACES, GIVEN] >> tensor) & 1:
             return False
         for run in range(count):
-            token = runs[run, RUN_TOKEN]
-            wanted = home[1] + first + runs[run, RUN_ROW]
-            if token != NOWHERE and not _condition(near, conditions, token, wanted):
+            token, wanted = runs[run, RUN_TOKEN], near[PLACES, ADDRESS] + first + runs[run, RUN_ROW]
+            if token != NOWHERE and not _condition(near, conditions, token, wanted, runs[run, RUN_ROWS]):
                 return False
         bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
-        what = _TO_ADD if adds else _TO_PUT if partial else _TO_SET
-        return _at_home(m, near, tensor, first, first + operands[3, x], home[0], bits, what)
+        return _at_home(m, near, tensor, first, first + operands[3, x], bits, at_home)
     place, heads = 2 * tensor + 1, sets[1, side, operands[5, x]]
-    if not _open(m, near, place, arena_rows[tensor]):
+    if not _open(m, near, place):
         return False
     for run in range(count):
         low = first + runs[run, RUN_ROW]
@@ -552,10 +550,10 @@ def _write(
         cleared = runs[run, RUN_STATE] == CLEARED
         state = CLEARED if cleared else LIVE if partial else VALUE
         offset = NOWHERE if cleared else runs[run, RUN_TOKEN] - low
-        if adds:
-            if not _add(m, near, place, low, high, state, offset, heads, rounds, begin, conditions):
+        if at_home == _TO_ADD:
+            if not _add(m, near, place, low, high, state, offset, heads, rounds, conditions):
                 return False
-        elif _put(m, near, place, low, high, state, offset, heads, rounds, begin) < 0:
+        elif _put(m, near, place, low, high, state, offset, heads, rounds) < 0:
             return False
     return True
 
@@ -578,17 +576,78 @@ def _hold_alike(runs: Ints, count: int, other: Ints, others: int, near: Ints, co
     i, j, row = 0, 0, 0
     while i < count and j < others:
         token, its = runs[i, RUN_TOKEN], other[j, RUN_TOKEN]
+        end, its_end = runs[i, RUN_ROW] + runs[i, RUN_ROWS], other[j, RUN_ROW] + other[j, RUN_ROWS]
+        stop = min(end, its_end)
         if token != NOWHERE and its != NOWHERE:
             token, its = token + row - runs[i, RUN_ROW], its + row - other[j, RUN_ROW]
-            if not _condition(near, conditions, token, its):
+            if not _condition(near, conditions, token, its, stop - row):
                 return False
-        end, its_end = runs[i, RUN_ROW] + runs[i, RUN_ROWS], other[j, RUN_ROW] + other[j, RUN_ROWS]
-        row = min(end, its_end)
-        i, j = i + (end == row), j + (its_end == row)
+        row, i, j = stop, i + (end == stop), j + (its_end == stop)
     return i == count and j == others and count > 0
 
 
 # ---------------------------------------------------------------------------------------------- ops
+
+
+@lean
+def _tile_token(near: Ints, runs: Ints, count: int, rows: int, parcels: Ints) -> int:
+    """What a send of these runs carries: the token of its first row, where their tokens go on, NOWHERE for zeros; else
+    -1 less the line of `parcels` from where its runs stand; _FULL where there is no room."""
+    token, same = NOWHERE, True
+    for run in range(count):
+        if runs[run, RUN_STATE] != CLEARED:
+            at = runs[run, RUN_TOKEN] - runs[run, RUN_ROW]
+            same = same and (token == NOWHERE or at == token)
+            token = at if token == NOWHERE else token
+    if same:
+        return token
+    line = near[PLACES, PARCELS]
+    if line + count + 2 > near[PLACES, PARCELS_END]:
+        return _FULL
+    parcels[0, line] = count
+    for run in range(count):
+        parcels[0, line + 1 + run], parcels[1, line + 1 + run] = runs[run, RUN_ROW], runs[run, RUN_TOKEN]
+    parcels[0, line + 1 + count] = rows
+    near[PLACES, PARCELS] = line + count + 2
+    return -1 - line  # type: ignore[no-any-return]
+
+
+@lean
+def _send(
+    m: Ints,
+    near: Ints,
+    operands: Ints,
+    x: int,
+    number: int,
+    results: bool,
+    sets: Ints,
+    rounds: Ints,
+    parcels: Ints,
+    sends: Ints,
+    send: int,
+    runs: Ints,
+) -> bool:
+    """A tile leaves in a round."""
+    tensor, low, rows = int(operands[0, x]), int(operands[2, x]), int(operands[3, x])
+    partial = (_PARTIAL_BITS >> tensor) & 1 == 1
+    if operands[1, x] == HOME:
+        if partial or results:
+            return False
+        side = (_KV_BITS >> tensor) & 1
+        bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
+        fixed = (near[PLACES, GIVEN] >> tensor) & 1 == 1
+        return fixed or _at_home(m, near, tensor, low, low + rows, bits, _TO_SEND)
+    count = _gather(m, near, operands, x, not partial, sets, rounds, runs)
+    if count < 1:
+        return False
+    token = _tile_token(near, runs, count, rows, parcels)
+    sends[send, TOKEN] = token
+    if token == _FULL:
+        return False
+    place = 2 * tensor + 1
+    if partial:
+        return _spend(m, near, place, low, low + rows, rounds, number)
+    return _mark_sent(m, near, place, low, low + rows, rounds, number)
 
 
 @inlined
@@ -601,88 +660,54 @@ def _launch(
     first: int,
     end: int,
     number: int,
-    tile_sets: int,
-    given: int,
+    results: bool,
     sets: Ints,
-    home: Ints,
-    arena_rows: Ints,
     rounds: Ints,
-    begin: int,
     conditions: Ints,
+    parcels: Ints,
     sends: Ints,
     slots: Ints,
     next_send: Ints,
-    limits: Ints,
     runs: Ints,
 ) -> bool:
-    """Sends and receives of a round. next_send: int64 [ranks], the next send of each rank to this one; limits: the
-    first of its sends and the end of them."""
+    """Sends and receives of a round. next_send: int64 [ranks], the next send of each rank to this one."""
     for t in range(first, end):
         peer, x = transfers[1, t], base + transfers[2, t]
-        tensor, low, high = int(operands[0, x]), int(operands[2, x]), operands[2, x] + operands[3, x]
-        side, partial, at_home = (
-            (_KV_BITS >> tensor) & 1,
-            (_PARTIAL_BITS >> tensor) & 1,
-            operands[1, x] == HOME,
-        )
-        headless, place = (_HEADLESS_BITS >> tensor) & 1, 2 * tensor + 1
-        if tensor == 0:
+        tensor, low, rows = int(operands[0, x]), int(operands[2, x]), int(operands[3, x])
+        side, partial = (_KV_BITS >> tensor) & 1, (_PARTIAL_BITS >> tensor) & 1
+        if tensor == 0 or (results and not (_DELIVERED_BITS >> tensor) & 1):
             return False
-        bits = 1 if headless else sets[0, side, operands[5, x]]
         if transfers[0, t]:
-            if at_home:
-                if partial:
-                    return False
-                fixed = (given >> tensor) & 1 == 1
-                if not fixed and not _at_home(m, near, tensor, low, high, home[0], bits, _TO_SEND):
-                    return False
-                continue
-            count = _gather(m, near, operands, x, not partial, given, sets, home, rounds, begin, runs)
-            token = NOWHERE
-            for run in range(count):
-                if runs[run, RUN_STATE] != CLEARED:
-                    at = runs[run, RUN_TOKEN] - runs[run, RUN_ROW]
-                    if token != NOWHERE and _doubt(token) > _doubt(at):
-                        token, at = at, token
-                    if token != NOWHERE and not _condition(near, conditions, at, token):
-                        return False
-                    token = at if token == NOWHERE else token
-            if count < 1:
-                return False
-            sends[slots[t], TOKEN] = token
-            if partial:
-                if not _spend(m, near, place, low, high, rounds, begin, number):
-                    return False
-            elif not _mark_sent(m, near, place, low, high, rounds, begin, number):
+            if not _send(m, near, operands, x, number, results, sets, rounds, parcels, sends, slots[t], runs):
                 return False
             continue
-        send = next_send[peer]
-        if (
-            send < limits[0]
-            or send >= limits[1]
-            or sends[send, SENDER] != peer
-            or sends[send, ROUND] != number
-        ):
+        send, heads = next_send[peer], sets[1, side, operands[5, x]]
+        if send < near[PLACES, SENT] or send >= near[PLACES, SENT_END]:
             return False
-        tile = (int(operands[3, x]) * PLACES + tensor) * tile_sets + sets[1, side, operands[5, x]]
-        if sends[send, TILE] != tile:
+        if sends[send, SENDER] != peer or sends[send, ROUND] != number:
+            return False
+        if sends[send, TILE] >> 1 != (rows * PLACES + tensor) * sets.shape[2] + heads:
             return False
         next_send[peer] = send + 1
-        token = sends[send, TOKEN]
-        cleared = partial and peer < limits[2] and token == NOWHERE
-        if token < 0 or token >= _UNKNOWN:
-            token = (2 * send + 2 + partial) << TILE_SHIFT
-        if at_home:
-            if (given >> tensor) & 1 or not (cleared or _condition(near, conditions, token, home[1] + low)):
+        token = (2 * send + 2 + partial) << TILE_SHIFT
+        if sends[send, TILE] & 1:
+            token = sends[send, TOKEN]
+        if operands[1, x] == HOME:
+            wanted = near[PLACES, ADDRESS] + low
+            if (near[PLACES, GIVEN] >> tensor) & 1:
                 return False
-            if not _at_home(m, near, tensor, low, high, home[0], bits, _TO_RECEIVE):
+            if not _condition(near, conditions, token, wanted, rows):
                 return False
-            rounds[2, number] = begin
+            bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
+            what = _TO_RECEIVE_RESULT if results else _TO_RECEIVE
+            if not _at_home(m, near, tensor, low, low + rows, bits, what):
+                return False
+            rounds[2, number] = near[PLACES, BEGIN]
         else:
-            if not _open(m, near, place, arena_rows[tensor]):
+            place, state = 2 * tensor + 1, LIVE if partial else VALUE
+            if results or not _open(m, near, place):
                 return False
-            state, heads = CLEARED if cleared else LIVE if partial else VALUE, sets[1, side, operands[5, x]]
-            node = _put(m, near, place, low, high, state, token - low, heads, rounds, begin)
+            node = _put(m, near, place, low, low + rows, state, token - low, heads, rounds)
             if node < 0:
                 return False
             m[node, READY] = number
@@ -691,15 +716,7 @@ def _launch(
 
 @inlined
 def _arrive(
-    m: Ints,
-    near: Ints,
-    operands: Ints,
-    base: int,
-    transfers: Ints,
-    first: int,
-    end: int,
-    sets: Ints,
-    rows: int,
+    m: Ints, near: Ints, operands: Ints, base: int, transfers: Ints, first: int, end: int, sets: Ints
 ) -> None:
     """What home rows received in a round is there."""
     for t in range(first, end):
@@ -708,7 +725,7 @@ def _arrive(
         if transfers[0, t] == 0 and operands[1, x] == HOME:
             side = (_KV_BITS >> tensor) & 1
             bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
-            _at_home(m, near, tensor, low, low + operands[3, x], rows, bits, _TO_ARRIVE)
+            _at_home(m, near, tensor, low, low + operands[3, x], bits, _TO_ARRIVE)
 
 
 @inlined
@@ -722,19 +739,15 @@ def _attend(
     end: int,
     backward: bool,
     pairs: Ints,
-    used: Ints,
-    given: int,
     sets: Ints,
-    home: Ints,
-    arena_rows: Ints,
     rounds: Ints,
-    begin: int,
     conditions: Ints,
     places: Ints,
     runs: Ints,
 ) -> bool:
-    """Tasks of an instruction. pairs: whether query heads of one set find their keys in another; used: bool [sets],
-    marked here. Writes what a task's rows are of to `places`, as in `Flow.parts`."""
+    """Tasks of an instruction. pairs: whether query heads of one set find their keys in another. Writes to `places`
+    what a task's rows are of: its queries where they are others than before, marked -1 less their head set; and its
+    keys, marked with its row."""
     flags, last, count = len(tasks) - 1, -1, 0
     keys, others = runs[_RUNS // 2 :], runs[_RUNS:]
     for i in range(first, end):
@@ -745,85 +758,48 @@ def _attend(
         if operands[0, xk] != _KV or not pairs[operands[5, xq], operands[5, xk]]:
             return False
         if xq != last:
-            count = _gather(m, near, operands, xq, True, given, sets, home, rounds, begin, runs)
+            count = _gather(m, near, operands, xq, True, sets, rounds, runs)
             if operands[0, xq] != _Q or count < 0:
                 return False
-            used[operands[5, xq]] = 1
+            _note(near, runs, count, -1 - operands[5, xq], places)
         if operands[0, xo] != (_DQ if backward else _O) or not _alike(operands, xo, xq, sets):
             return False
-        if backward:
-            for column in range(2, 4):
-                x = base + tasks[column, i]
-                if operands[0, x] != (_DO if column == 2 else _DELTA):
-                    return False
-                if xq == last and tasks[column, i] == tasks[column, i - 1]:
-                    continue
-                found = _gather(m, near, operands, x, True, given, sets, home, rounds, begin, others)
-                if not _alike(operands, x, xq, sets) or not _hold_alike(
-                    runs, count, others, found, near, conditions
-                ):
-                    return False
+        for column in range(2, 4 if backward else 2):
+            x = base + tasks[column, i]
+            if operands[0, x] != (_DO if column == 2 else _DELTA):
+                return False
+            if xq == last and tasks[column, i] == tasks[column, i - 1]:
+                continue
+            found = _gather(m, near, operands, x, True, sets, rounds, others)
+            if not _alike(operands, x, xq, sets):
+                return False
+            if not _hold_alike(runs, count, others, found, near, conditions):
+                return False
         last = xq
-        key_runs = _gather(m, near, operands, xk, True, given, sets, home, rounds, begin, keys)
+        key_runs = _gather(m, near, operands, xk, True, sets, rounds, keys)
         if key_runs < 0:
             return False
-        if not _write(
-            m,
-            near,
-            operands,
-            xo,
-            runs,
-            count,
-            True,
-            flag & 1 == 0,
-            given,
-            sets,
-            home,
-            arena_rows,
-            rounds,
-            begin,
-            conditions,
-        ):
+        how = _TO_PUT if flag & 1 else _TO_ADD
+        if not _write(m, near, operands, xo, runs, count, True, how, sets, rounds, conditions):
             return False
         if backward:
-            x = base + tasks[5, i]
+            x, how = base + tasks[5, i], _TO_PUT if flag & 2 else _TO_ADD
             if operands[0, x] != _DKV or not _alike(operands, x, xk, sets):
                 return False
-            if not _write(
-                m,
-                near,
-                operands,
-                x,
-                keys,
-                key_runs,
-                True,
-                flag & 2 == 0,
-                given,
-                sets,
-                home,
-                arena_rows,
-                rounds,
-                begin,
-                conditions,
-            ):
+            if not _write(m, near, operands, x, keys, key_runs, True, how, sets, rounds, conditions):
                 return False
-        for a in range(count):
-            for b in range(key_runs):
-                at = near[PLACES, PIECES]
-                near[PLACES, PIECES] = at + 1
-                if at < places.shape[1]:
-                    places[0, at] = i
-                    places[1, at], places[2, at], places[3, at] = (
-                        runs[a, RUN_ROW],
-                        runs[a, RUN_ROWS],
-                        runs[a, RUN_TOKEN],
-                    )
-                    places[4, at], places[5, at], places[6, at] = (
-                        keys[b, RUN_ROW],
-                        keys[b, RUN_ROWS],
-                        keys[b, RUN_TOKEN],
-                    )
+        _note(near, keys, key_runs, i, places)
     return True
+
+
+@lean
+def _note(near: Ints, runs: Ints, count: int, mark: int, places: Ints) -> None:
+    """Writes runs down with a mark, where there is room."""
+    first = near[PLACES, PIECES]
+    near[PLACES, PIECES] = first + count
+    for run in range(min(count, len(places) - first)):
+        places[first + run, 0], places[first + run, 1] = mark, runs[run, RUN_ROW]
+        places[first + run, 2], places[first + run, 3] = runs[run, RUN_ROWS], runs[run, RUN_TOKEN]
 
 
 @lean
@@ -838,6 +814,145 @@ def _may_move(operands: Ints, x: int, y: int, sets: Ints) -> bool:
 
 
 @inlined
+def _home_op(
+    m: Ints,
+    near: Ints,
+    operands: Ints,
+    base: int,
+    rowops: Ints,
+    row: int,
+    op: int,
+    backward: bool,
+    sets: Ints,
+) -> bool:
+    """A row of `finish` or `delta`."""
+    a, b, d = rowops[0, row], rowops[1, row], rowops[3, row]
+    xa, xb, xc = base + a, base + b, base + rowops[2, row]
+    tensor, low = int(operands[0, xc]), int(operands[2, xc])
+    bits = sets[0, (_KV_BITS >> tensor) & 1, operands[5, xc]]
+    if d or operands[1, xc] != HOME or backward == (op == _FINISH):
+        return False
+    if op == _FINISH:
+        proper = not a and not b and tensor == _O
+        return proper and _at_home(m, near, tensor, low, low + operands[3, xc], bits, _TO_FINISH)
+    given = near[PLACES, GIVEN]
+    if (
+        operands[0, xa] != _DO
+        or operands[0, xb] != _O
+        or tensor != _DELTA
+        or not (given >> _DO) & (given >> _O) & 1
+    ):
+        return False
+    if operands[1, xa] != HOME or operands[1, xb] != HOME or operands[2, xa] != low or operands[2, xb] != low:
+        return False
+    if not _alike(operands, xb, xa, sets) or not _alike(operands, xc, xa, sets):
+        return False
+    return _at_home(m, near, tensor, low, low + operands[3, xc], bits, _TO_SET)
+
+
+@inlined
+def _project(
+    m: Ints,
+    near: Ints,
+    operands: Ints,
+    base: int,
+    rowops: Ints,
+    row: int,
+    backward: bool,
+    sets: Ints,
+    rounds: Ints,
+    conditions: Ints,
+    runs: Ints,
+) -> bool:
+    """A row of `project_grad` where `backward` says so, else of `project`: a holds X, b and c what is made of it or
+    its gradients, and d the sum of the latter."""
+    xa, others = base + rowops[0, row], runs[_RUNS:]
+    count = _gather(m, near, operands, xa, True, sets, rounds, runs)
+    if operands[0, xa] != _X or count < 0:
+        return False
+    for column in range(1, 3):
+        x = base + rowops[column, row]
+        if x == base:
+            continue
+        if operands[3, x] != operands[3, xa]:
+            return False
+        if not backward:
+            if operands[0, x] != (_Q if column == 1 else _KV):
+                return False
+            if not _write(m, near, operands, x, runs, count, False, _TO_SET, sets, rounds, conditions):
+                return False
+            continue
+        found = _gather(m, near, operands, x, False, sets, rounds, others)
+        if operands[0, x] != (_DQ if column == 1 else _DKV):
+            return False
+        if not _hold_alike(runs, count, others, found, near, conditions):
+            return False
+        low, last = int(operands[2, x]), operands[2, x] + operands[3, x]
+        if operands[1, x] == WORK and not _spend(m, near, 2 * operands[0, x] + 1, low, last, rounds, -1):
+            return False
+    x = base + rowops[3, row]
+    if not backward:
+        return x == base  # type: ignore[no-any-return]
+    if operands[0, x] != _DX or operands[3, x] != operands[3, xa]:
+        return False
+    how = _TO_PUT if rowops[4, row] & 1 else _TO_ADD
+    return _write(m, near, operands, x, runs, count, True, how, sets, rounds, conditions)
+
+
+@inlined
+def _move(
+    m: Ints,
+    near: Ints,
+    operands: Ints,
+    base: int,
+    rowops: Ints,
+    row: int,
+    op: int,
+    backward: bool,
+    sets: Ints,
+    rounds: Ints,
+    conditions: Ints,
+    runs: Ints,
+) -> bool:
+    """A row of `clear`, or of what moves the rows of a into c: `merge`, `add`, `copy`, `deliver`. Each has a case:
+    what its operands must be, what is read, where it goes."""
+    xa, xc = base + rowops[0, row], base + rowops[2, row]
+    tensor, space, low = int(operands[0, xc]), operands[1, xc], int(operands[2, xa])
+    partial, count = (_PARTIAL_BITS >> tensor) & 1 == 1, 1
+    if rowops[1, row] or rowops[3, row]:
+        return False
+    if op == _CLEAR:
+        if xa != base or not partial:
+            return False
+        runs[0, RUN_ROW], runs[0, RUN_ROWS] = 0, operands[3, xc]
+        runs[0, RUN_TOKEN], runs[0, RUN_STATE] = NOWHERE, CLEARED
+        return _write(m, near, operands, xc, runs, 1, True, _TO_CLEAR, sets, rounds, conditions)
+    if xa == base or not _may_move(operands, xa, xc, sets):
+        return False
+    if op == _MERGE and (tensor != _O or backward):
+        return False
+    if op == _ADD and (not (_SUM_BITS >> tensor) & 1 or not backward):
+        return False
+    if op == _DELIVER:
+        if not (_DELIVERED_BITS >> tensor) & 1 or space != HOME or operands[1, xa] != WORK:
+            return False
+        how = _TO_DELIVER
+    else:
+        adds = (op == _MERGE or op == _ADD) and rowops[4, row] & 1 == 0  # noqa: SIM109  a tuple costs three times as much
+        how = _TO_ADD if adds else _TO_PUT if partial else _TO_SET
+    values = op == _COPY and not partial
+    if op == _COPY and partial and operands[1, xa] == HOME:
+        return False  # a copy of finished rows of a sum, or of partials at home
+    count = _gather(m, near, operands, xa, values, sets, rounds, runs)
+    if count < 0:
+        return False
+    if not values and operands[1, xa] == WORK:  # noqa: SIM102  two conditions, one of them done
+        if not _spend(m, near, 2 * tensor + 1, low, low + operands[3, xa], rounds, -1):
+            return False
+    return _write(m, near, operands, xc, runs, count, partial, how, sets, rounds, conditions)
+
+
+@inlined
 def _rowop(
     m: Ints,
     near: Ints,
@@ -847,134 +962,20 @@ def _rowop(
     row: int,
     op: int,
     backward: bool,
-    given: int,
     sets: Ints,
-    home: Ints,
-    arena_rows: Ints,
     rounds: Ints,
-    begin: int,
     conditions: Ints,
     runs: Ints,
 ) -> bool:
-    """A row of `rowops`. Each op has a case: what its operands must be, what is read, where it goes."""
-    a, b, c, d = rowops[0, row], rowops[1, row], rowops[2, row], rowops[3, row]
-    xa, xb, xc, xd = base + a, base + b, base + c, base + d
-    of_a, of_b, of_c, of_d = operands[0, xa], operands[0, xb], operands[0, xc], operands[0, xd]
-    others = runs[_RUNS:]
-    low = int(operands[2, xc])
-    high, count, adds, partial = low + operands[3, xc], 1, rowops[4, row] & 1 == 0, True
-    bits = sets[0, (_KV_BITS >> of_c) & 1, operands[5, xc]] if of_c != _DX else 1
-    if op == _CLEAR:
-        if a or b or d or not (_PARTIAL_BITS >> of_c) & 1:
-            return False
-        if operands[1, xc] == HOME:
-            put = (given >> of_c) & 1 == 0
-            return put and _at_home(m, near, of_c, low, high, home[0], bits, _TO_CLEAR)
-        runs[0, RUN_ROW], runs[0, RUN_ROWS] = 0, operands[3, xc]
-        runs[0, RUN_TOKEN], runs[0, RUN_STATE], adds = NOWHERE, CLEARED, False
-    elif op == _FINISH:
-        proper = not a and not b and not d and of_c == _O and operands[1, xc] == HOME and not backward
-        return proper and _at_home(m, near, of_c, low, high, home[0], bits, _TO_FINISH)
-    elif op == _DELTA_OP:
-        if d or of_a != _DO or of_b != _O or of_c != _DELTA or not backward:
-            return False
-        if operands[1, xa] != HOME or operands[1, xb] != HOME or operands[1, xc] != HOME:
-            return False
-        if not (given >> _DO) & (given >> _O) & 1 or operands[2, xa] != low or operands[2, xb] != low:
-            return False
-        if not _alike(operands, xb, xa, sets) or not _alike(operands, xc, xa, sets):
-            return False
-        return _at_home(m, near, of_c, low, high, home[0], bits, _TO_SET)
-    elif op == _PROJECT:
-        if d or of_a != _X or (b and of_b != _Q) or (c and of_c != _KV):
-            return False
-        count = _gather(m, near, operands, xa, True, given, sets, home, rounds, begin, runs)
-        if count < 0:
-            return False
-        adds, partial = False, False
-        if b and operands[3, xb] != operands[3, xa]:
-            return False
-        if b and not _write(
-            m,
-            near,
-            operands,
-            xb,
-            runs,
-            count,
-            False,
-            False,
-            given,
-            sets,
-            home,
-            arena_rows,
-            rounds,
-            begin,
-            conditions,
-        ):
-            return False
-        if not c:
-            return True
-        if operands[3, xc] != operands[3, xa]:
-            return False
-    elif op == _PROJECT_GRAD:
-        if not backward or of_a != _X or (b and of_b != _DQ) or (c and of_c != _DKV) or of_d != _DX:
-            return False
-        count = _gather(m, near, operands, xa, True, given, sets, home, rounds, begin, runs)
-        for way in range(2):
-            x = xc if way else xb
-            if x == base:
-                continue
-            if operands[3, x] != operands[3, xa]:
-                return False
-            found = _gather(m, near, operands, x, False, given, sets, home, rounds, begin, others)
-            if not _hold_alike(runs, count, others, found, near, conditions):
-                return False
-            if operands[1, x] == WORK:
-                last = operands[2, x] + operands[3, x]
-                if not _spend(m, near, 2 * operands[0, x] + 1, int(operands[2, x]), last, rounds, begin, -1):
-                    return False
-        xc = xd
-        if count < 0 or operands[3, xd] != operands[3, xa]:
-            return False
-    else:
-        moves = op == _COPY
-        if b or d or a == 0 or not _may_move(operands, xa, xc, sets):
-            return False
-        if op == _MERGE and (of_a != _O or backward):
-            return False
-        if op == _ADD and (not (_SUM_BITS >> of_a) & 1 or not backward):
-            return False
-        if op == _DELIVER and not ((_DELIVERED_BITS >> of_a) & 1 and operands[1, xc] == HOME):
-            return False
-        adds = adds and op in (_MERGE, _ADD)
-        partial = (_PARTIAL_BITS >> of_a) & 1 == 1
-        values = moves and not (partial and operands[1, xa] == WORK)
-        if moves and values and partial:
-            return False  # a copy of finished rows of a sum, or of partials at home
-        count = _gather(m, near, operands, xa, values, given, sets, home, rounds, begin, runs)
-        if count < 0:
-            return False
-        low, high = int(operands[2, xa]), operands[2, xa] + operands[3, xa]
-        if not values and operands[1, xa] == WORK:  # noqa: SIM102  two conditions, one of them done
-            if not _spend(m, near, 2 * of_a + 1, low, high, rounds, begin, -1):
-                return False
-    return _write(
-        m,
-        near,
-        operands,
-        xc,
-        runs,
-        count,
-        partial,
-        adds,
-        given,
-        sets,
-        home,
-        arena_rows,
-        rounds,
-        begin,
-        conditions,
-    )
+    """A row of `rowops`."""
+    if op == _FINISH or op == _DELTA_OP:  # noqa: SIM109  a tuple costs three times as much
+        return _home_op(m, near, operands, base, rowops, row, op, backward, sets)
+    if op == _PROJECT or op == _PROJECT_GRAD:  # noqa: SIM109  as above
+        grad = op == _PROJECT_GRAD
+        return (backward or not grad) and _project(
+            m, near, operands, base, rowops, row, grad, sets, rounds, conditions, runs
+        )
+    return _move(m, near, operands, base, rowops, row, op, backward, sets, rounds, conditions, runs)
 
 
 # ---------------------------------------------------------------------------------------------- the walk
@@ -982,12 +983,6 @@ def _rowop(
 
 @lean
 def _post(
-    operands: Ints,
-    operand_ptr: Ints,
-    instructions: Ints,
-    instruction_ptr: Ints,
-    transfers: Ints,
-    transfer_ptr: Ints,
     sets: Ints,
     home_first: Ints,
     ways: Ints,
@@ -995,6 +990,12 @@ def _post(
     sends_ptr: Ints,
     next_send: Ints,
     slots: Ints,
+    operands: Ints,
+    operand_ptr: Ints,
+    instructions: Ints,
+    instruction_ptr: Ints,
+    transfers: Ints,
+    transfer_ptr: Ints,
 ) -> bool:
     """Writes down every send where its receiver looks: of each receiver, by sender, in their order. ways: int64
     [3, rounds], channel and mode of each round, -1 at first, and how many ranks launch it. False where ranks differ in
@@ -1034,10 +1035,10 @@ def _post(
                     tensor, side = operands[0, x], (_KV_BITS >> operands[0, x]) & 1
                     heads = sets[1, side, operands[5, x]]
                     sends[send, SENDER], sends[send, ROUND] = rank, number
-                    sends[send, TILE] = (int(operands[3, x]) * PLACES + tensor) * sets.shape[2] + heads
-                    sends[send, TOKEN] = (
-                        home_first[rank] + operands[2, x] if operands[1, x] == HOME else NOWHERE
-                    )
+                    at_home = operands[1, x] == HOME
+                    tile = (int(operands[3, x]) * PLACES + tensor) * sets.shape[2] + heads
+                    sends[send, TILE] = 2 * tile + (1 if at_home else 0)
+                    sends[send, TOKEN] = home_first[rank] + operands[2, x] if at_home else NOWHERE
                 t += 1
     for number in range(ways.shape[1]):
         if ways[0, number] >= 0 and ways[1, number] & ALL_TO_ALL and ways[2, number] != ranks:
@@ -1046,12 +1047,12 @@ def _post(
 
 
 @lean
-def _ends_well(m: Ints, near: Ints, given: int, owed: int, finished: int, sets: Ints, rows: int) -> bool:
-    """Whether a rank ends with all home rows that it owes, and no partial elsewhere. finished: tensors of `owed` that
-    must be values."""
+def _ends_well(m: Ints, near: Ints, owed: int, finished: int, sets: Ints) -> bool:
+    """Whether a rank ends with all home rows that it owes, and no partial elsewhere; and rows that got results got them
+    in all heads, and nothing else. finished: tensors of `owed` that must be values."""
     for tensor in range(1, PLACES // 2):
         bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, (_KV_BITS >> tensor) & 1, 0]
-        owes = (owed >> tensor) & 1 and rows > 0
+        owes = (owed >> tensor) & 1 and near[2 * tensor, ROOM] > 0
         if owes and not near[2 * tensor, OPEN]:
             return False
         for place in range(2 * tensor, 2 * tensor + 2):
@@ -1060,6 +1061,8 @@ def _ends_well(m: Ints, near: Ints, given: int, owed: int, finished: int, sets: 
                 if place & 1:
                     if (_PARTIAL_BITS >> tensor) & 1 and m[node, STATE] == LIVE:
                         return False
+                elif m[node, RESULT_BITS] & ~_TOUCHED and m[node, RESULT_BITS] != bits:
+                    return False
                 elif not owes:
                     if m[node, LIVE_BITS]:
                         return False
@@ -1073,44 +1076,171 @@ def _ends_well(m: Ints, near: Ints, given: int, owed: int, finished: int, sets: 
 
 
 @lean
-def _token(sends: Ints, token: int) -> int:
-    """The address that a token has; NOWHERE where its rows were sent as zeros."""
-    start, root = token, token
+def _token(sends: Ints, parcels: Ints, token: int, rows: int) -> tuple[int, int]:
+    """The address that a token has, NOWHERE where its rows were sent as zeros; and for how many of so many rows it goes
+    on from there."""
+    root, start, whole = token, token, True
     while root >= _UNKNOWN:
-        source = sends[(root >> TILE_SHIFT + 1) - 1, TOKEN]
+        source, row = sends[(root >> TILE_SHIFT + 1) - 1, TOKEN], root & _ROWS_OF_TILE
         if source == NOWHERE:
-            return NOWHERE
-        root = source + (root & ((1 << TILE_SHIFT) - 1))
-    while start >= _UNKNOWN:  # the next one finds it at once
-        line, row = (start >> TILE_SHIFT + 1) - 1, start & ((1 << TILE_SHIFT) - 1)
+            return NOWHERE, rows
+        if source < 0:
+            part, whole = _part_of(parcels, -1 - source, row), False
+            rows = min(rows, parcels[0, part + 1] - row)
+            if parcels[1, part] == NOWHERE:
+                return NOWHERE, rows
+            source = parcels[1, part] - parcels[0, part]
+        root = source + row
+    while whole and start >= _UNKNOWN:  # the next one finds it at once
+        line, row = (start >> TILE_SHIFT + 1) - 1, start & _ROWS_OF_TILE
         start = sends[line, TOKEN] + row
         sends[line, TOKEN] += root - start
-    return root
+    return root, rows
 
 
 @lean
-def _settle(sends: Ints, conditions: Ints, places: Ints) -> bool:
-    """Gives all tokens their addresses; whether those that were taken for one are one. Zeros may be added anywhere."""
-    for i in range(conditions.shape[1]):
-        source, target = _token(sends, conditions[0, i]), _token(sends, conditions[1, i])
-        if source != target and (source != NOWHERE or target == NOWHERE):
-            return False
-    for i in range(places.shape[1]):
-        for column in range(3, 7, 3):
-            token = _token(sends, places[column, i])
-            if token == NOWHERE:
+def _part_of(parcels: Ints, line: int, row: int) -> int:
+    """The line of the run that a row of a tile is in; line: where the tile's begin, behind their number."""
+    low, high = line + 1, line + 1 + parcels[0, line]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if parcels[0, middle] <= row:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@lean
+def _settle(sends: Ints, parcels: Ints, conditions: Ints, number: int) -> bool:
+    """Whether rows that were taken for the same, so many times, are the same. Zeros may be added anywhere."""
+    for i in range(number):
+        source, target, left = conditions[0, i], conditions[1, i], conditions[2, i]
+        while left > 0:
+            token, rows = _token(sends, parcels, source, left)
+            its, rows = _token(sends, parcels, target, rows)
+            if token != its and token != NOWHERE:
                 return False
-            places[column, i] = token
+            source, target, left = source + rows, target + rows, left - rows
     return True
 
 
 @lean
+def _place(
+    sends: Ints, parcels: Ints, places: Ints, number: int, runs: Ints, found: Ints, count: int, written: bool
+) -> int:
+    """Fills `found` from line `count` on, as far as there is room, with each run of the queries of each task and each
+    of its keys, by address; so many places are noted. The line behind them, -1 where rows were sent as zeros or are of
+    too many runs. written: whether they stand in `found` already, from another program; -1 where it has others there.
+    """
+    queries, heads, end = 0, 0, 0
+    keys = runs[_RUNS:]
+    while end < number:
+        line, task = end, places[end, 0]
+        while end < number and places[end, 0] == task:
+            end += 1
+        if task < 0:
+            heads, queries = -1 - task, _known(sends, parcels, places, line, end, runs)
+        several = _known(sends, parcels, places, line, end, keys) if task >= 0 else 0
+        if queries < 0 or several < 0:
+            return -1
+        for a in range(queries):
+            for b in range(several):
+                if written:
+                    if count == len(found) or not (
+                        found[count, 0] == task
+                        and found[count, 7] == heads
+                        and _is_run(found, count, 1, runs, a)
+                        and _is_run(found, count, 4, keys, b)
+                    ):
+                        return -1
+                elif count < len(found):
+                    found[count, 0], found[count, 7] = task, heads
+                    for column in range(3):  # RUN_ROW, RUN_ROWS, RUN_TOKEN
+                        found[count, 1 + column], found[count, 4 + column] = runs[a, column], keys[b, column]
+                count += 1
+    return count
+
+
+@lean
+def _is_run(found: Ints, line: int, column: int, runs: Ints, run: int) -> bool:
+    return (  # type: ignore[no-any-return]
+        found[line, column] == runs[run, RUN_ROW]
+        and found[line, column + 1] == runs[run, RUN_ROWS]
+        and found[line, column + 2] == runs[run, RUN_TOKEN]
+    )
+
+
+@lean
+def _known(sends: Ints, parcels: Ints, places: Ints, first: int, end: int, runs: Ints) -> int:
+    """Fills `runs` with the addresses of some places, joined where they go on; their number, -1 as in `_place`."""
+    count = 0
+    for line in range(first, end):
+        row, left, token = places[line, 1], places[line, 2], places[line, 3]
+        while left > 0:
+            address, rows = token, left
+            if token >= _UNKNOWN:
+                address, rows = _token(sends, parcels, token, left)
+            last = count - 1
+            if address == NOWHERE or count == _RUNS:
+                return -1
+            if count and runs[last, RUN_TOKEN] + runs[last, RUN_ROWS] == address:
+                runs[last, RUN_ROWS] += rows
+            else:
+                runs[count, RUN_ROW], runs[count, RUN_ROWS], runs[count, RUN_TOKEN] = row, rows, address
+                count += 1
+            row, token, left = row + rows, token + rows, left - rows
+    return count
+
+
+@lean
+def _set_up(
+    rank: int,
+    begin: int,
+    rows: int,
+    address: int,
+    arena_rows: Ints,
+    sends: Ints,
+    sends_ptr: Ints,
+    next_send: Ints,
+    near: Ints,
+) -> None:
+    """Sets up the scratch memory for a rank: nothing is open, and the next of each rank's sends to it is the first."""
+    near[PLACES, USED], near[PLACES, FREE] = 0, -1
+    near[PLACES, BEGIN], near[PLACES, ADDRESS] = begin, address
+    near[PLACES, SENT], near[PLACES, SENT_END] = sends_ptr[rank], sends_ptr[rank + 1]
+    for place in range(PLACES):
+        near[place, OPEN], near[place, ROOM] = 0, arena_rows[place // 2] if place & 1 else rows
+    for send in range(sends_ptr[rank + 1] - 1, sends_ptr[rank] - 1, -1):
+        next_send[sends[send, SENDER]] = send
+
+
+@unlocked
 def _walk(
+    first_rank: int,
+    end_rank: int,
     backward: bool,
-    given: int,
     owed: int,
     finished: int,
     foreign: int,
+    sets: Ints,
+    size: Ints,
+    pairs: Ints,
+    home_rows: Ints,
+    home_first: Ints,
+    arena_rows: Ints,
+    arena_heads: Ints,
+    sends: Ints,
+    sends_ptr: Ints,
+    slots: Ints,
+    next_send: Ints,
+    rounds: Ints,
+    m: Ints,
+    near: Ints,
+    runs: Ints,
+    conditions: Ints,
+    parcels: Ints,
+    places: Ints,
     operands: Ints,
     operand_ptr: Ints,
     instructions: Ints,
@@ -1121,53 +1251,33 @@ def _walk(
     task_ptr: Ints,
     rowops: Ints,
     rowop_ptr: Ints,
-    sets: Ints,
-    size: Ints,
-    pairs: Ints,
-    used: Ints,
-    home_rows: Ints,
-    home_first: Ints,
-    arena_rows: Ints,
-    arena_heads: Ints,
-    sends: Ints,
-    sends_ptr: Ints,
-    slots: Ints,
-    next_send: Ints,
-    rounds: Ints,
-    home: Ints,
-    m: Ints,
-    near: Ints,
-    runs: Ints,
-    conditions: Ints,
-    places: Ints,
-) -> int:
-    """Walks every rank; the instruction at which it does not know, or the number of instructions: all is right.
+) -> bool:
+    """Walks a range of ranks; whether all is right.
 
     rounds: int64 [4, rounds], -1 at first: the instructions that launched a round last and that waited for it, the
     first of the rank that last received home rows in it, and the first transfer.
     """
-    for rank in range(len(operand_ptr) - 1):
-        base, begin, rows = operand_ptr[rank], instruction_ptr[rank], home_rows[rank]
+    for rank in range(first_rank, end_rank):
+        base, begin, rows, address = (
+            operand_ptr[rank],
+            instruction_ptr[rank],
+            home_rows[rank],
+            home_first[rank],
+        )
         t, task, row, last, under_way = transfer_ptr[rank], task_ptr[rank], rowop_ptr[rank], -1, 0
-        home[0], home[1] = rows, home_first[rank]
-        home[2], home[3], home[4] = sends_ptr[rank], sends_ptr[rank + 1], rank
-        near[:PLACES, OPEN] = 0
-        near[PLACES, USED], near[PLACES, FREE] = 0, -1
-        if not _are_placed(
-            operands, base, operand_ptr[rank + 1], rows, arena_rows[rank], arena_heads[rank], size, foreign
-        ):
-            return begin  # type: ignore[no-any-return]
-        for send in range(sends_ptr[rank + 1] - 1, sends_ptr[rank] - 1, -1):
-            next_send[sends[send, SENDER]] = send
-        received = 0
+        _set_up(rank, begin, rows, address, arena_rows[rank], sends, sends_ptr, next_send, near)
+        end, room, heads = operand_ptr[rank + 1], arena_rows[rank], arena_heads[rank]
+        if not _are_placed(operands, base, end, rows, room, heads, size, foreign):
+            return False
         for step in range(begin, instruction_ptr[rank + 1]):
             op, number, count = instructions[0, step], instructions[1, step], instructions[4, step]
             proper = True
             if op == _LAUNCH:
                 if number <= last:
-                    return step
+                    return False
                 last, under_way = number, under_way + 1
                 rounds[0, number], rounds[3, number] = step, t
+                results = instructions[3, step] & RESULTS > 0
                 proper = _launch(
                     m,
                     near,
@@ -1177,28 +1287,24 @@ def _walk(
                     t,
                     t + count,
                     number,
-                    sets.shape[2],
-                    given,
+                    results,
                     sets,
-                    home,
-                    arena_rows[rank],
                     rounds,
-                    begin,
                     conditions,
+                    parcels,
                     sends,
                     slots,
                     next_send,
-                    home[2:],
                     runs,
                 )
                 t += count
             elif op == _WAIT:
                 if rounds[0, number] < begin or rounds[1, number] >= begin:
-                    return step
+                    return False
                 rounds[1, number], under_way = step, under_way - 1
                 if rounds[2, number] == begin:
-                    end = rounds[3, number] + instructions[4, rounds[0, number]]
-                    _arrive(m, near, operands, base, transfers, rounds[3, number], end, sets, rows)
+                    stop = rounds[3, number] + instructions[4, rounds[0, number]]
+                    _arrive(m, near, operands, base, transfers, rounds[3, number], stop, sets)
             elif op == _ATTEND or op == _GRAD:  # noqa: SIM109  as above
                 proper = backward == (op == _GRAD) and _attend(
                     m,
@@ -1210,13 +1316,8 @@ def _walk(
                     task + count,
                     backward,
                     pairs,
-                    used,
-                    given,
                     sets,
-                    home,
-                    arena_rows[rank],
                     rounds,
-                    begin,
                     conditions,
                     places,
                     runs,
@@ -1225,33 +1326,19 @@ def _walk(
             else:
                 for item in range(row, row + count):
                     proper = proper and _rowop(
-                        m,
-                        near,
-                        operands,
-                        base,
-                        rowops,
-                        item,
-                        op,
-                        backward,
-                        given,
-                        sets,
-                        home,
-                        arena_rows[rank],
-                        rounds,
-                        begin,
-                        conditions,
-                        runs,
+                        m, near, operands, base, rowops, item, op, backward, sets, rounds, conditions, runs
                     )
                 row += count
             if not proper:
-                return step
+                return False
+        received = 0
         for item in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
             received += 1 - transfers[0, item]
         if under_way or received != sends_ptr[rank + 1] - sends_ptr[rank]:
-            return begin  # type: ignore[no-any-return]
-        if not _ends_well(m, near, given, owed, finished, sets, rows):
-            return begin  # type: ignore[no-any-return]
-    return instructions.shape[1]  # type: ignore[no-any-return]
+            return False
+        if not _ends_well(m, near, owed, finished, sets):
+            return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------------- of a program
@@ -1262,11 +1349,12 @@ def _matrix(name: str, table: Table) -> Ints | None:
     columns = [table[column] for column in TABLES[name]]
     found = np.empty((len(columns), len(table)), np.int32)
     for i, column in enumerate(columns):
-        wide = column.dtype.itemsize > 4 and len(column) > 0
+        wide = not np.can_cast(column.dtype, np.int32) and len(column) > 0
         if wide and max(-int(column.min()), int(column.max())) > _LIMIT:
             return None
         found[i] = column
-    if found.size and max(-int(found.min()), int(found.max())) > _LIMIT:
+    signed = [TABLES[name].index(one) for one in _DIAGONALS if one in TABLES[name]]
+    if found.size and (found.max() > _LIMIT or any(found[i].min() < -_LIMIT for i in signed)):
         return None
     return _fixed(found)
 
@@ -1278,16 +1366,21 @@ def _fixed(numbers: Ints) -> Ints:
     return found
 
 
-def _heads(sets: HeadSets) -> Sequence[int] | None:
-    """Bits of the heads of each set, one for all heads that only occur together; None for too many."""
+def _members(sets: HeadSets) -> Bools:
+    """bool [sets, heads]: whether each has each head; what goes beyond the heads has none."""
     member = np.zeros((len(sets.members), sets.heads), bool)
     for number, one in enumerate(sets.members):
         member[number, one[one < sets.heads]] = True
-    together = np.unique(member, axis=1)
+    return member
+
+
+def _bits(member: Bools) -> Ints | None:
+    """int64 [sets], a bit for each head, or where these are too many one for all heads that only occur together; None
+    for too many of them."""
+    together = member if member.shape[1] <= _MOST_HEADS else np.unique(member, axis=1)
     if together.shape[1] > _MOST_HEADS:
         return None
-    bits: list[int] = (together << np.arange(together.shape[1])).sum(axis=1).tolist()
-    return bits
+    return together.astype(np.int64) @ (1 << np.arange(together.shape[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -1302,100 +1395,188 @@ class Sets:
 
 def sets_of(q: HeadSets, kv: HeadSets) -> Sets | None:
     """None for more heads than are followed."""
-    bits = [_heads(side) for side in (q, kv)]
+    queries, keys = _members(q), _members(kv)
+    bits = _bits(queries), _bits(keys)
     if bits[0] is None or bits[1] is None:
         return None
-    table = np.array([bits, [q.canonical, kv.canonical]], np.int64)
-    own, held = np.zeros((2, len(q.members), kv.heads), bool)
-    for number, (heads, keys) in enumerate(zip(q.members, kv.members, strict=True)):
-        own[number, heads // (q.heads // kv.heads)] = True
-        held[number, keys[keys < kv.heads]] = True
-    lacking = (own[:, None] & ~held[None]).any(axis=2)
+    own: Bools = np.any(queries.reshape(len(queries), kv.heads, -1), axis=2)
+    lacking = (own[:, None] & ~keys[None]).any(axis=2)
     pairs: Ints = np.logical_not(lacking).astype(np.int8)
-    return Sets(table, np.array([q.size, kv.size], np.int64), pairs)
+    return Sets(np.array([bits, [q.canonical, kv.canonical]]), np.array([q.size, kv.size]), pairs)
 
 
-def judge(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor], masked: bool) -> Ints | None:
-    """What the tasks of a program with which all is right attend to, int64 [7, parts] as `Flow.parts`; None where
-    that is not sure.
+@dataclass(frozen=True, eq=False)
+class _Posted:
+    """A program as the loops take it, and its sends where their receivers look for them. tables: int32 [columns, rows],
+    of operands, instructions, transfers, the phase's tasks and rowops; ptrs: int64 [ranks + 1], where each rank's rows
+    of these begin; rounds: how many; slots: int64 [transfers], the line of `sends` of each send."""
 
-    homes: of the home rows. given: tensors whose home rows hold values at the start. masked: whether the mask allows
-    anything.
-    """
+    program: Program
+    tables: tuple[Ints, ...]
+    ptrs: tuple[Ints, ...]
+    rounds: int
+    sends: Ints
+    sends_ptr: Ints
+    slots: Ints
+
+    def parcels_before(self, rank: int) -> int:
+        """Lines of `parcels` that the ranks before one may fill."""
+        return int(4 * (self.ptrs[2][rank] + self.ptrs[3][rank])) + 64 * rank
+
+
+def _posted(program: Program, homes: Homes, sets: Sets) -> _Posted | None:
+    """None where numbers are too large or sends and receives do not meet."""
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
-    tables = {name: _matrix(name, program.source[name]) for name in names}
-    ptrs = {name: _fixed(np.asarray(program.source[name].ptr, np.int64)) for name in names}
-    if any(table is None for table in tables.values()) or len(
-        program.source["grads" if program.task_list == "tasks" else "tasks"]
-    ):
+    tables = tuple(t for t in (_matrix(name, program.source[name]) for name in names) if t is not None)
+    if len(tables) < len(names):
         return None
-    operands, instructions, transfers, tasks, rowops = (
-        table for table in tables.values() if table is not None
-    )
-    number = int(instructions[1].max(initial=0)) + 1
-    if number > 8 * instructions.shape[1] + 1024:
+    ptrs = tuple(_fixed(np.asarray(program.source[name].ptr, np.int64)) for name in names)
+    instructions, transfers, ranks = tables[1], tables[2], program.ranks
+    rounds = int(instructions[1].max(initial=0)) + 1
+    of_another_phase = len(program.source["tasks"]) + len(program.source["grads"]) > tables[3].shape[1]
+    if of_another_phase or rounds > 8 * instructions.shape[1] + 1024:
         return None
-    ranks, longest = program.ranks, int(np.diff(ptrs["operands"]).max(initial=0))
-    ways = np.full((3, number), -1, np.int64)
+    ways = np.full((3, rounds), -1, np.int64)
     ways[2] = 0
     sends, sends_ptr = np.empty((transfers.shape[1] // 2 + 1, 4), np.int64), np.zeros(ranks + 1, np.int64)
     next_send, slots = np.zeros(ranks, np.int64), np.zeros(transfers.shape[1], np.int64)
-    both = operands, ptrs["operands"], instructions, ptrs["instructions"], transfers, ptrs["transfers"]
+    both = _paired(tables[:3], ptrs[:3])
     if 2 * int(np.count_nonzero(transfers[0])) != transfers.shape[1] or not _post(
-        *both, sets.table, _fixed(homes.first), ways, sends, sends_ptr, next_send, slots
+        sets.table, _fixed(homes.first), ways, sends, sends_ptr, next_send, slots, *both
     ):
         return None
-    foreign = sum(1 << tensor for tensor in Tensor if program.phase not in tensor.contents.phases)
-    owed = sum(1 << tensor for tensor in program.owed)
-    room, conditions = 2 * tasks.shape[1] + transfers.shape[1] + 64, rowops.shape[1] + transfers.shape[1] + 64
-    conditions += tasks.shape[1]
-    used = np.zeros(sets.size.shape[1], np.int8)
-    for _ in range(2):
-        near, found = (
-            np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64),
-            np.empty((2, conditions), np.int64),
-        )
-        places = np.empty((7, room), np.int64)
-        done = _walk(
+    return _Posted(program, tables, ptrs, rounds, sends, sends_ptr, slots)
+
+
+def _paired(tables: Sequence[Ints], ptrs: Sequence[Ints]) -> Iterator[Ints]:
+    """Each table with its offsets, as loops take them."""
+    return (one for pair in zip(tables, ptrs, strict=True) for one in pair)
+
+
+@dataclass(frozen=True, eq=False)
+class _Walked:
+    """What the walk over a range of ranks left to be settled: lines of `conditions` and `places`, so many of each."""
+
+    conditions: Ints
+    taken: int
+    places: Ints
+    noted: int
+
+
+def _walked(
+    posted: _Posted, homes: Homes, sets: Sets, given: frozenset[Tensor], parcels: Ints, ranks: range
+) -> _Walked | None:
+    """The walk over a range of ranks, with scratch memory of its own. Ranges may be walked in any order, or at once:
+    what another rank sends from work rows is only looked at when all are done."""
+    program, first, end = posted.program, ranks.start, ranks.stop
+    transfers, tasks, rowops = (int(ptr[end] - ptr[first]) for ptr in posted.ptrs[2:])
+    conditions = np.empty((3, 4 * (rowops + transfers + tasks) + 64), np.int64)
+    runs, longest = np.empty((2 * _RUNS, 4), np.int64), int(np.diff(posted.ptrs[0]).max(initial=0))
+    nodes, room = np.empty((8 * longest + 4096, NODE), np.int64), 2 * tasks + transfers + 64
+    while True:
+        near, places = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64), np.empty((room, 4), np.int64)
+        near[PLACES, GIVEN] = _bits_of(given)
+        near[PLACES, PARCELS], near[PLACES, PARCELS_END] = map(posted.parcels_before, (first, end))
+        if not _walk(
+            first,
+            end,
             program.phase == "backward",
-            sum(1 << tensor for tensor in given),
-            owed,
-            (1 << Tensor.O) | (1 << Tensor.DELTA),
-            foreign,
-            *both,
-            tasks,
-            ptrs[program.task_list],
-            rowops,
-            ptrs["rowops"],
+            _bits_of(program.owed),
+            _bits_of((Tensor.O, Tensor.DELTA)),
+            _bits_of(tensor for tensor in Tensor if program.phase not in tensor.contents.phases),
             sets.table,
             sets.size,
             sets.pairs,
-            used,
             _fixed(homes.rows),
             _fixed(homes.first),
             _fixed(program.arena_rows),
             _fixed(program.arena_heads),
-            sends,
-            sends_ptr,
-            slots,
-            next_send,
-            np.full((4, number), -1, np.int64),
-            np.zeros(5, np.int64),
-            np.empty((8 * longest + 4096, 10), np.int64),
+            posted.sends,
+            posted.sends_ptr,
+            posted.slots,
+            np.zeros(program.ranks, np.int64),
+            np.full((4, posted.rounds), -1, np.int64),
+            nodes,
             near,
-            np.empty((2 * _RUNS, 4), np.int64),
-            found,
+            runs,
+            conditions,
+            parcels,
             places,
-        )
-        if done < instructions.shape[1]:
+            *_paired(posted.tables, posted.ptrs),
+        ):
             return None
-        if near[PLACES, PIECES] <= room:
-            break
-        room = int(near[PLACES, PIECES])
-    places = places[:, : near[PLACES, PIECES]]
-    if not _settle(sends, found[:, : near[PLACES, CONDITIONS]], places):
+        noted = int(near[PLACES, PIECES])
+        if noted <= room:
+            return _Walked(conditions, int(near[PLACES, CONDITIONS]), places, noted)
+        room = noted
+
+
+def _bits_of(tensors: Iterable[Tensor]) -> int:
+    return sum(1 << tensor for tensor in tensors)
+
+
+def _ranges(ptr: Ints, threads: int) -> list[range]:
+    """The ranks in as many ranges, of much the same number of rows."""
+    cuts = np.searchsorted(ptr, np.arange(1, threads) * int(ptr[-1]) // threads).tolist()
+    ends = [0, *cuts, len(ptr) - 1]
+    return [range(first, end) for first, end in pairwise(ends) if first < end]
+
+
+def judge(
+    program: Program,
+    homes: Homes,
+    sets: Sets,
+    given: frozenset[Tensor],
+    masked: bool,
+    before: Ints | None,
+    threads: int = 1,
+) -> Ints | None:
+    """What the tasks of a program with which all is right attend to, int64 [parts, 8] as `Flow.parts`, and the head set
+    of the queries; None where that is not sure.
+
+    homes: of the home rows. given: tensors whose home rows hold values at the start. masked: whether the mask allows
+    anything. before: what was found of another program of the same mask; itself where that is found again. threads: how
+    many walk ranges of ranks at a time.
+    """
+    posted = _posted(program, homes, sets)
+    if posted is None:
         return None
+    parcels = np.empty((2, posted.parcels_before(program.ranks)), np.int64)
+    ranges = _ranges(posted.ptrs[0], threads)
+
+    def walk(ranks: range) -> _Walked | None:
+        return _walked(posted, homes, sets, given, parcels, ranks)
+
+    walked = [one for one in spread(walk, ranges, threads) if one is not None]
+    if len(walked) < len(ranges) or not all(
+        _settle(posted.sends, parcels, one.conditions, one.taken) for one in walked
+    ):
+        return None
+    found = _found(posted.sends, parcels, walked, before)
+    if found is None or found is before or not masked:
+        return found
     covered = np.zeros(program.q_sets.heads, bool)
-    for one in np.flatnonzero(used).tolist():
+    for one in np.flatnonzero(np.bincount(found[:, 7])).tolist():
         covered[program.q_sets.members[one]] = True
-    return places if covered.all() or not masked else None
+    return found if covered.all() else None
+
+
+def _found(sends: Ints, parcels: Ints, walked: Sequence[_Walked], before: Ints | None) -> Ints | None:
+    """All that was noted, as `judge` returns it; None where it cannot be said."""
+    runs = np.empty((2 * _RUNS, 4), np.int64)
+
+    def place(found: Ints, written: bool) -> int:
+        line = 0
+        for one in walked:
+            if line >= 0:
+                line = _place(sends, parcels, one.places, one.noted, runs, found, line, written)
+        return line
+
+    if before is not None and place(before, True) == len(before):
+        return before
+    found = np.empty((2 * sum(one.noted for one in walked), 8), np.int64)
+    count = place(found, False)
+    if count > len(found):
+        found = np.empty((count, 8), np.int64)
+        place(found, False)
+    return found[:count] if count >= 0 else None

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.isa import HEADLESS, PHASES, Tensor
+from apportion.ir.isa import PHASES, Tensor
+from apportion.ir.ops import IS_HEADLESS
+from apportion.ir.plan import Ints
 from apportion.ir.totals import loads
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
@@ -25,8 +27,10 @@ def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `limits`."""
     yield from _token_caps(subject)
     yield from _home_ranks(subject)
+    model = subject.plan.request.model
+    per_head = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
     for program in subject.programs:
-        yield from _memory(subject, program)
+        yield from _memory(subject, program, per_head)
     yield from _tolerance(subject)
 
 
@@ -56,13 +60,12 @@ def _token_caps(subject: Subject) -> Iterator[Violation]:
         yield Violation(RULE, rank, None, None, None, message)
 
 
-def _memory(subject: Subject, program: Program) -> Iterator[Violation]:
-    """Work arenas of a call."""
+def _memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Violation]:
+    """Work arenas of a call. per_head: int64 [tensors], bytes of a row."""
     request = subject.plan.request
     cap = request.policy.memory_cap_gib or request.cluster.memory_gib
     arenas = program["arenas"]
-    per_head = np.array([request.model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
-    heads = np.where(np.isin(arenas["tensor"], sorted(HEADLESS)), 1, arenas["heads"])
+    heads = np.where(IS_HEADLESS[arenas["tensor"]], 1, arenas["heads"])
     # float64: a hostile arena of 2**48 rows must not wrap around
     size = arenas["rows"].astype(np.float64) * heads * per_head[arenas["tensor"]]
     total = np.bincount(arenas.rank, size, program.ranks)

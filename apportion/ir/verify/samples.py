@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.plan import Ints
 from apportion.ir.verify.coverage import Tasks
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program
-
-Bools = NDArray[np.bool_]
 
 RULE = "samples"
 _COMPARISONS = 1_000_000  # about a millisecond a program
@@ -35,45 +32,54 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generator) -> Iterator[Violation]:
-    tokens = int(program.home_rows.sum())
+    tokens, sets = int(program.home_rows.sum()), program.q_sets
     count = int(np.clip(_COMPARISONS // (len(tasks.task) + len(mask) + 1), *_QUERIES))
-    queries, heads = draw.integers(0, tokens, count), draw.integers(0, program.q_sets.heads, count)
-    between = draw.random((count, _BANDS + 1))
-    for query, head, chance in zip(queries.tolist(), heads.tolist(), between.tolist(), strict=True):
-        allowed = mask[(mask[:, 0] <= query) & (query < mask[:, 1])]
-        near = np.flatnonzero((tasks.bands[0] <= query) & (query < tasks.bands[1]))
-        if program.splits_heads:
-            near = near[_has_head(program, tasks.task[near], head)]
-        computed = tasks.bands[:, near].T
-        keys = _keys(query, allowed[:_BANDS], tokens, chance)
-        wanted, found = _times(allowed, query, keys), _times(computed, query, keys)
-        for i in np.flatnonzero(wanted != found).tolist():
-            message = f"query {query}, key {keys[i]}, head {head}: allowed {wanted[i]} times, computed {found[i]} times"
-            yield Violation(RULE, None, program.kind, program.phase, None, message)
+    queries, heads = draw.integers(0, tokens, count), draw.integers(0, sets.heads, count)
+    between = draw.random((count, _BANDS + 1)).tolist()
+    at, allowed = _having(mask[:, 0], mask[:, 1], queries)
+    of, computed = _having(tasks.bands[0], tasks.bands[1], queries)
+    if program.splits_heads:
+        member = np.zeros((len(sets.members), sets.heads), bool)
+        for number, members in enumerate(sets.members):
+            member[number, members] = True
+        mine = member[tasks.heads[computed], heads[of]]
+        of, computed = of[mine], computed[mine]
+    first = np.searchsorted(at, np.arange(count))
+    keys = np.full((count, 5 * _BANDS + 1), -1)  # -1: none
+    for i, query in enumerate(queries.tolist()):
+        seen = _keys(query, mask[allowed[first[i] :][at[first[i] :] == i][:_BANDS]], tokens, between[i])
+        keys[i, : len(seen)] = seen
+    wanted = _times(mask[allowed].T, at, queries, keys)
+    found = _times(tasks.bands[:, computed], of, queries, keys)
+    for i, j in np.argwhere(wanted != found).tolist():
+        message = (
+            f"query {queries[i]}, key {keys[i, j]}, head {heads[i]}: allowed {wanted[i, j]} times, "
+            f"computed {found[i, j]} times"
+        )
+        yield Violation(RULE, None, program.kind, program.phase, None, message)
 
 
-def _has_head(program: Program, task: Ints, head: int) -> Bools:
-    """bool [tasks]: whether each task computes the head."""
-    heads = program["operands"]["heads"][program.task_operand("q", task)]
-    having = np.zeros(len(program.q_sets.members), bool)
-    for number in np.flatnonzero(np.bincount(heads)).tolist():
-        having[number] = head in program.q_sets.members[number]
-    return having[heads]
+def _having(begin: Ints, end: Ints, queries: Ints) -> tuple[Ints, Ints]:
+    """(number of the query, band) of every query and band that has it, by query."""
+    of, band = np.nonzero((begin <= queries[:, None]) & (queries[:, None] < end))
+    return of, band
 
 
-def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> Ints:
+def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> list[int]:
     """Any key, and of a few bands the first and last key that the query sees, their neighbours, one between."""
     keys = {int(chance[0] * tokens)}
     for (_, _, k0, k1, dmin, dmax), part in zip(bands.tolist(), chance[1:], strict=False):
         low, high = max(k0, query - dmax), min(k1 - 1, query - dmin)
         if low <= high:
             keys |= {low - 1, low, low + int(part * (high - low)), high, high + 1}
-    return np.array(sorted(key for key in keys if 0 <= key < tokens), np.int64)
+    return sorted(key for key in keys if 0 <= key < tokens)
 
 
-def _times(bands: Ints, query: int, keys: Ints) -> Ints:
-    """int64 [keys]: how many bands that hold the query have the pair (query, key), by the definition of a band."""
-    _, _, k0, k1, dmin, dmax = bands.T[:, :, None]
-    inside = (k0 <= keys) & (keys < k1) & (dmin <= query - keys) & (query - keys <= dmax)
-    times: Ints = inside.sum(axis=0)
+def _times(bands: Ints, of: Ints, queries: Ints, keys: Ints) -> Ints:
+    """int64 [queries, keys]: how many bands have the pair (query, key), by the definition of a band. of: int64 [bands],
+    the number of the query that each has."""
+    (_, _, k0, k1, dmin, dmax), key = bands[:, :, None], keys[of]
+    apart = queries[of, None] - key
+    times = np.zeros(keys.shape, np.int64)
+    np.add.at(times, of, (k0 <= key) & (key < k1) & (dmin <= apart) & (apart <= dmax))
     return times

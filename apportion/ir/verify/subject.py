@@ -32,9 +32,10 @@ _ROOM = (1, 16, 256, 1024)
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A plan as the rules see it."""
+    """A plan as the rules see it. threads: how many `judge` may use."""
 
     plan: Plan
+    threads: int = 1
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -119,15 +120,21 @@ class Subject:
     def judge(self) -> bool:
         """Whether `judge.py` is sure of all programs: then it has told what their tasks are, and nothing need run."""
         sets = judge.sets_of(self.programs[0].q_sets, self.programs[0].kv_sets) if self.programs else None
+        forward: dict[str, tuple[Program, Ints | None, coverage.Tasks | None]] = {}
         for program in self.programs if sets else ():
             masked, taken = len(self.mask(program.kind)) > 0, self.taken(program)
-            found = judge.judge(program, self.homes, sets, taken, masked) if sets else None
+            first, places, tasks = forward.get(program.kind, (program, None, None))
+            found = (
+                judge.judge(program, self.homes, sets, taken, masked, places, self.threads) if sets else None
+            )
             if found is None:
                 return False
-            try:
-                tasks = coverage.cut(program, found, self.homes)
-            except CapacityError:
-                return False
+            if tasks is None or found is not places or not _same_diagonals(program, first):
+                try:
+                    tasks = coverage.cut(program, found, self.homes)
+                except CapacityError:
+                    return False
+                forward[program.kind] = program, found, tasks
             self._cache["tasks", program.kind, program.phase] = tasks
         return sets is not None
 
@@ -155,15 +162,13 @@ class Subject:
         if first is program or self._cache.get(("coverage", first.kind, first.phase)) != ():
             return False
         ours, before = self.tasks(program), self.tasks(first)
+        if ours is before:
+            return True
         if not (ours.complete and before.complete and np.array_equal(ours.bands, before.bands)):
             return False
         if not (program.splits_heads or first.splits_heads):
             return True
-        mine, its = (
-            p.source["operands"]["heads"][p.task_operand("q", found.task)]
-            for p, found in ((program, ours), (first, before))
-        )
-        return np.array_equal(mine, its)
+        return np.array_equal(ours.heads, before.heads)
 
     def given(self, program: Program) -> frozenset[Tensor]:
         """Tensors whose home rows hold values when the program starts.
@@ -197,3 +202,9 @@ class Subject:
         span = int(inside[0])
         rank = int(np.searchsorted(spans.ptr, span, side="right")) - 1
         return rank, int(spans["row"][span] + token - spans["token"][span])
+
+
+def _same_diagonals(program: Program, other: Program) -> bool:
+    """Whether the tasks of two programs have the same bands, one by one."""
+    ours, its = (one.source[one.task_list] for one in (program, other))
+    return all(np.array_equal(ours[name], its[name]) for name in ("dmin", "dmax"))

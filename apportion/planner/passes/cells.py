@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.areas import area_of
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.jit import jit, unlocked
 from apportion.ir.model import Model
 
 Ints = NDArray[np.integer[Any]]
+
+#: of one attention kind, forward; a plan of more takes beyond 10 GB
+MOST_TASKS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,24 @@ def cut_cells(bands: Ints, starts: Ints) -> Cells:
 
 
 def cut_columns(bands: Ints, starts: Ints) -> Ints:
-    """The columns of `Cells`, int32 [8, cells]."""
+    """The columns of `Cells`, int32 [8, cells]. Raises CapacityError where they are too many to plan."""
     bands = np.ascontiguousarray(bands)
     first = np.maximum(np.searchsorted(starts, bands[:, 0], "right") - 1, 0)
     first_key = np.maximum(np.searchsorted(starts, bands[:, 2], "right") - 1, 0)
     count = _cut(bands, starts, first, first_key, np.empty((8, 0), np.int32))
+    check_tasks(count)
     cells = np.empty((8, count), np.int32)
     _cut(bands, starts, first, first_key, cells)
     return cells
+
+
+def check_tasks(count: int) -> None:
+    """Raises CapacityError where tasks are too many to plan."""
+    if count > MOST_TASKS:
+        raise CapacityError(
+            f"{count} tasks, of each block of queries and each of the keys that it sees: at most {MOST_TASKS} are "
+            "planned at a time; use larger blocks, a recipe that keeps short sequences whole, or step `pods` (--pods)"
+        )
 
 
 @jit

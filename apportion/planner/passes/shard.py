@@ -20,7 +20,7 @@ from apportion.ir.jit import jit
 from apportion.planner.cost import bands_us
 from apportion.planner.options import Count
 from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums
-from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.status import Limit
 from apportion.planner.solvers.use import PartitionSolver
 
@@ -57,13 +57,14 @@ class Blocks(ShardPass):
         if self.block != "auto":
             return cut(problem, self.block, self.zigzag)
         block = LARGEST_AUTO_BLOCK
-        shards = cut(problem, block, self.zigzag)
-        while (factor := _too_coarse(problem, shards, self.solver)) < 1 and block > 1:
+        while True:
+            shards = cut(problem, block, self.zigzag)
+            factor, found = _too_coarse(problem, shards, self.solver)
+            if factor == 1 or block == 1:
+                return shards if found is None else replace(shards, solved=(self.solver, found))
             block = _smaller(block, factor)
             if not _affordable(problem, block):
                 return self._affordable(problem, shards)
-            shards = cut(problem, block, self.zigzag)
-        return shards
 
     def _affordable(self, problem: Problem, last: Shards) -> Shards:
         """Where smaller blocks would be too many tasks: of the steps that are not, the largest that end even with what
@@ -83,7 +84,8 @@ class Blocks(ShardPass):
 
 def pieces_to_ranks(problem: Problem, shards: Shards, felt: Ints) -> PartitionProblem:
     """Pieces to ranks, those of a sequence better on few nodes. felt: int64 [blocks], what is balanced."""
-    weights, sizes = shards.per_piece(felt), shards.per_piece(shards.lengths)
+    weights = shards.piece_weights if felt is shards.weight else shards.per_piece(felt)
+    sizes = shards.per_piece(shards.lengths)
     sequences = np.empty(shards.pieces, np.int64)
     # neighbours that share a block have equal home_ranks (see `_cut_axis`), so its first sequence tells
     sequences[shards.piece] = np.searchsorted(problem.batch.starts, shards.starts[:-1], "right") - 1
@@ -110,21 +112,21 @@ def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> flo
     return float((load / problem.speeds).max() * problem.speeds.sum() / max(1, int(weights.sum()))) - 1
 
 
-def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> float:
-    """By what factor the block should shrink; 1 where it need not."""
+def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> tuple[float, Partition | None]:
+    """By what factor the block should shrink, 1 where it need not; and what the solver found, if it was asked."""
     case = pieces_to_ranks(problem, shards, shards.weight)
     weights = case.weights
     mean, heaviest = float(weights.sum() / problem.speeds.sum()), float(weights.max())
     if heaviest > AUTO_SHARE * mean:
-        return AUTO_SHARE * mean / heaviest
+        return AUTO_SHARE * mean / heaviest, None
     if shards.block_tokens <= min(AUTO_STEP, problem.batch.tokens // (AUTO_BLOCKS * problem.ranks)):
-        return 1.0
-    bins = solver(case).bin
-    there = bins >= 0
+        return 1.0, None
+    found = solver(case)
+    bins, there = found.bin, found.bin >= 0
     load = exact_sums(bins[there], weights[there], problem.ranks)
     busiest, left_over = float((load / problem.speeds).max()), float(weights[~there].sum())
     even = busiest <= (1 + AUTO_IMBALANCE) * mean and left_over <= AUTO_IMBALANCE * mean
-    return 1.0 if even else AUTO_SHRINK
+    return 1.0 if even else AUTO_SHRINK, found
 
 
 def _smaller(block: int, factor: float) -> int:
@@ -237,20 +239,18 @@ def rows_of_blocks(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
     return block, part
 
 
+@jit
 def _pairs(owner: Ints, weight: Ints, lengths: Ints) -> Ints:
     """Piece of each block: blocks i and m-1-i of a rising sequence share one; any other block is its own."""
-    blocks = len(owner)
-    new = np.ones(blocks, bool)
-    new[1:] = (owner[1:] != owner[:-1]) | (owner[1:] < 0)
-    first = np.flatnonzero(new)
-    run = np.cumsum(new) - 1
-    count = np.diff(np.append(first, blocks))
-    density = weight / lengths
-    last = first + count - 1
-    rising = (density[last] >= 2 * density[first]) & (count > 1)
-    index = np.arange(blocks) - first[run]
-    mirrored = np.minimum(index, count[run] - 1 - index)
-    size = np.where(rising, (count + 1) // 2, count)
-    base = np.cumsum(size) - size
-    piece: Ints = base[run] + np.where(rising[run], mirrored, index)
+    piece, pieces, first = np.empty(len(owner), np.int64), 0, 0
+    while first < len(owner):
+        end = first + 1
+        while end < len(owner) and owner[first] >= 0 and owner[end] == owner[first]:
+            end += 1
+        count, last = end - first, end - 1
+        rising = count > 1 and weight[last] / lengths[last] >= 2 * (weight[first] / lengths[first])
+        for block in range(count):
+            piece[first + block] = pieces + (min(block, count - 1 - block) if rising else block)
+        pieces += (count + 1) // 2 if rising else count
+        first = end
     return piece

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit, unlocked
-from apportion.ir.sorting import counting_order
+from apportion.ir.sorting import counting_order, ranked
 from apportion.planner.passes.cells import Cells, HeadGroups, cut_columns, pairs
 from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Execution
@@ -55,11 +55,6 @@ class Tasks:
 
     def __len__(self) -> int:
         return len(self.exec)
-
-    @property
-    def full(self) -> NDArray[np.bool_]:
-        """bool [tasks]: every row sees every key."""
-        return (self.dmin <= self.k0 - self.k1 + 1) & (self.dmax >= self.rows - 1)
 
     @property
     def work(self) -> Ints:
@@ -142,8 +137,8 @@ def _edges(
     index = np.flatnonzero(away)
     blocks = len(rows.home)
     key = (lane[index] * rows.ranks + rank[index]) * blocks + block[index]
-    found, number = np.unique(key, return_inverse=True)
-    first, last = _hulls(number, low[index], high[index], len(found))
+    found, number = ranked(key)
+    first, last = hulls(number, low[index], high[index], len(found))
     rest, of = np.divmod(found, blocks)
     lanes, dst = np.divmod(rest, rows.ranks)
     home, none = rows.home[of], np.full(len(found), -1)
@@ -154,7 +149,7 @@ def _edges(
 
 
 @jit
-def _hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
+def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
     """int64 [count] each: the lowest `low` and the highest `high` of each number."""
     first, last = np.full(count, np.int64(2**62)), np.zeros(count, np.int64)
     for index in range(len(number)):

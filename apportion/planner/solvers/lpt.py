@@ -45,8 +45,12 @@ def _solve(problem: PartitionProblem) -> Partition:
     weights, sizes, rates = problem.weights, problem.sizes, problem.rates
     caps = np.ascontiguousarray(problem.caps, np.int64)
     near = _near(problem)
-    relatives = near.family if len(near.family) else np.zeros(len(weights), np.int64)
-    order = np.lexsort((np.arange(len(weights)), relatives, -sizes, -weights, choice[group]))
+    keys = [-sizes, -weights]
+    if len(near.family):
+        keys.insert(0, near.family)
+    if len(choice) > 1:
+        keys.append(choice[group])
+    order = np.lexsort(keys)
     with np.errstate(over="ignore"):  # at a speed of next to nothing
         assigned, load = _assign(order, weights, sizes, rates, caps, group, group_ptr, group_bins, near)
         bound, value = makespan_bound(weights, rates), float((load / rates).max())

@@ -61,16 +61,3 @@ def put(lists: Lists, server: int, item: int) -> None:
     lists.item[node], lists.next[node] = item, lists.first[server]
     lists.first[server] = node
     lists.size[1] = node + 1
-
-
-@lean
-def still_surplus(at: Ints, servers: Servers, rules: Rules, chosen: Ints, count: int) -> int:
-    """Keeps of chosen[:count] those whose server has a surplus yet, in place; at: int64, the server of each item.
-    Returns how many these are."""
-    kept = 0
-    for place in range(count):
-        server = at[chosen[place]]
-        if servers.load[server] > (1 + rules.excess) * servers.target[server]:
-            chosen[kept] = chosen[place]
-            kept += 1
-    return kept

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.jit import jit, lean
-from apportion.planner.passes.distca.board import Rules, Servers, put, still_surplus
+from apportion.planner.passes.distca.board import Rules, Servers, put
+from apportion.planner.passes.distca.candidates import Candidates, note_price, sweep
 from apportion.planner.passes.distca.pairs import (
     Board,
     Holding,
@@ -38,6 +39,10 @@ Floats = NDArray[np.float64]
 
 # Bytes of a move that costs nothing: its E is beyond any other's.
 FREE = 1e-30
+# What is not more than so much of another E is certainly less, however it is rounded.
+SURELY = 1 - 1e-9
+# Candidates are like the best that was found last so far before and behind it.
+BESIDE = 4
 # How often a share is halved until it fits the caps.
 HALVINGS = 6
 # After so many servers the list of candidates is swept of those that are none any more.
@@ -166,7 +171,7 @@ def _best_at_hand(board: Board, rules: Rules, to: int, stamp: Ints, side: int) -
         for at in range(begin, end):
             pair = where.by_k[at] if side else at
             server = shares.at[pair]
-            if servers.load[server] <= (1 + rules.excess) * servers.target[server]:
+            if servers.load[server] - servers.target[server] <= rules.excess * servers.target[server]:
                 continue  # most are: not worth a call
             score = _score(pairs, shares, servers, holding, home, rules, pair, to, stamp)
             if score > most:
@@ -176,21 +181,46 @@ def _best_at_hand(board: Board, rules: Rules, to: int, stamp: Ints, side: int) -
 
 @lean
 def _best(
-    board: Board, rules: Rules, chosen: Ints, most_e: Floats, count: int, to: int, stamp: Ints
+    board: Board, rules: Rules, candidates: Candidates, count: int, to: int, stamp: Ints
 ) -> tuple[int, float]:
     """(share, E) of the best candidate for server `to`, -1 where there is none: of pairs of which it has a side, then
-    of the others until none can be better."""
+    of the first `count` others until none can be better. Passed over are those that are certainly worse than the best
+    so far, or than one beside the best that was found last, which comes in its turn: most are."""
     best, most = _best_at_hand(board, rules, to, stamp, 0)
     by_keys, score = _best_at_hand(board, rules, to, stamp, 1)
     if score > most:
         best, most = by_keys, score
-    pairs, shares, servers = board.pairs, board.shares, board.servers
+    pairs, shares, servers, holding, home = (
+        board.pairs,
+        board.shares,
+        board.servers,
+        board.holding,
+        board.home,
+    )
+    deficit, last, floor = servers.target[to] - servers.load[to], candidates.last[0], most
+    near = candidates.place[last] if last >= 0 else -1
+    if near >= 0:
+        for place in range(max(near - BESIDE, 0), min(near + BESIDE + 1, count)):
+            score = _score(pairs, shares, servers, holding, home, rules, candidates.share[place], to, stamp)
+            # what is beyond `most_e` might not be come to
+            floor = max(floor, min(score, candidates.most_e[place]))
+    floor *= SURELY
     for place in range(count):
-        if most_e[chosen[place]] <= most:
+        if candidates.most_e[place] <= most:
             break
-        score = _score(pairs, shares, servers, board.holding, board.home, rules, chosen[place], to, stamp)
+        once, a_pair = candidates.once[place], candidates.a_pair[place]
+        work = min(deficit, candidates.work[place])
+        if work < floor * (once + a_pair * work):
+            continue
+        share = candidates.share[place]
+        server = shares.at[share]
+        work = min(work, servers.load[server] - servers.target[server])
+        if work < floor * (once + a_pair * work):
+            continue
+        score = _score(pairs, shares, servers, holding, home, rules, share, to, stamp)
         if score > most:
-            best, most = chosen[place], score
+            best, most, candidates.last[0] = share, score, share
+            floor = max(floor, SURELY * most)
     return best, most
 
 
@@ -266,26 +296,26 @@ def _move(board: Board, share: int, x: int, y: int, moved: int, to: int) -> None
 
 
 @jit
-def migrate(board: Board, rules: Rules, order: Ints, chosen: Ints, most_e: Floats) -> tuple[int, int, int]:
-    """One pass over the deficit servers in `order` (int64, by descending deficit) and the shares `chosen` (int64),
-    those with the largest E that they can have, most_e float64 [shares], before others. Returns moves made, shares that
-    caps forbade, and servers left because E fell below the threshold; -1 moves, unfinished, where columns have no
-    room."""
-    shares, servers, lists = board.shares, board.servers, board.lists
-    stamp, count = np.full(len(shares.pair), -1, np.int64), len(chosen)
+def migrate(board: Board, rules: Rules, order: Ints, candidates: Candidates) -> tuple[int, int, int]:
+    """One pass over the deficit servers in `order` (int64, by descending deficit). Returns moves made, shares that caps
+    forbade, and servers left because E fell below the threshold; -1 moves, unfinished, where columns have no room."""
+    pairs, shares, servers, lists = board.pairs, board.shares, board.servers, board.lists
+    stamp, count = np.full(len(shares.pair), -1, np.int64), len(candidates.share)
     moves, forbidden, below = 0, 0, 0
+    for place in range(count):
+        note_price(pairs, shares, rules, candidates, place)
     for turn, to in enumerate(order):
         if servers.load[to] >= (1 - rules.tolerance) * servers.target[to]:
             continue
         if turn % SWEEP == 0:
-            count = still_surplus(shares.at, servers, rules, chosen, count)
+            count = sweep(shares.at, servers, rules, candidates, count)
         if count == 0:
             break
         open_pairs(board, board.holding, to)
         while servers.load[to] < (1 - rules.tolerance) * servers.target[to]:
             if shares.size[0] == len(shares.pair) or lists.size[1] == len(lists.item):
                 return -1, forbidden, below
-            share, score = _best(board, rules, chosen, most_e, count, to, stamp)
+            share, score = _best(board, rules, candidates, count, to, stamp)
             if share < 0:
                 break
             if score < rules.threshold:
@@ -294,6 +324,8 @@ def migrate(board: Board, rules: Rules, order: Ints, chosen: Ints, most_e: Float
             given = _give(board, rules, share, to)
             if given == 1:
                 moves += 1
+                if candidates.place[share] >= 0:
+                    note_price(pairs, shares, rules, candidates, candidates.place[share])
             else:
                 stamp[share] = to
                 forbidden -= min(given, 0)

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.sorting import ranked, stable_order
 from apportion.planner.passes.cells import Cells, cut_columns
 from apportion.planner.passes.distca.balance import Ended, Limits, fill
 from apportion.planner.passes.distca.board import Lists, Rules, Servers
+from apportion.planner.passes.distca.candidates import Candidates
 from apportion.planner.passes.distca.greedy import book_pairs, migrate
 from apportion.planner.passes.distca.homes import Ranges, token_ranges
 from apportion.planner.passes.distca.pairs import Board, Holding, Index, Pairs, Shares, first_work
@@ -89,10 +91,11 @@ class Balance:
         count, starts = int(self.shares.size[0]), self.site.starts
         blocks, tokens = len(starts) - 1, int(starts[-1])
         share = self.pairs.q[self.shares.pair[:count]] * blocks + self.pairs.k[self.shares.pair[:count]]
-        order = np.lexsort((self.cuts, share))
         q, k = (np.searchsorted(starts, tokens, "right") - 1 for tokens in (cells.q0, cells.k0))
-        names, whole = np.unique(share, return_inverse=True)
-        sorted_names = whole[order] * (tokens + 1) + self.cuts[order]
+        names, whole = ranked(share)
+        key = whole * (tokens + 1) + self.cuts
+        order = stable_order(key)
+        sorted_names = key[order]
         wanted = np.searchsorted(names, q * blocks + k) * (tokens + 1) + cells.q0
         found: Ints = self.shares.at[order[np.searchsorted(sorted_names, wanted, "right") - 1]]
         return found.astype(np.int32)
@@ -117,23 +120,23 @@ class _State:
     rows: int
 
     def run(self, rules: Rules, order: Ints) -> tuple[int, int, int]:
-        chosen, most_e = self._candidates(rules)
-        return migrate(self.board, rules._replace(grain=self.rows), order, chosen, most_e)
+        return migrate(self.board, rules._replace(grain=self.rows), order, self._candidates(rules))
 
-    def _candidates(self, rules: Rules) -> tuple[Ints, Floats]:
-        """Shares of surplus servers, and of every share the E that it has as a whole where nothing is there yet, which
-        no part of it exceeds by much. Largest first."""
-        servers, shares = self.board.servers, self.board.shares
-        count = int(shares.size[0])
+    def _candidates(self, rules: Rules) -> Candidates:
+        """Shares of surplus servers by the E that they have as a whole where nothing is there yet, which no part
+        exceeds by much. Largest first."""
+        servers, shares, pairs = self.board.servers, self.board.shares, self.board.pairs
         surplus = servers.load > (1 + rules.excess) * servers.target
-        pairs, pair = self.board.pairs, shares.pair[:count]
+        count = int(shares.size[0])
+        share = np.flatnonzero(surplus[shares.at[:count]] & (shares.work[:count] > 0))
+        pair = shares.pair[share]
         keys = pairs.starts[pairs.k_end[pair]] - pairs.starts[pairs.k[pair]]
-        rows = (shares.high - shares.low)[:count] / np.where(pairs.length[pair] > 0, 2, 1)
-        price = rows * rules.priced_q + keys * rules.kv_bytes
-        most_e = np.full(len(shares.pair), np.inf)
-        most_e[:count] = shares.work[:count] / np.maximum(price, 1)
-        chosen = np.flatnonzero(surplus[shares.at[:count]] & (shares.work[:count] > 0))
-        return chosen[np.argsort(-most_e[chosen], kind="stable")], most_e
+        rows = (shares.high[share] - shares.low[share]) / np.where(pairs.length[pair] > 0, 2, 1)
+        most_e = shares.work[share] / np.maximum(rows * rules.priced_q + keys * rules.kv_bytes, 1)
+        order, place = np.argsort(-most_e, kind="stable"), np.full(len(shares.pair), -1, np.int64)
+        place[share[order]] = np.arange(len(order))
+        work, once, a_pair = np.zeros((3, len(order)))
+        return Candidates(share[order], most_e[order], work, once, a_pair, place, np.full(1, -1, np.int64))
 
     def refine(self) -> bool:
         """Halve what cuts are multiples of; False where it is a single row already."""
@@ -193,7 +196,7 @@ def _find_pairs(site: Site) -> Pairs:
     columns = np.concatenate([np.append(columns, np.zeros_like(columns[:1]), axis=0), _walks(site)], axis=1)
     k, k_last = (np.searchsorted(site.starts, keys, "right") - 1 for keys in (columns[3], columns[4] - 1))
     by_key = np.zeros_like(k) if site.whole else k
-    order = np.lexsort((by_key, columns[0]))
+    order = stable_order(columns[0] * len(site.starts) + by_key)
     (q, q0, q1, k0, k1, dmin, dmax, length), by_key = columns[:, order], by_key[order]
     new = np.append(True, (q[1:] != q[:-1]) | (by_key[1:] != by_key[:-1]))[: len(q)]
     first = np.flatnonzero(new)

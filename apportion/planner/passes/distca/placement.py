@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES, Tensor
+from apportion.ir.sorting import ranked, stable_order
 from apportion.planner.options import Amount, Bytes, Positive
 from apportion.planner.passes.cells import cut_cells, cut_columns
 from apportion.planner.passes.distca.balance import Ended, Limits, imbalance
@@ -26,6 +27,7 @@ from apportion.planner.passes.distca.homes import causal_sequences, sequential_h
 from apportion.planner.passes.distca.parts import Balance, Site, balance
 from apportion.planner.passes.refusals import obey_token_cap
 from apportion.planner.passes.shard import row_weights
+from apportion.planner.passes.tasks import hulls
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.solvers.status import Status, Termination
 
@@ -159,7 +161,7 @@ class Distca(PlacePass):
 
     def _by_keys(self, problem: Problem) -> Solved:
         home, computed = self.solve(problem, whole=False)
-        starts = np.unique(np.concatenate([*(found.cuts for found in computed.values()), home[0]]))
+        starts = ranked(*(found.cuts for found in computed.values()), home[0])[0]
         starts, owner = np.append(starts, problem.batch.tokens), home[2][_at(home[0], starts)]
         moved = any(found.ended.moves for found in computed.values())
         execution: dict[tuple[str, str], Execution] = {}
@@ -223,11 +225,12 @@ def sending_seconds(problem: Problem, placement: Placement) -> float:
         of, to = (rank // cluster.ranks_per_node for rank in (found.src, found.dst))
         place = np.where(of == to, cluster.nodes + found.dst, to)
         key = found.tile * (cluster.nodes + cluster.ranks) + place
-        order = np.lexsort((-found.rows, key))
-        once = order[np.append(True, np.diff(key[order]) != 0)[: len(order)]]
         rate = 1e9 * np.where(of == to, cluster.intra_gbs, cluster.inter_gbs_per_rank)
-        busy = np.bincount(found.src[once], (found.bytes / rate)[once], problem.ranks)
-        seconds += float(busy.max())
+        order = stable_order(key)
+        first = np.flatnonzero(np.append(True, np.diff(key[order]) != 0)[: len(order)])
+        if len(first):
+            once = np.maximum.reduceat((found.bytes / rate)[order], first)
+            seconds += float(np.bincount(found.src[order[first]], once, problem.ranks).max())
     return seconds
 
 
@@ -262,7 +265,7 @@ class _Flows:
             executed = placement.execution[kind, "forward"].rank[0]
         block, to, rows = _tiles(cells[0], cells[2], cells[3], executed, home)
         of_key, key_to, keys = _tiles(cells[1], cells[4], cells[5], executed, home)
-        computing = np.unique(cells[0].astype(np.int64) * problem.ranks + executed) // problem.ranks
+        computing = ranked(cells[0].astype(np.int64) * problem.ranks + executed)[0] // problem.ranks
         whole = bool(np.bincount(computing).max(initial=0) <= 1)
         back = _returned_bytes(problem, whole)
         sizes = rows * model.row_bytes(Tensor.Q), keys * model.row_bytes(Tensor.KV), rows * back
@@ -290,17 +293,15 @@ def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints) -> tuple[In
     """(block, rank, rows) of tiles, int64 each: a rank gets once the hull of the rows of a block that it needs."""
     away = np.flatnonzero(home[block] != to)
     ranks = int(to.max(initial=0)) + 1
-    tile, index = np.unique(block[away].astype(np.int64) * ranks + to[away], return_inverse=True)
-    first, last = np.full(len(tile), 2**62), np.zeros(len(tile), np.int64)
-    np.minimum.at(first, index, low[away])
-    np.maximum.at(last, index, high[away])
+    tile, index = ranked(block[away].astype(np.int64) * ranks + to[away])
+    first, last = hulls(index, low[away], high[away], len(tile))
     return tile // ranks, tile % ranks, last - first
 
 
 def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Ints]]:
     """(starts, homes, servers for each kind) of the fewest blocks whose tokens have all these in common."""
     maps = [(home[0], home[2]), *((low, rank) for low, _, rank in computed)]
-    starts = np.unique(np.concatenate([low for low, _ in maps]))
+    starts = ranked(*(low for low, _ in maps))[0]
     ranks = np.stack([rank[_at(low, starts)] for low, rank in maps])
     new = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
     starts, ranks = np.append(starts[new], home[1][-1]), ranks[:, new]

@@ -1,0 +1,51 @@
+"""On several cores plans are the same, byte for byte; and what is too large for any is refused beforehand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import apportion as ap
+from apportion import cli
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.workload import lognormal_lengths
+from apportion.planner.passes import cells
+from apportion.planner.recipes import find_recipe, with_pods
+
+
+@pytest.mark.parametrize("name", ["fcp", "distca", "mixed", "ulysses", "upipe", "ring"])
+@pytest.mark.parametrize("pods", [None, 8])
+def test_threads_give_the_same_bytes(name: str, pods: int | None) -> None:
+    batch, cluster = ap.Batch.from_lengths(lognormal_lengths(0, 32 * 4096)), ap.Cluster(4, 8)
+    recipe = find_recipe(name) if pods is None else with_pods(find_recipe(name), pods)
+    plans = [ap.plan(batch, cluster, ap.Model(), recipe, threads=threads) for threads in (1, 2, 5)]
+    assert len({plan.id for plan in plans}) == 1
+    assert len({plan.encode() for plan in plans}) == 1
+
+
+def test_threads_are_a_number_above_none() -> None:
+    with pytest.raises(ConfigError, match="threads"):
+        ap.plan(ap.Batch.from_lengths([64]), ap.Cluster(1, 2), ap.Model(), threads=0)
+
+
+def test_the_command_takes_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    ids = []
+    for threads in ("1", "2"):
+        given = ["--ranks", "4", "--tokens-per-rank", "65536", "--workload", "examples/code_lengths.json"]
+        assert cli.main(["plan", *given, "--threads", threads, "--json"]) == cli.OK
+        ids.append(json.loads(capsys.readouterr().out)["id"])
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize("recipe", ["ring", "usp"])
+def test_plans_beyond_memory_are_refused_before_they_are_made(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, cluster = ap.Batch.from_lengths([512] * 16), ap.Cluster(2, 8)
+    tasks = ap.plan(batch, cluster, ap.Model(), "ring").programs["default", "forward"]["tasks"]
+    monkeypatch.setattr(cells, "MOST_TASKS", len(tasks) * 3 // 4)
+    with pytest.raises(CapacityError, match=r"are planned at a time; .* \(--pods\)"):
+        ap.plan(batch, cluster, ap.Model(), recipe)
+    apart = ap.plan(batch, cluster, ap.Model(), with_pods(find_recipe("ring"), 8))
+    assert apart.report["ranks"] == 16
