@@ -174,7 +174,7 @@ def _tree(room: Ints) -> tuple[Floats, Ints]:
     while leaves < len(room):
         leaves *= 2
     lightest, most = np.full(2 * leaves, np.inf), np.full(2 * leaves, -1)
-    for bin_ in range(len(room)):  # compiled twenty times as fast as slices would be
+    for bin_ in range(len(room)):  # assigning slices takes seconds to compile
         lightest[leaves + bin_], most[leaves + bin_] = 0.0, room[bin_]
     for node in range(leaves - 1, 0, -1):
         lightest[node] = min(lightest[2 * node], lightest[2 * node + 1])
