@@ -3,8 +3,8 @@
     python benchmarks/against.py COMMIT [--jobs fcp_paper:2048,blend,…] [--ranks 8,64,256,1024] [--turns 3] [--json]
 
 Each turn runs `apportion bench plan` of either commit, five repeats after one to warm up; what counts is the lowest of
-the turns' medians. Prints a table, or with --json one object: rows with milliseconds of both. A commit that cannot plan a
-job, or not within --patience seconds, has null. --tree: where the commit is checked out already, compiled perhaps.
+the turns' medians. Prints a table, or with --json one object: rows with milliseconds of both. A commit that cannot plan
+a job, or not within --patience seconds, has null. --tree: where the commit is checked out already, compiled perhaps.
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ def _times(tree: Path, job: str, ranks: int, patience: float) -> dict[str, float
 
 
 def _print(commit: str, rows: list[dict[str, Any]]) -> None:
-    print(
-        f"| recipe | ranks | planning, {commit[:7]} / now | ratio | verification, {commit[:7]} / now | ratio | of planning |"
-    )
+    both = f"{commit[:7]} / now"
+    print(f"| recipe | ranks | planning, {both} | ratio | verification, {both} | ratio | of planning |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for row in rows:
         cells = [row["job"].replace(":", " "), str(row["ranks"])]
