@@ -109,12 +109,12 @@ def test_a_fault_is_found_where_it_is_made(passes: dict, fault: str) -> None:
 def test_a_fault_of_a_schedule_too(passes: dict, fault: str) -> None:
     held = placed(**passes)
     with checked_steps(), pytest.raises(VerifyError, match=fault):
-        pipeline.schedule(held, SILENT)
+        pipeline.schedule(held)
 
 
 def test_tasks_and_their_stages() -> None:
     held = placed()
-    low = pipeline.schedule(held, SILENT)["default", "forward"]
+    low = pipeline.schedule(held)["default", "forward"]
     checks, bands = Checks(held.passes), held.problem.bands["default"]
     star = replace(low.tasks, edge=np.full(len(low.tasks), -1), query_edge=np.full(len(low.tasks), -1))
     none = low.edges.take(np.zeros(0, np.int64))
