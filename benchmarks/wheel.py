@@ -3,7 +3,7 @@
 Run: python benchmarks/wheel.py [--out dist] [--recipes all] [--check]. The loops are compiled from the sources as the
 wheel has them, for x86-64-v3 or arm64; the wheel is for one Python and one platform, and works with any numba, which
 compiles what it must where it is another one. --check: installs it into a new environment, and starts there; exit code
-1 where anything is compiled. It needs the package index, and says what import, plan and verification take (promised: 1 s).
+1 where anything is compiled. It needs the package index. Import, plan and verification are timed (promised: 1 s).
 """
 
 from __future__ import annotations
