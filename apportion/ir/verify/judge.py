@@ -47,9 +47,11 @@ EMPTY, CLEARED, LIVE, VALUE = range(4)
 SHIFT, OPEN, ROOM, FIRST_NEAR = range(4)
 PLACES = 2 * (max(Tensor) + 1)
 # columns of the line behind the places: nodes in use and the first out of use; lines in use of `places`, `conditions`
-# and `parcels`, and the end of those that may be used; of the rank that is walked its first instruction, the address of
-# its first home row, and the first and the end of what is sent to it; tensors whose home rows hold values, as bits
-USED, FREE, PIECES, CONDITIONS, PARCELS, PARCELS_END, BEGIN, ADDRESS, SENT, SENT_END, GIVEN = range(11)
+# and `parcels`, and the end of those that may be used; of the rank that is walked its number, first instruction, the
+# address of its first home row, and the first and the end of what is sent to it; tensors whose home rows hold values,
+# as bits; the first rank of the walk
+USED, FREE, PIECES, CONDITIONS, PARCELS, PARCELS_END, RANK, BEGIN, ADDRESS, SENT, SENT_END, GIVEN = range(12)
+FIRST_RANK = 12
 
 # columns of a run: first row of the operand, rows, token, state
 RUN_ROW, RUN_ROWS, RUN_TOKEN, RUN_STATE = range(4)
@@ -78,7 +80,7 @@ _DELIVERED_BITS = (1 << _O) | (1 << _DQ) | (1 << _DKV)
 _FULL = NOWHERE - 1
 
 # columns of a send: its rank, round, tile (twice its number, and 1 where it leaves home rows), and the token of its
-# first row, which only of home rows is known before all ranks are walked
+# first row, which of work rows is known when the rank was walked
 SENDER, ROUND, TILE, TOKEN = range(4)
 
 
@@ -689,9 +691,11 @@ def _launch(
         if sends[send, TILE] >> 1 != (rows * PLACES + tensor) * sets.shape[2] + heads:
             return False
         next_send[peer] = send + 1
-        token = (2 * send + 2 + partial) << TILE_SHIFT
-        if sends[send, TILE] & 1:
+        token, walked = NOWHERE, near[PLACES, FIRST_RANK] <= peer < near[PLACES, RANK]
+        if walked or sends[send, TILE] & 1:  # no other thread writes it
             token = sends[send, TOKEN]
+        if token < 0 or token >= _UNKNOWN:
+            token = (2 * send + 2 + partial) << TILE_SHIFT
         if operands[1, x] == HOME:
             wanted = near[PLACES, ADDRESS] + low
             if (near[PLACES, GIVEN] >> tensor) & 1:
@@ -1207,7 +1211,7 @@ def _set_up(
 ) -> None:
     """Sets up the scratch memory for a rank: nothing is open, and the next of each rank's sends to it is the first."""
     near[PLACES, USED], near[PLACES, FREE] = 0, -1
-    near[PLACES, BEGIN], near[PLACES, ADDRESS] = begin, address
+    near[PLACES, RANK], near[PLACES, BEGIN], near[PLACES, ADDRESS] = rank, begin, address
     near[PLACES, SENT], near[PLACES, SENT_END] = sends_ptr[rank], sends_ptr[rank + 1]
     for place in range(PLACES):
         near[place, OPEN], near[place, ROOM] = 0, arena_rows[place // 2] if place & 1 else rows
@@ -1467,7 +1471,7 @@ def _walked(
     posted: _Posted, homes: Homes, sets: Sets, given: frozenset[Tensor], parcels: Ints, ranks: range
 ) -> _Walked | None:
     """The walk over a range of ranks, with scratch memory of its own. Ranges may be walked in any order, or at once:
-    what another rank sends from work rows is only looked at when all are done."""
+    what a rank of another one sends from work rows is only looked at when all are done."""
     program, first, end = posted.program, ranks.start, ranks.stop
     transfers, tasks, rowops = (int(ptr[end] - ptr[first]) for ptr in posted.ptrs[2:])
     conditions = np.empty((3, 4 * (rowops + transfers + tasks) + 64), np.int64)
@@ -1475,7 +1479,7 @@ def _walked(
     nodes, room = np.empty((8 * longest + 4096, NODE), np.int64), 2 * tasks + transfers + 64
     while True:
         near, places = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64), np.empty((room, 4), np.int64)
-        near[PLACES, GIVEN] = _bits_of(given)
+        near[PLACES, GIVEN], near[PLACES, FIRST_RANK] = _bits_of(given), first
         near[PLACES, PARCELS], near[PLACES, PARCELS_END] = map(posted.parcels_before, (first, end))
         if not _walk(
             first,
