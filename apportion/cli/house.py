@@ -87,8 +87,11 @@ def warmup(
     """
     if into:
         inputs.need("numba", "numba", "compiling")
-        from apportion.ir.jit import shelf
+        from apportion.ir.errors import ConfigError
+        from apportion.ir.jit import COMPILES, shelf
 
+        if not COMPILES:
+            raise ConfigError("--into", str(into), "nothing is compiled under NUMBA_DISABLE_JIT", "unset it")
         shelf.write_into(into)
     from apportion.ir.jit import compiling
     from apportion.planner import warm

@@ -73,7 +73,9 @@ Pods = Annotated[
 ]
 Threads = Annotated[
     int,
-    typer.Option("--threads", help="Cores to work on, where steps can. What comes out is the same.", min=1),
+    typer.Option(
+        "--threads", help="Cores to work on, where steps can. What comes out is the same.", min=1, max=1024
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)]
 DeadlineMs = Annotated[

@@ -63,7 +63,12 @@ def inlined(function: F) -> F:
 def _compiled(function: F, **options: bool) -> F:
     if not HAS_NUMBA:
         return function
-    dispatcher = _NUMBA.njit(cache=True, **options)(function)
+    try:
+        dispatcher = _NUMBA.njit(cache=True, **options)(function)
+    except (
+        RuntimeError
+    ):  # no folder can be written: what did not come with the package is compiled in every process
+        dispatcher = _NUMBA.njit(**options)(function)
     if COMPILES:
         if _is_ours(function):
             dispatcher._cache = Shelved(dispatcher._cache, function, shelf)

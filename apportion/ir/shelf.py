@@ -1,13 +1,15 @@
 """Compiled loops that a wheel brings, in `apportion/_compiled`.
 
 numba's own cache serves one kind of CPU, so it cannot travel. These loops are compiled for a level of instructions that
-nearly all machines have, and found by Python, numpy, numba, level and source: where one differs, or the CPU has less,
-loops are compiled where they run and numba keeps them, as without a wheel's.
+nearly all machines have, and found by Python, numpy, numba, level and source: where one differs, the CPU has
+less or a file cannot be read, loops are compiled where they run and numba keeps them, as without a wheel's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import platform
 import sys
 from functools import cached_property
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 from apportion.ir.errors import ConfigError
 
+LOG = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).parents[1]
 SHIPPED = _PACKAGE / "_compiled"
 _PARTS = ("ir", "planner")  # of the package: what its loops are made of
@@ -61,15 +64,15 @@ class Shelf:
 
     @cached_property
     def folder(self) -> Path | None:
-        """That of this Python, numba and level; None where there is none."""
+        """That of this Python, numba and level; None where there is none, or it cannot be read."""
         from numba import __version__ as numba
         from numpy import __version__ as numpy
 
-        if not (self.writes or self.root.is_dir()) or self.level is None:
+        if self.level is None:
             return None
         python, major = sys.implementation.cache_tag, numpy.split(".")[0]
         found = self.root / f"{python}-numpy-{major}-numba-{numba}-{sys.platform}-{self.level.cpu}"
-        return found if self.writes or found.is_dir() else None
+        return found if self.writes or os.access(found, os.R_OK | os.X_OK) else None
 
     @cached_property
     def sources(self) -> bytes:
@@ -116,13 +119,25 @@ class Shelved:
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """The compiled function for these types of arguments, None where it must be compiled."""
-        found = None
-        if self._shelf.folder:
-            target.refresh()
+        found = self._shelved(signature, target) if self._shelf.folder else None
+        if found is not None or self._shelf.writes:
+            return found
+        return self._own.load_overload(signature, target)
+
+    def _shelved(self, signature: Any, target: Any) -> Any:
+        """What the shelf has, None where that is nothing, or damaged, which is said."""
+        from numba.core.compiler import CompileResult
+
+        target.refresh()
+        try:
             found = self._file(self._shelf.folder).load(signature)
-        if found is not None:
-            return self._own._impl.rebuild(target, found)
-        return None if self._shelf.writes else self._own.load_overload(signature, target)
+            return None if found is None else CompileResult._rebuild(target, *found)  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever a file cut short makes of reading it
+            said = f"{type(error).__name__}: {error}"
+            LOG.warning(
+                "%s in %s cannot be read, and is compiled here: %s", self._name, self._shelf.folder, said
+            )
+            return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         if not (self._shelf.folder and self._shelf.writes):
@@ -131,7 +146,7 @@ class Shelved:
             self._shelf.folder.mkdir(parents=True, exist_ok=True)
             self._file(self._shelf.folder).save(signature, self._own._impl.reduce(compiled))
 
-    def _file(self, folder: Path) -> Any:
+    def _file(self, folder: Path | None) -> Any:
         from numba.core.caching import IndexDataCacheFile
 
         file: Any = IndexDataCacheFile  # numba has no types

@@ -9,10 +9,10 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer
 from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy, Recipe
+from apportion.ir.threads import checked_threads
 from apportion.ir.verify import verify as verify_plan
 from apportion.planner.pipeline import Made, Watch, check_request, draft, place, seal
 from apportion.planner.problem import Problem
@@ -40,7 +40,7 @@ def plan(
     cores steps work, where they can; the bytes are the same.
     Raises ConfigError, CapacityError, VerifyError.
     """
-    policy, threads = policy_of(recipe, seed, policy), integer("threads", threads)
+    policy, threads = policy_of(recipe, seed, policy), checked_threads(threads)
     watch = Watch(timings)
     made = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch, threads)
     if verify:

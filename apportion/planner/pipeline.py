@@ -170,6 +170,8 @@ def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None, threads:
     with watch("schedule"):
         parts = [(0, placed)] if lowered is not None else placed.apart()
         every = [lowered] if lowered is not None else spread(schedule, [part for _, part in parts], threads)
+        for key in every[0]:
+            check_tasks(sum(len(part[key].tasks) for part in every))
     problem = _with_own_cap(placed.problem, placed.passes, every)
     with watch("lower"):
         programs = _lower([first for first, _ in parts], every, threads)
@@ -199,6 +201,8 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
             draft.programs,
             parts,
         )
+        if placed.passes.pods is not None:
+            report |= {"pods": len(draft.lowered)}
         if draft.remapping is not None:
             report |= {"remap": draft.remapping.said}
         if search is not None:

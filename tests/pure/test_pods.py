@@ -12,6 +12,8 @@ from apportion.cli.inputs import recipe_of
 from apportion.ir.errors import ConfigError
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.checks import checked_steps
+from apportion.planner.passes.pods import Documents
+from apportion.planner.problem import Problem
 from apportion.planner.recipes import find_recipe, with_pods
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=4, dtype="fp64")
@@ -80,6 +82,25 @@ def test_pods_lose_little() -> None:
         report = ap.plan(batch, cluster, model, with_pods(find_recipe(name), 32)).report
         assert report["imbalance"]["compute"] < 0.02
         assert report["imbalance"]["tokens"] <= 0.02
+
+
+@pytest.mark.parametrize("name", ["fcp", "blend", "dcp", "magi"])
+def test_caps_hold_where_a_fast_pod_may_hold_less_than_its_share(name: str) -> None:
+    batch = ap.Batch.from_lengths([58, 75, 42, 2, 1, 42, 36, 16, 2, 60, 3, 2, 27, 13])
+    cluster = ap.Cluster(2, 3, speeds=(1.0, 0.5, 0.5, 1.0, 1.0, 2.0))
+    plan = ap.plan(batch, cluster, MODEL, policy=ap.Policy(_recipe(name, 2), token_cap=71))
+    assert plan.layout("attention").rows_per_rank.max() <= 71
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "sizes"), [(5, 5, {2, 4}), (3, 4, {2, 4}), (255, 1024, {1016, 1024})]
+)
+def test_no_pod_is_larger_than_asked_for(nodes: int, ranks: int, sizes: set[int]) -> None:
+    cluster = ap.Cluster(nodes, 2 if nodes < 9 else 8)
+    problem = Problem(
+        ap.Batch.from_lengths([8] * cluster.ranks), cluster, MODEL, ap.Policy(_recipe("fcp", ranks))
+    )
+    assert set(np.diff(next(Documents(ranks)._pods(problem, 1))).tolist()) <= sizes
 
 
 def test_what_pods_cannot_do_is_refused() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextvars import ContextVar
+from typing import Any
 
 import pytest
 
 import apportion as ap
 from apportion import cli
 from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.threads import spread
 from apportion.ir.workload import lognormal_lengths
 from apportion.planner.passes import cells
 from apportion.planner.recipes import find_recipe, with_pods
@@ -24,9 +27,19 @@ def test_threads_give_the_same_bytes(name: str, pods: int | None) -> None:
     assert len({plan.encode() for plan in plans}) == 1
 
 
-def test_threads_are_a_number_above_none() -> None:
+@pytest.mark.parametrize("threads", [0, "2", None, 10**9])
+def test_threads_are_a_number_above_none(threads: Any) -> None:
+    batch = ap.Batch.from_lengths([64])
     with pytest.raises(ConfigError, match="threads"):
-        ap.plan(ap.Batch.from_lengths([64]), ap.Cluster(1, 2), ap.Model(), threads=0)
+        ap.plan(batch, ap.Cluster(1, 2), ap.Model(), threads=threads)
+    with pytest.raises(ConfigError, match="threads"):
+        ap.verify(ap.plan(batch, ap.Cluster(1, 2), ap.Model()), threads)
+
+
+def test_threads_have_the_context_of_who_asked() -> None:
+    said: ContextVar[int] = ContextVar("said", default=0)
+    said.set(3)
+    assert spread(lambda _: said.get(), range(4), 2) == [3] * 4
 
 
 def test_the_command_takes_threads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +57,7 @@ def test_plans_beyond_memory_are_refused_before_they_are_made(
 ) -> None:
     batch, cluster = ap.Batch.from_lengths([512] * 16), ap.Cluster(2, 8)
     tasks = ap.plan(batch, cluster, ap.Model(), "ring").programs["default", "forward"]["tasks"]
-    monkeypatch.setattr(cells, "MOST_TASKS", len(tasks) * 3 // 4)
+    monkeypatch.setattr(cells, "MOST_TASKS", len(tasks) * 9 // 8)
     with pytest.raises(CapacityError, match=r"are planned at a time; .* \(--pods\)"):
         ap.plan(batch, cluster, ap.Model(), recipe)
     apart = ap.plan(batch, cluster, ap.Model(), with_pods(find_recipe("ring"), 8))

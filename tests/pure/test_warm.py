@@ -132,6 +132,10 @@ def test_loops_of_a_wheel_are_taken_where_cpu_and_sources_are_those(tmp_path: Pa
     assert {path.suffix for path in tmp_path.rglob("shelf/*/*")} == {".nbi", ".nbc"}
     assert not list(tmp_path.rglob("write/*/*.nbc"))
     assert [compiled(how) for how in ("read", "old CPU", "edited")] == [0, 1, 1]
+    for suffix in (".nbc", ".nbi"):  # cut short: as where no wheel brought it
+        (path,) = tmp_path.glob(f"shelf/*/*{suffix}")
+        path.write_bytes(path.read_bytes()[:-40])
+        assert compiled(f"without {suffix}") == 1
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64", "riscv64"])

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from apportion.ir import text
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ApportionError, CapacityError, VerifyError
+from apportion.ir.threads import checked_threads
 from apportion.ir.verify import (
     coverage,
     dataflow,
@@ -76,7 +77,9 @@ _STAGES = {rule.name: rule.stage for rule in RULES}
 
 
 def verify(plan: Plan, threads: int = 1) -> None:
-    """Raises VerifyError, which lists the violations, where the plan breaks a rule. threads: how many may look."""
+    """Raises VerifyError, which lists the violations, where the plan breaks a rule. threads: how many may look.
+
+    Raises ConfigError for threads that are no number of threads."""
     violations = check(plan, threads)
     if violations:
         rest = len(violations) - _SHOWN
@@ -91,7 +94,7 @@ def check(plan: Plan, threads: int = 1) -> tuple[Violation, ...]:
 
     Never raises for what a plan says, however broken it is.
     """
-    subject = Subject(plan, threads)
+    subject = Subject(plan, checked_threads(threads))
     found = _apply_all(_BEFORE, subject, {})
     if not any(found.values()) and subject.judge():
         judged = found | dict.fromkeys(_JUDGED, ())

@@ -143,7 +143,7 @@ def check_tasks(count: int) -> None:
     if count > MOST_TASKS:
         raise CapacityError(
             f"{count} tasks, of each block of queries and each of the keys that it sees: at most {MOST_TASKS} are "
-            "planned at a time; use larger blocks, a recipe that keeps short sequences whole, or step `pods` (--pods)"
+            "planned at a time; use larger blocks, a recipe that keeps short sequences whole, or smaller pods (--pods)"
         )
 
 

@@ -147,7 +147,9 @@ def _full(
 ) -> CapacityError:
     sizes, caps = shards.per_piece(shards.lengths).tolist(), problem.token_caps
     most = caps.max() if only is None else caps[list(only)].max()
-    need = sum(size for size, ranks in zip(sizes, allowed or [], strict=True) if ranks == only)
+    if allowed is None:
+        return CapacityError(f"{sum(sizes)} tokens do not fit on ranks that hold {caps.sum()} together")
+    need = sum(size for size, ranks in zip(sizes, allowed, strict=True) if ranks == only)
     return CapacityError(
         f"{need} tokens have home_ranks {only}, which hold at most {most} each, other pieces included: "
         f"raise token_cap or widen home_ranks"

@@ -111,14 +111,15 @@ class Documents(PodsPass):
         """int64 [pods + 1], the first rank of each and the end: ever fewer pods, more than one."""
         most = POD_RANKS if self.ranks == "auto" else self.ranks
         cluster = problem.cluster
-        pods = cluster.nodes // max(1, most // (cluster.ranks_per_node * members))
+        pods = -(-cluster.nodes // max(1, most // (cluster.ranks_per_node * members)))
         while pods > 1:
             yield _joined(problem, np.arange(pods + 1) * cluster.nodes // pods * cluster.ranks_per_node)
             pods //= 2
 
     def _assigned(self, problem: Problem, first: Ints) -> Ints | None:
         """int64 [sequences]: the pod of each; None where they do not fit, or leave a pod without any."""
-        room = (np.add.reduceat(problem.token_caps, first[:-1]) + _shares(problem, first)) / 2
+        caps = np.add.reduceat(problem.token_caps, first[:-1])
+        room = np.minimum(caps, (caps + _shares(problem, first)) / 2)
         weights, sizes = row_weights(problem, problem.batch.starts), problem.batch.lengths
         speeds = np.add.reduceat(problem.speeds, first[:-1])
         found = self.solver(PartitionProblem(weights, sizes, room.astype(np.int64), speeds)).bin
