@@ -1,6 +1,6 @@
 """Planning and verification beside those of another commit: the same job in turns, so that a busy machine slows both.
 
-    python benchmarks/against.py COMMIT [--jobs fcp_paper:2048,blend,…] [--ranks 8,64,256,1024] [--turns 3] [--json]
+    python benchmarks/against.py COMMIT [--jobs fcp=fcp_paper:2048,blend,…] [--ranks 8,64,256,1024] [--turns 3] [--json]
 
 Each turn runs `apportion bench plan` of either commit, five repeats after one to warm up; what counts is the lowest of
 the turns' medians. Prints a table, or with --json one object: rows with milliseconds of both. A commit that cannot plan
@@ -26,14 +26,14 @@ from rich.progress import track
 from apportion.cli.house import machine, versions
 
 ROOT = Path(__file__).resolve().parents[1]
-JOBS = "fcp_paper:2048,fcp_paper:auto,blend,distca,zeppelin,ulysses,upipe,ring"
+JOBS = "fcp=fcp_paper:2048,fcp=fcp_paper:auto,blend,distca,zeppelin,ulysses,upipe,ring"
 TIMES = ("planning_ms", "verify_ms")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Planning times beside another commit's.")
     parser.add_argument("commit")
-    parser.add_argument("--jobs", default=JOBS, help="recipes, with tokens of a block behind a colon")
+    parser.add_argument("--jobs", default=JOBS, help="recipes, NAME or NAME_THEN=NAME, with :BLOCK")
     parser.add_argument("--ranks", default="8,64,256,1024")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--patience", type=float, default=120.0)
@@ -73,7 +73,10 @@ def _row(job: str, ranks: int, tree: Path, turns: int, patience: float) -> dict[
     places = {"base": tree, "now": ROOT}
     for _ in range(turns):
         for name in list(places):
-            times = _times(places[name], job, ranks, patience)
+            recipes, _, block = job.partition(":")
+            then, _, own = recipes.partition("=")
+            recipe = then if name == "base" else own or then
+            times = _times(places[name], recipe, block, ranks, patience)
             if times is None:
                 del places[name]
             else:
@@ -84,8 +87,7 @@ def _row(job: str, ranks: int, tree: Path, turns: int, patience: float) -> dict[
     return row
 
 
-def _times(tree: Path, job: str, ranks: int, patience: float) -> dict[str, float] | None:
-    recipe, _, block = job.partition(":")
+def _times(tree: Path, recipe: str, block: str, ranks: int, patience: float) -> dict[str, float] | None:
     command = [sys.executable, "-m", "apportion", "bench", "plan", "--recipe", recipe, "--ranks", str(ranks)]
     command += ["--block", block] if block else []
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
@@ -104,7 +106,7 @@ def _print(commit: str, rows: list[dict[str, Any]]) -> None:
     print(f"| recipe | ranks | planning, {both} | ratio | verification, {both} | ratio | of planning |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for row in rows:
-        cells = [row["job"].replace(":", " "), str(row["ranks"])]
+        cells = [row["job"].partition("=")[2].replace(":", " ") or row["job"], str(row["ranks"])]
         for kind in TIMES:
             base, now = (None if row[name] is None else row[name][kind] for name in ("base", "now"))
             cells.append(" / ".join("-" if ms is None else f"{ms:.1f}" for ms in (base, now)))
