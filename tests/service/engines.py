@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -100,6 +100,9 @@ class LocalPool:
         for number in numbers:
             self._let.setdefault(number, asyncio.Event()).set()
 
+    def hold(self) -> None:
+        self._held = True
+
     def open(self) -> None:
         self._held = False
         self.let(*self._let)
@@ -141,11 +144,15 @@ def _planned(task: Task) -> Done:
 
 
 class DownStore:
-    """A store whose server can be gone: it fails then, before or after it did what was asked."""
+    """A store whose server can be gone: it fails then, before or after it did what was asked.
+
+    failing: methods that fail though it is there.
+    """
 
     def __init__(self, store: Store) -> None:
         self.behind = store
         self.down = self.after = False
+        self.failing: Collection[str] = ()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.behind, name)
@@ -153,7 +160,7 @@ class DownStore:
         def call(*args: object) -> Any:
             if self.down and self.after:
                 method(*args)
-            if self.down:
+            if self.down or name in self.failing:
                 raise StoreError("nobody answers at 127.0.0.1:1")
             return method(*args)
 

@@ -231,6 +231,32 @@ def test_packs_that_nobody_needs_go_when_the_store_is_full() -> None:
     run(main())
 
 
+def test_a_pack_that_is_asked_for_again_while_it_is_dropped_and_then_not_made_goes() -> None:
+    async def main() -> None:
+        store = DownStore(MemoryStore())
+        rig = Rig(store, LocalPool(), Limits(keep=1, store_packs=2))
+        async with rig.with_job() as engine:
+            for i in range(3):
+                await submit(engine, i)
+                await take(engine, i)
+            await until(lambda: len(list(store.packs())) == 2)
+            store.failing = {"drop_pack"}
+            await submit(engine, 3)
+            await take(engine, 3)  # the plan of 1 is in excess, and cannot be dropped now
+            await until(lambda: engine.snapshot().packs == 2 and engine.snapshot().store_errors > 0)
+            rig.pool.hold()
+            await begin(engine, "other")
+            await engine.submit("other", 1, 0, batch(1))
+            await until(lambda: engine.snapshot().at_workers == 1)
+            store.failing = set()
+            await asyncio.sleep(0.3)  # it is not dropped under whoever asked
+            assert len(list(store.packs())) == 3
+            await engine.delete_job("other")
+            await until(lambda: engine.snapshot().packs == len(list(store.packs())) == 2)
+
+    run(main())
+
+
 def test_old_epochs_leave_nothing_but_their_runs() -> None:
     async def main() -> None:
         rig = Rig(limits=Limits(epochs=3))

@@ -300,6 +300,7 @@ class Engine:
         if held.epoch.iterations.get(held.number) is held:
             held.epoch.remove(held.number)
             self._library.release(held)
+            self._trim()
             self._journal.later({}, [held.key])
 
     async def iteration_state(self, name: str, epoch: int, iteration: int) -> IterationState:
@@ -442,7 +443,7 @@ class Engine:
             await self._journal.insist(partial(self._drop_pack, key))
 
     async def _drop_pack(self, key: bytes) -> None:
-        if key not in self._library:  # nobody has asked for the same meanwhile
+        if self._library.may_drop(key):
             await self._journal.call(self._journal.store.drop_pack, key)
 
     # ---- figures

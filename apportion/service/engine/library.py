@@ -72,6 +72,7 @@ class Library:
         self._limits = limits
         self._entries: dict[bytes, Entry] = {}
         self._idle: dict[bytes, int] = {}  # stored packs that nobody needs, longest idle first
+        self._uncounted: set[bytes] = set()  # whose packs were to be dropped, and are asked for again
         self.cache = Cache(limits.cache_bytes)
         self.packs = self.pack_bytes = 0
         self.unplanned = self.unplanned_bytes = 0
@@ -82,8 +83,13 @@ class Library:
         self.packs = len(self._idle)
         self.pack_bytes = sum(self._idle.values())
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._entries or key in self._idle
+    def may_drop(self, key: bytes) -> bool:
+        """Whether the pack, one of `excess`, is still of no use. If not: it is counted again when the same is stored
+        anew, and excess again where that never happens."""
+        entry = self._entries.get(key)
+        if entry is not None and not entry.stored_bytes:
+            self._uncounted.add(key)
+        return entry is None and key not in self._idle
 
     def need(self, key: bytes, user: Iteration, request: bytes) -> None:
         """Gives the user its entry, which is there until all its users have released it."""
@@ -110,6 +116,7 @@ class Library:
     def stored(self, entry: Entry, stored_bytes: int, bodies: tuple[Body, ...]) -> None:
         """Its pack is in the store."""
         self._settle(entry)
+        self._uncounted.discard(entry.key)
         self.packs += not entry.stored_bytes
         self.pack_bytes += stored_bytes - entry.stored_bytes
         entry.stored_bytes = stored_bytes
@@ -140,7 +147,8 @@ class Library:
 
     def excess(self) -> list[bytes]:
         """Packs to drop, which are no longer counted."""
-        found = []
+        found = [key for key in self._uncounted if key not in self._entries]
+        self._uncounted.difference_update(found)
         while self._idle and (
             self.pack_bytes > self._limits.store_bytes or self.packs > self._limits.store_packs
         ):
