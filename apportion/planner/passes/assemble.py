@@ -10,8 +10,9 @@ what the format writes in fewest bytes (`ir.predictions`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,8 +119,7 @@ def taken(column: Column, index: Ints) -> Column:
     return column if isinstance(column, int) else column[index]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One instruction of the template."""
 
     op: Op
@@ -188,7 +188,7 @@ class Assembler:
         """Append the steps of another, with rounds of their own and no rows; returns the position of the first."""
         first, rounds = len(self.steps), self.rounds
         self.steps += [
-            replace(step, round=step.round + rounds) if step.op in (Op.LAUNCH, Op.WAIT) else step
+            Step(step.op, step.round + rounds, *step[2:]) if step.op in (Op.LAUNCH, Op.WAIT) else step
             for step in other.steps
         ]
         self.rounds += other.rounds
@@ -231,276 +231,373 @@ class Assembler:
 
     def build(self, sets: HeadSets) -> ProgramSet:
         """The tables of all ranks."""
-        steps = len(self.steps)
-        if self.ranks * steps >= 2**31:
-            raise CapacityError(f"{self.ranks} ranks x {steps} steps: use larger blocks or a larger coalesce")
-        count = np.zeros(self.ranks * steps, np.int64)
-        lists = {name: self._list(name, parts, count) for name, parts in self._parts.items()}
-        operands, reach = _numbered(tuple(lists.values()), self.ranks)
-        tables = {"arenas": _arenas(reach, sets), "operands": operands}
-        for name, one in lists.items():
-            tables[name] = Table(one.ptr, dict(zip(TABLES[name], one.rows.plain[1:], strict=True)))
-        tables["instructions"] = self._instructions(count)
-        return ProgramSet({name: tables[name] for name in TABLES})
-
-    def _list(self, name: str, parts: list[Part], count: Ints) -> _List:
-        """A list of all ranks, sorted, its operands not numbered yet. count: int64 [ranks * steps], to which its rows
-        are added."""
-        size, ranges = sum(map(len, parts)), max((len(part.ranges) for part in parts), default=0)
-        wide = any(not isinstance(held.heads, int) or held.heads for part in parts for held in part.ranges)
-        named, plain = _PLACES[name]
-        given = _Rows.empty(1 + len(plain), ranges, size, wide)
-        key, at = np.empty(size, np.int32), 0
-        for number, part in enumerate(parts):
-            some = slice(at, at + len(part))
-            np.multiply(part.rank, len(self.steps), out=key[some], casting="unsafe")
-            key[some] += part.position
-            for column, values in zip(given.plain, (number, *part.plain), strict=True):
-                column[some] = values
-            for one, held in enumerate(part.ranges):
-                given.packed[one, some] = held.packed
-                if wide:
-                    given.heads[one, some] = held.heads
-            given.packed[len(part.ranges) :, some] = -1
-            at = some.stop
-        rows = _Rows.empty(1 + len(TABLES[name]), ranges, size, wide)
-        ptr = np.zeros(self.ranks + 1, np.int64)
-        _sort(key, np.append(0, 1 + plain), given, count, rows, ptr)
-        forms = np.array([part.named for part in parts], np.int64).reshape(-1, len(named), 2)
-        return _List(ptr, rows, forms, 1 + named)
-
-    def _instructions(self, count: Ints) -> Table:
-        steps = np.array([(step.op, step.round, step.channel, step.mode) for step in self.steps], np.int64)
+        if self.ranks * len(self.steps) >= 2**31:
+            raise CapacityError(
+                f"{self.ranks} ranks x {len(self.steps)} steps: use larger blocks or a larger coalesce"
+            )
+        given, sizes = _given(self._parts)
         launch = np.full(len(self.steps), -1)
         for wait, of in self._waits:
             launch[wait] = of
-        ptr = np.zeros(self.ranks + 1, np.int64)
-        _count_steps(steps, launch, count, ptr)
-        out = np.empty((len(TABLES["instructions"]), int(ptr[-1])), np.int32)
-        _fill_steps(steps, launch, count, out)
-        return Table(ptr, dict(zip(TABLES["instructions"], out, strict=True)))
+        steps = np.fromiter(chain.from_iterable(self.steps), np.int64, 4 * len(self.steps))
+        template = _Template(steps.reshape(-1, 4), launch)
+        count = np.zeros((self.ranks, len(self.steps)), np.int64)
+        ptr = np.zeros((len(TABLES), self.ranks + 1), np.int64)
+        rows = tuple(np.empty((size, 1 + ranges), np.int64) for size, ranges in sizes)
+        _arrange(given, template, count, ptr, rows)
+        lists = tuple(
+            np.empty((len(TABLES[name]), len(held)), np.int32)
+            for name, held in zip(_LISTS, rows, strict=True)
+        )
+        cells = sum(len(OPERAND_COLUMNS[name]) * len(held) for name, held in zip(_LISTS, rows, strict=True))
+        operands = np.empty((len(TABLES["operands"]), self.ranks + cells), np.int32)
+        arenas = np.empty((len(TABLES["arenas"]), self.ranks * len(_SIDE)), np.int64)
+        _write(given, rows, ptr, lists, operands, arenas, np.stack([sets.query_heads, sets.key_columns]))
+        instructions = np.empty((len(TABLES["instructions"]), ptr[_INSTRUCTIONS, -1]), np.int32)
+        _write_instructions(template, count, instructions)
+        few = arenas[:, : ptr[_ARENAS, -1]].copy(), operands[:, : ptr[_OPERANDS, -1]].copy()
+        tables: tuple[Ints, ...] = (*few, instructions, *lists)
+        return ProgramSet(
+            {
+                name: Table(held, dict(zip(TABLES[name], made, strict=True)))
+                for name, held, made in zip(TABLES, ptr, tables, strict=True)
+            }
+        )
 
 
-def _places(name: str, columns: tuple[str, ...]) -> Ints:
-    """int64: where columns of a list stand among all of them."""
-    return np.array([TABLES[name].index(column) for column in columns], np.int64)
+_ARENAS, _OPERANDS, _INSTRUCTIONS, _FIRST = range(4)  # of `isa.TABLES`; the lists are the others
+_LISTS = tuple(TABLES)[_FIRST:]
+_MOST_PLAIN, _MOST_NAMED = max(map(len, _PLAIN.values())), max(map(len, OPERAND_COLUMNS.values()))
+_NAMED = 4 + _MOST_PLAIN  # where operands begin among the numbers of a part
 
 
-#: list -> where its operands stand among its columns, and where the others
-_PLACES = {
-    name: (_places(name, columns), _places(name, _PLAIN[name])) for name, columns in OPERAND_COLUMNS.items()
-}
+def _places(of: Mapping[str, tuple[str, ...]], most: int) -> Ints:
+    """int64 [lists, most]: where columns of each list stand among all of them, -1 behind the last."""
+    found = np.full((len(_LISTS), most), -1)
+    for number, name in enumerate(_LISTS):
+        found[number, : len(of[name])] = [TABLES[name].index(column) for column in of[name]]
+    return found
 
 
-class _Rows(NamedTuple):
-    """Rows of a list. plain: int32 [columns, rows], the first says how the row was given; packed and heads: int64
-    and int32 [ranges, rows], as in `Ranges`; heads: [ranges, 0] where all are 0."""
+_PLAIN_AT, _NAMED_AT = _places(_PLAIN, _MOST_PLAIN), _places(OPERAND_COLUMNS, _MOST_NAMED)
+#: int64 [tensors]: whether its arenas have columns for query heads (0) or for key heads (1)
+_SIDE = np.array([tensor in KV_SIDE for tensor in Tensor], np.int64)
 
-    plain: Ints
+
+class _Template(NamedTuple):
+    """steps: int64 [steps, 4], op, round, channel, mode; launch: int64 [steps], of what a step waits for, or -1."""
+
+    steps: Ints
+    launch: Ints
+
+
+class _Given(NamedTuple):
+    """All rows as they were given. numbers: int32, packed: int64, columns one behind the other, each once. parts: int64
+    [parts, ..], of each part its list, its rows, then its columns: rank, position, the plain ones, each where it begins
+    in `numbers`, or -1 - what stands in every row; then of each column of operands the tensor, which of the part's
+    ranges it is, where that begins in `packed` (-1: an earlier column has it) and its head sets, as the others."""
+
+    numbers: Ints
     packed: Ints
-    heads: Ints
-
-    @staticmethod
-    def empty(columns: int, ranges: int, rows: int, wide: bool) -> _Rows:
-        heads = np.zeros((ranges, rows if wide else 0), np.int32)
-        return _Rows(np.empty((columns, rows), np.int32), np.empty((ranges, rows), np.int64), heads)
+    parts: Ints
 
 
-class _List(NamedTuple):
-    """A list, sorted. ptr: int64 [ranks + 1], where the rows of each rank begin. rows: behind the first column as in
-    `isa.TABLES`. forms: int64 [ways in which rows are given, columns of operands, 2], the tensor, and which of the
-    ranges it is; named: int64, where these columns stand."""
+def _given(parts_of: Mapping[str, list[Part]]) -> tuple[_Given, list[tuple[int, int]]]:
+    """All rows; and of each list how many, and how many ranges one has at most."""
+    numbers, packed, said, sizes = _Columns(), _Columns(), list[int](), []
+    for one, (parts, room) in enumerate(zip(parts_of.values(), _NO_COLUMNS, strict=True)):
+        count = most = 0
+        for part in parts:
+            rows, ranges = len(part.rank), part.ranges
+            count, most = count + rows, max(most, len(ranges))
+            said += (one, rows)
+            columns = (part.rank, part.position, *part.plain)
+            said += [-1 - held if isinstance(held, int) else numbers.add(held) for held in columns]
+            said += room
+            begin = [packed.add(held.packed) for held in ranges]
+            for tensor, number in part.named:
+                if not tensor.value:
+                    said += _NO_CELL
+                    continue
+                heads = ranges[number].heads
+                sets = -1 - heads if isinstance(heads, int) else numbers.add(heads)
+                said += (tensor, number, begin[number], sets)
+                begin[number] = -1
+            said += _NO_CELL * (_MOST_NAMED - len(part.named))
+        sizes.append((count, most))
+    laid = np.array(said, np.int64).reshape(-1, _NAMED + 4 * _MOST_NAMED)
+    return _Given(numbers.joined(np.int32), packed.joined(np.int64), laid), sizes
 
-    ptr: Ints
-    rows: _Rows
-    forms: Ints
-    named: Ints
+
+_NO_CELL = (0, 0, -1, -1)
+_NO_COLUMNS = tuple((-1,) * (_MOST_PLAIN - len(columns)) for columns in _PLAIN.values())
+
+
+class _Columns:
+    """Columns that are put one behind the other, each once."""
+
+    def __init__(self) -> None:
+        self._size, self._columns, self._begin = 0, list[Ints]([np.zeros(0, np.int64)]), dict[int, int]()
+
+    def add(self, column: Ints) -> int:
+        """Where it begins."""
+        begin = self._begin.setdefault(id(column), self._size)
+        if begin == self._size:
+            self._columns.append(column)
+            self._size += len(column)
+        return begin
+
+    def joined(self, kind: type[np.integer[Any]]) -> Ints:
+        """All of them, each number of this kind."""
+        return np.concatenate(self._columns, dtype=kind, casting="unsafe")
 
 
 class _Found(NamedTuple):
     """What one rank's rows have named so far, in memory that is used again for each.
 
-    key, heads, owner, place: int64 and three int32 [slots], a hash table of ranges: those of `owner` count, and are
-    the `place`-th distinct one. number: int32 [ranges, tensors], the operand's number, -1: none yet. ids: int32
-    [ranges of a list, rows], the place of each range of its rows. state: int64 [2], ranges and operands so far.
+    slots: int64 [slots, 2], a hash table of ranges: what is packed, and rank << 32 | place, the place-th distinct one
+    of that rank. packed: int64 [ranges], the same by place; number: int32 [ranges, tensors], the operand among those of
+    all ranks, which counts if it is one of the rank's; of no tensor the head set. state: int64 [2], ranges and operands
+    so far. reach: int64 [tensors], work rows that operands reach.
     """
 
-    key: Ints
-    heads: Ints
-    owner: Ints
-    place: Ints
+    slots: Ints
+    packed: Ints
     number: Ints
-    ids: Ints
     state: Ints
+    reach: Ints
 
 
-def _numbered(lists: tuple[_List, ...], ranks: int) -> tuple[Table, Ints]:
-    """Writes the lists' columns; the operands that they name, and int64 [tensors, ranks], work rows of each."""
-    held = [(np.diff(one.ptr), len(one.rows.packed)) for one in lists]
-    most, slots = int(np.sum([rows * ranges for rows, ranges in held], 0).max(initial=0)), 2
+@unlocked
+def _arrange(given: _Given, template: _Template, count: Ints, ptr: Ints, rows: tuple[Ints, ...]) -> None:
+    """Rows of each list by rank and step, those of one step as given: into `rows`, int64 [rows, 1 + ranges] each, its
+    part << 32 | which of the part's it is, and its ranges; into `count`, int64 [ranks, steps], how many there are; into
+    `ptr`, where those of each rank begin."""
+    (ranks, steps), numbers, parts, longest = count.shape, given.numbers, given.parts, 0
+    for part in parts:
+        longest = max(longest, part[1])
+    at, place = np.empty(ranks * steps + 1, np.int32), np.empty(longest, np.int32)
+    for one in range(len(rows)):
+        out = rows[one]
+        if len(out) == 0:
+            continue
+        at[:] = 0
+        for part in parts:
+            if part[0] == one:
+                for row in range(part[1]):
+                    at[_number(numbers, part[2], row) * steps + _number(numbers, part[3], row) + 1] += 1
+        for rank in range(ranks):
+            for step in range(steps):
+                key = rank * steps + step
+                count[rank, step] += at[key + 1]
+                at[key + 1] += at[key]
+            ptr[_FIRST + one, rank + 1] = at[(rank + 1) * steps]
+        for index in range(len(parts)):
+            part = parts[index]
+            if part[0] != one:
+                continue
+            for row in range(part[1]):
+                key = _number(numbers, part[2], row) * steps + _number(numbers, part[3], row)
+                place[row] = at[key]
+                at[key] += 1
+                out[place[row], 0] = index << 32 | row
+            for cell in range(_NAMED, len(part), 4):
+                if part[cell + 2] >= 0:
+                    for row in range(part[1]):
+                        out[place[row], 1 + part[cell + 1]] = given.packed[part[cell + 2] + row]
+    for rank in range(ranks):
+        here = 0
+        for step in range(steps):
+            here += _has(template, count[rank], step)
+        ptr[_INSTRUCTIONS, rank + 1] = ptr[_INSTRUCTIONS, rank] + here
+
+
+@lean
+def _number(numbers: Ints, begin: int, row: int) -> int:
+    """What stands in a row of a column."""
+    return int(numbers[begin + row]) if begin >= 0 else -1 - begin
+
+
+@lean
+def _has(template: _Template, count: Ints, step: int) -> bool:
+    """Whether a rank takes part in a step: it has rows, waits for what it launched, or all ranks do."""
+    of = template.launch[step] if template.launch[step] >= 0 else step
+    return bool(count[of] > 0 or template.steps[of, 3] & ALL_TO_ALL)
+
+
+@jit
+def _write_instructions(template: _Template, count: Ints, out: Ints) -> None:
+    """The instructions of all ranks: op, round, channel, mode and count."""
+    at = 0
+    for rank in range(len(count)):
+        for step in range(len(template.steps)):
+            if _has(template, count[rank], step):
+                for column in range(4):
+                    out[column, at] = template.steps[step, column]
+                out[4, at] = count[rank, step]
+                at += 1
+
+
+@unlocked
+def _write(
+    given: _Given,
+    rows: tuple[Ints, ...],
+    ptr: Ints,
+    lists: tuple[Ints, ...],
+    operands: Ints,
+    arenas: Ints,
+    heads: Ints,
+) -> None:
+    """Rank after rank: the columns of the lists, the operands that these name, and arenas as large as what operands in
+    work rows reach. heads: int64 [2, ranks], columns of query and of key heads in arenas."""
+    ranks, tensors = ptr.shape[1] - 1, len(_SIDE)
+    found, at, arena = _room(rows, ptr), 0, 0
+    for rank in range(ranks):
+        found.state[0], found.state[1], found.reach[:] = 0, 1, 0
+        operands[:, at] = 0  # none
+        for one in range(len(lists)):
+            first, end = ptr[_FIRST + one, rank], ptr[_FIRST + one, rank + 1]
+            if end > first:
+                _write_list(given, one, rows[one], first, end, lists[one], rank, found, operands, at)
+        at += found.state[1]
+        ptr[_OPERANDS, rank + 1] = at
+        for tensor in range(tensors):
+            if found.reach[tensor] > 0:
+                arenas[0, arena], arenas[1, arena] = tensor, found.reach[tensor]
+                arenas[2, arena] = heads[_SIDE[tensor], rank]
+                arena += 1
+        ptr[_ARENAS, rank + 1] = arena
+
+
+@jit
+def _room(rows: tuple[Ints, ...], ptr: Ints) -> _Found:
+    """For the rank that names most."""
+    most, slots = 0, 2
+    for rank in range(ptr.shape[1] - 1):
+        here = 0
+        for one in range(len(rows)):
+            here += (ptr[_FIRST + one, rank + 1] - ptr[_FIRST + one, rank]) * (rows[one].shape[1] - 1)
+        most = max(most, here)
     while slots < 2 * most:
         slots *= 2
-    longest = max(int(rows.max(initial=0)) for rows, _ in held)
-    found = _Found(
-        np.empty(slots, np.int64),
-        np.empty(slots, np.int32),
-        np.full(slots, -1, np.int32),
-        np.empty(slots, np.int32),
-        np.empty((most, len(Tensor)), np.int32),
-        np.empty((max(ranges for _, ranges in held), longest), np.int32),
+    return _Found(
+        np.full((slots, 2), -1, np.int64),
+        np.empty(most, np.int64),
+        np.full((most, len(_SIDE)), -1, np.int32),
         np.zeros(2, np.int64),
+        np.empty(len(_SIDE), np.int64),
     )
-    room = ranks + sum(len(one.named) * int(one.ptr[-1]) for one in lists)
-    operands, ptr = np.empty((len(TABLES["operands"]), room), np.int32), np.zeros(ranks + 1, np.int64)
-    reach = np.zeros((len(Tensor), ranks), np.int64)
-    _number(lists, found, operands, ptr, reach)
-    columns = operands[:, : ptr[-1]].copy()
-    return Table(ptr, dict(zip(TABLES["operands"], columns, strict=True))), reach
-
-
-def _arenas(reach: Ints, sets: HeadSets) -> Table:
-    """Every rank's work arenas: for each tensor the rows that its operands reach, int64 [tensors, ranks], and columns
-    for its heads."""
-    rank, tensor = np.nonzero(reach.T)
-    side = np.array([tensor in KV_SIDE for tensor in Tensor])
-    width = np.where(side[tensor], sets.key_columns[rank], sets.query_heads[rank])
-    ptr = np.concatenate([[0], np.cumsum(np.count_nonzero(reach, axis=0))])
-    return Table(ptr, dict(zip(TABLES["arenas"], (tensor, reach[tensor, rank], width), strict=True)))
-
-
-@unlocked
-def _sort(key: Ints, places: Ints, given: _Rows, count: Ints, rows: _Rows, ptr: Ints) -> None:
-    """Rows sorted by `key`, rank * steps + step, those of one key as given, into `rows`, plain columns at `places`;
-    into `ptr`, where those of each rank begin; and adds the rows of each key to `count`."""
-    at, ranks = np.zeros(len(count) + 1, np.int32), len(ptr) - 1
-    steps = len(count) // ranks
-    for row in range(len(key)):
-        at[key[row] + 1] += 1
-    for one in range(len(count)):
-        count[one] += at[one + 1]
-        at[one + 1] += at[one]
-    for rank in range(ranks):
-        ptr[rank + 1] = at[(rank + 1) * steps]
-    place = np.empty(len(key), np.int32)
-    for row in range(len(key)):
-        place[row] = at[key[row]]
-        at[key[row]] += 1
-    for column in range(len(places)):
-        _put(given.plain[column], place, rows.plain[places[column]])
-    for kind in range(len(given.packed)):
-        _put(given.packed[kind], place, rows.packed[kind])
-        if given.heads.shape[1] > 0:
-            _put(given.heads[kind], place, rows.heads[kind])
 
 
 @lean
-def _put(column: Ints, place: Ints, out: Ints) -> None:
-    for row in range(len(place)):
-        out[place[row]] = column[row]
-
-
-@unlocked
-def _number(lists: tuple[_List, ...], found: _Found, operands: Ints, ptr: Ints, reach: Ints) -> None:
-    """Rank after rank: `operands`, the columns of the lists, and the rows that operands in work rows reach."""
-    at = 0
-    for rank in range(len(ptr) - 1):
-        found.state[0], found.state[1] = 0, 1
-        operands[:, at] = 0  # none
-        for one in lists:
-            if one.ptr[rank + 1] > one.ptr[rank]:
-                _find_ranges(one, rank, found)
-                _name_ranges(one, rank, found, operands, at, reach)
-        at += found.state[1]
-        ptr[rank + 1] = at
+def _write_list(
+    given: _Given,
+    one: int,
+    rows: Ints,
+    first: int,
+    end: int,
+    out: Ints,
+    rank: int,
+    found: _Found,
+    operands: Ints,
+    at: int,
+) -> None:
+    """A rank's rows [first, end) of list `one`, and the operands that are new, the rank's from `at` on."""
+    for column in range(_MOST_PLAIN + _MOST_NAMED):
+        plain, row = column < _MOST_PLAIN, first
+        to = _PLAIN_AT[one, column] if plain else _NAMED_AT[one, column - _MOST_PLAIN]
+        while to >= 0 and row < end:  # rows of one part after rows of one part
+            part, last = rows[row, 0] >> 32, row + 1
+            while last < end and rows[last, 0] >> 32 == part:
+                last += 1
+            said = given.parts[part]
+            if plain:
+                _write_plain(given.numbers, said[4 + column], rows, row, last, out[to])
+            else:
+                cell = said[_NAMED + 4 * (column - _MOST_PLAIN) :]
+                _write_named(given.numbers, cell, rows, row, last, out[to], rank, found, operands, at)
+            row = last
 
 
 @lean
-def _find_ranges(one: _List, rank: int, found: _Found) -> None:
-    """Of each range of a rank's rows its place among the rank's distinct ones, -1 for none."""
-    rows, wide, mask = one.rows, one.rows.heads.shape[1] > 0, len(found.key) - 1
-    first, end = one.ptr[rank], one.ptr[rank + 1]
-    for kind in range(len(rows.packed)):
-        packed, ids = rows.packed[kind], found.ids[kind]
+def _write_plain(numbers: Ints, begin: int, rows: Ints, first: int, end: int, out: Ints) -> None:
+    """A column that is none of operands, of rows of one part."""
+    for row in range(first, end):
+        out[row] = _number(numbers, begin, rows[row, 0] & 0x7FFFFFFF)
+
+
+@lean
+def _write_named(
+    numbers: Ints,
+    cell: Ints,
+    rows: Ints,
+    first: int,
+    end: int,
+    out: Ints,
+    rank: int,
+    found: _Found,
+    operands: Ints,
+    at: int,
+) -> None:
+    """A column of operands. Puts places of ranges where these were."""
+    tensor, kind, fresh, heads = cell[0], 1 + cell[1], cell[2] >= 0, cell[3]
+    number, packed = found.number, found.packed
+    if tensor == 0:
         for row in range(first, end):
-            key, heads = packed[row], rows.heads[kind, row] if wide else 0
-            if key < 0:
-                ids[row - first] = -1
-                continue
-            slot = _slot(key, heads) & mask
-            while found.owner[slot] == rank and (found.key[slot] != key or found.heads[slot] != heads):
-                slot = (slot + 1) & mask
-            if found.owner[slot] != rank:
-                place = found.state[0]
-                found.owner[slot], found.key[slot], found.heads[slot] = rank, key, heads
-                found.place[slot] = place
-                found.number[place] = -1
-                found.state[0] = place + 1
-            ids[row - first] = found.place[slot]
+            out[row] = 0
+        return
+    if fresh:
+        for row in range(first, end):
+            sets = _number(numbers, heads, rows[row, 0] & 0x7FFFFFFF)
+            rows[row, kind] = _place(found, rank, rows[row, kind], sets)
+    count, reach = found.state[1], found.reach[tensor]
+    for row in range(first, end):
+        place = rows[row, kind]
+        if place < 0:
+            out[row] = 0
+            continue
+        if number[place, tensor] <= at:
+            number[place, tensor] = at + count
+            key = packed[place]
+            _write_operand(operands, at + count, tensor, key, number[place, 0])
+            if key & 1:
+                reach = max(reach, (key >> 32) + (key >> 1 & 0x7FFFFFFF))
+            count += 1
+        out[row] = number[place, tensor] - at
+    found.state[1], found.reach[tensor] = count, reach
 
 
 @lean
-def _name_ranges(one: _List, rank: int, found: _Found, operands: Ints, at: int, reach: Ints) -> None:
-    """The columns of operands of a rank's rows, and the operands, from `at` on."""
-    rows, form, wide = one.rows, one.rows.plain[0], one.rows.heads.shape[1] > 0
-    first, count = one.ptr[rank], found.state[1]
-    for column in range(len(one.named)):
-        out = rows.plain[one.named[column]]
-        for row in range(first, one.ptr[rank + 1]):
-            tensor, kind = one.forms[form[row], column, 0], one.forms[form[row], column, 1]
-            place = found.ids[kind, row - first] if tensor > 0 else -1
-            number = found.number[place, tensor] if place >= 0 else 0
-            if number < 0:
-                number, key = count, rows.packed[kind, row]
-                _write(operands, at + number, tensor, key, rows.heads[kind, row] if wide else 0)
-                if key & 1:
-                    reach[tensor, rank] = max(reach[tensor, rank], (key >> 32) + (key >> 1 & 0x7FFFFFFF))
-                found.number[place, tensor] = number
-                count += 1
-            out[row] = number
-    found.state[1] = count
+def _place(found: _Found, rank: int, packed: int, heads: int) -> int:
+    """The place of a range among the rank's distinct ones, -1 for none."""
+    if packed < 0:
+        return -1
+    slots, mask = found.slots, len(found.slots) - 1
+    slot = _slot(packed, heads) & mask
+    while slots[slot, 1] >> 32 == rank:
+        place: int = slots[slot, 1] & 0x7FFFFFFF
+        if slots[slot, 0] == packed and found.number[place, 0] == heads:
+            return place
+        slot = (slot + 1) & mask
+    place = found.state[0]
+    found.state[0] = place + 1
+    slots[slot, 0], slots[slot, 1] = packed, rank << 32 | place
+    found.packed[place] = packed
+    found.number[place, 0] = heads
+    return place
 
 
 @lean
-def _write(operands: Ints, at: int, tensor: int, key: int, heads: int) -> None:
+def _write_operand(operands: Ints, at: int, tensor: int, packed: int, heads: int) -> None:
     """An operand, of work rows from column 0 on."""
-    operands[0, at], operands[1, at] = tensor, key & 1
-    operands[2, at], operands[3, at] = key >> 32, key >> 1 & 0x7FFFFFFF
+    operands[0, at], operands[1, at] = tensor, packed & 1
+    operands[2, at], operands[3, at] = packed >> 32, packed >> 1 & 0x7FFFFFFF
     operands[4, at], operands[5, at] = 0, heads
 
 
 @lean
-def _slot(key: int, heads: int) -> int:
+def _slot(packed: int, heads: int) -> int:
     """Where a range is looked for first: the middle of a product, as rows are multiples of many things (Knuth, vol. 3,
     section 6.4). No step leaves 63 bits."""
-    folded = ((key & 0x7FFFFFFF) ^ (40503 * (key >> 32)) ^ (heads << 13)) & 0x3FFFFFFF
+    folded = ((packed & 0x7FFFFFFF) ^ (40503 * (packed >> 32)) ^ (heads << 13)) & 0x3FFFFFFF
     return (folded * 0x9E3779B1) >> 20
-
-
-@jit
-def _count_steps(steps: Ints, launch: Ints, count: Ints, ptr: Ints) -> None:
-    """How many steps each rank has, and those before it, into `ptr`."""
-    for rank in range(len(ptr) - 1):
-        here = 0
-        for step in range(len(steps)):
-            here += _has(steps, launch, count, rank, step)
-        ptr[rank + 1] = ptr[rank] + here
-
-
-@jit
-def _fill_steps(steps: Ints, launch: Ints, count: Ints, out: Ints) -> None:
-    """The instructions of all ranks: op, round, channel, mode and count."""
-    at = 0
-    for rank in range(len(count) // max(len(steps), 1)):
-        for step in range(len(steps)):
-            if _has(steps, launch, count, rank, step):
-                for column in range(4):
-                    out[column, at] = steps[step, column]
-                out[4, at] = count[rank * len(steps) + step]
-                at += 1
-
-
-@lean
-def _has(steps: Ints, launch: Ints, count: Ints, rank: int, step: int) -> bool:
-    """Whether a rank takes part in a step: it has rows, waits for what it launched, or all ranks do."""
-    of = launch[step] if launch[step] >= 0 else step
-    return bool(count[rank * len(steps) + of] > 0 or steps[of, 3] & ALL_TO_ALL)
