@@ -4,9 +4,9 @@
     0 ─► 1 ─► 2     3 ─► 4 ─► 5     6 ─► 7 ─► 8       the inner rings: one hop a round
     └───────────────┴───────────────┘                 the outer ring: one hop while the inner rings go around
 
-The tile of rank 0 reaches rank 3 while it goes around 1 and 2, so every rank of a window sends to the next window, all at
-once, where a ring of all ranks has one that does, in every round. Gradients are added up around the inner ring of a
-window; the sum is added to the next window's at the end of that one's, and that of the last goes home.
+The tile of rank 0 reaches rank 3 while it goes around 1 and 2, and so do those of 1 and 2 reach 4 and 5: all ranks of a
+window send to the next one at once, where on a single ring one of them does so in every round. Gradients are added up
+around the inner ring of a window; the sum is added to the next window's where that one's ends, and the last goes home.
 """
 
 from __future__ import annotations
@@ -53,19 +53,18 @@ class DoubleRing(RoutePass):
         return self.over == "holders"
 
     def __call__(self, edges: Edges, site: Site) -> Windowed:
-        ranks = site.cluster.ranks
-        if self.over == "ranks":
-            tile, ring, rings = np.arange(ranks), np.zeros(ranks, np.int64), [np.arange(ranks)]
-            numbers = edges.home
-        else:
-            tile, ring, rings = holders(site)
-            numbers = tile[edges.tile]
+        tile: Ints = edges.home
+        ring: Ints = np.zeros(site.cluster.ranks, np.int64)
+        rings: list[Ints] = [np.arange(site.cluster.ranks)]
+        if self.over == "holders":
+            of_block, ring, rings = holders(site)
+            tile = of_block[edges.tile]
         sizes = np.array([len(members) for members in rings])
         windows = np.array([self._window(size, site.cluster.ranks_per_node) for size in sizes.tolist()])
         if not len(edges):
             none = np.zeros(0, np.int32)
             return Windowed(edges, none, True, none, onward=none, hop=none, between=none > 0, back=none > 0)
-        return _spread(edges, numbers, ring, rings, windows)
+        return _spread(edges, tile, ring, rings, windows)
 
     def _window(self, size: int, ranks_per_node: int) -> int:
         """Ranks of an inner ring of a ring of so many; all of them where it is a single ring."""
@@ -101,7 +100,8 @@ def _spread(edges: Edges, tile: Ints, ring: Ints, rings: list[Ints], windows: In
     begin = (np.cumsum(count) - count.ravel()).reshape(count.shape)
     of, window_of = (np.repeat(index.ravel(), count.ravel()) for index in np.indices(count.shape))
     at = np.arange(len(of))
-    step = at - begin[of, window_of] + (window_of == 0)  # places behind the one where the tile enters the window
+    # places behind the one where the tile enters the window, which for home's is home
+    step = at - begin[of, window_of] + (window_of == 0)
     between = step == 0
     entered = begin[of, window_of - 1]  # of the window before, which the tile enters by its first edge
     parent = np.where(between, np.where(window_of == 1, -1, entered), at - 1)

@@ -323,7 +323,7 @@ class Lowering:
         return np.arange(len(self.tasks), dtype=np.int32)
 
     def _returns_to(self, edges: Edges) -> Ints:
-        """`Side.returns_to` of one side's edges: gradients go around rings where queries stay, so that all are keys'."""
+        """`Side.returns_to` of one side's edges: gradients go around rings where queries stay, so all are keys'."""
         routed = self.schedule.routed
         return routed.returns_to if routed.carry else edges.parent
 

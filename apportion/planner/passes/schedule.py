@@ -295,7 +295,7 @@ class Ring(SchedulePass):
 
 
 def _in_windows(routed: Windowed, ranks: int) -> Schedule:
-    """A round a hop; hops between windows apart, on a channel of their own, which start as soon as the tile is there."""
+    """A round a hop; hops between windows apart, on a channel of their own, started as soon as the tile is there."""
     edges = routed.edges
     keys, round_ = np.unique(2 * routed.hop + routed.between, return_inverse=True)
     slots = degrees(edges, round_, np.arange(len(keys)), ranks)

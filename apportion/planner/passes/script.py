@@ -114,10 +114,10 @@ def append_steps(
     exchanges do meanwhile.
 
     Returns are waited for some stages after they started, or every rank would wait for the slowest at every stage:
-    one stage less than there are buffers, and one more for each level of relays; where gradients go on around a ring
-    others wait for each."""
+    one stage less than there are buffers, and one more for each level of relays: not around an inner ring, where the
+    next rank waits for each."""
     channels = 1 + int(schedule.channel.max(initial=0))
-    behind = max(1, schedule.buffers - 1) + (0 if schedule.routed.carry else channels - 1)
+    behind = max(1, schedule.buffers - 1) + (channels - 1 if schedule.back is None else 0)
     fetching, returning = _Fetching(asm, schedule), _Returning(asm, schedule, channels, combine, batches)
     fetching.compute(compute)
     if between is not None:
