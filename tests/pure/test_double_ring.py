@@ -205,3 +205,11 @@ def test_odd_nodes_have_a_window_each_and_a_single_rank_nothing_to_send() -> Non
     for ranks in (1, 3, 6):
         plan = ap.plan(LONG, cluster(ranks), model_of(LAYERS[1]), double_ring("node"))
         compare(plan, "default", LAYERS[1], ranks)
+
+
+def test_pods_have_rings_of_their_own() -> None:
+    model = Model(2, 2, 8, dtype="fp64", layers=1)
+    held = {"pods": {"documents": {"ranks": 4}}, **double_ring("node").to_data()["steps"]}
+    plan = ap.plan(Batch.from_lengths([60, 60, 60, 60]), Cluster(4, 2), model, Recipe("mine", held))
+    compare(plan, "default", (2, 2, 8, 8, False, None), 0)
+    assert all(a // 4 == b // 4 for a, b in pairs(plan, "backward"))
