@@ -44,6 +44,7 @@ RECIPES = (
     "upipe",
     "ring",
     "usp",
+    "loongtrain",
     "upipe_ring",
 )
 #: those that the judge stands for; besides coverage, which it gives the tasks

@@ -85,6 +85,9 @@ STRATEGIES: dict[str, dict] = {
         "place": {"lpt": {"weigh": "time", "solver": "swap"}},
         "schedule": {"matchings": {"coalesce": 1}},
     },
+    "loongtrain": steps("loongtrain", **SHORT),
+    "double_ring_of_blocks": BLOCKS | {"schedule": {"ring": {"window": "node"}}},
+    "double_ring_of_holders": BLOCKS | {"schedule": {"ring": {"over": "holders", "window": "node"}}},
 }
 #: stages of twice as many heads as ranks: at least four query heads
 WIDE = {

@@ -131,6 +131,17 @@ _ENTRIES = (
         schedule={"ring": {"over": "ranks"}},
     ),
     _entry(
+        "loongtrain",
+        "heads split inside half a node, a ring in every node and a ring of these rings",
+        "LoongTrain (Gu et al., 2024)",
+        "4",
+        _GROUPS,
+        inner={"ulysses": {"degree": "half_node"}},
+        shard={"sequences": {}},
+        place={"zigzag": {"over": "sequence"}},
+        schedule={"ring": {"over": "ranks", "window": "node"}},
+    ),
+    _entry(
         "hybrid_dp",
         "as many ranks for a sequence as its length asks for, a ring in each group",
         "ByteScale (Ge et al., 2025); Zeppelin's baseline Hybrid DP",

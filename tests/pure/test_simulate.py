@@ -625,7 +625,7 @@ def test_long_queues_are_served_in_order(ranks: int) -> None:
     path_invariants(run)
 
 
-STRATEGIES = ("fcp", "ring", "allgather", "ulysses", "usp", "hybrid_dp", "wlb", "contiguous")
+STRATEGIES = ("fcp", "ring", "allgather", "ulysses", "usp", "loongtrain", "hybrid_dp", "wlb", "contiguous")
 
 
 @pytest.mark.parametrize("recipe", STRATEGIES)

@@ -273,15 +273,16 @@ class InnerPass(Pass, Protocol):
 @dataclass(frozen=True)
 class Ulysses(InnerPass):
     """Groups of `degree` consecutive ranks. degree: a number, "auto" (the largest that divides the ranks and the query
-    heads) or "node" (the largest that divides the ranks of a node and the query heads). overlap: whether rows go in and
-    out while others are computed with; then tasks that need no tile are spread over the stages. lone: sequences of no
-    more than this share of a rank's time stay whole on one rank, with all heads; "auto": as many as leave the ranks of
-    a group even. kinds: the attention kinds whose heads are split; the others' are computed with all heads where their
-    rows live, which serves windows: they need few keys from elsewhere; "auto": those that see many keys."""
+    heads), "node" (the largest that divides the ranks of a node and the query heads) or "half_node" (the same of half a
+    node, so that a node of an even number of ranks has several groups). overlap: whether rows go in and out while
+    others are computed with; then tasks that need no tile are spread over the stages. lone: sequences of no more than
+    this share of a rank's time stay whole on one rank, with all heads; "auto": as many as leave the ranks of a group
+    even. kinds: the attention kinds whose heads are split; the others' are computed with all heads where their rows
+    live, which serves windows: they need few keys from elsewhere; "auto": those that see many keys."""
 
     name: ClassVar[str] = "ulysses"
 
-    degree: Count | Literal["auto", "node"] = "auto"
+    degree: Count | Literal["auto", "node", "half_node"] = "auto"
     overlap: bool = False
     lone: Share | Literal["auto"] | None = None
     kinds: Literal["all", "auto"] | Annotated[tuple[str, ...], Meta(min_length=1)] = "all"
@@ -330,6 +331,9 @@ class Ulysses(InnerPass):
             return gcd(problem.ranks, problem.model.q_heads)
         if self.degree == "node":
             return gcd(problem.cluster.ranks_per_node, problem.model.q_heads)
+        if self.degree == "half_node":
+            per_node = problem.cluster.ranks_per_node
+            return gcd(per_node // 2 if per_node % 2 == 0 else 1, problem.model.q_heads)
         return self.degree
 
 

@@ -35,8 +35,8 @@ class Side:
     exec, edge, row, count: integers [tasks], the rank that computes, the edge of this side (-1: at home), the first
     row in attention order at home, and how many; index: the edges of this side among all; edges, round, back: theirs:
     `round` brings a tile, and what its tasks add up may leave after the stage of round `back`. heads: int64 [lanes]
-    head set of the tiles of each lane, and of its home rows; carry: gradients go on with the tile. openers: of home
-    rows.
+    head set of the tiles of each lane, and of its home rows; returns_to: int32 [edges], the edge to whose tile what
+    each edge's tile adds up is added; -1: to its home rows. openers: of home rows.
     """
 
     rows: Rows
@@ -50,7 +50,7 @@ class Side:
     round: Ints
     back: Ints
     heads: Ints
-    carry: bool
+    returns_to: Ints
     openers: Openers
     tile_openers: Openers
 
@@ -145,15 +145,6 @@ class Side:
         last = np.full(len(self.edges), -1, np.int32)
         raise_to(last, self.edges.parent[self.relays], self.round[self.relays])
         return last
-
-    @cached_property
-    def returns_to(self) -> Ints:
-        """int32 [edges]: the edge to whose tile what each edge's tile adds up is added; -1: to its home rows."""
-        if not self.carry:
-            return self.edges.parent
-        following = np.full(len(self.edges), -1, np.int32)
-        following[self.edges.parent[self.relays]] = self.relays
-        return following
 
     @cached_property
     def returned_to(self) -> Ints:
@@ -271,7 +262,7 @@ class Lowering:
             round=round_,
             back=back,
             heads=self.heads.query,
-            carry=self._carry,
+            returns_to=edges.parent,
             openers=self._query_openers,
             tile_openers=tile_openers,
         )
@@ -298,7 +289,7 @@ class Lowering:
             round=round_,
             back=back,
             heads=self.heads.key_sets,
-            carry=self._carry,
+            returns_to=self._returns_to(edges),
             openers=self._key_openers,
             tile_openers=find_openers(written, edges.rows.astype(np.int64), len(tasks)),
         )
@@ -331,9 +322,10 @@ class Lowering:
         """int32 [tasks]"""
         return np.arange(len(self.tasks), dtype=np.int32)
 
-    @property
-    def _carry(self) -> bool:
-        return self.schedule.routed.carry
+    def _returns_to(self, edges: Edges) -> Ints:
+        """`Side.returns_to` of one side's edges: gradients go around rings where queries stay, so all are keys'."""
+        routed = self.schedule.routed
+        return routed.returns_to if routed.carry else edges.parent
 
     @property
     def _later(self) -> bool:

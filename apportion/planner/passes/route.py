@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -44,6 +45,8 @@ class Routed:
     """edges: with relays, parents before their children. arrives: int32, for each edge of the star the one that now
     brings its rows. carry: gradients go on along the ring. ring: int32 [edges] members of each edge's ring, where it
     is one. division: int32 [edges], the first part of the phase that needs each edge's rows, where placement has parts.
+    onward: int32 [edges], where gradients go on and a tile branches: the edge to whose tile's those of each edge's tile
+    are added, -1: to its home rows.
     """
 
     edges: Edges
@@ -51,13 +54,28 @@ class Routed:
     carry: bool = False
     ring: Ints | None = None
     division: Ints | None = None
+    onward: Ints | None = None
+
+    @cached_property
+    def returns_to(self) -> Ints:
+        """int32 [edges]: the edge to whose tile what each edge's tile adds up is added; -1: to its home rows."""
+        if not self.carry:
+            return self.edges.parent
+        if self.onward is not None:
+            return self.onward
+        following, relays = np.full(len(self.edges), -1, np.int32), np.flatnonzero(self.edges.parent >= 0)
+        following[self.edges.parent[relays]] = relays
+        return following
 
     def take(self, order: Ints) -> Routed:
         """The same with its edges in another order, in which parents come before their children."""
         place = np.empty(len(order), np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)
         ring, division = (None if held is None else held[order] for held in (self.ring, self.division))
-        return Routed(self.edges.take(order), place[self.arrives], self.carry, ring, division)
+        onward = self.onward
+        if onward is not None:
+            onward = np.append(place, np.int32(-1))[onward[order]]  # -1 is the last
+        return Routed(self.edges.take(order), place[self.arrives], self.carry, ring, division, onward)
 
 
 def join(edges: Edges, whole: bool) -> Routed:
@@ -318,7 +336,7 @@ class Tree(RoutePass):
 
 def _as_tiles(edges: Edges, group: Ints) -> Edges:
     """Each edge carries the hull of its group's rows."""
-    low, rows = _hulls(edges.row, edges.rows, group, int(group.max()) + 1)
+    low, rows = hulls(edges.row, edges.rows, group, int(group.max()) + 1)
     columns = (
         edges.tile,
         edges.home,
@@ -354,7 +372,7 @@ class Ring(RoutePass):
         if self.over == "ranks":
             members = np.arange(site.cluster.ranks)
             return _chains(edges, edges.home, np.zeros(site.cluster.ranks, np.int64), [members])
-        tile, ring, rings = _holders(site)
+        tile, ring, rings = holders(site)
         return _chains(edges, tile[edges.tile], ring, rings)
 
 
@@ -362,15 +380,15 @@ def _chains(edges: Edges, tile: Ints, ring: Ints, rings: list[Ints]) -> Routed:
     """Chains of the tiles; tile: [edges] of the star; ring: [tiles] which of `rings` (sorted ranks) each is on."""
     ids, first, group = np.unique(tile, return_index=True, return_inverse=True)
     home = edges.home[first]
-    low, rows = _hulls(edges.row, edges.rows, group, len(ids))
+    low, rows = hulls(edges.row, edges.rows, group, len(ids))
     size = np.array([len(members) for members in rings])[ring[ids]]
     flat, base = np.concatenate(rings), np.cumsum([0, *(len(members) for members in rings)])[ring[ids]]
     start = np.array(
         [np.searchsorted(rings[r], h) for r, h in zip(ring[ids].tolist(), home.tolist(), strict=True)]
     )
-    at = _index_on_ring(flat, base[group], size[group], edges.dst)
+    at = index_on_ring(flat, base[group], size[group], edges.dst)
     steps = (at - start[group]) % size[group]  # 1, 2, .. hops from home
-    hops = _largest(steps, group, len(ids))
+    hops = largest(steps, group, len(ids))
     begin = np.cumsum(hops) - hops
     of = np.repeat(np.arange(len(ids)), hops)
     hop = np.arange(len(of)) - begin[of]
@@ -383,7 +401,7 @@ def _chains(edges: Edges, tile: Ints, ring: Ints, rings: list[Ints]) -> Routed:
 
 
 @jit
-def _hulls(row: Ints, rows: Ints, group: Ints, groups: int) -> tuple[Ints, Ints]:
+def hulls(row: Ints, rows: Ints, group: Ints, groups: int) -> tuple[Ints, Ints]:
     """row, rows int64 [groups]: the hull of each group's rows."""
     low, high = np.full(groups, np.int64(2**62)), np.zeros(groups, np.int64)
     for edge in range(len(group)):
@@ -393,7 +411,7 @@ def _hulls(row: Ints, rows: Ints, group: Ints, groups: int) -> tuple[Ints, Ints]
 
 
 @jit
-def _largest(values: Ints, group: Ints, groups: int) -> Ints:
+def largest(values: Ints, group: Ints, groups: int) -> Ints:
     """int64 [groups]: the largest value of each group, 0 for none."""
     most = np.zeros(groups, np.int64)
     for edge in range(len(group)):
@@ -402,7 +420,7 @@ def _largest(values: Ints, group: Ints, groups: int) -> Ints:
 
 
 @jit
-def _index_on_ring(flat: Ints, base: Ints, size: Ints, rank: Ints) -> Ints:
+def index_on_ring(flat: Ints, base: Ints, size: Ints, rank: Ints) -> Ints:
     """Where `rank` stands on its ring, the sorted flat[base : base + size]."""
     index = np.empty(len(rank), np.int64)
     for i in range(len(rank)):
@@ -410,7 +428,7 @@ def _index_on_ring(flat: Ints, base: Ints, size: Ints, rank: Ints) -> Ints:
     return index
 
 
-def _holders(site: Site) -> tuple[Ints, Ints, list[Ints]]:
+def holders(site: Site) -> tuple[Ints, Ints, list[Ints]]:
     """tile int64 [blocks]: neighbours in a rank's rows that are on one ring share a tile; ring int64 [tiles]; rings."""
     numbers: dict[tuple[int, ...], int] = {}
     ring = np.array([numbers.setdefault(members, len(numbers)) for members in _members(site)], np.int64)

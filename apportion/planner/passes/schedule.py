@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from apportion.ir.errors import ConfigError
 from apportion.ir.jit import jit
 from apportion.planner.options import Count
+from apportion.planner.passes.double_ring import DoubleRing, Windowed
 from apportion.planner.passes.route import Ring as RingRoute
 from apportion.planner.passes.route import Routed, RoutePass, depths, join
 from apportion.planner.passes.tasks import Edges
@@ -56,7 +57,7 @@ class Schedule:
     channel: int64 [rounds]. slots: matchings in all rounds. local: when tasks run that need no tile. division: int64
     [rounds], rising: the part of the phase that needs each round first; then tasks run in their own parts.
     own: int32 [blocks], instead of `local`: the stage, 0 to rounds, in which tasks run whose keys, of that block, are
-    at home.
+    at home. back: int64 [edges], on which of as many channels what each edge's tile adds up leaves; None: its round's.
     """
 
     routed: Routed
@@ -69,6 +70,7 @@ class Schedule:
     division: Ints | None = None
     own: Ints | None = None
     beside_exchange: int = 0
+    back: Ints | None = None
 
     @property
     def edges(self) -> Edges:
@@ -258,18 +260,30 @@ class Ring(SchedulePass):
     """Ring attention (Liu et al., 2023): in each of N - 1 rounds every rank passes on what the one before brought it.
 
     over: see the ring route. turns: rings of one size after another, the largest first, as Megatron-Core's hybrid
-    context parallelism runs its groups; else all rings at once.
+    context parallelism runs its groups; else all rings at once. window: ranks of an inner ring (Double-Ring-Attention
+    of LoongTrain, Gu et al., 2024): a tile goes around the ranks of its window while it is on its way to the next
+    window, in rounds on a channel of their own, and so do gradients. It must divide the ranks of a ring, unless that
+    has no more; "node": the largest that divides these and the ranks of a node; None, and 1: a single ring.
+    Raises ConfigError.
     """
 
     over: Literal["ranks", "holders"] = "ranks"
     turns: bool = False
+    window: Count | Literal["node"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.turns and self.window is not None:
+            rule = "goes without `turns`: all rings are under way at once"
+            raise ConfigError("recipe.schedule.ring.window", self.window, rule, "leave one of the two out")
 
     @property
-    def route(self) -> RingRoute:
+    def route(self) -> RoutePass:
         """A ring is its own route."""
-        return RingRoute(self.over)
+        return RingRoute(self.over) if self.window is None else DoubleRing(self.over, self.window)
 
     def __call__(self, routed: Routed, ranks: int) -> Schedule:
+        if isinstance(routed, Windowed):
+            return _in_windows(routed, ranks)
         edges, ring = routed.edges, routed.ring
         if ring is None:
             raise ConfigError("recipe.steps.schedule", "ring", "needs tiles on rings", "leave the route out")
@@ -278,6 +292,16 @@ class Ring(SchedulePass):
         slots = degrees(edges, round_, np.arange(len(when)), ranks)
         channel = np.zeros(len(when), np.int64)
         return Schedule(routed, round_.astype(np.int32), np.arange(len(when)), channel, slots, buffers=2)
+
+
+def _in_windows(routed: Windowed, ranks: int) -> Schedule:
+    """A round a hop; hops between windows apart, on a channel of their own, started as soon as the tile is there."""
+    edges = routed.edges
+    keys, round_ = np.unique(2 * routed.hop + routed.between, return_inverse=True)
+    slots = degrees(edges, round_, np.arange(len(keys)), ranks)
+    # only the way of the tiles keeps a round back: no rank has more than one of either kind under way
+    when, back = np.zeros(len(keys), np.int64), routed.back.astype(np.int64)
+    return Schedule(routed, round_.astype(np.int32), when, keys & 1, slots, buffers=2, back=back)
 
 
 def _hops(parent: Ints) -> Ints:

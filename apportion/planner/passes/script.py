@@ -61,12 +61,14 @@ class Between(Protocol):
 class Batches:
     """What tiles' tasks add up goes back in batches: batch int32 [edges], of the edges that return anything (-1: none);
     those of one batch came in one round and are complete after the stage of one round, int64 [batches] each, and go as
-    `results`, bool [batches], or are added up."""
+    `results`, bool [batches], or are added up. channel: int64 [batches], among those of returns; None: as its round's
+    among those that fetch."""
 
     batch: Ints
     round: Ints
     complete: Ints
     results: Bools
+    channel: Ints | None = None
 
     @staticmethod
     def of(round_: Ints, complete: Ints, returning: Bools, results: Bools) -> Batches:
@@ -81,9 +83,14 @@ class Batches:
 
     @staticmethod
     def of_rounds(schedule: Schedule) -> Batches:
-        """What came in a round goes back together."""
+        """What came in a round goes back together, where it goes on one channel."""
         rounds = np.arange(schedule.rounds)
-        return Batches(schedule.round, rounds, rounds, np.zeros(len(rounds), bool))
+        if schedule.back is None:
+            return Batches(schedule.round, rounds, rounds, np.zeros(len(rounds), bool))
+        channels = 1 + int(schedule.back.max(initial=0))
+        keys, batch = np.unique(channels * schedule.round + schedule.back, return_inverse=True)
+        rounds, channel = np.divmod(keys, channels)
+        return Batches(batch.astype(np.int32), rounds, rounds, np.zeros(len(rounds), bool), channel)
 
     @staticmethod
     def none(edges: int) -> Batches:
@@ -107,9 +114,10 @@ def append_steps(
     exchanges do meanwhile.
 
     Returns are waited for some stages after they started, or every rank would wait for the slowest at every stage:
-    one stage less than there are buffers, and one more for each level of relays."""
+    one stage less than there are buffers, and one more for each level of relays: not around an inner ring, where the
+    next rank waits for each."""
     channels = 1 + int(schedule.channel.max(initial=0))
-    behind = max(1, schedule.buffers - 1) + channels - 1
+    behind = max(1, schedule.buffers - 1) + (channels - 1 if schedule.back is None else 0)
     fetching, returning = _Fetching(asm, schedule), _Returning(asm, schedule, channels, combine, batches)
     fetching.compute(compute)
     if between is not None:
@@ -182,7 +190,8 @@ class _Returning:
         self, asm: Assembler, schedule: Schedule, channel: int, combine: Op, batches: Batches
     ) -> None:
         self._asm, self._combine, self._batches = asm, combine, batches
-        self._channel = (channel + schedule.channel[batches.round]).tolist()
+        own = schedule.channel[batches.round] if batches.channel is None else batches.channel
+        self._channel = (channel + own).tolist()
         self._complete, self._results = batches.complete.tolist(), batches.results.tolist()
         self._clear = [-1] * schedule.rounds
         self._launch, self._wait, self._add = ([-1] * len(batches) for _ in range(3))
@@ -222,16 +231,12 @@ def _needs(schedule: Schedule, batches: Batches) -> tuple[list[set[int]], list[i
     """For each batch: those that its own adds up; and the last round that opens rows it is added to."""
     needs: list[set[int]] = [set() for _ in range(len(batches))]
     ready = [-1] * len(batches)
-    parent, batch = schedule.edges.parent, batches.batch
-    relays = np.flatnonzero((parent >= 0) & (batch >= 0))
-    if not len(relays):
+    to, batch = schedule.routed.returns_to, batches.batch
+    passed = np.flatnonzero((to >= 0) & (batch >= 0))
+    if not len(passed):
         return needs, ready
-    pairs = np.unique(batch[parent[relays]] * np.int64(len(batches)) + batch[relays]).tolist()
-    for earlier, later in (divmod(pair, len(batches)) for pair in pairs):
-        if schedule.routed.carry:  # the tile's gradient goes on to the next rank, and is added there
-            needs[later].add(earlier)
-            ready[earlier] = max(ready[earlier], int(batches.round[later]))
-        else:
-            needs[earlier].add(later)
-            ready[later] = max(ready[later], int(batches.round[earlier]))
+    pairs = np.unique(batch[to[passed]] * np.int64(len(batches)) + batch[passed]).tolist()
+    for later, earlier in (divmod(pair, len(batches)) for pair in pairs):
+        needs[later].add(earlier)
+        ready[earlier] = max(ready[earlier], int(batches.round[later]))
     return needs, ready
