@@ -48,8 +48,17 @@ LAUNCH = Figure(5.0, "CUDA kernel launch and drain on a busy stream, a few micro
 ROWOP = Figure(5.0, "one small CUDA kernel, as a launch of attention", True)
 POST = Figure(1.0, "NCCL group of sends and receives, a microsecond an operation", True)
 LATENCY = Figure(2.5, "gives 25 % of peak at causal 512 on the H100: FCP, section 3.1 and Figure 3", True)
-INTRA_LATENCY = Figure(5.0, "NCCL send and receive over NVLink, small message", True)
-INTER_LATENCY = Figure(10.0, "NCCL send and receive over InfiniBand or RoCE, small message", True)
+CONTENTION = Figure(
+    0.0,
+    "assumed that transfers leave kernels their multiprocessors; FCP, section 6.1, sets 6 to 8 aside",
+    True,
+)
+INTRA_LATENCY = Figure(
+    5.0, "NCCL send and receive over NVLink, small message; NCCL's src/graph/tuning.cc has 3.4 a step", True
+)
+INTER_LATENCY = Figure(
+    10.0, "NCCL send and receive over InfiniBand or RoCE, small message; NCCL's tuning.cc has 9.6 to 14", True
+)
 
 
 @dataclass(frozen=True)

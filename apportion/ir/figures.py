@@ -115,10 +115,10 @@ def _tuples(grid: NDArray[np.float64]) -> Rows:
     return tuple(map(tuple, grid.tolist()))
 
 
-def figure_in(field: str, value: Any, least: float = 0.0) -> float:
+def figure_in(field: str, value: Any, least: float = 0.0, most: float = MOST) -> float:
     checked = number(field, value)
-    if not least <= checked <= MOST:
-        raise ConfigError(field, value, f"must be in [{least:g}, {MOST:g}]", "check its unit")
+    if not least <= checked <= most:
+        raise ConfigError(field, value, f"must be in [{least:g}, {most:g}]", "check its unit")
     return checked
 
 

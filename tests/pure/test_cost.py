@@ -317,7 +317,11 @@ def test_rows_and_linear_layers() -> None:
 def test_built_in_hardware_is_sourced(name: str) -> None:
     hardware = Hardware.load(name)
     assert hardware.name == name
-    assert all(figure.source and figure.value > 0 for figure in hardware.figures().values())
+    figures = hardware.figures()
+    assert all(figure.source for figure in figures.values())
+    assert [key for key, figure in figures.items() if not figure.value > 0] == ["contention"]
+    assert figures["contention"].assumed
+    assert figures["peak_tflops"].value > figures["linear_tflops"].value
     assert hardware.forward.assumed
     assert hardware.forward.source
     assert hardware.measured is None
@@ -411,6 +415,11 @@ def in_figures(name: str, **changes: Any) -> dict[str, Any]:
     return changed(figures=figures | {name: figures[name] | changes})
 
 
+def without_figure(name: str) -> dict[str, Any]:
+    figures = SMALL.to_data()["figures"]
+    return changed(figures={key: figure for key, figure in figures.items() if key != name})
+
+
 def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in SMALL.to_data().items() if name != key}
 
@@ -446,6 +455,11 @@ REFUSED = [
     (in_figures("memory_gbs", value=1e-300), "hardware.figures.memory_gbs.value"),
     (in_figures("rowop_us", value=1e300), "hardware.figures.rowop_us.value"),
     (in_figures("post_us", value=-1), "hardware.figures.post_us.value"),
+    (in_figures("contention", value=-0.1), "hardware.figures.contention.value"),
+    (in_figures("contention", value=11), "hardware.figures.contention.value"),
+    (in_figures("peak_tflops", value=0), "hardware.figures.peak_tflops.value"),
+    (without_figure("peak_tflops"), "hardware.figures.peak_tflops"),
+    (without_figure("contention"), "hardware.figures.contention"),
     (in_figures("memory_gbs", value=float("nan")), "hardware.figures.memory_gbs.value"),
     (in_figures("intra_gbs", value="450"), "hardware.figures.intra_gbs.value"),
     (in_figures("intra_latency_us", value=-1), "hardware.figures.intra_latency_us.value"),
@@ -490,7 +504,10 @@ def test_the_schema_accepts_what_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [data for data, _ in REFUSED[:16]] + [in_grid(full=7), in_figures("memory_gbs", value=0)]
+    "data",
+    [data for data, _ in REFUSED[:16]]
+    + [in_grid(full=7), in_figures("memory_gbs", value=0), in_figures("contention", value=11)]
+    + [without_figure("peak_tflops"), without_figure("contention")],
 )
 def test_the_schema_refuses_what_is_refused(data: Any) -> None:
     if data != changed(kv_heads=5):  # a relation of two fields, which the schema does not say

@@ -8,7 +8,8 @@ takes the rank's rounds in the order of their launches. A transfer costs latency
 occupies, for the second term, a port of its sender and one of its receiver: within a node the ranks' own links, between
 nodes the NICs, which the ranks of a node share; directions are separate. A launch packs what is staged before its
 transfers can begin; `wait` idles the compute stream until all of the rank's transfers of the round are complete, and
-unpacks them. What the executor starts for a program is in `launches`, what that takes in `durations`.
+unpacks them. Where a hardware has `contention`, kernels are slower while a transfer of their rank is on the wire. What
+the executor starts for a program is in `launches`, what that takes in `durations`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def simulate_with(plan: Plan, costs: Costs, hardware: str = "") -> Simulation:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A program of one kind and phase that the event loop can run. work: of all ranks; ideal_us: see `Run`."""
+    """A program of one kind and phase that the event loop can run. work: of all ranks; ideal_us: see `Run`; contention:
+    by how much longer kernels take beside transfers."""
 
     kind: str
     phase: str
@@ -79,6 +81,7 @@ class Prepared:
     posted: Posted
     work: Work
     ideal_us: float
+    contention: float
 
     @property
     def least_us(self) -> float:
@@ -102,11 +105,12 @@ def prepare_program(plan: Plan, kind: str, phase: str, costs: Costs) -> Prepared
     traffic = find_traffic(view, np.asarray(posted.messages * costs.post_us, np.float64))
     busy, work = work_us(view, costs, pairs, posted)
     script = write_script(view, busy, end_us(view, costs), traffic)
-    return Prepared(kind, phase, view, traffic, script, posted, work, _ideal_us(view, costs, pairs))
+    ideal = _ideal_us(view, costs, pairs)
+    return Prepared(kind, phase, view, traffic, script, posted, work, ideal, costs.contention)
 
 
 def busy_us(view: View, script: Script) -> Floats:
-    """float64 [ranks]: all that the compute streams do."""
+    """float64 [ranks]: all that the compute streams do, at full speed."""
     busy: Floats = np.bincount(view.rank_of, script.work_us, view.ranks) + script.end_us
     return busy
 
@@ -118,16 +122,19 @@ def run_all(plan: Plan, prepared: list[Prepared], costs: Costs, hardware: str = 
 
 def _run(prepared: Prepared) -> Run:
     view, script, traffic = prepared.view, prepared.script, prepared.traffic
-    times, finish, blocked = engine.run(script, traffic, port_count(view.cluster))
+    times, finish, blocked = engine.run(script, traffic, port_count(view.cluster), prepared.contention)
     _check_finished(prepared.kind, prepared.phase, script, blocked)
+    busy, exposed = busy_us(view, script), _exposed_us(view, script, times)
+    slowed = np.maximum(finish - exposed - busy, 0.0) if prepared.contention > 0 else np.zeros(view.ranks)
     return Run(
         prepared.kind,
         prepared.phase,
         float(max(finish.max(), times.done.max(initial=0.0))),
         prepared.ideal_us,
         prepared.work,
-        busy_us(view, script),
-        _exposed_us(view, script, times),
+        busy + slowed,
+        slowed,
+        exposed,
         finish,
         *_traffic_bytes(script, traffic, view.ranks),
         int(traffic.bytes[traffic.out_port >= 2 * view.ranks].sum()),  # through a NIC

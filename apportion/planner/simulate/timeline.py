@@ -58,7 +58,8 @@ class Run:
 
     makespan_us: when the last rank is finished. ideal_us: the same pairs without overhead and communication, balanced
     by speed. work: of all ranks, at speed 1. compute_us, exposed_us, finish_us: float64 [ranks], busy and idle time of
-    the compute stream (idle is waiting for rounds), and its end. sent_bytes, received_bytes: int64 [ranks]. launches,
+    the compute stream (idle is waiting for rounds), and its end; slowed_us: float64 [ranks], what of compute_us is due
+    to transfers on the wire. sent_bytes, received_bytes: int64 [ranks]. launches,
     messages, rounds: int64 [ranks], the kernels that the executor starts, the messages that it posts, sent and
     received, and in how many rounds. peak_rows: int64 [ranks, tensors], work rows by `Tensor`: the arenas, which the
     planner made as large as what lives at once.
@@ -71,6 +72,7 @@ class Run:
     ideal_us: float
     work: Work
     compute_us: Floats
+    slowed_us: Floats
     exposed_us: Floats
     finish_us: Floats
     sent_bytes: Ints
@@ -185,6 +187,7 @@ class Simulation:
                 whole_us(request.batch, request.model, *key, self.costs),
                 run.work,
                 run.compute_us,
+                run.slowed_us,
                 speeds,
             )
             for key, run in self.runs.items()
@@ -216,7 +219,7 @@ class Simulation:
     def time_imbalance(self) -> float:
         """Work of the busiest rank over what it would be divided by speed, less 1, over all runs; 0.0 without work."""
         lost = self.lost
-        even = sum(lost) - lost.stalls - lost.imbalance
+        even = sum(lost) - lost.stalls - lost.contention - lost.imbalance
         return lost.imbalance / even if even else 0.0
 
     @property
