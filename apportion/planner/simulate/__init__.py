@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
-from apportion.ir.errors import VerifyError
+from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES
 from apportion.planner.cost import CostModel
@@ -53,19 +54,22 @@ __all__ = [
 ]
 
 
-def simulate(plan: Plan, hardware: Hardware | str | None = None) -> Simulation:
+def simulate(
+    plan: Plan, hardware: Hardware | str | None = None, cluster: Cluster | None = None
+) -> Simulation:
     """Simulates one call of every attention kind, forward and backward.
 
-    hardware: kernel times, default the built-in H100; links, NICs and speeds are those of the plan's cluster.
-    Equal arguments give equal times, to the bit. Raises VerifyError for a plan that cannot run.
+    hardware: kernel times, default the built-in H100. cluster: links, NICs and speeds, default those that the plan was
+    made for (see `simulate.scenarios`). Equal arguments give equal times, to the bit. Raises VerifyError for a plan
+    that cannot run, ConfigError for a cluster of other ranks.
     """
     used = Hardware.named(hardware) or Hardware.load("h100")
-    return simulate_with(plan, CostModel(used, plan.request.model), used.name)
+    return simulate_with(plan, CostModel(used, plan.request.model), used.name, cluster)
 
 
-def simulate_with(plan: Plan, costs: Costs, hardware: str = "") -> Simulation:
+def simulate_with(plan: Plan, costs: Costs, hardware: str = "", cluster: Cluster | None = None) -> Simulation:
     """As `simulate`, with any cost model; `hardware` is its name."""
-    return run_all(plan, prepare(plan, costs), costs, hardware)
+    return run_all(plan, prepare(plan, costs, cluster), costs, hardware, cluster)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,15 +96,18 @@ class Prepared:
         return float(max(work.max(), *(wire.max() for wire in wires)))
 
 
-def prepare(plan: Plan, costs: Costs) -> list[Prepared]:
-    """The programs of a plan, which need not be sealed, kind after kind. Raises VerifyError for one that cannot run."""
+def prepare(plan: Plan, costs: Costs, cluster: Cluster | None = None) -> list[Prepared]:
+    """The programs of a plan, which need not be sealed, kind after kind; on another cluster than the plan's where one
+    is given. Raises VerifyError for one that cannot run, ConfigError for a cluster of other ranks."""
     keys = [(kind, phase) for kind in plan.header.kinds for phase in PHASES if (kind, phase) in plan.programs]
-    return [prepare_program(plan, kind, phase, costs) for kind, phase in keys]
+    return [prepare_program(plan, kind, phase, costs, cluster) for kind, phase in keys]
 
 
-def prepare_program(plan: Plan, kind: str, phase: str, costs: Costs) -> Prepared:
+def prepare_program(
+    plan: Plan, kind: str, phase: str, costs: Costs, cluster: Cluster | None = None
+) -> Prepared:
     """As `prepare`, one of the programs."""
-    view = View(plan, phase, plan.programs[kind, phase])
+    view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, cluster))
     pairs, posted = task_pairs(view), find_posted(view)
     traffic = find_traffic(view, np.asarray(posted.messages * costs.post_us, np.float64))
     busy, work = work_us(view, costs, pairs, posted)
@@ -109,15 +116,35 @@ def prepare_program(plan: Plan, kind: str, phase: str, costs: Costs) -> Prepared
     return Prepared(kind, phase, view, traffic, script, posted, work, ideal, costs.contention)
 
 
+def _of_ranks(plan: Plan, cluster: Cluster | None) -> Cluster:
+    """The cluster, or that of the plan where none is given."""
+    own = plan.request.cluster
+    if cluster is None:
+        return own
+    shape, given = (own.nodes, own.ranks_per_node), (cluster.nodes, cluster.ranks_per_node)
+    if given != shape:
+        rule = f"must have the {shape[0]} x {shape[1]} ranks that the plan was made for"
+        raise ConfigError(
+            "cluster.nodes x cluster.ranks_per_node",
+            f"{given[0]} x {given[1]}",
+            rule,
+            "change links or speeds alone",
+        )
+    return cluster
+
+
 def busy_us(view: View, script: Script) -> Floats:
     """float64 [ranks]: all that the compute streams do, at full speed."""
     busy: Floats = np.bincount(view.rank_of, script.work_us, view.ranks) + script.end_us
     return busy
 
 
-def run_all(plan: Plan, prepared: list[Prepared], costs: Costs, hardware: str = "") -> Simulation:
-    """Runs what `prepare` made of the plan. Raises VerifyError for a program that cannot run."""
-    return Simulation(plan, costs, hardware, {(item.kind, item.phase): _run(item) for item in prepared})
+def run_all(
+    plan: Plan, prepared: list[Prepared], costs: Costs, hardware: str = "", cluster: Cluster | None = None
+) -> Simulation:
+    """Runs what `prepare` made of the plan, on the same cluster. Raises VerifyError for a program that cannot run."""
+    runs = {(item.kind, item.phase): _run(item) for item in prepared}
+    return Simulation(plan, costs, hardware, runs, _of_ranks(plan, cluster))
 
 
 def _run(prepared: Prepared) -> Run:

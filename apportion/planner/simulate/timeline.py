@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
 from apportion.planner.simulate.durations import Costs, Work
@@ -133,16 +134,17 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """One call of every attention kind, forward and backward, on the plan's cluster.
+    """One call of every attention kind, forward and backward.
 
     costs: what it was priced with; hardware: its name. runs: (kind, phase) -> Run, in the order in which they follow
-    each other: kind after kind, forward then backward.
+    each other: kind after kind, forward then backward. cluster: what they ran on.
     """
 
     plan: Plan
     costs: Costs
     hardware: str
     runs: Mapping[tuple[str, str], Run]
+    cluster: Cluster
 
     @property
     def forward_ms(self) -> float:
@@ -179,7 +181,7 @@ class Simulation:
     def losses(self) -> Mapping[tuple[str, str], Losses]:
         """(kind, phase) -> where the time of the run goes."""
         request = self.plan.request
-        speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
+        speeds = np.asarray(self.cluster.speeds or np.ones(self.cluster.ranks), np.float64)
         return {
             key: find_losses(
                 run.makespan_us,
