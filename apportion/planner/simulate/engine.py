@@ -186,35 +186,10 @@ def _run(
 
 @lean
 def _advance(script: Script, times: Times, state: _State, events: Events, rank: int) -> None:
-    """Runs a rank's compute stream up to its next launch, or to a wait for a time that is not known yet."""
-    if state.contention[0] > 0.0:
-        _take_up(script, times, state, events, rank)
-        return
-    clock, at = state.clock[rank], state.cursor[rank]
-    while at < script.ptr[rank + 1]:
-        times.begin[at] = clock
-        if script.role[at] == WAIT:
-            launch = script.launch[at]
-            if state.open[launch] > 0 or times.done[launch] < 0:
-                state.blocked[rank] = launch
-                break
-            clock = max(clock, times.done[launch])
-        clock += script.work_us[at]
-        times.end[at] = clock
-        if script.role[at] == LAUNCH:
-            push(events, clock, (_LAUNCHED << _ITEM_BITS) + at)
-            break
-        at += 1
-    if at == script.ptr[rank + 1]:
-        clock += script.end_us[rank]
-    state.clock[rank], state.cursor[rank] = clock, at
-
-
-@lean
-def _take_up(script: Script, times: Times, state: _State, events: Events, rank: int) -> None:
-    """As `_advance` with contention: up to the next instruction that takes time, too. Its end is an event."""
+    """Runs a rank's compute stream up to its next launch, or to a wait for a time that is not known yet; with
+    contention up to what takes time, whose end is an event."""
     clock, at, end = state.clock[rank], state.cursor[rank], script.ptr[rank + 1]
-    work = 0.0
+    slow, work = state.contention[0] > 0.0, 0.0
     while at < end:
         times.begin[at] = clock
         if script.role[at] == WAIT:
@@ -224,8 +199,9 @@ def _take_up(script: Script, times: Times, state: _State, events: Events, rank: 
                 break
             clock = max(clock, times.done[launch])
         work = script.work_us[at]
-        if work > 0.0:
+        if slow and work > 0.0:
             break
+        clock += work
         times.end[at] = clock
         if script.role[at] == LAUNCH:
             push(events, clock, (_LAUNCHED << _ITEM_BITS) + at)
@@ -233,8 +209,9 @@ def _take_up(script: Script, times: Times, state: _State, events: Events, rank: 
         at += 1
     if at == end:
         work = script.end_us[rank]
+        clock += 0.0 if slow else work
     state.clock[rank], state.cursor[rank] = clock, at
-    if work > 0.0:
+    if slow and work > 0.0:
         state.left[rank], state.since[rank] = work, clock
         _expect(state, events, rank)
 
@@ -261,7 +238,7 @@ def _worked(script: Script, times: Times, state: _State, events: Events, now: fl
         push(events, now, (_LAUNCHED << _ITEM_BITS) + at)
         return
     state.cursor[rank] = at + 1
-    _take_up(script, times, state, events, rank)
+    _advance(script, times, state, events, rank)
 
 
 @lean
