@@ -2,7 +2,8 @@
 
 Run: python benchmarks/comparison.py (a quarter of an hour on one core). Writes all rows to
 benchmarks/results/comparison.json and the tables between the markers of docs/comparison.md. `--only NAME,...` measures
-some cases anew and keeps the other rows; `--only none` writes the tables alone.
+some cases anew and keeps the other rows; `--only none` writes the tables alone. Settings with published figures are in
+`benchmarks/published.py`, orders under other figures in `benchmarks/sensitivity.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from apportion.ir.policy import Recipe
 from apportion.ir.workload import lognormal_lengths, read_workload
 from apportion.planner.cost import CostModel
 from apportion.planner.recipes import find_recipe
+from benchmarks import published, sensitivity
+from benchmarks.published import PUBLISHED, Published
+from benchmarks.sensitivity import Sensitivity
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/comparison.json"
@@ -74,6 +78,11 @@ class Case:
 def code(tokens: int, seed: int) -> Batch:
     """Source files of public repositories."""
     return Source(read_workload(ROOT / "examples/code_lengths.json")).batch(tokens, seed)[0]
+
+
+def doc_files(tokens: int, seed: int) -> Batch:
+    """Files of documentation of public repositories."""
+    return Source(read_workload(ROOT / "examples/doc_lengths.json")).batch(tokens, seed)[0]
 
 
 def lognormal(tokens: int, seed: int) -> Batch:
@@ -201,7 +210,7 @@ def _of_zeppelin(data: str, ranks: int) -> Case:
     return Case(name, title, zeppelin(data), ranks, 4096, 10, OF_ZEPPELIN, "ring", "a800", LLAMA_3B)
 
 
-CASES = (
+CASES: tuple[Case | Published | Sensitivity, ...] = (
     _shipped("code-8", "source files, causal, 8 ranks", code, 8, 5),
     _shipped("code-64", "source files, causal, 64 ranks", code, 64, 3),
     _shipped("code-256", "source files, causal, 256 ranks", code, 256, 1),
@@ -220,21 +229,33 @@ CASES = (
         (BLOCKS_2K, NODE),
         BLOCKS_2K.name,
     ),
+    *PUBLISHED,
+    Sensitivity("sensitivity-log-normal", "log-normal documents under other figures", lognormal, LLAMA_8B),
+    Sensitivity("sensitivity-doc", "documentation under other figures", doc_files, LLAMA_8B),
+    Sensitivity("sensitivity-code", "source files under other figures", code, LLAMA_8B),
 )
 
 
 # --- measuring
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case | Published | Sensitivity) -> dict[str, Any]:
     """The rows of a case, with what it takes to read them."""
+    start = time.perf_counter()
+    if isinstance(case, Case):
+        found = _compared(case)
+    else:
+        found = published.measure(case) if isinstance(case, Published) else sensitivity.measure(case)
+    print(f" {case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return found
+
+
+def _compared(case: Case) -> dict[str, Any]:
     batches = [case.draw(case.ranks * case.tokens_per_rank, seed) for seed in range(case.seeds)]
     baseline = next(recipe for recipe in case.recipes if recipe.name == case.baseline)
-    start = time.perf_counter()
     found = compare(
         batches, case.recipes, baseline, case.setting, lambda done: print(".", end="", file=sys.stderr)
     )
-    print(f" {case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     if found.broken:
         raise SystemExit(f"{case.name}: plans of {', '.join(found.broken)} break a rule")
     return {
@@ -280,6 +301,8 @@ NOT_ON_PAGE = (
 
 def table(case: Mapping[str, Any]) -> str:
     """A case as a Markdown table, with its refusals below."""
+    if other := {published.FORM: published.table, sensitivity.FORM: sensitivity.table}.get(case.get("form")):
+        return other(case)
     columns = [column for column in COLUMNS if column.title not in NOT_ON_PAGE]
     extra = case["name"].startswith("zeppelin")
     titles = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
@@ -326,9 +349,9 @@ def main() -> None:
     held = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else []
     rows = {case["name"]: case for case in held if case["name"] in known}
     for name in names:
-        rows[name] = measure(known[name])
+        rows[name] = measure(known[name]) | {"versions": versions()}
         cases = [rows[name] for name in known if name in rows]
-        RESULTS.write_text(json.dumps({"versions": versions(), "cases": cases}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps({"cases": cases}, indent=1) + "\n")
     write_tables([rows[name] for name in known if name in rows])
     print(f"rows are in {RESULTS}, tables in {PAGE}")
 

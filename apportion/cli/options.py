@@ -35,7 +35,7 @@ HardwareName = Annotated[
     str | None,
     typer.Option(
         "--hardware",
-        help="Kernel times and links: a built-in name (h100, h200, a100, a800, h20, each also as "
+        help="Kernel times and links: a built-in name (h100, h200, a100, a800, h20, b200, each also as "
         "NAME-stage, with the kernels of the engine of that name) or a file of `apportion profile`.",
         metavar="NAME|H.json",
     ),

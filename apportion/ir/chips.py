@@ -48,8 +48,17 @@ LAUNCH = Figure(5.0, "CUDA kernel launch and drain on a busy stream, a few micro
 ROWOP = Figure(5.0, "one small CUDA kernel, as a launch of attention", True)
 POST = Figure(1.0, "NCCL group of sends and receives, a microsecond an operation", True)
 LATENCY = Figure(2.5, "gives 25 % of peak at causal 512 on the H100: FCP, section 3.1 and Figure 3", True)
-INTRA_LATENCY = Figure(5.0, "NCCL send and receive over NVLink, small message", True)
-INTER_LATENCY = Figure(10.0, "NCCL send and receive over InfiniBand or RoCE, small message", True)
+CONTENTION = Figure(
+    0.0,
+    "assumed that transfers leave kernels their multiprocessors; FCP, section 6.1, sets 6 to 8 aside",
+    True,
+)
+INTRA_LATENCY = Figure(
+    5.0, "NCCL send and receive over NVLink, small message; NCCL's src/graph/tuning.cc has 3.4 a step", True
+)
+INTER_LATENCY = Figure(
+    10.0, "NCCL send and receive over InfiniBand or RoCE, small message; NCCL's tuning.cc has 9.6 to 14", True
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class Chip:
 _H100_SHEET = "NVIDIA H100 data sheet, SXM5"
 _H200_SHEET = "NVIDIA H200 data sheet, SXM5"
 _A100_SHEET = "NVIDIA A100 data sheet, SXM4 80 GB"
+_B200_SHEET = "NVIDIA DGX B200 data sheet"
 _H20_SHEET = "figures published for the H20 SXM5; NVIDIA has no public data sheet"
 _LINEAR = Figure(
     0.65, "large bf16 matrix products; DistCA, Appendix A, reckons with 0.5 for whole layers", True
@@ -87,6 +97,11 @@ _FA3_FORWARD = Figure(
 _FA3_BACKWARD = Figure(0.61, "FlashAttention-3 on H100, UPipe, Table 5, 256K to 1M: 613 TFLOP/s")
 _FA2_FORWARD = Figure(0.70, "FlashAttention-2 paper: up to 73 % on A100, long causal, head dim 128", True)
 _FA2_BACKWARD = Figure(0.60, "FlashAttention-2 paper: up to 63 % on A100, long causal, head dim 128", True)
+_FA4_FORWARD = Figure(0.71, "FlashAttention-4 paper: up to 1613 of 2250 TFLOP/s on B200, bf16")
+_FA4_BACKWARD = Figure(
+    0.60,
+    "FlashAttention-4 on B200, two CTAs a tile: 1360 TFLOP/s, 8K, full, head dim 128; its pull request 2280",
+)
 _NVLINK4 = Figure(450.0, "NVLink 4: 900 GB/s both ways together, data sheet")
 
 
@@ -169,6 +184,23 @@ _FLASH: Mapping[str, Chip] = MappingProxyType(
                 Figure(25.0, "FCP, Table 1: 5920 FLOP a byte for GPU-X, if that is 148 TFLOP/s", True),
                 Figure(8, "one NIC a GPU", True),
             ),
+            Chip(
+                "b200",
+                "NVIDIA B200 SXM6 180 GB, DGX B200",
+                Figure(
+                    2250.0,
+                    f"{_B200_SHEET}: 72 PFLOP/s of sparse FP8 in eight, a quarter of it for dense bf16",
+                ),
+                Figure(148, "published for the B200; its data sheet does not say", True),
+                Figure(180.0, f"{_B200_SHEET}: 1440 GB in eight"),
+                Figure(8000.0, f"{_B200_SHEET}: 64 TB/s in eight"),
+                _FA4_FORWARD,
+                _FA4_BACKWARD,
+                _LINEAR,
+                Figure(900.0, f"NVLink 5: 1800 GB/s both ways together, {_B200_SHEET}"),
+                Figure(50.0, f"ConnectX-7, 400 Gb/s: {_B200_SHEET}"),
+                Figure(8, _B200_SHEET),
+            ),
         )
     }
 )
@@ -178,6 +210,11 @@ _HOPPER, _AMPERE = ("h100", "h200", "h20"), ("a100", "a800")
 #: chip -> what Triton reaches there of the flash kernel that the chip is listed with, forward and backward
 _TRITON = {
     **dict.fromkeys(_HOPPER, (0.65, 0.55, "Triton on Hopper, assumed to reach {:g} of FlashAttention-3")),
+    "b200": (
+        0.37,
+        0.37,
+        "Triton on B200, assumed to reach {:g} of FlashAttention-4, up to 2.7 times as fast",
+    ),
     **dict.fromkeys(_AMPERE, (0.95, 0.85, "Triton on A100, assumed to reach {:g} of FlashAttention-2")),
 }
 

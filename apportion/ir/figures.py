@@ -17,7 +17,7 @@ Rows = tuple[tuple[float, ...], ...]
 LEAST, MOST = 1e-6, 1e12  # of times and figures that must be above 0: sums of products stay finite
 
 
-_MAX_TEXT = 400
+MAX_TEXT = 400
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,16 @@ def _tuples(grid: NDArray[np.float64]) -> Rows:
     return tuple(map(tuple, grid.tolist()))
 
 
-def figure_in(field: str, value: Any, least: float = 0.0) -> float:
+def figure_in(field: str, value: Any, least: float = 0.0, most: float = MOST) -> float:
     checked = number(field, value)
-    if not least <= checked <= MOST:
-        raise ConfigError(field, value, f"must be in [{least:g}, {MOST:g}]", "check its unit")
+    if not least <= checked <= most:
+        raise ConfigError(field, value, f"must be in [{least:g}, {most:g}]", "check its unit")
     return checked
 
 
 def described(field: str, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT:
-        raise ConfigError(field, value, f"must be a text of 1 to {_MAX_TEXT} characters", "say it shortly")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
+        raise ConfigError(field, value, f"must be a text of 1 to {MAX_TEXT} characters", "say it shortly")
     return value
 
 

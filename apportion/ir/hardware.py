@@ -23,6 +23,7 @@ from typing import Any
 from apportion.ir.chips import (
     AXIS,
     CHIPS,
+    CONTENTION,
     DIM,
     INTER_LATENCY,
     INTRA_LATENCY,
@@ -38,7 +39,7 @@ from apportion.ir.chips import (
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer, known, load, mapping, name, sequence, suggestion
-from apportion.ir.figures import LEAST, Figure, Grid, described, figure_in
+from apportion.ir.figures import LEAST, MOST, Figure, Grid, described, figure_in
 from apportion.ir.hashing import digest
 from apportion.ir.model import ELEMENT_BYTES
 
@@ -95,9 +96,11 @@ class Hardware:
     engine: whose kernels the grids are of, see `ENGINES`. axis: rows of the grids' points, rising, for queries and for
     keys. tile: rows of queries and of keys are
     rounded up to multiples of it. q_heads, kv_heads, head_dim, dtype: what the grids were taken with.
-    memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s. linear_tflops: achieved by linear layers, 1e12
-    FLOP/s. rowop_us: what a kernel on rows (copy, merge, add, pack, ...) costs besides its bytes. post_us: what a
-    message costs to post, before any transfer of its round is complete.
+    memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s. peak_tflops: dense, of the dtype, from the data sheet;
+    linear_tflops: achieved by linear layers; 1e12 FLOP/s. rowop_us: what a kernel on rows (copy, merge, add, pack, ...)
+    costs besides its bytes. post_us: what a message costs to post, before any transfer of its round is complete.
+    contention: by how much longer a kernel takes while a transfer of its rank is on the wire, whose own kernels take
+    multiprocessors: 0.1 is a tenth, 0 none.
     Make one with `load`, `from_data` or a profile: these check it.
     """
 
@@ -114,9 +117,11 @@ class Hardware:
     backward: Grid
     memory_gib: Figure
     memory_gbs: Figure
+    peak_tflops: Figure
     linear_tflops: Figure
     rowop_us: Figure
     post_us: Figure
+    contention: Figure
     intra_gbs: Figure
     inter_gbs: Figure
     nics_per_node: Figure
@@ -213,7 +218,10 @@ class Hardware:
 
 _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
 _PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
-_POSITIVE = frozenset({"memory_gib", "memory_gbs", "linear_tflops", "intra_gbs", "inter_gbs"})
+_POSITIVE = frozenset({"memory_gib", "memory_gbs", "peak_tflops", "linear_tflops", "intra_gbs", "inter_gbs"})
+MOST_CONTENTION = (
+    10.0  # kernels that take eleven times as long: beyond, transfers do not overlap with them at all
+)
 
 
 @lru_cache(maxsize=16)
@@ -221,7 +229,7 @@ def _of_chip(chip: Chip) -> Hardware:
     """The hardware of a chip, its grids from the kernel model."""
     return Hardware(
         chip.name, chip.device, chip.engine, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM, *grids_of(chip),
-        chip.memory_gib, chip.memory_gbs, linear_of(chip), ROWOP, POST,
+        chip.memory_gib, chip.memory_gbs, chip.peak_tflops, linear_of(chip), ROWOP, POST, CONTENTION,
         chip.intra_gbs, chip.inter_gbs, chip.nics_per_node, INTRA_LATENCY, INTER_LATENCY,
     )  # fmt: skip
 
@@ -258,7 +266,8 @@ def _figures(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _figure(key: str, data: Any) -> Figure:
     figure = Figure.from_data(f"hardware.figures.{key}", data)
-    figure_in(f"hardware.figures.{key}.value", figure.value, LEAST if key in _POSITIVE else 0.0)
+    least, most = LEAST if key in _POSITIVE else 0.0, MOST_CONTENTION if key == "contention" else MOST
+    figure_in(f"hardware.figures.{key}.value", figure.value, least, most)
     if key == "nics_per_node":
         value = int(figure.value) if figure.value.is_integer() else figure.value
         integer("hardware.figures.nics_per_node.value", value, 1, 2**16)

@@ -260,6 +260,11 @@ class CostModel:
         """Of each message of a round, before any of its transfers is complete."""
         return self.hardware.post_us.value
 
+    @property
+    def contention(self) -> float:
+        """By how much longer kernels take while a transfer of their rank is on the wire."""
+        return self.hardware.contention.value
+
     def linear_us(self, tokens: Count) -> Floats:
         """float64: the linear layers of one layer, forward, of that many tokens: 2 FLOPs a parameter and token."""
         flops = 2 * self.linear_parameters

@@ -24,7 +24,8 @@ from apportion.ir.workload import workload_from_data
 from apportion.planner.api import plan
 from apportion.planner.recipes import find_recipe, with_block
 from apportion.planner.simulate import simulate
-from benchmarks import comparison
+from apportion.planner.simulate.scenarios import SCENARIOS
+from benchmarks import comparison, published, sensitivity
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=64, layers=2)
 SETTING = Setting(cluster_of(4), MODEL)
@@ -196,6 +197,57 @@ def test_batches_of_the_benchmark_fill_the_ranks(case: comparison.Case) -> None:
     first, again = (case.draw(tokens, 3) for _ in range(2))
     assert first.lengths.tolist() == again.lengths.tolist()
     assert first.tokens == tokens
+
+
+def test_documents_of_magi_are_those_of_its_histogram() -> None:
+    """Counts of documents, and none longer than a quarter of a pack; pieces of long ones are counted as documents."""
+    tokens = 2**22
+    lengths = published.magi_documents(tokens, 1).lengths[:-1]
+    assert lengths.max() == 163840
+    count = sum(published.MAGI_DOCUMENTS.values())
+    mean = sum(length * number for length, number in published.MAGI_DOCUMENTS.items()) / count
+    assert lengths.mean() == pytest.approx(mean, rel=0.2)
+    assert (lengths == 350).mean() == pytest.approx(published.MAGI_DOCUMENTS[350] / count, rel=0.1)
+    assert published.magi_documents(65536, 1).lengths.max() == 16384
+
+
+def test_a_setting_with_published_figures() -> None:
+    systems = (
+        published.System("theirs", RING, {4: (100.0, 50.0)}),
+        published.System("", FCP, {}),
+    )
+    case = published.Published("tiny", "tiny", "h100", 1024, systems, Model(), batches=2, ranks=(4, 8))
+    measured = comparison.measure(case)
+    assert [(row["system"], row["ranks"]) for row in measured["rows"]] == [("theirs", 4), ("", 4), ("", 8)]
+    row = measured["rows"][0]
+    found = [
+        simulate(plan(case.draw(4096, seed), cluster_of(4), Model(), recipe=RING, seed=seed))
+        for seed in (0, 1)
+    ]
+    pairs = [sum(n * (n + 1) // 2 for n in case.draw(4096, seed).lengths.tolist()) for seed in (0, 1)]
+    mean = sum(4 * n * 32 * 128 / 4 / one.forward_ms / 1e9 for n, one in zip(pairs, found, strict=True)) / 2
+    assert row["tflops"]["nominal"]["forward"] == pytest.approx(mean, abs=0.06)
+    assert row["tflops"]["slow-kernels"]["forward"] < row["tflops"]["nominal"]["forward"]
+    ratio = row["tflops"]["nominal"]["forward"] / 100
+    text = comparison.table(measured)
+    assert f"| theirs | ring | 4 | 100 | {row['tflops']['nominal']['forward']:.0f} ±" in text
+    assert f"| {ratio:.2f} | 50 |" in text
+    assert "| - | fcp | 8 | - |" in text
+
+
+def test_the_order_under_other_figures() -> None:
+    case = sensitivity.Sensitivity(
+        "tiny", "tiny", comparison.lognormal, Model(), 4, 1024, 1, recipes=("auto", "ring")
+    )
+    measured = comparison.measure(case)
+    assert [row["recipe"] for row in measured["rows"]] == ["auto", "ring", "auto, told"]
+    for row in measured["rows"]:
+        assert list(row["ms"]) == [scenario.name for scenario in SCENARIOS]
+    told = measured["rows"][2]["ms"]
+    assert told["nominal"] == measured["rows"][0]["ms"]["nominal"]
+    text = comparison.table(measured)
+    assert "| auto | 1.00 (1) |" in text
+    assert "| pairs of 1 in another order | 0 |" in text
 
 
 def test_every_case_has_its_table_on_the_page() -> None:

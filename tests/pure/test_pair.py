@@ -279,6 +279,20 @@ def test_no_gain_without_communication():
     assert abs(simulate_pair(*halves, unposted).serial_gain) < 1e-3
 
 
+def test_contention_slows_all_ways_but_that_without_transfers():
+    halves, h100 = long_halves("ring"), Hardware.load("h100")
+    none, some = (
+        simulate_pair(*halves, replace(h100, contention=Figure(contention, "made up")), layers=2)
+        for contention in (0.0, 0.2)
+    )
+    assert some.ms("signal") == pytest.approx(none.ms("signal"))
+    for way in ("turns", "serial"):
+        assert none.ms(way) < some.ms(way) < 1.2 * none.ms(way)
+    assert some.ms("single") == pytest.approx(
+        none.ms("single"), rel=0.05
+    )  # kernels beside other ranks' transfers
+
+
 # --- data and errors
 
 

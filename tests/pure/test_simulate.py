@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
+from apportion.ir.figures import Figure
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES, Op, Tensor
 from apportion.ir.model import Model
@@ -49,6 +50,7 @@ class Unit:
     a_token: float = 0.0
     a_row: float = 0.0
     post_us: float = 0.0
+    contention: float = 0.0
     linear_parameters: int = 8 * (2 * 4 + 2 * 4 + 3 * 10)
 
     def attention_us(self, phase: str, rows: Any, keys: Any, pairs: Any, heads: Any, kv_heads: Any) -> Any:
@@ -476,10 +478,71 @@ def test_projections_take_their_share_of_the_linear_layers() -> None:
     assert busy(grad, costs, "backward") == pytest.approx(3 * 3 * parameters["kv"] / whole)
 
 
+# --- kernels beside transfers
+
+
+def test_transfers_slow_kernels_down() -> None:
+    """8 us on the wire, in which work of 8 / 1.5 us is done; what a wait is followed by comes after them."""
+    run = forward(
+        f"launch 0: send KV.home[0:8) to 1\n{work(20)}\nwait 0",
+        f"launch 0: receive KV.work[0:8) from 0\n{work(12)}\nwait 0\n{work(5)}",
+        work(7),
+        costs=Unit(contention=0.5),
+    )
+    added = 8 - 8 / 1.5
+    assert transfers(run) == {(0, 0, 1): (0.0, 11.0)}
+    assert run.finish_us.tolist() == pytest.approx([20 + added, 12 + added + 5, 7])
+    assert run.slowed_us.tolist() == pytest.approx([added, added, 0])
+    assert run.compute_us.tolist() == pytest.approx([20 + added, 17 + added, 7])
+    assert run.exposed_us.tolist() == pytest.approx([0, 0, 0])
+
+
+def test_transfers_at_one_time_slow_kernels_down_once() -> None:
+    """Rank 0 sends for 8 us and receives for 4 of them, then works beside nothing."""
+    run = forward(
+        f"launch 0: send KV.home[0:8) to 1, receive KV.work[0:4) from 2\n{work(20)}\nwait 0",
+        "launch 0: receive KV.work[0:8) from 0\nwait 0",
+        "launch 0: send KV.home[0:4) to 0\nwait 0",
+        costs=Unit(contention=1.0),
+    )
+    assert run.finish_us[0] == pytest.approx(20 + 8 / 2)
+
+
+def test_transfers_begin_and_end_within_a_kernel() -> None:
+    """Rank 1 comes at 3 us: rank 0 is 3 us at full speed, 8 at half, and goes on. Packing is slowed down as well."""
+    run = forward(
+        f"launch 0: send KV.home[0:8) to 1\n{work(20)}\nwait 0",
+        f"{work(3)}\nlaunch 0: receive KV.work[0:8) from 0\nwait 0",
+        costs=Unit(contention=1.0),
+    )
+    assert transfers(run) == {(0, 0, 1): (3.0, 14.0)}
+    assert run.finish_us.tolist() == pytest.approx([24.0, 14.0])
+    found = simulate_with(
+        plan_of(
+            f"launch 0: send KV.home[0:8) to 1\n{work(20)}\nwait 0",
+            "launch 0: receive KV.work[0:8) from 0\nwait 0",
+        ),
+        Unit(contention=1.0),
+    ).lost
+    assert (found.contention, found.stalls) == pytest.approx((4.0, 0.0))
+
+
 # --- what holds for any program
 
 
-def run_invariants(run: Run) -> None:
+def beside_us(run: Run, rank: int, begin: float, end: float) -> float:
+    """How much of a time at least one transfer of the rank is on the wire, the slow way."""
+    script, traffic = run.script, run.traffic
+    mine = (script.rank[traffic.sender] == rank) | (script.rank[traffic.receiver] == rank)
+    spans = zip(run.times.start[mine], (run.times.start + traffic.wire_us)[mine], strict=True)
+    total, reach = 0.0, begin
+    for start, free in sorted(spans):
+        total += max(0.0, min(free, end) - max(start, reach))
+        reach = max(reach, free)
+    return total
+
+
+def run_invariants(run: Run, contention: float = 0.0) -> None:
     """All that defines a timeline, checked the slow way."""
     script, traffic, times = run.script, run.traffic, run.times
     free = times.start + traffic.wire_us
@@ -507,14 +570,24 @@ def run_invariants(run: Run) -> None:
             later = [end for port in ports for begin, end in on_port[port] if begin <= at < end]
             assert later, (transfer, at)
             at = max(later)
+
+    def after(rank: int, begin: float, work: float, end: float) -> float:
+        """When work ends that begins then. end: as found."""
+        if not contention:
+            return begin + work
+        slowed = beside_us(run, rank, begin, end) * contention / (1 + contention)
+        assert end - begin == pytest.approx(work + slowed, abs=1e-6)
+        return end
+
     for rank in range(len(script.ptr) - 1):
         clock = 0.0
         for at in range(script.ptr[rank], script.ptr[rank + 1]):
             assert times.begin[at] == clock
             wait = script.role[at] == WAIT
-            clock = (max(clock, times.done[script.launch[at]]) if wait else clock) + script.work_us[at]
+            clock = max(clock, times.done[script.launch[at]]) if wait else clock
+            clock = after(rank, clock, script.work_us[at], times.end[at])
             assert times.end[at] == clock
-        assert run.finish_us[rank] == clock + script.end_us[rank]
+        assert run.finish_us[rank] == after(rank, clock, script.end_us[rank], run.finish_us[rank])
     assert run.makespan_us == max([*run.finish_us, *times.done])
     np.testing.assert_allclose(run.compute_us + run.exposed_us, run.finish_us)
 
@@ -585,6 +658,24 @@ def test_random_programs(seed: int) -> None:
     path_invariants(run)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_with_contention(seed: int) -> None:
+    run = simulate_with(scrambled(seed), Unit(contention=0.3)).runs["default", "forward"]
+    run_invariants(run, 0.3)
+    path_invariants(run)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_hardly_any_contention_is_hardly_felt(seed: int) -> None:
+    none, some = (
+        simulate_with(scrambled(seed), Unit(contention=contention)).runs["default", "forward"]
+        for contention in (0.0, 1e-12)
+    )
+    for mine, other in zip(none.times[:6], some.times[:6], strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+    np.testing.assert_allclose(none.finish_us, some.finish_us, atol=1e-6)
+
+
 def served(out: list[int], into: list[int], wire: list[float]) -> list[float]:
     """When transfers start that are all ready at 0, found the slow way: in this order, and whenever ports are freed,
     each takes the first one that it can."""
@@ -639,6 +730,13 @@ def test_plans_of_recipes(recipe: str) -> None:
         run_invariants(run)
         path_invariants(run)
         assert run.makespan_us >= run.compute_us.max() >= run.ideal_us
+    slow = simulate(plan, replace(Hardware.load("h100"), contention=Figure(0.1, "made up")))
+    for key, run in slow.runs.items():
+        run_invariants(run, 0.1)
+        path_invariants(run)
+        assert sum(slow.losses[key]) == pytest.approx(run.makespan_us)
+        assert min(slow.losses[key]) > -1e-6 * run.makespan_us
+        assert (run.slowed_us <= 0.1 * (run.compute_us - run.slowed_us) + 1e-6).all()
 
 
 def test_a_wait_without_end_is_refused() -> None:
@@ -710,15 +808,20 @@ def test_answers_to_one_question_are_attainable_together() -> None:
 
 RUN = """
 import hashlib, json, sys
+from dataclasses import replace
 from pathlib import Path
 {before}
 from apportion.ir import text
 from apportion.ir.jit import HAS_NUMBA
+from apportion.ir.figures import Figure
+from apportion.ir.hardware import Hardware
 from apportion.planner.simulate import simulate
 digests = []
-for path in {paths}:
-    for run in simulate(text.parse(Path(path).read_text())).runs.values():
-        columns = [*run.times, *run.spans, run.finish_us, run.exposed_us]
+h100 = Hardware.load("h100")
+for path, contention in ((path, contention) for path in {paths} for contention in (0.0, 0.07)):
+    hardware = replace(h100, contention=Figure(contention, "made up"))
+    for run in simulate(text.parse(Path(path).read_text()), hardware).runs.values():
+        columns = [*run.times, *run.spans, run.finish_us, run.exposed_us, run.slowed_us]
         digests.append(hashlib.sha256(b"".join(column.tobytes() for column in columns)).hexdigest())
 print(json.dumps([HAS_NUMBA, digests]))
 """

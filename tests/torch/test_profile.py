@@ -7,8 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.backends.torch.profile import Effort, Line, Links, fit, profile, profile_links, with_links
+from apportion.backends.torch.profile import (
+    Effort,
+    Line,
+    Links,
+    _peak_tflops,
+    fit,
+    profile,
+    profile_links,
+    with_links,
+)
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
+from apportion.ir.figures import Figure
 from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.planner.cost import CostModel
@@ -48,7 +58,27 @@ def test_links_are_assumed_until_they_are_measured(measured):
         "intra_latency_us",
         "inter_latency_us",
         "post_us",
+        "peak_tflops",
+        "contention",
     }
+    assert measured[0].peak_tflops.value == measured[0].linear_tflops.value
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA H100 80GB HBM3", "fp32", 1.5),
+        ("NVIDIA H100 PCIe", "bf16", 1.5),
+        ("NVIDIA H1000", "bf16", 1.5),
+        ("CPU x86_64, 2 threads", "fp32", 1.5),
+    ],
+)
+def test_the_peak_is_that_of_a_known_device_or_assumed(device, dtype, tflops):
+    figure = _peak_tflops(device, dtype, Figure(1.5, "measured"))
+    assert figure.value == tflops
+    assert figure.assumed == (tflops == 1.5)
 
 
 def test_progress_rises_to_its_total(measured):

@@ -32,7 +32,7 @@ from apportion.backends.torch.arrays import accumulator_dtype
 from apportion.backends.torch.kernels import Band, Score, attend, attend_grad
 from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.chips import POST
+from apportion.ir.chips import CHIPS, CONTENTION, POST
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice
@@ -138,11 +138,12 @@ def profile(
     _check_engine(engine, on)
     steps = Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + 3)
     forward, backward = _grids(_Arena.of(on, effort), engine, steps)
+    memory, linear = steps.after(_memory_gbs(on, effort)), steps.after(_linear_tflops(on, effort))
     measured = Hardware(
         name, device_name(on), engine, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
         effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
-        steps.after(_memory_gbs(on, effort)), steps.after(_linear_tflops(on, effort)),
-        steps.after(_rowop_us(on, effort)), POST, **_assumed_links(),
+        memory, _peak_tflops(device_name(on), effort.dtype, linear), linear,
+        steps.after(_rowop_us(on, effort)), POST, CONTENTION, **_assumed_links(),
         measured=Measured(device_name(on), _versions(), datetime.date.today().isoformat()),
     )  # fmt: skip
     steps.finish()
@@ -323,6 +324,18 @@ def _linear_tflops(device: torch.device, effort: Effort) -> Figure:
     return Figure(
         round(2 * side**3 / took / 1e6, 6), f"measured: linear layer of {side} x {side}, {side} tokens"
     )
+
+
+def _peak_tflops(device: str, dtype: str, linear: Figure) -> Figure:
+    """Of the data sheet, where the device's name has that of a built-in chip, which is none of the slower cards of that
+    name; else what linear layers reach."""
+    words = device.upper().replace("-", " ").split()
+    slower = {"PCIE", "NVL", "MIG"} & set(words)
+    for chip in CHIPS.values():
+        if dtype in ("bf16", "fp16") and chip.name.upper() in words and not slower:
+            source = f"of {chip.name}, by the device's name: {chip.peak_tflops.source}"
+            return Figure(chip.peak_tflops.value, source, chip.peak_tflops.assumed)
+    return Figure(linear.value, "no data sheet: what linear layers reach", True)
 
 
 def _memory_gib(device: torch.device) -> Figure:

@@ -8,7 +8,8 @@ takes the rank's rounds in the order of their launches. A transfer costs latency
 occupies, for the second term, a port of its sender and one of its receiver: within a node the ranks' own links, between
 nodes the NICs, which the ranks of a node share; directions are separate. A launch packs what is staged before its
 transfers can begin; `wait` idles the compute stream until all of the rank's transfers of the round are complete, and
-unpacks them. What the executor starts for a program is in `launches`, what that takes in `durations`.
+unpacks them. Where a hardware has `contention`, kernels are slower while a transfer of their rank is on the wire. What
+the executor starts for a program is in `launches`, what that takes in `durations`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
-from apportion.ir.errors import VerifyError
+from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES
 from apportion.planner.cost import CostModel
@@ -52,24 +54,28 @@ __all__ = [
 ]
 
 
-def simulate(plan: Plan, hardware: Hardware | str | None = None) -> Simulation:
+def simulate(
+    plan: Plan, hardware: Hardware | str | None = None, cluster: Cluster | None = None
+) -> Simulation:
     """Simulates one call of every attention kind, forward and backward.
 
-    hardware: kernel times, default the built-in H100; links, NICs and speeds are those of the plan's cluster.
-    Equal arguments give equal times, to the bit. Raises VerifyError for a plan that cannot run.
+    hardware: kernel times, default the built-in H100. cluster: links, NICs and speeds, default those that the plan was
+    made for (see `simulate.scenarios`). Equal arguments give equal times, to the bit. Raises VerifyError for a plan
+    that cannot run, ConfigError for a cluster of other ranks.
     """
     used = Hardware.named(hardware) or Hardware.load("h100")
-    return simulate_with(plan, CostModel(used, plan.request.model), used.name)
+    return simulate_with(plan, CostModel(used, plan.request.model), used.name, cluster)
 
 
-def simulate_with(plan: Plan, costs: Costs, hardware: str = "") -> Simulation:
+def simulate_with(plan: Plan, costs: Costs, hardware: str = "", cluster: Cluster | None = None) -> Simulation:
     """As `simulate`, with any cost model; `hardware` is its name."""
-    return run_all(plan, prepare(plan, costs), costs, hardware)
+    return run_all(plan, prepare(plan, costs, cluster), costs, hardware, cluster)
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A program of one kind and phase that the event loop can run. work: of all ranks; ideal_us: see `Run`."""
+    """A program of one kind and phase that the event loop can run. work: of all ranks; ideal_us: see `Run`; contention:
+    by how much longer kernels take beside transfers."""
 
     kind: str
     phase: str
@@ -79,6 +85,7 @@ class Prepared:
     posted: Posted
     work: Work
     ideal_us: float
+    contention: float
 
     @property
     def least_us(self) -> float:
@@ -89,45 +96,72 @@ class Prepared:
         return float(max(work.max(), *(wire.max() for wire in wires)))
 
 
-def prepare(plan: Plan, costs: Costs) -> list[Prepared]:
-    """The programs of a plan, which need not be sealed, kind after kind. Raises VerifyError for one that cannot run."""
+def prepare(plan: Plan, costs: Costs, cluster: Cluster | None = None) -> list[Prepared]:
+    """The programs of a plan, which need not be sealed, kind after kind; on another cluster than the plan's where one
+    is given. Raises VerifyError for one that cannot run, ConfigError for a cluster of other ranks."""
     keys = [(kind, phase) for kind in plan.header.kinds for phase in PHASES if (kind, phase) in plan.programs]
-    return [prepare_program(plan, kind, phase, costs) for kind, phase in keys]
+    return [prepare_program(plan, kind, phase, costs, cluster) for kind, phase in keys]
 
 
-def prepare_program(plan: Plan, kind: str, phase: str, costs: Costs) -> Prepared:
+def prepare_program(
+    plan: Plan, kind: str, phase: str, costs: Costs, cluster: Cluster | None = None
+) -> Prepared:
     """As `prepare`, one of the programs."""
-    view = View(plan, phase, plan.programs[kind, phase])
+    view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, cluster))
     pairs, posted = task_pairs(view), find_posted(view)
     traffic = find_traffic(view, np.asarray(posted.messages * costs.post_us, np.float64))
     busy, work = work_us(view, costs, pairs, posted)
     script = write_script(view, busy, end_us(view, costs), traffic)
-    return Prepared(kind, phase, view, traffic, script, posted, work, _ideal_us(view, costs, pairs))
+    ideal = _ideal_us(view, costs, pairs)
+    return Prepared(kind, phase, view, traffic, script, posted, work, ideal, costs.contention)
+
+
+def _of_ranks(plan: Plan, cluster: Cluster | None) -> Cluster:
+    """The cluster, or that of the plan where none is given."""
+    own = plan.request.cluster
+    if cluster is None:
+        return own
+    shape, given = (own.nodes, own.ranks_per_node), (cluster.nodes, cluster.ranks_per_node)
+    if given != shape:
+        rule = f"must have the {shape[0]} x {shape[1]} ranks that the plan was made for"
+        raise ConfigError(
+            "cluster.nodes x cluster.ranks_per_node",
+            f"{given[0]} x {given[1]}",
+            rule,
+            "change links or speeds alone",
+        )
+    return cluster
 
 
 def busy_us(view: View, script: Script) -> Floats:
-    """float64 [ranks]: all that the compute streams do."""
+    """float64 [ranks]: all that the compute streams do, at full speed."""
     busy: Floats = np.bincount(view.rank_of, script.work_us, view.ranks) + script.end_us
     return busy
 
 
-def run_all(plan: Plan, prepared: list[Prepared], costs: Costs, hardware: str = "") -> Simulation:
-    """Runs what `prepare` made of the plan. Raises VerifyError for a program that cannot run."""
-    return Simulation(plan, costs, hardware, {(item.kind, item.phase): _run(item) for item in prepared})
+def run_all(
+    plan: Plan, prepared: list[Prepared], costs: Costs, hardware: str = "", cluster: Cluster | None = None
+) -> Simulation:
+    """Runs what `prepare` made of the plan, on the same cluster. Raises VerifyError for a program that cannot run."""
+    runs = {(item.kind, item.phase): _run(item) for item in prepared}
+    return Simulation(plan, costs, hardware, runs, _of_ranks(plan, cluster))
 
 
 def _run(prepared: Prepared) -> Run:
     view, script, traffic = prepared.view, prepared.script, prepared.traffic
-    times, finish, blocked = engine.run(script, traffic, port_count(view.cluster))
+    times, finish, blocked = engine.run(script, traffic, port_count(view.cluster), prepared.contention)
     _check_finished(prepared.kind, prepared.phase, script, blocked)
+    busy, exposed = busy_us(view, script), _exposed_us(view, script, times)
+    slowed = np.maximum(finish - exposed - busy, 0.0) if prepared.contention > 0 else np.zeros(view.ranks)
     return Run(
         prepared.kind,
         prepared.phase,
         float(max(finish.max(), times.done.max(initial=0.0))),
         prepared.ideal_us,
         prepared.work,
-        busy_us(view, script),
-        _exposed_us(view, script, times),
+        busy + slowed,
+        slowed,
+        exposed,
         finish,
         *_traffic_bytes(script, traffic, view.ranks),
         int(traffic.bytes[traffic.out_port >= 2 * view.ranks].sum()),  # through a NIC

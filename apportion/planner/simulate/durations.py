@@ -64,6 +64,9 @@ class Costs(Protocol):
     @property
     def post_us(self) -> float: ...
 
+    @property
+    def contention(self) -> float: ...
+
     def linear_us(self, tokens: Ints, /) -> Floats: ...
 
     @property

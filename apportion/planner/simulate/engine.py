@@ -10,6 +10,10 @@ Events are launches, ports that become free, and completions. All that happens a
 ports first choose among those that wait for them, the longest waiting first, skipping those whose other port is busy
 (list scheduling); then what became ready starts or queues, in the order of `Traffic`. So the order in which
 simultaneous events are found never shows. Ports and their queues are in `ports`.
+
+With contention a compute stream works 1 / (1 + contention) as fast while a transfer of its rank is on the wire, sent or
+received, one or several. Then the end of whatever takes time is an event too, and moves when the first transfer of the
+rank starts or the last one leaves the wire; what it was before stays in the heap and says nothing when its time comes.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from apportion.planner.simulate.program import LAUNCH, WAIT, Floats, Ints, Scrip
 
 NOT_YET = -1.0
 #: kinds of events
-_LAUNCHED, _FREED, _COMPLETE = range(3)
+_LAUNCHED, _FREED, _COMPLETE, _WORKED = range(4)
 #: an event's code: its kind, and below that what it is about
 _ITEM_BITS = 40
 _ITEMS = (1 << _ITEM_BITS) - 1
@@ -63,7 +67,12 @@ class Times(NamedTuple):
 class _State(NamedTuple):
     """clock: float64 and cursor, blocked (a launch or NONE): int64 [ranks], of the compute streams. open: int64
     [launches], transfers not yet started; launched, settled: int8 [launches]. sides: int8 [transfers], launches that
-    were reached."""
+    were reached.
+
+    With contention, of what a compute stream is at, float64 [ranks]: left, work at full speed that was left at `since`,
+    which may be to come; due, when it ends as things are, NOT_YET where nothing is going on. wires: int64 [ranks],
+    transfers on the wire. contention: float64 [1].
+    """
 
     clock: Floats
     cursor: Ints
@@ -72,11 +81,16 @@ class _State(NamedTuple):
     launched: Ints
     settled: Ints
     sides: Ints
+    left: Floats
+    since: Floats
+    due: Floats
+    wires: Ints
+    contention: Floats
 
 
-def run(script: Script, traffic: Traffic, ports: int) -> tuple[Times, Floats, Ints]:
+def run(script: Script, traffic: Traffic, ports: int, contention: float = 0.0) -> tuple[Times, Floats, Ints]:
     """The times of a program, when each rank's compute stream ends [ranks], and the launch that it still waits for
-    [ranks], NONE where it ran to its end."""
+    [ranks], NONE where it ran to its end. contention: by how much longer work takes beside transfers."""
     launches, transfers = len(script.rank), len(traffic.sender)
     instructions = len(script.role)
     times = Times(
@@ -89,8 +103,9 @@ def run(script: Script, traffic: Traffic, ports: int) -> tuple[Times, Floats, In
         np.full(launches, NONE),
         np.full(transfers, NONE),
     )
-    state = _initial(script, launches, transfers)
-    events = no_events(transfers + 2 * launches)
+    state = _initial(script, launches, transfers, contention)
+    moved = instructions + len(state.clock) + 4 * transfers if contention > 0 else 0
+    events = no_events(transfers + 2 * launches + moved)
     _run(
         script,
         traffic,
@@ -111,7 +126,7 @@ def idle_until(script: Script, times: Times) -> Floats:
     return until
 
 
-def _initial(script: Script, launches: int, transfers: int) -> _State:
+def _initial(script: Script, launches: int, transfers: int, contention: float) -> _State:
     ranks = len(script.ptr) - 1
     return _State(
         np.zeros(ranks),
@@ -121,6 +136,11 @@ def _initial(script: Script, launches: int, transfers: int) -> _State:
         np.zeros(launches, np.int8),
         np.zeros(launches, np.int8),
         np.zeros(transfers, np.int8),
+        np.zeros(ranks),
+        np.zeros(ranks),
+        np.full(ranks, NOT_YET),
+        np.zeros(ranks, np.int64),
+        np.array([contention], np.float64),
     )
 
 
@@ -148,6 +168,9 @@ def _run(
             elif kind == _FREED:
                 append(freed, traffic.out_port[item])
                 append(freed, traffic.in_port[item])
+                _count_wire(script, traffic, state, events, now, item, -1)
+            elif kind == _WORKED:
+                _worked(script, times, state, events, now, item)
             else:
                 _settle(script, times, state, events, fresh, now, item)
         _hand_over(script, traffic, times, state, ports, events, freed, now)
@@ -163,9 +186,11 @@ def _run(
 
 @lean
 def _advance(script: Script, times: Times, state: _State, events: Events, rank: int) -> None:
-    """Runs a rank's compute stream up to its next launch, or to a wait for a time that is not known yet."""
-    clock, at = state.clock[rank], state.cursor[rank]
-    while at < script.ptr[rank + 1]:
+    """Runs a rank's compute stream up to its next launch, or to a wait for a time that is not known yet; with
+    contention up to what takes time, whose end is an event."""
+    clock, at, end = state.clock[rank], state.cursor[rank], script.ptr[rank + 1]
+    slow, work = state.contention[0] > 0.0, 0.0
+    while at < end:
         times.begin[at] = clock
         if script.role[at] == WAIT:
             launch = script.launch[at]
@@ -173,15 +198,66 @@ def _advance(script: Script, times: Times, state: _State, events: Events, rank: 
                 state.blocked[rank] = launch
                 break
             clock = max(clock, times.done[launch])
-        clock += script.work_us[at]
+        work = script.work_us[at]
+        if slow and work > 0.0:
+            break
+        clock += work
         times.end[at] = clock
         if script.role[at] == LAUNCH:
             push(events, clock, (_LAUNCHED << _ITEM_BITS) + at)
             break
         at += 1
-    if at == script.ptr[rank + 1]:
-        clock += script.end_us[rank]
+    if at == end:
+        work = script.end_us[rank]
+        clock += 0.0 if slow else work
     state.clock[rank], state.cursor[rank] = clock, at
+    if slow and work > 0.0:
+        state.left[rank], state.since[rank] = work, clock
+        _expect(state, events, rank)
+
+
+@lean
+def _expect(state: _State, events: Events, rank: int) -> None:
+    """When what the rank's compute stream is at ends, as things are."""
+    slow = 1.0 + state.contention[0] if state.wires[rank] > 0 else 1.0
+    state.due[rank] = state.since[rank] + state.left[rank] * slow
+    push(events, state.due[rank], (_WORKED << _ITEM_BITS) + rank)
+
+
+@lean
+def _worked(script: Script, times: Times, state: _State, events: Events, now: float, rank: int) -> None:
+    """What a compute stream was at ends, unless it ends at another time by now."""
+    if state.due[rank] != now:
+        return
+    at = state.cursor[rank]
+    state.clock[rank], state.due[rank] = now, NOT_YET
+    if at == script.ptr[rank + 1]:
+        return
+    times.end[at] = now
+    if script.role[at] == LAUNCH:
+        push(events, now, (_LAUNCHED << _ITEM_BITS) + at)
+        return
+    state.cursor[rank] = at + 1
+    _advance(script, times, state, events, rank)
+
+
+@lean
+def _count_wire(
+    script: Script, traffic: Traffic, state: _State, events: Events, now: float, transfer: int, change: int
+) -> None:
+    """A transfer comes to the wire (1) or leaves it (-1): with contention the ends of what its ranks are at move."""
+    if state.contention[0] == 0.0:
+        return
+    for launch in (traffic.sender[transfer], traffic.receiver[transfer]):
+        rank = script.rank[launch]
+        before = state.wires[rank] > 0
+        state.wires[rank] += change
+        if (state.wires[rank] > 0) == before or state.due[rank] <= now:
+            continue
+        if now > state.since[rank]:
+            done = (now - state.since[rank]) / (1.0 + state.contention[0] if before else 1.0)
+            state.left[rank], state.since[rank] = max(state.left[rank] - done, 0.0), now
+        _expect(state, events, rank)
 
 
 @inlined
@@ -292,6 +368,7 @@ def _start(
     free = now + traffic.wire_us[transfer]
     complete = free + traffic.latency_us[transfer]
     push(events, free, (_FREED << _ITEM_BITS) + transfer)
+    _count_wire(script, traffic, state, events, now, transfer, 1)
     for launch in (traffic.sender[transfer], traffic.receiver[transfer]):
         if complete > times.done[launch]:
             times.done[launch], times.last[launch] = complete, transfer

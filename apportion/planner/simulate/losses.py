@@ -1,9 +1,10 @@
 """Where the time of a run goes, and how short it could be.
 
-    makespan   ideal │ inherent │ cutting │ launches │ row work │ imbalance │ stalls
+    makespan   ideal │ inherent │ cutting │ launches │ row work │ imbalance │ contention │ stalls
                └─ attainable ───┘
                └─ mean work of the ranks, by speed ─────────────┘
-               └─ work of the busiest rank ──────────────────────────────────┘
+               └─ work of the busiest rank at full speed ────────────────────┘
+               └─ work of the busiest rank, slowed down by transfers ─────────────────────┘
 
 *Attainable* is all bands of the batch, each computed whole with all heads by one task, divided evenly in time by the
 ranks' speeds: no cut, no launch, no communication. No plan is faster whose tasks cost at least what they are cut from.
@@ -29,7 +30,8 @@ class Losses(NamedTuple):
     ideal: all pairs at saturated throughput. inherent: what whole bands cost beyond, being short or sparse. cutting:
     what tasks cost beyond whole bands, kernels included that are too short to fill a device. launches: of kernels.
     rows: copies, sums, packing, casts, accumulators wider than results, and projections. All of these as if divided
-    evenly by speed. imbalance: the busiest rank's work beyond that. stalls: the rest, in which all ranks wait.
+    evenly by speed. imbalance: the busiest rank's work beyond that. contention: what transfers on the wire add to that
+    of the rank that is busy longest. stalls: the rest, in which all ranks wait.
     """
 
     ideal: float
@@ -38,6 +40,7 @@ class Losses(NamedTuple):
     launches: float
     rows: float
     imbalance: float
+    contention: float
     stalls: float
 
     @property
@@ -56,12 +59,20 @@ def attainable_us(whole: float, work: Work) -> float:
 
 
 def find_losses(
-    makespan_us: float, ideal_us: float, whole: float, work: Work, busy_us: Floats, speeds: Floats
+    makespan_us: float,
+    ideal_us: float,
+    whole: float,
+    work: Work,
+    compute_us: Floats,
+    slowed_us: Floats,
+    speeds: Floats,
 ) -> Losses:
-    """Of one run. whole: `whole_us`; busy_us: float64 [ranks], what the compute streams do; speeds: of the ranks."""
-    speed = float(speeds.sum())
+    """Of one run. whole: `whole_us`; compute_us, slowed_us: float64 [ranks], how long the compute streams are busy, and
+    what of it transfers have added; speeds: of the ranks."""
+    speed, busy = float(speeds.sum()), compute_us - slowed_us
     attainable = max(attainable_us(whole, work) / speed, ideal_us)
-    even, busiest = float((busy_us * speeds).sum()) / speed, float(busy_us.max(initial=0.0))
+    even, busiest = float((busy * speeds).sum()) / speed, float(busy.max(initial=0.0))
+    longest = float(compute_us.max(initial=0.0))
     return Losses(
         ideal_us,
         attainable - ideal_us,
@@ -69,5 +80,6 @@ def find_losses(
         work.launches / speed,
         even - (work.kernels + work.launches) / speed,
         busiest - even,
-        makespan_us - busiest,
+        longest - busiest,
+        makespan_us - longest,
     )

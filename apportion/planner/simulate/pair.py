@@ -64,7 +64,7 @@ class Way(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PairRun:
     """Some layers of one attention kind in one phase, linear layers included. busy_us: float64 [ranks], what the
-    compute streams do in any of the ways."""
+    compute streams do in any of the ways, at full speed."""
 
     kind: str
     phase: str
@@ -231,7 +231,7 @@ def _check_plans(plans: list[Plan]) -> None:
 
 class Half(NamedTuple):
     """One half's program. segment: int64 [instructions], 0 dispatch, 1 compute, 2 collect. busy, before, after: float64
-    [ranks], the program and the linear layers on either side of it."""
+    [ranks], the program and the linear layers on either side of it. contention: as of `Prepared`."""
 
     script: Script
     traffic: Traffic
@@ -241,6 +241,7 @@ class Half(NamedTuple):
     before: Floats
     after: Floats
     ports: int
+    contention: float
 
 
 def _half(plan: Plan, kind: str, phase: str, costs: Costs) -> Half:
@@ -248,7 +249,9 @@ def _half(plan: Plan, kind: str, phase: str, costs: Costs) -> Half:
     view, script = made.view, made.script
     busy, (before, after) = busy_us(view, script), _linear_us(view, costs)
     ports = port_count(view.cluster)
-    return Half(script, made.traffic, view.rank_of, _segments(view), busy, before, after, ports)
+    return Half(
+        script, made.traffic, view.rank_of, _segments(view), busy, before, after, ports, made.contention
+    )
 
 
 def _on_groups(halves: list[Half], groups: int | None) -> list[Half]:
@@ -315,7 +318,7 @@ def _simulated(halves: list[Half], layers: int, way: str, where: str) -> Way:
     script, traffic = _interleaved(halves, layers, way)
     if way == "signal":
         traffic = traffic._replace(wire_us=np.zeros_like(traffic.wire_us))
-    times, finish, blocked = engine.run(script, traffic, halves[0].ports)
+    times, finish, blocked = engine.run(script, traffic, halves[0].ports, halves[0].contention)
     if (blocked >= 0).any():
         rank = int(np.argmax(blocked >= 0))
         raise VerifyError(f"{where}: rank {rank} waits for a round that never completes; verify both plans")

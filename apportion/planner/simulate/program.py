@@ -117,19 +117,16 @@ class Operands:
 
 @dataclass(frozen=True, eq=False)
 class View(ProgramView):
-    """The programs of all ranks of one kind and phase, and what follows from their tables."""
+    """The programs of all ranks of one kind and phase, and what follows from their tables. cluster: where they run."""
 
     plan: Plan
     phase: str
     source: ProgramSet
+    cluster: Cluster
 
     @property
     def model(self) -> Model:
         return self.plan.request.model
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.plan.request.cluster
 
     @property
     def ranks(self) -> int:

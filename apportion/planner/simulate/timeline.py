@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
 from apportion.planner.simulate.durations import Costs, Work
@@ -58,7 +59,8 @@ class Run:
 
     makespan_us: when the last rank is finished. ideal_us: the same pairs without overhead and communication, balanced
     by speed. work: of all ranks, at speed 1. compute_us, exposed_us, finish_us: float64 [ranks], busy and idle time of
-    the compute stream (idle is waiting for rounds), and its end. sent_bytes, received_bytes: int64 [ranks]. launches,
+    the compute stream (idle is waiting for rounds), and its end; slowed_us: float64 [ranks], what of compute_us is due
+    to transfers on the wire. sent_bytes, received_bytes: int64 [ranks]. launches,
     messages, rounds: int64 [ranks], the kernels that the executor starts, the messages that it posts, sent and
     received, and in how many rounds. peak_rows: int64 [ranks, tensors], work rows by `Tensor`: the arenas, which the
     planner made as large as what lives at once.
@@ -71,6 +73,7 @@ class Run:
     ideal_us: float
     work: Work
     compute_us: Floats
+    slowed_us: Floats
     exposed_us: Floats
     finish_us: Floats
     sent_bytes: Ints
@@ -131,16 +134,17 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """One call of every attention kind, forward and backward, on the plan's cluster.
+    """One call of every attention kind, forward and backward.
 
     costs: what it was priced with; hardware: its name. runs: (kind, phase) -> Run, in the order in which they follow
-    each other: kind after kind, forward then backward.
+    each other: kind after kind, forward then backward. cluster: what they ran on.
     """
 
     plan: Plan
     costs: Costs
     hardware: str
     runs: Mapping[tuple[str, str], Run]
+    cluster: Cluster
 
     @property
     def forward_ms(self) -> float:
@@ -177,7 +181,7 @@ class Simulation:
     def losses(self) -> Mapping[tuple[str, str], Losses]:
         """(kind, phase) -> where the time of the run goes."""
         request = self.plan.request
-        speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
+        speeds = np.asarray(self.cluster.speeds or np.ones(self.cluster.ranks), np.float64)
         return {
             key: find_losses(
                 run.makespan_us,
@@ -185,6 +189,7 @@ class Simulation:
                 whole_us(request.batch, request.model, *key, self.costs),
                 run.work,
                 run.compute_us,
+                run.slowed_us,
                 speeds,
             )
             for key, run in self.runs.items()
@@ -216,7 +221,7 @@ class Simulation:
     def time_imbalance(self) -> float:
         """Work of the busiest rank over what it would be divided by speed, less 1, over all runs; 0.0 without work."""
         lost = self.lost
-        even = sum(lost) - lost.stalls - lost.imbalance
+        even = sum(lost) - lost.stalls - lost.contention - lost.imbalance
         return lost.imbalance / even if even else 0.0
 
     @property

@@ -1,0 +1,110 @@
+"""What if figures are not as the hardware file has them: the same plan, priced under others.
+
+    plan, hardware, cluster ──applied(scenario, …)──► another hardware, another cluster ──simulate──► times of the plan
+
+Half of a hardware file's figures are assumed, and clusters share their network. An order of recipes that another
+scenario turns around is none to rely on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import UnknownNameError
+from apportion.ir.fields import name, number, suggestion
+from apportion.ir.figures import MAX_TEXT, Figure, Grid, Rows
+from apportion.ir.hardware import Hardware
+
+#: kernels have 124 of an H100's 132 multiprocessors beside transfers: FCP (section 6.1) sets 6 and 8 aside for
+#: communication, MagiAttention ("How to Ensure Kernels Actually Overlapped") finds 4 to 8 to be enough for all-to-all-v
+SET_ASIDE = round(8 / (132 - 8), 3)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """bandwidth, latency: factors of the rates and of the latencies of links, inside nodes and between them. compute: a
+    factor of the times of attention kernels and linear layers, above 1 where they are slower. contention: what the
+    hardware's is raised to (see `Hardware`). Raises ConfigError."""
+
+    name: str
+    bandwidth: float = 1.0
+    latency: float = 1.0
+    compute: float = 1.0
+    contention: float = 0.0
+
+    def __post_init__(self) -> None:
+        name("scenario.name", self.name)
+        for field in ("bandwidth", "latency", "compute"):
+            number(f"scenario.{field}", getattr(self, field), above=True)
+        number("scenario.contention", self.contention)
+
+
+SCENARIOS = (
+    Scenario("nominal"),
+    Scenario("half-bandwidth", bandwidth=0.5),
+    Scenario("latency-x4", latency=4.0),
+    Scenario("slow-kernels", compute=1.1),
+    Scenario("contention", contention=SET_ASIDE),
+    Scenario("all", bandwidth=0.5, latency=4.0, compute=1.1, contention=SET_ASIDE),
+)
+_BY_NAME: Mapping[str, Scenario] = MappingProxyType({one.name: one for one in SCENARIOS})
+
+
+def find_scenario(name: str) -> Scenario:
+    """One of `SCENARIOS`. Raises UnknownNameError."""
+    if name not in _BY_NAME:
+        raise UnknownNameError("scenario", name, "no scenario of that name", suggestion(name[:64], _BY_NAME))
+    return _BY_NAME[name]
+
+
+def applied(scenario: Scenario, hardware: Hardware, cluster: Cluster) -> tuple[Hardware, Cluster]:
+    """Both under the scenario, the same objects where it changes nothing. What was changed is marked as assumed.
+
+    Raises ConfigError where a figure leaves its range."""
+    rates, latencies = ("intra_gbs", "inter_gbs"), ("intra_latency_us", "inter_latency_us")
+    factors = dict.fromkeys(rates, scenario.bandwidth) | dict.fromkeys(latencies, scenario.latency)
+    factors = {field: factor for field, factor in factors.items() if factor != 1.0}
+    links = {field: getattr(cluster, field) * factor for field, factor in factors.items()}
+    return _hardware(scenario, hardware, factors), replace(cluster, **links) if links else cluster
+
+
+def _hardware(scenario: Scenario, hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
+    figures = hardware.figures()
+    factors = dict(factors)
+    if scenario.compute != 1.0:
+        factors["linear_tflops"] = 1.0 / scenario.compute
+    changed: dict[str, Any] = {
+        field: _scaled(figures[field], factor, scenario.name) for field, factor in factors.items()
+    }
+    if scenario.contention > hardware.contention.value:
+        changed["contention"] = Figure(scenario.contention, f"scenario {scenario.name}", True)
+    if not changed:
+        return hardware
+    forward, backward = (_slower(grid, scenario) for grid in (hardware.forward, hardware.backward))
+    name = f"{hardware.name}-{scenario.name}"[:64]
+    found = replace(hardware, name=name, forward=forward, backward=backward, **changed)
+    return Hardware.from_data(found.to_data())
+
+
+def _slower(grid: Grid, scenario: Scenario) -> Grid:
+    if scenario.compute == 1.0:
+        return grid
+    full, causal = (_times(times, scenario.compute) for times in (grid.full, grid.causal))
+    tile_us, source = grid.tile_us * scenario.compute, _source(scenario.compute, grid.source, scenario.name)
+    return replace(grid, full=full, causal=causal, tile_us=tile_us, source=source, assumed=True)
+
+
+def _times(rows: Rows, factor: float) -> Rows:
+    return tuple(tuple(time * factor for time in row) for row in rows)
+
+
+def _scaled(figure: Figure, factor: float, scenario: str) -> Figure:
+    return Figure(figure.value * factor, _source(factor, figure.source, scenario), True)
+
+
+def _source(factor: float, source: str, scenario: str) -> str:
+    return f"scenario {scenario}: {factor:g} of: {source}"[:MAX_TEXT]

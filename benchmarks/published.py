@@ -1,0 +1,249 @@
+"""Settings of other systems with their published figures, and ours simulated in the same setting.
+
+`measure` plans the batches of a setting once for nominal figures and prices the plans under every scenario; tables are
+those of docs/comparison.md. The settings are cases of `benchmarks/comparison.py`, which runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from apportion.bench import cluster_of
+from apportion.ir.batch import Batch
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.ir.policy import Recipe
+from apportion.planner import api
+from apportion.planner.recipes import find_recipe
+from apportion.planner.simulate import simulate
+from apportion.planner.simulate.scenarios import SCENARIOS, applied
+from benchmarks.targets import line
+
+FORM = "published"
+#: FLOPs of a pair, query head and number of the head dim: QK and PV; backward QK again, dP, dV, dQ and dK
+FLOPS = {"forward": 4, "backward": 10}
+
+Pair = tuple[float, float]  # forward, backward
+
+
+@dataclass(frozen=True)
+class System:
+    """What was published, TFLOP/s a GPU by the number of GPUs (none: ours alone), and the recipe that stands for it."""
+
+    name: str
+    recipe: Recipe
+    tflops: Mapping[int, Pair]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A setting: `batches` batches of `ranks` x `tokens_per_rank` tokens for each of the rank counts."""
+
+    name: str
+    title: str
+    hardware: str
+    tokens_per_rank: int
+    systems: tuple[System, ...]
+    model: Model
+    batches: int = 20
+    ranks: tuple[int, ...] = (8, 16, 32, 64)
+
+    def draw(self, tokens: int, seed: int) -> Batch:
+        return magi_documents(tokens, seed)
+
+
+# --- MagiAttention's benchmark
+
+#: documents of the benchmark's default data set by the middle of their bin of its histogram, which the benchmark takes
+#: for their length (SandAI-org/MagiAttention, exps/dist_attn, Apache-2.0): tokens -> how many
+MAGI_DOCUMENTS = {
+    5: 30_254,
+    30: 391_188,
+    75: 699_596,
+    150: 1_377_757,
+    350: 3_794_735,
+    762: 3_316_785,
+    1536: 2_106_566,
+    3072: 988_525,
+    6144: 410_002,
+    12288: 173_574,
+    24576: 115_007,
+    49152: 18_428,
+    98304: 22_513,
+    163840: 18_284,
+}
+SHARE = 4  # of a pack: no document is longer, longer ones are cut
+
+
+def magi_documents(tokens: int, seed: int) -> Batch:
+    """A pack: documents at random, those longer than a quarter of it in pieces, the last one cut to what is left."""
+    lengths = np.array(list(MAGI_DOCUMENTS), np.int64)
+    counts, most = np.array(list(MAGI_DOCUMENTS.values()), np.int64), tokens // SHARE
+    pieces = np.append(lengths % most, most)
+    number = np.append(counts * (lengths % most > 0), (lengths // most * counts).sum())
+    rng = np.random.Generator(np.random.PCG64(seed))
+    drawn = pieces[rng.choice(len(pieces), tokens // 64, p=number / number.sum())]
+    last = int(np.searchsorted(np.cumsum(drawn), tokens))
+    kept = drawn[:last].tolist()
+    return Batch.from_lengths([*kept, tokens - sum(kept)])
+
+
+def _with(name: str, recipe: str, **steps: Any) -> Recipe:
+    return Recipe(name, {**find_recipe(recipe).to_data()["steps"], **steps})
+
+
+_CHUNKS = {"chunks": {"size": 2048}}
+_NATIVE = _with("magi-2k", "magi", shard=_CHUNKS)
+_STAR = _with("magi-2k-star", "magi", shard=_CHUNKS, route={"star": {}})
+#: partial gradients of keys and values travel in bf16, as by MagiAttention's default
+_MODEL = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, sent_gradients="model")
+_OURS = tuple(System("", find_recipe(name), {}) for name in ("fcp", "auto"))
+
+PUBLISHED = (
+    Published(
+        "magi-h100",
+        "MagiAttention's H100 setting",
+        "h100",
+        8192,
+        (
+            System(
+                "MagiAttention, native",
+                _NATIVE,
+                {8: (459, 361), 16: (426, 371), 32: (315, 333), 64: (237, 264)},
+            ),
+            System("MagiAttention, all-to-all-v", _STAR, {8: (387, 335), 64: (207, 242)}),
+            System(
+                "Megatron HybridCP",
+                find_recipe("megatron_hybrid"),
+                {8: (277, 226), 16: (222, 220), 32: (190, 190), 64: (161, 163)},
+            ),
+            *_OURS,
+        ),
+        _MODEL,
+    ),
+    Published(
+        "magi-b200",
+        "MagiAttention's B200 setting",
+        "b200",
+        16384,
+        (
+            System(
+                "MagiAttention, native",
+                _NATIVE,
+                {8: (870, 647), 16: (804, 657), 32: (668, 616), 64: (561, 552)},
+            ),
+            *_OURS,
+        ),
+        _MODEL,
+    ),
+)
+
+
+# --- measuring
+
+
+def measure(case: Published) -> dict[str, Any]:
+    """The rows of a setting: means over its batches of TFLOP/s a GPU, forward and backward, under each scenario."""
+    return {
+        "form": FORM,
+        "name": case.name,
+        "title": case.title,
+        "hardware": case.hardware,
+        "tokens_per_rank": case.tokens_per_rank,
+        "batches": case.batches,
+        "model": case.model.to_data(),
+        "rows": [
+            _row(case, system, ranks) for system in case.systems for ranks in system.tflops or case.ranks
+        ],
+    }
+
+
+def _row(case: Published, system: System, ranks: int) -> dict[str, Any]:
+    hardware = Hardware.load(case.hardware)
+    cluster, found, lost = cluster_of(ranks, None, hardware), [], []
+    for seed in range(case.batches):
+        batch = case.draw(ranks * case.tokens_per_rank, seed)
+        plan = api.plan(batch, cluster, case.model, recipe=system.recipe, seed=seed, hardware=hardware)
+        runs = [simulate(plan, *applied(scenario, hardware, cluster)) for scenario in SCENARIOS]
+        pairs = int((batch.lengths * (batch.lengths + 1) // 2).sum())
+        found.append([[_tflops(case.model, pairs, ranks, run, phase) for phase in FLOPS] for run in runs])
+        lost.append(
+            [runs[0].lost_ms[name] / sum(runs[0].lost_ms.values()) for name in ("imbalance", "stalls")]
+        )
+    means, spread = np.mean(found, axis=0), np.std(found, axis=0)[0]
+    imbalance, stalls = np.mean(lost, axis=0).tolist()
+    return {
+        "system": system.name,
+        "recipe": system.recipe.name,
+        "ranks": ranks,
+        "published": dict(zip(FLOPS, system.tflops[ranks], strict=True)) if ranks in system.tflops else None,
+        "tflops": {
+            scenario.name: dict(zip(FLOPS, np.round(mean, 1).tolist(), strict=True))
+            for scenario, mean in zip(SCENARIOS, means, strict=True)
+        },
+        "deviation": dict(zip(FLOPS, np.round(spread, 1).tolist(), strict=True)),
+        "imbalance": round(imbalance, 4),
+        "stalls": round(stalls, 4),
+    }
+
+
+def _tflops(model: Model, pairs: int, ranks: int, run: Any, phase: str) -> float:
+    ms = run.forward_ms if phase == "forward" else run.backward_ms
+    return FLOPS[phase] * pairs * model.q_heads * model.head_dim / ranks / ms / 1e9
+
+
+# --- the page
+
+HEAD = (
+    *(
+        "theirs",
+        "stands for it",
+        "GPUs",
+        "forward, theirs",
+        "ours",
+        "ratio",
+        "backward, theirs",
+        "ours",
+        "ratio",
+    ),
+    *("imbalance", "stalls"),
+    *(f"ratio, {scenario.name}" for scenario in SCENARIOS[1:]),
+)
+
+
+def table(case: Mapping[str, Any]) -> str:
+    """A setting as a Markdown table: TFLOP/s a GPU, ours as the mean and its standard deviation over batches, and ours
+    over theirs; under scenarios forward and backward."""
+    lines = [
+        f"{case['tokens_per_rank']:,} tokens a GPU, {case['hardware']}, batches: {case['batches']}; TFLOP/s a GPU",
+        "",
+        line(HEAD),
+        line(["---", "---"] + ["--:"] * (len(HEAD) - 2)),
+        *(line(_cells(row)) for row in case["rows"]),
+    ]
+    return "\n".join(lines)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    theirs, nominal = row["published"], row["tflops"]["nominal"]
+    cells = [row["system"] or "-", row["recipe"], str(row["ranks"])]
+    for phase in FLOPS:
+        ours = f"{nominal[phase]:.0f} ± {row['deviation'][phase]:.0f}"
+        cells += (
+            ["-", ours, "-"]
+            if theirs is None
+            else [f"{theirs[phase]:.0f}", ours, _ratio(nominal, theirs, phase)]
+        )
+    cells += [f"{100 * row[name]:.0f} %" for name in ("imbalance", "stalls")]
+    for scenario in SCENARIOS[1:]:
+        ours = row["tflops"][scenario.name]
+        cells.append("-" if theirs is None else " / ".join(_ratio(ours, theirs, phase) for phase in FLOPS))
+    return cells
+
+
+def _ratio(ours: Mapping[str, float], theirs: Mapping[str, float], phase: str) -> str:
+    return f"{ours[phase] / theirs[phase]:.2f}"

@@ -1,0 +1,132 @@
+"""The order of recipes if figures are not as the hardware file has them: cases of `benchmarks/comparison.py`.
+
+Plans are made for nominal figures and priced under every scenario. `auto, told` is planned for the scenario itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from apportion.bench import cluster_of
+from apportion.ir.batch import Batch
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.planner import api
+from apportion.planner.simulate import simulate
+from apportion.planner.simulate.scenarios import SCENARIOS, Scenario, applied
+from benchmarks.targets import line
+
+FORM = "sensitivity"
+BASE, TOLD = "auto", "auto, told"
+RECIPES = (
+    *(BASE, "mixed", "blend", "fcp", "distca", "dcp", "zeppelin", "flexsp", "magi"),
+    *("usp", "ulysses", "megatron_hybrid", "hybrid_dp", "allgather", "ring"),
+)
+#: whose verification takes a minute and 10 GB for each plan
+UNVERIFIED = ("allgather", "ring")
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """One table: `seeds` batches of `ranks` x `tokens_per_rank` tokens."""
+
+    name: str
+    title: str
+    draw: Callable[[int, int], Batch]  # (tokens, seed) -> batch
+    model: Model
+    ranks: int = 64
+    tokens_per_rank: int = 32768
+    seeds: int = 3
+    hardware: str = "h100"
+    recipes: tuple[str, ...] = RECIPES
+
+
+def measure(case: Sensitivity) -> dict[str, Any]:
+    """Milliseconds, forward and backward, of each recipe under each scenario: means over the batches."""
+    hardware = Hardware.load(case.hardware)
+    cluster = cluster_of(case.ranks, None, hardware)
+    settings = {scenario.name: applied(scenario, hardware, cluster) for scenario in SCENARIOS}
+    found: dict[str, list[list[float]]] = {recipe: [] for recipe in (*case.recipes, TOLD)}
+    for seed in range(case.seeds):
+        batch = case.draw(case.ranks * case.tokens_per_rank, seed)
+
+        def planned(recipe: str, setting: Any, batch: Batch = batch, seed: int = seed) -> Any:
+            figures, links = setting
+            check = recipe not in UNVERIFIED
+            return api.plan(
+                batch, links, case.model, recipe=recipe, seed=seed, hardware=figures, verify=check
+            )
+
+        for recipe in case.recipes:
+            plan = planned(recipe, (hardware, cluster))
+            found[recipe].append([_ms(simulate(plan, *setting)) for setting in settings.values()])
+        found[TOLD].append([_ms(simulate(planned(BASE, one), *one)) for one in settings.values()])
+    return {
+        "form": FORM,
+        "name": case.name,
+        "title": case.title,
+        "ranks": case.ranks,
+        "tokens_per_rank": case.tokens_per_rank,
+        "batches": case.seeds,
+        "hardware": case.hardware,
+        "model": case.model.to_data(),
+        "rows": [
+            {
+                "recipe": recipe,
+                "ms": dict(zip(settings, np.round(np.mean(times, axis=0), 4).tolist(), strict=True)),
+            }
+            for recipe, times in found.items()
+        ],
+    }
+
+
+def _ms(found: Any) -> float:
+    return float(found.forward_ms + found.backward_ms)
+
+
+# --- the page
+
+
+def table(case: Mapping[str, Any]) -> str:
+    """Times over those of `auto` and places among the recipes, fastest first; and how many pairs of recipes stand in
+    another order than under nominal figures."""
+    names = [scenario.name for scenario in SCENARIOS]
+    times = {row["recipe"]: row["ms"] for row in case["rows"]}
+    order = sorted(
+        (recipe for recipe in times if recipe != TOLD), key=lambda recipe: times[recipe]["nominal"]
+    )
+    lines = [
+        f"{case['ranks']} ranks x {case['tokens_per_rank']:,} tokens, {case['hardware']}, batches: {case['batches']}",
+        "",
+        line(["recipe", *map(_title, SCENARIOS)]),
+        line(["---"] + ["--:"] * len(names)),
+    ]
+    for recipe in (*order, TOLD):
+        cells = [f"{times[recipe][name] / times[BASE][name]:.2f}" for name in names]
+        if recipe != TOLD:
+            places = [
+                sorted(order, key=lambda one, at=name: times[one][at]).index(recipe) + 1 for name in names
+            ]
+            cells = [f"{cell} ({place})" for cell, place in zip(cells, places, strict=True)]
+        lines.append(line([recipe, *cells]))
+    ms = [f"{times[BASE][name]:.1f}" for name in names]
+    lines.append(line([f"{BASE}, ms", *ms]))
+    turned = [
+        sum(
+            (times[one][name] < times[other][name]) != (times[one]["nominal"] < times[other]["nominal"])
+            for one, other in combinations(order, 2)
+        )
+        for name in names
+    ]
+    pairs = len(order) * (len(order) - 1) // 2
+    lines.append(line([f"pairs of {pairs} in another order", *map(str, turned)]))
+    return "\n".join(lines)
+
+
+def _title(scenario: Scenario) -> str:
+    return scenario.name
