@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from apportion.ir.policy import Policy, Recipe
     from apportion.ir.verify import verify
     from apportion.planner.api import plan
+    from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
+    from apportion.planner.forecast.parallelism import Degrees, Parallelism
+    from apportion.planner.forecast.run import forecast
+    from apportion.planner.forecast.training import Training
     from apportion.planner.iterate import plan_iteration
     from apportion.planner.nano import nano_batches
     from apportion.planner.simulate import simulate
@@ -75,6 +79,10 @@ _HOMES = {
     "apportion.ir.policy": ("Policy", "Recipe"),
     "apportion.ir.verify": ("verify",),
     "apportion.planner.api": ("plan",),
+    "apportion.planner.forecast.choices": ("recipe_parallelisms", "static_grids"),
+    "apportion.planner.forecast.parallelism": ("Degrees", "Parallelism"),
+    "apportion.planner.forecast.run": ("forecast",),
+    "apportion.planner.forecast.training": ("Training",),
     "apportion.planner.iterate": ("plan_iteration",),
     "apportion.planner.nano": ("nano_batches",),
     "apportion.planner.simulate": ("simulate",),

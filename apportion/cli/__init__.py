@@ -17,6 +17,7 @@ import typer
 from apportion.cli import (
     bench,
     catalogue,
+    forecast,
     hardware,
     house,
     jobs,
@@ -46,6 +47,7 @@ for name, command in (
     ("show", plans.show),
     ("diff", plans.diff),
     ("compare", worth.compare),
+    ("forecast", forecast.forecast),
     ("simulate", simulate.simulate),
     ("serve", serve.serve),
     ("precompute", precompute.precompute),

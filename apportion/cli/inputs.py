@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from apportion.cli.output import count, note
 from apportion.ir.errors import ConfigError, MissingDependencyError
@@ -118,6 +118,52 @@ def batch_of(
     drawn, skipped = sample((read_lengths if lengths else read_workload)(given[0]), tokens, tokens, seed)
     warn_of_skipped(skipped, tokens)
     return drawn, skipped
+
+
+def batches_of(
+    workload: Path | None,
+    lengths: Path | None,
+    batch: Path | None,
+    mask: str | None,
+    tokens_per_rank: int | None,
+    tokens: int,
+    batches: int | None,
+    usual: int,
+    seed: int,
+) -> tuple[list[Batch], int]:
+    """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its own
+    seed; and how many samples were too large. Raises ConfigError."""
+    from apportion.bench import Source
+    from apportion.ir.workload import read_lengths, read_workload
+
+    if batch is not None:
+        _refuse_with_batch(batch, workload, lengths, mask, tokens_per_rank, batches)
+        return [batch_of(batch, None, None, 0, seed)[0]], 0
+    if workload is not None and lengths is not None:
+        rule = "at most one of --batch, --lengths and --workload may be there"
+        raise ConfigError("--workload", str(workload), rule, "name one file")
+    samples = read_workload(workload) if workload else read_lengths(lengths) if lengths else None
+    source = Source(samples, mask_of(mask))
+    seeds = range(seed, seed + (batches or usual))
+    drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
+    warn_of_skipped(sum(skips), tokens)
+    return list(drawn), sum(skips)
+
+
+def _refuse_with_batch(
+    batch: Path, workload: Any, lengths: Any, mask: Any, tokens: Any, batches: Any
+) -> None:
+    given = {
+        "--workload": workload,
+        "--lengths": lengths,
+        "--mask": mask,
+        "--tokens-per-rank": tokens,
+        "--batches": batches,
+    }
+    for option, value in given.items():
+        if value is not None:
+            rule = f"the batch {batch} is taken as it is, nothing is drawn"
+            raise ConfigError(option, str(value), rule, f"drop {option} or --batch")
 
 
 def warn_of_skipped(skipped: int, tokens: int) -> None:

@@ -22,6 +22,14 @@ LengthsFile = Annotated[
 WorkloadFile = Annotated[
     Path | None, typer.Option("--workload", help="Workload file: samples of a data set.", metavar="W.json")
 ]
+MaskText = Annotated[
+    str | None,
+    typer.Option(
+        "--mask",
+        help="Mask of plain documents: a name, or YAML as in a batch file. Default: causal.",
+        metavar="MASK",
+    ),
+]
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="Cluster file (YAML or JSON).", metavar="C.yaml")
 ]

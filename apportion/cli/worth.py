@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +13,6 @@ from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
     from apportion.compare import Setting
-    from apportion.ir.batch import Batch
     from apportion.ir.policy import Recipe
 
 BATCHES = 5  # drawn where the option is not given
@@ -25,14 +23,7 @@ def compare(
     workload: options.WorkloadFile = None,
     lengths: options.LengthsFile = None,
     batch: options.BatchFile = None,
-    mask: Annotated[
-        str | None,
-        typer.Option(
-            "--mask",
-            help="Mask of plain documents: a name, or YAML as in a batch file. Default: causal.",
-            metavar="MASK",
-        ),
-    ] = None,
+    mask: options.MaskText = None,
     ranks: options.Ranks = None,
     ranks_per_node: options.RanksPerNode = None,
     cluster: options.ClusterFile = None,
@@ -80,12 +71,10 @@ def compare(
     chosen, reference = _with_deadline(
         [*inputs.recipes_of(recipes), inputs.recipe_of(baseline)], recipes, deadline_ms
     )
-    if batch is None:
-        tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
-        drawn, skipped = _drawn(workload, lengths, mask, tokens, range(seed, seed + (batches or BATCHES)))
-    else:
-        _refuse_with_batch(batch, workload, lengths, mask, tokens_per_rank, batches)
-        drawn, skipped = [inputs.batch_of(batch, None, None, 0, seed)[0]], 0
+    tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
+    drawn, skipped = inputs.batches_of(
+        workload, lengths, batch, mask, tokens_per_rank, tokens, batches, BATCHES, seed
+    )
     setting = engine.Setting(the_cluster, inputs.model_of(model), the_hardware, seed, verify)
     with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
         found = engine.compare(drawn, chosen, reference, setting, report)
@@ -115,39 +104,6 @@ def _with_deadline(
         for recipe, searches in zip(given, searching, strict=True)
     ]
     return held[:-1], held[-1]
-
-
-def _drawn(
-    workload: Path | None, lengths: Path | None, mask: str | None, tokens: int, seeds: Sequence[int]
-) -> tuple[list[Batch], int]:
-    """(a batch for each seed, number of samples that were too large for it)."""
-    from apportion.bench import Source
-    from apportion.ir.workload import read_lengths, read_workload
-
-    if workload is not None and lengths is not None:
-        rule = "at most one of --batch, --lengths and --workload may be there"
-        raise ConfigError("--workload", str(workload), rule, "name one file")
-    samples = read_workload(workload) if workload else read_lengths(lengths) if lengths else None
-    source = Source(samples, inputs.mask_of(mask))
-    batches, skips = zip(*(source.batch(tokens, seed) for seed in seeds), strict=True)
-    inputs.warn_of_skipped(sum(skips), tokens)
-    return list(batches), sum(skips)
-
-
-def _refuse_with_batch(
-    batch: Path, workload: Any, lengths: Any, mask: Any, tokens: Any, batches: Any
-) -> None:
-    given = {
-        "--workload": workload,
-        "--lengths": lengths,
-        "--mask": mask,
-        "--tokens-per-rank": tokens,
-        "--batches": batches,
-    }
-    for option, value in given.items():
-        if value is not None:
-            rule = f"the batch {batch} is taken as it is, nothing is drawn"
-            raise ConfigError(option, str(value), rule, f"drop {option} or --batch")
 
 
 def _setting(setting: Setting) -> dict[str, Any]:

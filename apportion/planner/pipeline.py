@@ -553,9 +553,7 @@ def _check_promises(
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     rows = layouts[_home_layout(layouts)].rows_per_rank
     for (kind, phase), program in programs.items():
-        projects = bool((program["instructions"]["op"] == Op.PROJECT).any())
-        home = rows * _home_row_bytes(problem.model, phase, projects)
-        peak = int((home + _arena_bytes(problem, program)).max())
+        peak = int(_call_bytes(problem.model, rows, phase, program).max())
         if peak > cap * 2**30:
             raise CapacityError(
                 f"the {phase} of kind {kind} needs {peak / 2**30:.2f} GiB of home and work rows on its fullest rank, "
@@ -571,9 +569,19 @@ def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
     return sum(model.row_bytes(tensor) for tensor in named if tensor not in absent)
 
 
-def _arena_bytes(problem: Problem, program: ProgramSet) -> Ints:
-    """int64 [ranks]: bytes of all work arenas."""
+def attention_bytes(plan: Plan) -> int:
+    """Bytes of home and work rows of one call, of the kind, phase and rank that need most."""
+    rows = plan.layouts[plan.header.home_layout].rows_per_rank
+    return max(
+        int(_call_bytes(plan.request.model, rows, phase, program).max())
+        for (_, phase), program in plan.programs.items()
+    )
+
+
+def _call_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
+    """int64 [ranks]: bytes of home rows, `rows` on each rank, and of all work arenas."""
+    projects = bool((program["instructions"]["op"] == Op.PROJECT).any())
     arenas = program["arenas"]
-    of_head = np.array([problem.model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
+    of_head = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
     size = arenas["rows"].astype(np.int64) * arenas["heads"] * of_head[arenas["tensor"]]
-    return exact_sums(arenas.rank_of_row(), size, problem.ranks)
+    return rows * _home_row_bytes(model, phase, projects) + exact_sums(arenas.rank_of_row(), size, len(rows))

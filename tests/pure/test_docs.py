@@ -70,7 +70,14 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/performance.md", "docs/comparison.md"],
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/design.md",
+        "docs/performance.md",
+        "docs/comparison.md",
+        "docs/forecast.md",
+    ],
 )
 def test_files_that_the_documents_name_are_there(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")

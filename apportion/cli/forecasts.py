@@ -1,0 +1,151 @@
+"""What `apportion forecast` prints: a table, where the time of a step goes, and what is saved, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from apportion.cli.output import count
+
+Record = Mapping[str, Any]
+
+BAR = 56  # characters of the longest step
+#: part -> the letter that it is drawn with
+LETTERS = {
+    "attention": "A",
+    "linear": "L",
+    "rows": "r",
+    "remap": "m",
+    "head": "H",
+    "recomputation": "c",
+    "tensor_parallel": "t",
+    "data_parallel": "d",
+    "optimizer": "o",
+    "bubble": ".",
+}
+
+
+def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
+    """A headline, the table, bars, what is saved, and why others were refused."""
+    shown = _shown(record, wide)
+    return (
+        lambda: _headline(record),
+        lambda: _table(shown, record["baseline"]),
+        lambda: _bars(shown),
+        lambda: _saved(record),
+        lambda: "\n".join(_remarks(record["rows"])),
+    )
+
+
+def _shown(record: Record, wide: bool) -> list[Record]:
+    """Rows that were served, the fastest first; of static grids of a recipe the fastest that fits, unless `wide`."""
+    served = sorted(
+        (row for row in record["rows"] if row["status"] != "refused"),
+        key=lambda row: float(row["step_s"]["value"]),
+    )
+    if wide:
+        return served
+    shown, seen = [], set()
+    for row in served:
+        form = row["parallelism"]
+        key = (form["recipe"], form["context"] is None, form["context"] is None and row["name"])
+        named = row["name"] == record["baseline"]
+        if named or (key not in seen and (form["context"] is None or row["status"] == "ok")):
+            seen.add(key)
+            shown.append(row)
+    return shown
+
+
+def _headline(record: Record) -> str:
+    cluster, training = record["cluster"], record["training"]
+    ranks = cluster["nodes"] * cluster["ranks_per_node"]
+    return (
+        f"{ranks} ranks, {count(record['batches'], 'step')} of {record['tokens']:,} tokens ({record['workload']}), "
+        f"hardware {record['hardware']['name']},\n{training['sharding']}, recomputation {training['recompute']}, "
+        f"baseline {record['baseline'] or 'none'}\n"
+    )
+
+
+def _table(rows: Sequence[Record], baseline: str | None) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    titles = (
+        "parallelism",
+        "step s",
+        "(low-high)",
+        "tokens/s\n/GPU",
+        "MFU",
+        "GiB",
+        "atten-\ntion",
+        "pairs\nkept",
+    )
+    for title in (*titles, "steps per baseline's\n(low-high)"):
+        table.add_column(title, justify="left" if title == "parallelism" else "right", no_wrap=True)
+    for row in rows:
+        step, gain, memory = row["step_s"], row["gain"], row["memory_gib"]
+        table.add_row(
+            row["name"] + (" *" if row["name"] == baseline else ""),
+            f"{step['value']:.2f}",
+            f"({step['low']:.2f}-{step['high']:.2f})",
+            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{100 * row['mfu']:.1f} %",
+            f"{memory['total']:.1f}" + ("" if memory["fits"] else " !"),
+            f"{100 * row['shares']['attention']:.0f} %",
+            f"{100 * row['pairs_kept']:.0f} %",
+            "-" if gain is None else f"{gain['value']:.2f} ({gain['low']:.2f}-{gain['high']:.2f})",
+        )
+    return table
+
+
+def _bars(rows: Sequence[Record]) -> str:
+    """Each step as long as it takes, a letter for each part."""
+    if not rows:
+        return ""
+    most = max(row["step_s"]["value"] for row in rows)
+    width = max(len(row["name"]) for row in rows)
+    lines = ["", "where the time of a step goes:"]
+    for row in rows:
+        ends, bar, total = 0, "", 0.0
+        for name, letter in LETTERS.items():
+            total += row["parts_s"][name]
+            ends = round(BAR * total / most)
+            bar += letter * (ends - len(bar))
+        lines.append(f"{row['name']:<{width}} {bar}")
+    used = [name for name in LETTERS if any(row["parts_s"][name] > 0 for row in rows)]
+    return "\n".join([*lines, ", ".join(f"{LETTERS[name]} {name.replace('_', ' ')}" for name in used)])
+
+
+def _saved(record: Record) -> str:
+    rows = {row["name"]: row for row in record["rows"]}
+    best, base = rows.get(record["best"]), rows.get(record["baseline"])
+    if best is None:
+        return "\nnothing fits: more ranks, more recomputation (--training '{recompute: full}') or fewer tokens a rank"
+    if base is None or best is base:
+        return f"\nfastest that fits: {best['name']}, {best['step_s']['value']:.2f} s a step"
+    gain, hours = best["gain"], best["saved_gpu_hours_a_week"]
+    changes = {name: base["parts_s"][name] - best["parts_s"][name] for name in best["parts_s"]}
+    told = sorted(
+        (name for name in changes if abs(changes[name]) >= 0.005), key=lambda name: -abs(changes[name])
+    )
+    why = (
+        ", ".join(f"{name.replace('_', ' ')} {-changes[name]:+.2f} s" for name in told[:3])
+        or "nothing in particular"
+    )
+    return (
+        f"\nfastest that fits: {best['name']}, {gain['value']:.2f} ({gain['low']:.2f} to {gain['high']:.2f}) steps in "
+        f"the time of one of {base['name']};\n{hours:,.0f} GPU-hours saved a week: {why}"
+    )
+
+
+def _remarks(rows: Sequence[Record]) -> list[str]:
+    """A line for each refusal of a recipe; those of static grids are counted."""
+    refused = [row for row in rows if row["status"] == "refused"]
+    planned = [row for row in refused if row["parallelism"]["context"] is None]
+    told = [f"{row['name']}: {row['reason']}" for row in planned]
+    if len(refused) > len(planned):
+        told.append(f"{count(len(refused) - len(planned), 'static grid')} refused; --json says why")
+    if any(row["status"] == "too large" for row in rows):
+        told.append("! more memory than a rank has")
+    return ["", *told] if told else []

@@ -1,0 +1,121 @@
+"""The attention of a step: planned for the microbatches of every group, and simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.codec import Plan
+from apportion.ir.hardware import Hardware
+from apportion.ir.isa import Op
+from apportion.ir.model import Model
+from apportion.ir.policy import Policy
+from apportion.planner.api import plan
+from apportion.planner.forecast.grids import groups_of
+from apportion.planner.forecast.parallelism import Parallelism
+from apportion.planner.passes.pack import Sequential
+from apportion.planner.passes.remap import LINEAR, even_parameters
+from apportion.planner.pipeline import attention_bytes
+from apportion.planner.recipes import pack_of
+from apportion.planner.simulate import simulate
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The plan of one microbatch in one group.
+
+    pairs: that its masks allow, over all layers; tokens: of the fullest rank; even: in the layout of even tokens, where
+    there is one; bytes: home and work rows of a call on the rank that needs most; projects: whether its programs make
+    Q, K and V; moves_us: of moves between the layouts, a layer, both phases.
+    """
+
+    plan: Plan
+    pairs: int
+    tokens: int
+    even: int
+    bytes: int
+    projects: bool
+    moves_us: float
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What it takes, over all layers of the model, microseconds until the last rank is done."""
+
+    forward_us: float
+    backward_us: float
+
+
+def plan_attention(
+    parallelism: Parallelism,
+    batch: Batch,
+    cluster: Cluster,
+    model: Model,
+    hardware: Hardware,
+    seed: int,
+) -> list[list[Planned]]:
+    """Of each group, its microbatches in order. batch: all sequences of a step. Raises
+    ConfigError, CapacityError."""
+    group, rank_model = parallelism.group(cluster), parallelism.rank_model(model)
+    policy = Policy(parallelism.recipe, seed=seed)
+    groups: list[list[Planned]] = [[] for _ in range(parallelism.groups(cluster))]
+    for part in _microbatches(parallelism, batch, group, rank_model, policy, hardware):
+        for held, own in zip(
+            groups, groups_of(part, len(groups), parallelism.packing or "order"), strict=True
+        ):
+            made = plan(own, group, rank_model, policy=policy, hardware=hardware, verify=False)
+            held.append(_planned(made))
+    return groups
+
+
+def _microbatches(
+    parallelism: Parallelism, batch: Batch, group: Cluster, model: Model, policy: Policy, hardware: Hardware
+) -> list[Batch]:
+    count = parallelism.steps()
+    if count == 1:
+        return [batch]
+    packer = replace(pack_of(policy.recipe) or Sequential(), microbatches=count)  # type: ignore[type-var]
+    packing = packer(batch, group, model, policy, hardware)
+    return [batch.take(indexes) for indexes in packing.microbatches]
+
+
+def _planned(made: Plan) -> Planned:
+    batch, model = made.request.batch, made.request.model
+    projects = any((program["instructions"]["op"] == Op.PROJECT).any() for program in made.programs.values())
+    tokens = int(made.layouts[made.header.home_layout].rows_per_rank.max())
+    remap = made.report.get("remap") or {}
+    used = LINEAR in made.layouts
+    return Planned(
+        made,
+        sum(model.layers_of(kind) * batch.area(kind) for kind in batch.kinds),
+        tokens,
+        int(made.layouts[LINEAR].rows_per_rank.max()) if used else tokens,
+        attention_bytes(made),
+        projects,
+        float(remap["moves_us"]) if used else 0.0,
+    )
+
+
+def attend(planned: Planned, hardware: Hardware, cluster: Cluster) -> Attended:
+    """The simulated calls, on the cluster of one group."""
+    model = planned.plan.request.model
+    runs = simulate(planned.plan, hardware, cluster).runs
+    times = {
+        phase: sum(model.layers_of(kind) * run.makespan_us for (kind, of), run in runs.items() if of == phase)
+        for phase in ("forward", "backward")
+    }
+    return Attended(times["forward"], times["backward"])
+
+
+def even_share(model: Model, parameters: int) -> float:
+    """The share of a layer's products that runs on even tokens, where a plan has such a layout."""
+    return even_parameters(model) / parameters
+
+
+def largest(planned: list[list[Planned]]) -> Planned:
+    """The one with the most tokens on a rank; its bytes are the most of all."""
+    every = [one for group in planned for one in group]
+    return replace(max(every, key=lambda one: one.tokens), bytes=int(np.max([one.bytes for one in every])))

@@ -1,0 +1,82 @@
+"""Which parallelisms are forecast: plans over all ranks, static grids of every degree, and what a search tries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError
+from apportion.ir.model import Model
+from apportion.ir.policy import Recipe
+from apportion.planner.forecast.parallelism import PACKINGS, Degrees, Parallelism
+from apportion.planner.recipes import entries, find_recipe
+
+#: recipes that a team without a planner runs, at every degree, as static grids
+GRID_RECIPES = ("ring", "allgather", "ulysses", "usp")
+
+
+def recipe_parallelisms(
+    recipes: Sequence[Recipe | str] | None = None, degrees: Degrees | None = None
+) -> list[Parallelism]:
+    """One plan over all data × context ranks, by each recipe (None: all that there are). Raises ConfigError."""
+    chosen = entries() if recipes is None else recipes
+    return [Parallelism(find_recipe(recipe), degrees or Degrees()) for recipe in chosen]
+
+
+def static_grids(
+    cluster: Cluster, recipes: Sequence[Recipe | str] = GRID_RECIPES, degrees: Degrees | None = None
+) -> list[Parallelism]:
+    """Static grids of every context degree that divides the data × context ranks of a stage, by each recipe, under both
+    packings. recipes: by default ring, all-gather, Ulysses and USP, which are one where nothing is to be shared. Raises
+    ConfigError."""
+    chosen, held = [find_recipe(recipe) for recipe in recipes], degrees or Degrees()
+    stage = Parallelism(chosen[0], held).stage(cluster)
+    found: list[Parallelism] = []
+    for context in _degrees(stage):
+        packings = PACKINGS if context < stage.ranks else PACKINGS[:1]
+        found += [
+            Parallelism(recipe, held, context, packing)
+            for recipe in (chosen if context > 1 else chosen[:1])
+            for packing in packings
+        ]
+    return found
+
+
+def _degrees(stage: Cluster) -> list[int]:
+    """Divisors of the ranks that are whole nodes, or divide one."""
+    ranks, on_node = stage.ranks, stage.ranks_per_node
+    return [
+        degree
+        for degree in range(1, ranks + 1)
+        if ranks % degree == 0 and (degree % on_node == 0 or on_node % degree == 0)
+    ]
+
+
+def search_space(
+    cluster: Cluster, model: Model, layers: int, recipes: Sequence[Recipe | str], microbatches: int = 1
+) -> list[Parallelism]:
+    """Each recipe over all ranks under every tensor and pipeline degree that fits the model and the cluster, powers of
+    two; interleaved with two chunks where the layers allow it."""
+    tried = [
+        Degrees(tensor, pipeline, virtual, microbatches)
+        for tensor in _powers(cluster.ranks_per_node)
+        for pipeline in _powers(cluster.ranks // tensor)
+        for virtual in ((1, 2) if pipeline > 1 else (1,))
+    ]
+    found = [form for degrees in tried for form in recipe_parallelisms(recipes, degrees)]
+    return [form for form in found if _possible(form, cluster, model, layers)]
+
+
+def _powers(most: int) -> Iterator[int]:
+    degree = 1
+    while degree <= most:
+        yield degree
+        degree *= 2
+
+
+def _possible(form: Parallelism, cluster: Cluster, model: Model, layers: int) -> bool:
+    try:
+        form.check(cluster, model, layers)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,80 @@
+"""Sequences for the groups of a static grid: data-parallel groups of context-parallel ranks, each with its own plan."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.batch import Batch, Kind
+from apportion.ir.errors import CapacityError
+from apportion.ir.masks import Causal, SlidingWindow
+
+Ints = NDArray[np.int64]
+
+
+def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
+    """The batch of each group, none above an even share of the tokens.
+
+    order: in the order of the data, cut where a group is full. balanced: longest first, to the group with the least
+    work that has room; those that no group has room for are cut to fill up what is left. Only causal sequences and
+    windows can be cut, and each part then sees nothing of the others. Raises CapacityError.
+    """
+    if groups == 1:
+        return [batch]
+    room = -(-batch.tokens // groups)
+    parts = _in_order(batch, groups, room) if packing == "order" else _balanced(batch, groups, room)
+    if any(not part for part in parts):
+        raise CapacityError(
+            f"{len(batch.lengths)} sequences leave some of {groups} groups empty: use fewer groups"
+        )
+    return [_batch(batch, part) for part in parts]
+
+
+Part = tuple[int, int, int]  # sequence, first token of it, and one past the last
+
+
+def _in_order(batch: Batch, groups: int, room: int) -> list[list[Part]]:
+    ends = batch.starts[1:]
+    cuts = np.union1d(np.minimum(np.arange(1, groups) * room, batch.tokens), np.append(0, ends))
+    parts: list[list[Part]] = [[] for _ in range(groups)]
+    for low, high in pairwise(cuts.tolist()):
+        sequence = int(np.searchsorted(ends, low, "right"))
+        start = int(batch.starts[sequence])
+        parts[low // room].append((sequence, low - start, high - start))
+    return parts
+
+
+def _balanced(batch: Batch, groups: int, room: int) -> list[list[Part]]:
+    lengths, work = batch.lengths, batch.lengths.astype(np.float64) ** 2
+    left, done = np.full(groups, room, np.int64), np.zeros(groups)
+    parts: list[list[Part]] = [[] for _ in range(groups)]
+    order = np.argsort(-lengths, kind="stable").tolist()
+    for sequence in order:
+        begin, length = 0, int(lengths[sequence])
+        while begin < length:
+            fits = np.flatnonzero(left >= length - begin)
+            group = int(fits[np.argmin(done[fits])]) if len(fits) else int(np.argmax(left))
+            end = min(length, begin + int(left[group]))
+            parts[group].append((sequence, begin, end))
+            left[group] -= end - begin
+            done[group] += work[sequence] * ((end - begin) / length) ** 2
+            begin = end
+    return parts
+
+
+def _batch(batch: Batch, parts: list[Part]) -> Batch:
+    """The parts of sequences as sequences of their own. Raises CapacityError where a mask does not allow that."""
+    index = np.array([sequence for sequence, _, _ in parts], np.int64)
+    lengths = np.array([end - begin for _, begin, end in parts], np.int64)
+    cut = np.flatnonzero(lengths < batch.lengths[index])
+    for kind, held in batch.masks.items():
+        for spec in {held.specs[number] for number in held.index[index[cut]].tolist()}:
+            if not isinstance(spec, Causal | SlidingWindow):
+                raise CapacityError(
+                    f"sequence {index[cut[0]]} has {batch.lengths[index[cut[0]]]} tokens, more than a group has room "
+                    f"for, and its mask of kind {kind} cannot be cut: use larger groups, or plan over all ranks"
+                )
+    kinds = {kind: Kind(held.specs, held.index[index]) for kind, held in batch.masks.items()}
+    return Batch(lengths, kinds)

@@ -1,0 +1,197 @@
+"""How ranks are laid out: tensor × context × data × pipeline, the innermost first.
+
+    GPUs    0 1 2 3 4 5 6 7 │ 8 9 ...
+            └tp┘└tp┘                     the heads and the FFN of a layer
+            └── context ──┘              a sequence; one group, or with one plan all ranks of a stage
+            └─── data ─────────┘         batches
+    stage   └──── pipeline ────┘         layers
+
+With `context` unset one plan holds all sequences of a microbatch over all data × context ranks: that is what this
+planner is for. With a number it is a static grid: groups of so many ranks, each with sequences of its own, which wait
+for each other once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import choice, integer
+from apportion.ir.model import Model
+from apportion.ir.policy import Recipe
+
+#: how a static grid gives sequences to its groups
+PACKINGS: tuple[Literal["order", "balanced"], ...] = ("order", "balanced")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """tensor: ranks that share heads and FFN; pipeline: stages; virtual: chunks of layers of a stage (interleaved
+    1F1B). microbatches: of a step where there is one stage; with more, times their number, so that a rank holds as many
+    tokens at a time. Raises ConfigError.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            integer(f"parallelism.{field.name}", getattr(self, field.name))
+        if self.virtual > 1 and self.pipeline == 1:
+            rule = "is for several pipeline stages"
+            raise ConfigError("parallelism.virtual", self.virtual, rule, "write 1, or more stages")
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """recipe: of the attention plans. context: ranks of a group of a static grid, None where one plan holds all.
+    packing: of static grids, how their groups get sequences: in the order of the data, cut where a group is full, or
+    longest first to the group with the least work. Raises ConfigError.
+    """
+
+    recipe: Recipe
+    degrees: Degrees = Degrees()
+    context: int | None = None
+    packing: Literal["order", "balanced"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.context is None:
+            if self.packing is not None:
+                raise ConfigError(
+                    "parallelism.packing", self.packing, "is for static grids", "drop it, or say context"
+                )
+        else:
+            integer("parallelism.context", self.context)
+            choice("parallelism.packing", self.packing or "none", PACKINGS)
+
+    @property
+    def tensor(self) -> int:
+        return self.degrees.tensor
+
+    @property
+    def pipeline(self) -> int:
+        return self.degrees.pipeline
+
+    @property
+    def virtual(self) -> int:
+        return self.degrees.virtual
+
+    def ranks(self, cluster: Cluster) -> int:
+        """Data × context ranks of a stage. Raises ConfigError where the degrees do not divide the cluster."""
+        per_stage = self.tensor * self.pipeline
+        if cluster.ranks % per_stage:
+            rule = f"must divide the {cluster.ranks} ranks"
+            raise ConfigError("parallelism.tensor x parallelism.pipeline", per_stage, rule, "use divisors")
+        return cluster.ranks // per_stage
+
+    def stage(self, cluster: Cluster) -> Cluster:
+        """The data × context ranks of a stage as the planner sees them: one for each tensor-parallel group, whose
+        ranks share its node and each move their own heads. Raises ConfigError."""
+        ranks = self.ranks(cluster)
+        _divides("parallelism.tensor", self.tensor, cluster.ranks_per_node, "the ranks of a node")
+        on_node = cluster.ranks_per_node // self.tensor
+        of_node = min(on_node, ranks)
+        if ranks % of_node:
+            rule = f"leaves stages of {ranks * self.tensor} ranks, which must be whole nodes or part of one"
+            raise ConfigError("parallelism.pipeline", self.pipeline, rule, "use another degree")
+        return replace(
+            cluster,
+            nodes=ranks // of_node,
+            ranks_per_node=of_node,
+            nics_per_node=max(1, cluster.nics_per_node * of_node // cluster.ranks_per_node),
+            speeds=self._speeds(cluster),
+        )
+
+    def group(self, cluster: Cluster) -> Cluster:
+        """Of `stage`, the ranks of one group. Raises ConfigError."""
+        stage = self.stage(cluster)
+        if self.context is None:
+            return stage
+        _divides("parallelism.context", self.context, stage.ranks, "the data x context ranks of a stage")
+        if stage.speeds is not None:
+            rule = "a static grid knows no speeds"
+            raise ConfigError(
+                "cluster.speeds", stage.speeds[:4], rule, "leave them out, or plan over all ranks"
+            )
+        of_node = min(stage.ranks_per_node, self.context)
+        if self.context % of_node:
+            rule = f"must be whole nodes of {of_node} ranks, or part of one"
+            raise ConfigError("parallelism.context", self.context, rule, "use another degree")
+        share = max(1, stage.nics_per_node * of_node // stage.ranks_per_node)
+        return replace(stage, nodes=self.context // of_node, ranks_per_node=of_node, nics_per_node=share)
+
+    def groups(self, cluster: Cluster) -> int:
+        """Groups of a stage; one where one plan holds all. Raises ConfigError."""
+        return self.stage(cluster).ranks // self.group(cluster).ranks
+
+    def steps(self) -> int:
+        """Microbatches that each stage sees in a step."""
+        return self.degrees.microbatches * self.pipeline
+
+    def rank_model(self, model: Model) -> Model:
+        """The model of one tensor-parallel rank; KV heads that there are too few of are on several. Raises
+        ConfigError."""
+        if self.tensor == 1:
+            return model
+        for field, count in (("q_heads", model.q_heads), ("ffn", model.ffn)):
+            _divides("parallelism.tensor", self.tensor, count, f"model.{field}")
+        if model.kv_heads > self.tensor:
+            _divides("parallelism.tensor", self.tensor, model.kv_heads, "model.kv_heads")
+        return replace(
+            model,
+            q_heads=model.q_heads // self.tensor,
+            kv_heads=max(1, model.kv_heads // self.tensor),
+            ffn=model.ffn // self.tensor,
+        )
+
+    def stage_layers(self, layers: int) -> float:
+        """Layers of each stage. Raises ConfigError where they do not divide."""
+        _divides(
+            "parallelism.pipeline x parallelism.virtual", self.pipeline * self.virtual, layers, "the layers"
+        )
+        return layers / self.pipeline
+
+    def check(self, cluster: Cluster, model: Model, layers: int) -> None:
+        """Raises ConfigError where degrees do not divide what they share."""
+        self.group(cluster)
+        self.rank_model(model)
+        self.stage_layers(layers)
+
+    def to_data(self, cluster: Cluster) -> dict[str, Any]:
+        """Plain data, with the degrees that follow."""
+        return {
+            "recipe": self.recipe.name,
+            "context": self.context,
+            "packing": self.packing,
+            "data": None if self.context is None else self.groups(cluster),
+            **asdict(self.degrees),
+            "microbatches": self.steps(),
+        }
+
+    def __str__(self) -> str:
+        name = self.recipe.name
+        degrees = [f"TP {self.tensor}"] * (self.tensor > 1) + [f"PP {self.pipeline}"] * (self.pipeline > 1)
+        if self.virtual > 1:
+            degrees.append(f"{self.virtual} chunks")
+        if self.context is not None:
+            degrees.insert(0, f"CP {self.context}, {self.packing}")
+        return name + "".join(f", {degree}" for degree in degrees)
+
+    def _speeds(self, cluster: Cluster) -> tuple[float, ...] | None:
+        if cluster.speeds is None:
+            return None
+        if self.tensor * self.pipeline > 1:
+            rule = "ranks of one speed for each tensor-parallel group and stage are not known"
+            raise ConfigError(
+                "cluster.speeds", cluster.speeds[:4], rule, "leave them out, or use TP 1 and PP 1"
+            )
+        return cluster.speeds
+
+
+def _divides(field: str, degree: int, whole: int, what: str) -> None:
+    if whole % degree or whole < degree:
+        raise ConfigError(field, degree, f"must divide {what} ({whole})", "use a divisor")

@@ -1,0 +1,136 @@
+"""Forecasts of several recipes and static grids beside each other, with intervals and what one saves over another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from apportion.ir.cluster import Cluster
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.planner.forecast.memory import Memory
+from apportion.planner.forecast.parallelism import Parallelism
+from apportion.planner.forecast.step import PARTS, Step
+from apportion.planner.forecast.training import Training
+from apportion.planner.simulate.scenarios import SCENARIOS, Scenario
+
+#: what is varied for an interval, one at a time: what `SCENARIOS` has but for all at once, and kernels a tenth faster.
+#: Bandwidths and latencies of hardware files are those of data sheets: nothing is expected to be better
+INTERVAL = (*(one for one in SCENARIOS if one.name != "all"), Scenario("fast-kernels", compute=0.9))
+#: share of the pairs that a static grid must compute to be what others are held against: one that cuts long sequences
+#: trains something else
+KEPT = 0.98
+HOURS_A_WEEK = 168
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parallelism over all batches. steps: by scenario, then batch; reason: why it is refused, then without."""
+
+    parallelism: Parallelism
+    steps: tuple[tuple[Step, ...], ...] = ()
+    reason: str | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Means over batches, of each scenario."""
+        return [float(np.mean([one.seconds for one in held])) for held in self.steps]
+
+    @property
+    def nominal(self) -> tuple[Step, ...]:
+        return self.steps[0]
+
+    @property
+    def kept(self) -> float:
+        """The share of the pairs of whole sequences that is computed: below 1 where a static grid cuts sequences."""
+        return sum(one.pairs for one in self.nominal) / sum(one.whole_pairs for one in self.nominal)
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, means over batches."""
+        return {name: float(np.mean([one.parts[name] for one in self.nominal])) for name in PARTS}
+
+    def memory(self) -> Memory:
+        """Of the batch that needs most."""
+        return max((one.memory for one in self.nominal), key=lambda memory: memory.total)
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """Rows in the order of what was asked; the baseline is the one that savings refer to, the fastest static grid that
+    fits where none is named."""
+
+    rows: tuple[Row, ...]
+    cluster: Cluster
+    model: Model
+    training: Training
+    hardware: Hardware
+    scenarios: tuple[Scenario, ...] = INTERVAL
+    named: str | None = None
+
+    def fits(self, row: Row) -> bool:
+        """Whether it was served and holds its memory."""
+        return bool(row.steps) and row.memory().total <= self.cluster.memory_gib * 2**30
+
+    @cached_property
+    def baseline(self) -> Row | None:
+        """None where nothing that fits could be one."""
+        served = [row for row in self.rows if self.fits(row)]
+        if self.named is not None:
+            return next((row for row in self.rows if row.steps and str(row.parallelism) == self.named), None)
+        static = [row for row in served if row.parallelism.context is not None and row.kept >= KEPT]
+        return min(static, key=lambda row: row.seconds[0], default=None)
+
+    @cached_property
+    def best(self) -> Row | None:
+        """The fastest row that fits."""
+        return min((row for row in self.rows if self.fits(row)), key=lambda row: row.seconds[0], default=None)
+
+    def gain(self, row: Row) -> dict[str, float] | None:
+        """Steps of the row in the time of one of the baseline's: as figures say, and the least and most of scenarios,
+        each applied to both."""
+        if self.baseline is None or not row.steps:
+            return None
+        ratios = [base / mine for base, mine in zip(self.baseline.seconds, row.seconds, strict=True)]
+        return {"value": ratios[0], "low": min(ratios), "high": max(ratios)}
+
+    def record(self) -> dict[str, Any]:
+        """Plain data: rows, and what they were made from."""
+        return {
+            "rows": [self._record(row) for row in self.rows],
+            "baseline": None if self.baseline is None else str(self.baseline.parallelism),
+            "best": None if self.best is None else str(self.best.parallelism),
+            "scenarios": [scenario.name for scenario in self.scenarios],
+            "cluster": self.cluster.to_data(),
+            "model": self.model.to_data(),
+            "training": self.training.to_data(),
+            "hardware": {"name": self.hardware.name, "digest": self.hardware.digest()},
+        }
+
+    def _record(self, row: Row) -> dict[str, Any]:
+        held = {"name": str(row.parallelism), "parallelism": row.parallelism.to_data(self.cluster)}
+        if not row.steps:
+            return {**held, "status": "refused", "reason": row.reason}
+        seconds, parts = row.seconds, row.parts()
+        step_s = seconds[0]
+        tokens = float(np.mean([one.tokens for one in row.nominal]))
+        flops = float(np.mean([one.flops for one in row.nominal]))
+        ranks, gain = self.cluster.ranks, self.gain(row)
+        peak = ranks * self.hardware.peak_tflops.value * 1e12
+        return {
+            **held,
+            "status": "ok" if self.fits(row) else "too large",
+            "reason": None,
+            "step_s": {"value": step_s, "low": min(seconds), "high": max(seconds)},
+            "tokens_per_s_per_gpu": tokens / step_s / ranks,
+            "mfu": flops / step_s / peak,
+            "pairs_kept": row.kept,
+            "memory_gib": row.memory().to_data(self.cluster.memory_gib),
+            "parts_s": parts,
+            "shares": {name: part / step_s for name, part in parts.items()},
+            "gain": gain,
+            "saved_gpu_hours_a_week": gain and ranks * HOURS_A_WEEK * (1 - 1 / gain["value"]),
+            "scenarios_s": dict(zip((one.name for one in self.scenarios), seconds, strict=True)),
+        }

@@ -1,0 +1,80 @@
+"""From batches to a forecast: every parallelism plans them, is simulated under every scenario, and is made a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ApportionError, ConfigError
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.planner.forecast.attention import Planned, plan_attention
+from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
+from apportion.planner.forecast.parallelism import Parallelism
+from apportion.planner.forecast.result import INTERVAL, Forecast, Row
+from apportion.planner.forecast.step import Setting, Step, all_layers, step
+from apportion.planner.forecast.training import Training
+from apportion.planner.simulate.scenarios import Scenario, applied
+
+Progress = Callable[[str], None]
+
+
+def forecast(
+    batches: Sequence[Batch],
+    cluster: Cluster,
+    model: Model,
+    parallelisms: Sequence[Parallelism] | None = None,
+    training: Training | None = None,
+    *,
+    hardware: Hardware | str | None = None,
+    baseline: str | None = None,
+    seed: int = 0,
+    progress: Progress = lambda done: None,
+) -> Forecast:
+    """What training steps take, for each parallelism: means over the batches, each of which is one step's sequences.
+
+    parallelisms: default `recipe_parallelisms()` and `static_grids(cluster)`. model: whole, also with tensor
+    parallelism. hardware: kernel times, default the built-in H100; links, NICs and memory are the cluster's. baseline:
+    the name of the parallelism that gains refer to, by default the fastest static grid that fits. progress: called with
+    the name of each that is done. One that cannot serve a batch keeps its row, with the reason. Raises ConfigError.
+    """
+    if not batches:
+        raise ConfigError("batches", [], "there is nothing to forecast", "give at least one batch")
+    chosen = list(
+        parallelisms if parallelisms is not None else (*recipe_parallelisms(), *static_grids(cluster))
+    )
+    names = [str(form) for form in chosen]
+    if baseline is not None and baseline not in names:
+        raise ConfigError(
+            "baseline", baseline, "is none of the parallelisms", f"use one of {'; '.join(names)}"
+        )
+    used, trained = Hardware.named(hardware) or Hardware.load("h100"), training or Training()
+    rows = []
+    for form in chosen:
+        rows.append(_row(Setting(form, cluster, model, trained, used), batches, seed))
+        progress(str(form))
+    return Forecast(tuple(rows), cluster, model, trained, used, named=baseline)
+
+
+def _row(setting: Setting, batches: Sequence[Batch], seed: int) -> Row:
+    form = setting.parallelism
+    try:
+        for batch in batches:
+            form.check(setting.cluster, setting.model, all_layers(setting.model, batch.kinds))
+        planned = [
+            plan_attention(form, batch, setting.cluster, setting.model, setting.hardware, seed)
+            for batch in batches
+        ]
+        steps = tuple(tuple(_steps(setting, scenario, planned, batches)) for scenario in INTERVAL)
+    except ApportionError as error:
+        return Row(form, reason=str(error))
+    return Row(form, steps)
+
+
+def _steps(
+    setting: Setting, scenario: Scenario, planned: list[list[list[Planned]]], batches: Sequence[Batch]
+) -> Iterator[Step]:
+    hardware, cluster = applied(scenario, setting.hardware, setting.cluster)
+    varied = Setting(setting.parallelism, cluster, setting.model, setting.training, hardware)
+    return (step(varied, one, batch) for one, batch in zip(planned, batches, strict=True))

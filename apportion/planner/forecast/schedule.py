@@ -1,0 +1,91 @@
+"""Pipeline schedules: 1F1B and interleaved 1F1B (Megatron-LM: Narayanan et al., 2021) over microbatches that take
+different times.
+
+    stage 0   F0 F1 F2 F3 .  .  B0 F4 B1 ..        warm-up, one forward one backward, then what is left
+    stage 1   .  F0 F1 F2 .  B0 F3 B1 F4 ..
+
+Each stage runs its list in order; an item waits for the one before it in its own list, and for the stage that it hears
+from, `hop_us` later.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+class Item(NamedTuple):
+    """What a stage does at a time: a chunk of layers of a microbatch, forward or backward."""
+
+    backward: bool
+    chunk: int
+    microbatch: int
+
+
+def orders(stages: int, microbatches: int, virtual: int = 1) -> list[list[Item]]:
+    """What each stage does, in order. Interleaved stages take their chunks in groups of as many microbatches as there
+    are stages, and warm up with twice the stages behind them and a group for each chunk but the last."""
+    return [_order(stage, stages, microbatches, virtual) for stage in range(stages)]
+
+
+def _order(stage: int, stages: int, microbatches: int, virtual: int) -> list[Item]:
+    forwards = _turns(stages, microbatches, virtual, backward=False)
+    backwards = _turns(stages, microbatches, virtual, backward=True)
+    behind = stages - 1 - stage
+    ahead = behind if virtual == 1 else 2 * behind + (virtual - 1) * stages
+    ahead = min(ahead, len(forwards))
+    steady = [item for pair in zip(forwards[ahead:], backwards, strict=False) for item in pair]
+    return forwards[:ahead] + steady + backwards[len(forwards) - ahead :]
+
+
+def _turns(stages: int, microbatches: int, virtual: int, backward: bool) -> list[Item]:
+    group = stages if virtual > 1 else microbatches
+    chunks = range(virtual - 1, -1, -1) if backward else range(virtual)
+    return [
+        Item(backward, chunk, microbatch)
+        for first in range(0, microbatches, group)
+        for chunk in chunks
+        for microbatch in range(first, min(first + group, microbatches))
+    ]
+
+
+def makespan_us(forward_us: Floats, backward_us: Floats, virtual: int = 1, hop_us: float = 0.0) -> float:
+    """When the last stage is done. forward_us, backward_us: float64 [stages, microbatches], of all chunks of a stage
+    together; hop_us: from a stage to the next."""
+    stages, microbatches = forward_us.shape
+    lists = orders(stages, microbatches, virtual)
+    done = np.full((2, stages * virtual, microbatches), -1.0)
+    at, clock = [0] * stages, [0.0] * stages
+    while any(at[stage] < len(lists[stage]) for stage in range(stages)):
+        moved = False
+        for stage in range(stages):
+            while at[stage] < len(lists[stage]):
+                item = lists[stage][at[stage]]
+                place = item.chunk * stages + stage
+                ready = _ready(done, item, place, hop_us)
+                if ready < 0:
+                    break
+                took = (backward_us if item.backward else forward_us)[stage, item.microbatch] / virtual
+                clock[stage] = max(clock[stage], ready) + took
+                done[int(item.backward), place, item.microbatch] = clock[stage]
+                at[stage], moved = at[stage] + 1, True
+        if not moved:
+            raise AssertionError("the stages wait for each other")  # no order of `orders` does
+    return max(clock)
+
+
+def _ready(done: Floats, item: Item, place: int, hop_us: float) -> float:
+    """When what an item needs has arrived; below 0 where that is not known yet."""
+    if not item.backward:
+        return 0.0 if place == 0 else _later(done[0, place - 1, item.microbatch], hop_us)
+    if place == done.shape[1] - 1:
+        return float(done[0, place, item.microbatch])
+    return _later(done[1, place + 1, item.microbatch], hop_us)
+
+
+def _later(time: float, hop_us: float) -> float:
+    return float(time + hop_us) if time >= 0 else -1.0

@@ -1,0 +1,237 @@
+"""From attention to the whole step: what each stage does with each microbatch, and how long all of it takes.
+
+    microbatch   forward   attention │ linear │ rows │ head          of the stage's layers
+                 backward  attention │ linear │ rows │ head │ recomputation
+    step         pipeline of the microbatches │ what data-parallel traffic does not hide │ optimizer
+
+Ranks of a plan wait for each other in every layer, so a layer takes what attention's last rank takes and what its
+fullest rank takes for the rest. Groups of a static grid wait for each other once a step. Traffic of weights and
+gradients hides behind products and row work, not behind attention, which has the links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.planner.forecast.attention import Attended, Planned, attend, even_share, largest
+from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
+from apportion.planner.forecast.layers import BACKWARD, Layers, model_flops
+from apportion.planner.forecast.memory import Memory, in_flight, memory, vocabularies
+from apportion.planner.forecast.parallelism import Parallelism
+from apportion.planner.forecast.schedule import makespan_us
+from apportion.planner.forecast.training import Training
+
+Floats = NDArray[np.float64]
+
+PARTS = (
+    *("attention", "linear", "rows", "remap", "head", "recomputation", "tensor_parallel", "data_parallel"),
+    *("optimizer", "bubble"),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. parts: seconds by `PARTS`, of the stage that is busy longest in the group that is done last; they add
+    up. tokens, flops: of all ranks, without recomputation; pairs: that are computed, over all layers, and whole_pairs,
+    those of sequences that are not cut; memory: of the rank that needs most."""
+
+    parts: dict[str, float]
+    tokens: int
+    flops: float
+    pairs: int
+    whole_pairs: int
+    memory: Memory
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step runs on. cluster: all ranks, and their links; model: whole; hardware: of its kernels."""
+
+    parallelism: Parallelism
+    cluster: Cluster
+    model: Model
+    training: Training
+    hardware: Hardware
+
+    @property
+    def layers(self) -> Layers:
+        rank_model = self.parallelism.rank_model(self.model)
+        return Layers(self.hardware, rank_model, self.training, self.parallelism.tensor)
+
+    def stage_layers(self, planned: Planned) -> float:
+        return self.parallelism.stage_layers(all_layers(self.model, planned.plan.header.kinds))
+
+
+def all_layers(model: Model, kinds: Iterable[str]) -> int:
+    """Of all attention kinds. Raises UnknownNameError."""
+    return sum(model.layers_of(kind) for kind in kinds)
+
+
+def step(setting: Setting, planned: list[list[Planned]], batch: Batch) -> Step:
+    """The step of one batch, planned. Raises ConfigError."""
+    group = setting.parallelism.group(setting.cluster)
+    timed = [
+        _group(setting, held, [attend(one, setting.hardware, group) for one in held]) for held in planned
+    ]
+    slowest = max(timed, key=lambda parts: sum(parts.values()))
+    after = _after(setting, planned[0][0], _least_behind(setting, planned))
+    parts = {name: (slowest.get(name, 0.0) + after.get(name, 0.0)) / 1e6 for name in PARTS}
+    tokens = sum(one.plan.request.batch.tokens for held in planned for one in held)
+    pairs = sum(one.pairs for held in planned for one in held)
+    flops = model_flops(
+        setting.model, setting.training, all_layers(setting.model, batch.kinds), tokens, pairs
+    )
+    whole = sum(setting.model.layers_of(kind) * batch.area(kind) for kind in batch.kinds)
+    return Step(parts, tokens, flops, pairs, whole, _memory(setting, planned))
+
+
+def _group(setting: Setting, held: Sequence[Planned], attended: Sequence[Attended]) -> dict[str, float]:
+    """Microseconds by part of the stage of a group that is busy longest, and what it is idle."""
+    stages = setting.parallelism.pipeline
+    works = [
+        [_Work.of(setting, one, took, stage) for one, took in zip(held, attended, strict=True)]
+        for stage in range(stages)
+    ]
+    forward, backward = (
+        np.array([[getattr(work, phase) for work in row] for row in works])
+        for phase in ("forward_us", "backward_us")
+    )
+    total = makespan_us(forward, backward, setting.parallelism.virtual, _hop_us(setting, held))
+    busy = (forward + backward).sum(1)
+    stage = int(np.argmax(busy))
+    parts = {name: float(sum(work.parts[name] for work in works[stage])) for name in works[stage][0].parts}
+    return parts | {"bubble": total - float(busy[stage])}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a stage does with a microbatch. parts: microseconds, forward and backward together."""
+
+    forward_us: float
+    backward_us: float
+    parts: dict[str, float]
+
+    @staticmethod
+    def of(setting: Setting, planned: Planned, attended: Attended, stage: int) -> _Work:
+        form, layers = setting.parallelism, setting.layers
+        count, recompute = setting.stage_layers(planned), setting.training.recompute
+        linear, rows = _products_us(layers, planned) * count, layers.rows_us(planned.even) * count
+        tensor = layers.tensor_us(planned.even, form.stage(setting.cluster)) * count
+        head = layers.head_us(planned.even) * (stage == form.pipeline - 1)
+        attention = attended.forward_us / form.pipeline
+        again = {"none": 0.0, "selective": linear + rows + tensor}.get(
+            recompute, linear + rows + tensor + attention
+        )
+        moved = planned.moves_us * count / 2
+        ahead, behind = _exposed(setting, planned)
+        forward = {"attention": attention, "linear": linear, "rows": rows, "remap": moved, "head": head}
+        forward |= {"tensor_parallel": tensor, "data_parallel": ahead, "recomputation": 0.0}
+        backward = {
+            "attention": attended.backward_us / form.pipeline,
+            "linear": BACKWARD * linear,
+            "rows": BACKWARD * rows,
+            "remap": moved,
+            "head": BACKWARD * head,
+            "tensor_parallel": tensor,
+            "data_parallel": behind,
+            "recomputation": again,
+        }
+        parts = {name: forward[name] + backward[name] for name in forward}
+        return _Work(sum(forward.values()), sum(backward.values()), parts)
+
+
+def _products_us(layers: Layers, planned: Planned) -> float:
+    """Of one layer, forward; where tokens are moved part of it runs on even ones."""
+    linear = layers.linear_us(planned.tokens, planned.projects)
+    if planned.even == planned.tokens:
+        return linear
+    share = even_share(layers.model, layers.linear_parameters)
+    return (1 - share) * linear + share * layers.linear_us(planned.even, planned.projects)
+
+
+def _behind_us(setting: Setting, planned: Planned) -> float:
+    """What hides traffic of weights and gradients: products and row work of one layer, forward."""
+    layers = setting.layers
+    return _products_us(layers, planned) + layers.rows_us(planned.even)
+
+
+def _exposed(setting: Setting, planned: Planned) -> tuple[float, float]:
+    """Microseconds in which a microbatch waits for weights, forward, and for weights and gradients, backward: where
+    weights are sharded they are gathered for every pass over a layer."""
+    if not setting.training.shards("weights"):
+        return 0.0, 0.0
+    layers, stage = setting.layers, setting.parallelism.stage(setting.cluster)
+    count, behind = setting.stage_layers(planned), _behind_us(setting, planned)
+    gathered = gather_us(layers.parameters * layers.model.element_bytes, stage)
+    scattered = gather_us(layers.parameters * layers.gradient_bytes, stage)
+    vocabulary = gather_us(layers.vocabulary_parameters * layers.model.element_bytes, stage)
+    forward = exposed_us(gathered, behind, count) + vocabulary  # of the embedding, before there is any work
+    again = behind * (setting.training.recompute != "none")
+    return forward, exposed_us(gathered + scattered, BACKWARD * behind + again, count)
+
+
+def _least_behind(setting: Setting, planned: list[list[Planned]]) -> float:
+    """Of the microbatches that are last in their groups, the least work."""
+    return min(_behind_us(setting, held[-1]) for held in planned)
+
+
+def _after(setting: Setting, planned: Planned, behind: float) -> dict[str, float]:
+    """Microseconds once a step: the reduction of gradients that are not sharded as they are made, the gathering of
+    weights whose optimizer is sharded, and the optimizer."""
+    layers, training = setting.layers, setting.training
+    stage = setting.parallelism.stage(setting.cluster)
+    count = setting.stage_layers(planned)
+    first, last = vocabularies(training, setting.parallelism.pipeline)
+    parameters = layers.parameters * count + layers.vocabulary_parameters * max(first, last)
+    owned = parameters / stage.ranks if training.shards("optimizer") else parameters
+    found = {"optimizer": layers.optimizer_us(owned)}
+    if training.shards("weights"):
+        return found
+    reduce = gather_us if training.shards("optimizer") else reduce_us
+    again = behind * (training.recompute != "none")
+    waits = exposed_us(
+        reduce(layers.parameters * layers.gradient_bytes, stage), BACKWARD * behind + again, count
+    )
+    waits += reduce(layers.vocabulary_parameters * layers.gradient_bytes * max(first, last), stage)
+    if training.shards("optimizer"):
+        waits += exposed_us(gather_us(layers.parameters * layers.model.element_bytes, stage), behind, count)
+    return found | {"data_parallel": waits}
+
+
+def _hop_us(setting: Setting, held: Sequence[Planned]) -> float:
+    """Hidden states of the largest microbatch from a stage to the next."""
+    form, cluster, model = setting.parallelism, setting.cluster, setting.model
+    if form.pipeline == 1:
+        return 0.0
+    moved = max(one.even for one in held) * model.hidden * model.element_bytes / form.tensor
+    stage = form.stage(cluster)
+    inside = stage.ranks * form.tensor * form.pipeline <= cluster.ranks_per_node
+    if inside:
+        return moved / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us
+    return moved / (cluster.inter_gbs_per_rank * 1e3) + cluster.inter_latency_us
+
+
+def _memory(setting: Setting, planned: list[list[Planned]]) -> Memory:
+    """Of the first or the last stage, whichever needs more."""
+    form, most = setting.parallelism, largest(planned)
+    stage = form.stage(setting.cluster)
+    held = in_flight(form.pipeline, form.steps(), form.virtual), 1.0
+    found = [
+        memory(setting.layers, setting.stage_layers(most), stage.ranks, most.even, flight, most.bytes, ends)
+        for flight, ends in zip(held, vocabularies(setting.training, form.pipeline), strict=True)
+    ]
+    if form.pipeline > 1:  # the first stage has no head
+        found[0] = Memory(**{**vars(found[0]), "head": 0.0})
+    return max(found, key=lambda one: one.total)

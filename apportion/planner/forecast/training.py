@@ -1,0 +1,52 @@
+"""How a model is trained, besides its attention: what a forecast must know and a planner need not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from apportion.planner import options
+from apportion.planner.options import Bytes, Count
+
+#: float32 copies of the weights and two moments of Adam (Kingma and Ba, 2015), as mixed-precision training keeps them
+#: (ZeRO, section 3.1: 12 of its 16 bytes a parameter)
+ADAM_BYTES = 12
+
+
+Held = Literal["optimizer", "gradients", "weights"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """vocab: tokens that the head tells apart. tied: whether head and embedding are one matrix.
+
+    sharding: who holds what of the optimizer's state, the gradients and the weights: every rank all of it (`ddp`), or
+    a share of the first (`zero1`), of the first two (`zero2`), of all three (`fsdp`).
+    gradients: the dtype in which they are kept and summed, float32 or the model's. optimizer_bytes: of state a
+    parameter.
+    recompute: what backward makes anew: nothing, all but attention's outputs (`selective`), or all of a layer (`full`).
+    loss_tokens: of how many tokens the logits are there at once; losses that are tiled or fused keep no more.
+    """
+
+    vocab: Count = 128256
+    tied: bool = False
+    sharding: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
+    gradients: Literal["fp32", "model"] = "fp32"
+    optimizer_bytes: Bytes = ADAM_BYTES
+    recompute: Literal["none", "selective", "full"] = "selective"
+    loss_tokens: Count = 4096
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Training:
+        """The training of plain data, all fields optional. Raises ConfigError."""
+        return options.read(Training, "training", data)
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data with every field."""
+        return asdict(self)
+
+    def shards(self, what: Held) -> bool:
+        """Whether each rank holds only a share of it."""
+        held = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}[self.sharding]
+        return held > ("optimizer", "gradients", "weights").index(what)

@@ -1,0 +1,371 @@
+"""Forecasts: every part against a closed form on small cases, parts that add up, and what a user meets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion import cli
+from apportion.ir import masks
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.planner.forecast.choices import recipe_parallelisms, search_space, static_grids
+from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
+from apportion.planner.forecast.grids import groups_of
+from apportion.planner.forecast.layers import Layers, model_flops
+from apportion.planner.forecast.memory import in_flight, kept_bytes
+from apportion.planner.forecast.parallelism import Degrees, Parallelism
+from apportion.planner.forecast.result import Forecast
+from apportion.planner.forecast.schedule import makespan_us, orders
+from apportion.planner.forecast.step import PARTS
+from apportion.planner.forecast.training import Training
+from apportion.planner.recipes import find_recipe
+from apportion.planner.simulate import simulate
+
+H100 = Hardware.load("h100")
+SMALL = Model(q_heads=8, kv_heads=2, head_dim=64, hidden=512, ffn=1024, layers=4)
+CLUSTER = Cluster(2, 4)
+BATCH = Batch.from_lengths([6000, 3000, 2000, 1000, 4384])  # 2,048 tokens a rank
+
+
+def one(form: Parallelism, training: Training | None = None, **given: Any) -> Forecast:
+    return ap.forecast(
+        [given.pop("batch", BATCH)], CLUSTER, SMALL, [form], training or Training(vocab=1000), **given
+    )
+
+
+def parts_of(form: Parallelism, training: Training | None = None) -> dict[str, float]:
+    found = one(form, training).rows[0]
+    assert found.reason is None, found.reason
+    return found.parts()
+
+
+def form(recipe: str = "fcp", **degrees: int) -> Parallelism:
+    return Parallelism(find_recipe(recipe), Degrees(**degrees))
+
+
+# ---------------------------------------------------------------------------------------------------- closed forms
+
+
+def test_each_part_of_a_step_is_its_closed_form() -> None:
+    """All written out for one small case, in the units of its figures."""
+    plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp", hardware=H100)
+    tokens = int(plan.layouts[plan.header.home_layout].rows_per_rank.max())
+    simulated = simulate(plan, H100)
+    found = parts_of(form(), Training(vocab=1000, recompute="full", sharding="ddp"))
+    layers = 4
+    products = 512 * ((8 + 2) * 2 * 64 + 3 * 1024)
+    linear = 2 * products * tokens / (H100.linear_tflops.value * 1e12)
+    a_byte = 1 / (H100.memory_gbs.value * 1e9)
+    rows = tokens * 2 * (8 * 512 + 2 * (8 + 2) * 64 + 3 * 1024) * a_byte
+    head = 2 * tokens * 1000 * 512 / (H100.linear_tflops.value * 1e12) + 3 * 2 * tokens * 1000 * a_byte
+    attention = simulated.forward_ms / 1e3, simulated.backward_ms / 1e3
+    assert found["attention"] == pytest.approx(layers * sum(attention))
+    assert found["linear"] == pytest.approx(3 * layers * linear)
+    assert found["rows"] == pytest.approx(3 * layers * rows)
+    assert found["head"] == pytest.approx(3 * head)
+    assert found["recomputation"] == pytest.approx(layers * (attention[0] + linear + rows))
+    parameters = layers * (products + 2 * 512) + 2 * 1000 * 512
+    assert found["optimizer"] == pytest.approx(parameters * (24 + 4 + 2) * a_byte)
+    assert found["bubble"] == pytest.approx(0, abs=1e-12)
+    assert found["tensor_parallel"] == found["remap"] == 0
+
+
+def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabulary() -> None:
+    def shared(parameters: int) -> float:
+        inter = 4 * parameters * 1 / 2 / (4 * 50e3)  # four of eight NICs: one a rank
+        intra = 4 * parameters * 3 / 4 / 450e3
+        return 2 * (max(inter, intra) + 10 + 2 * 5)
+
+    products = 512 * ((8 + 2) * 2 * 64 + 3 * 1024)
+    found = parts_of(form(), Training(vocab=1000, sharding="ddp", recompute="none"))
+    tokens = int(ap.plan(BATCH, CLUSTER, SMALL).layouts["attention"].rows_per_rank.max())
+    layers = Layers(H100, SMALL, Training())
+    behind = 2 * (layers.linear_us(tokens) + layers.rows_us(tokens))
+    each = shared(products + 2 * 512)
+    assert each > behind  # so the links count
+    expected = each + 3 * (each - behind) + shared(2 * 1000 * 512)
+    assert found["data_parallel"] == pytest.approx(expected / 1e6)
+
+
+def test_collectives_are_bytes_over_the_slower_way() -> None:
+    two = Cluster(2, 8)
+    assert gather_us(8e9, Cluster(1, 8)) == pytest.approx(8e9 * 7 / 8 / 450e3 + 3 * 5)
+    assert gather_us(8e9, two) == pytest.approx(max(8e9 / 2 / (8 * 50e3), 8e9 * 7 / 8 / 450e3) + 10 + 3 * 5)
+    assert gather_us(8e9, replace(two, nics_per_node=2)) == pytest.approx(8e9 / 2 / (2 * 50e3) + 10 + 3 * 5)
+    assert reduce_us(1e6, two) == 2 * gather_us(1e6, two)
+    assert gather_us(8e9, Cluster(1, 1)) == 0
+    assert exposed_us(5, 7, 10) == 5
+    assert exposed_us(7, 5, 10) == 7 + 9 * 2
+    assert exposed_us(0, 5, 10) == 0
+
+
+def test_flops_are_six_a_parameter_and_token_and_those_of_the_pairs() -> None:
+    products = 512 * ((8 + 2) * 128 + 3 * 1024) * 4
+    expected = 6 * 100 * (products + 512 * 1000) + 6 * 5050 * 4 * 8 * 128
+    assert model_flops(SMALL, Training(vocab=1000), 4, 100, 4 * 5050) == expected
+
+
+def test_tensor_parallel_ranks_share_products_and_wait_for_each_other() -> None:
+    alone, shared = (parts_of(form(tensor=degree), Training(vocab=1000)) for degree in (1, 2))
+    assert shared["linear"] == pytest.approx(
+        alone["linear"], rel=0.03
+    )  # twice the tokens, half of the products
+    moved = 4 * 2 * (parts_tokens(2) * 512 * 2 / 2 / 450e3 + 5) * 4  # forward and backward, four layers
+    assert shared["tensor_parallel"] == pytest.approx(moved / 1e6)
+
+
+def parts_tokens(tensor: int) -> int:
+    held = form(tensor=tensor)
+    plan = ap.plan(BATCH, held.group(CLUSTER), held.rank_model(SMALL), recipe="fcp", hardware=H100)
+    return int(plan.layouts["attention"].rows_per_rank.max())
+
+
+def test_memory_is_its_closed_form() -> None:
+    found = one(form(), Training(vocab=1000, sharding="zero1", recompute="none")).rows[0].memory()
+    products = 512 * ((8 + 2) * 128 + 3 * 1024)
+    parameters = 4 * (products + 2 * 512) + 2 * 1000 * 512
+    assert found.weights == 2 * parameters
+    assert found.gradients == 4 * parameters
+    assert found.optimizer == 12 * parameters / 8
+    tokens = parts_tokens(1)
+    row = 4 * 512 * 2 + (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4) + 3 * 1024 * 2
+    assert found.activations == tokens * row * 4
+    assert found.head == min(tokens, 4096) * 1000 * (2 * 2 + 4)
+    sharded = one(form(), Training(vocab=1000, sharding="fsdp", recompute="full")).rows[0].memory()
+    assert sharded.weights == 2 * (parameters / 8 + 2 * (products + 1024))
+    assert sharded.gradients == 4 * (parameters / 8 + products + 1024)
+    assert sharded.activations == tokens * (512 * 2 * 4 + row)
+    assert sharded.attention == found.attention > 0
+
+
+def test_selective_recomputation_keeps_what_attention_gives() -> None:
+    layers = Layers(H100, SMALL, Training())
+    assert kept_bytes(layers, "full") == 512 * 2
+    assert kept_bytes(layers, "selective") == 512 * 2 + 8 * (64 * 2 + 4)
+    full, selective, none = (
+        parts_of(form(), Training(vocab=1000, recompute=kind))
+        for kind in ("full", "selective", "none")  # type: ignore[arg-type]
+    )
+    assert none["recomputation"] == 0
+    assert selective["recomputation"] == pytest.approx((none["linear"] + none["rows"]) / 3)
+    assert full["recomputation"] > selective["recomputation"]
+
+
+# -------------------------------------------------------------------------------------------------------- pipelines
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "virtual"), [(1, 3, 1), (2, 2, 1), (4, 8, 1), (4, 8, 2), (2, 6, 3)]
+)
+def test_equal_microbatches_take_what_the_formula_says(stages: int, microbatches: int, virtual: int) -> None:
+    """m (f + b) of a stage, and (p - 1) / v of the same (Narayanan et al., 2021, section 2.2)."""
+    forward, backward = np.full((stages, microbatches), 3.0), np.full((stages, microbatches), 6.0)
+    found = makespan_us(forward, backward, virtual)
+    assert found == pytest.approx(9 * (microbatches + (stages - 1) / virtual))
+
+
+def test_every_stage_does_all_of_its_work_once_and_never_waits_in_a_circle() -> None:
+    for stages, microbatches, virtual in ((3, 5, 1), (4, 4, 1), (4, 8, 3), (2, 2, 2)):
+        for order in orders(stages, microbatches, virtual):
+            assert len(order) == len(set(order)) == 2 * microbatches * virtual
+        rng = np.random.default_rng(stages)
+        forward, backward = rng.random((2, stages, microbatches))
+        found = makespan_us(forward, backward, virtual, hop_us=0.1)
+        assert found >= (forward + backward).sum(1).max()
+
+
+def test_a_pipeline_is_bubbles_where_there_is_one_microbatch_for_each_stage() -> None:
+    even = Batch.from_lengths([1024] * 16)
+    alone, two = (one(form(pipeline=count), batch=even).rows[0].parts() for count in (1, 2))
+    assert alone["bubble"] == pytest.approx(0, abs=1e-12)
+    assert two["bubble"] > 0.2 * sum(two.values())
+    assert in_flight(4, 16, 1) == 4
+    assert in_flight(4, 16, 2) == 4 * (1 + 3 / 8)
+    assert in_flight(4, 2, 1) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ static grids
+
+
+@pytest.mark.parametrize("packing", ["order", "balanced"])
+def test_groups_hold_all_tokens_evenly(packing: str) -> None:
+    rng = np.random.default_rng(0)
+    for groups in (1, 2, 3, 8):
+        batch = Batch.from_lengths(rng.integers(1, 5000, 40))
+        found = groups_of(batch, groups, packing)
+        held = [part.tokens for part in found]
+        assert len(held) == groups
+        assert sum(held) == batch.tokens
+        assert max(held) <= -(-batch.tokens // groups)
+        assert sum(part.area("default") for part in found) <= batch.area("default")
+
+
+def test_groups_keep_whole_what_fits() -> None:
+    batch = Batch.from_lengths([400, 300, 200, 100, 300, 200, 300, 200])
+    found = groups_of(batch, 2, "balanced")
+    assert sorted(np.concatenate([part.lengths for part in found]).tolist()) == sorted(batch.lengths.tolist())
+
+
+def test_masks_that_cannot_be_cut_refuse() -> None:
+    batch = Batch.from_lengths([3000, 100, 100, 100], masks.prefix_lm(50))
+    with pytest.raises(CapacityError, match="cannot be cut: use larger groups"):
+        groups_of(batch, 3, "balanced")
+
+
+def test_a_static_grid_waits_for_its_slowest_group_and_says_what_it_cut() -> None:
+    grid = Parallelism(find_recipe("ring"), Degrees(), 4, "order")
+    row = one(grid).rows[0]
+    assert row.kept < 1  # 16,384 tokens are cut in the middle of a sequence
+    groups = groups_of(BATCH, 2, "order")
+    plans = [ap.plan(part, grid.group(CLUSTER), SMALL, recipe="ring", hardware=H100) for part in groups]
+    times = [simulate(plan, H100) for plan in plans]
+    slowest = max(found.forward_ms + found.backward_ms for found in times) / 1e3
+    assert row.parts()["attention"] == pytest.approx(4 * slowest)
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def test_rows_add_up_and_gains_refer_to_the_best_grid_that_fits() -> None:
+    batches = [BATCH, Batch.from_lengths([4096] * 4)]
+    chosen = [*recipe_parallelisms(["blend", "ring"]), *static_grids(CLUSTER, ["ring", "usp"])]
+    done: list[str] = []
+    found = ap.forecast(batches, CLUSTER, SMALL, chosen, Training(vocab=1000), progress=done.append)
+    record = found.record()
+    assert done == [row["name"] for row in record["rows"]] == [str(held) for held in chosen]
+    for row in record["rows"]:
+        step = row["step_s"]
+        assert tuple(row["parts_s"]) == PARTS
+        assert sum(row["parts_s"].values()) == pytest.approx(step["value"])
+        assert sum(row["shares"].values()) == pytest.approx(1)
+        assert step["low"] <= step["value"] <= step["high"]
+        memory = row["memory_gib"]
+        named = ("weights", "gradients", "optimizer", "activations", "head", "attention")
+        assert sum(memory[name] for name in named) == pytest.approx(memory["total"])
+        assert row["tokens_per_s_per_gpu"] == pytest.approx(16384 / step["value"] / 8)
+        assert 0 < row["mfu"] < 1
+    static = [row for row in record["rows"] if row["parallelism"]["context"] and row["pairs_kept"] >= 0.98]
+    best = min(static, key=lambda row: row["step_s"]["value"])
+    assert record["baseline"] == best["name"]
+    assert best["gain"] == {"value": 1, "low": 1, "high": 1}
+    for row in record["rows"]:
+        assert row["gain"]["value"] == pytest.approx(best["step_s"]["value"] / row["step_s"]["value"])
+    json.dumps(record, allow_nan=False)
+
+
+def test_what_does_not_fit_is_told_and_is_no_baseline() -> None:
+    tight = replace(CLUSTER, memory_gib=0.05)
+    grids = static_grids(CLUSTER, ["ring"])
+    found = ap.forecast([BATCH], tight, SMALL, grids, Training(vocab=1000, sharding="ddp"))
+    assert {row["status"] for row in found.record()["rows"]} <= {"too large", "refused"}
+    assert found.baseline is None
+    assert found.best is None
+
+
+@pytest.mark.parametrize(
+    ("degrees", "said"),
+    [
+        ({"tensor": 3}, "must divide the 8 ranks"),
+        ({"tensor": 8}, "must divide the ranks of a node"),
+        ({"pipeline": 8}, "must divide the layers (4)"),
+        ({"tensor": 4, "pipeline": 2, "virtual": 3}, "must divide the layers"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused_by_name(degrees: dict[str, int], said: str) -> None:
+    row = one(form(**degrees)).rows[0]
+    assert row.reason is not None
+    assert said in row.reason
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallelism\.virtual = 2: is for several pipeline stages"):
+        Degrees(virtual=2)
+    with pytest.raises(ConfigError, match=r"parallelism\.packing"):
+        Parallelism(find_recipe("ring"), packing="order")
+    with pytest.raises(ConfigError, match=r"parallelism\.packing"):
+        Parallelism(find_recipe("ring"), context=4)
+    with pytest.raises(ConfigError, match="nothing to forecast"):
+        ap.forecast([], CLUSTER, SMALL)
+    with pytest.raises(ConfigError, match="none of the parallelisms"):
+        one(form(), baseline="usp")
+    with pytest.raises(ConfigError, match=r"training\.sharding"):
+        Training.from_data({"sharding": "zero9"})
+
+
+def test_the_search_tries_what_the_model_and_the_cluster_allow() -> None:
+    found = search_space(CLUSTER, SMALL, 4, ["fcp"], microbatches=2)
+    degrees = {(held.tensor, held.pipeline, held.virtual) for held in found}
+    assert (1, 1, 1) in degrees
+    assert (4, 2, 2) in degrees
+    assert (1, 4, 2) not in degrees  # four layers are no eight chunks
+    assert all(pipeline <= 4 for _, pipeline, _ in degrees)
+
+
+def test_the_python_of_the_documents_runs() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/forecast.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    held: dict[str, Any] = {}
+    exec(compile(code, "docs/forecast.md", "exec"), held)
+    assert held["row"]["memory_gib"]["fits"]
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+Call = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Call:
+    def call(*args: object) -> tuple[int, str]:
+        code = cli.main(["forecast", *map(str, args)])
+        return code, capsys.readouterr().out
+
+    return call
+
+
+SIZE = ("--ranks", 8, "--tokens-per-rank", 2048, "--batches", 1)
+
+
+def test_the_command_prints_a_table_bars_and_what_is_saved(run: Call) -> None:
+    code, said = run(*SIZE, "--recipes", "blend,ring", "--grids", "ring,usp")
+    assert code == 0
+    assert "steps per baseline's" in said
+    assert "where the time of a step goes" in said
+    assert "fastest that fits" in said
+    bars = [line for line in said.splitlines() if line.startswith("blend ") and "AL" in line]
+    assert len(bars) == 1
+
+
+def test_the_command_gives_one_json_object(run: Call, tmp_path: Path) -> None:
+    path = tmp_path / "training.yaml"
+    path.write_text("{sharding: zero1, recompute: none, vocab: 32000}", encoding="utf-8")
+    code, said = run(*SIZE, "--recipes", "blend", "--grids", "none", "--training", path, "--json")
+    record = json.loads(said)
+    assert code == 0
+    assert record["training"]["sharding"] == "zero1"
+    assert [row["name"] for row in record["rows"]] == ["blend"]
+    assert record["rows"][0]["gain"] is None
+
+
+def test_the_search_proposes_degrees(run: Call) -> None:
+    code, said = run(
+        *SIZE, "--recipes", "blend", "--grids", "none", "--search", "--microbatches", 2, "--json"
+    )
+    record = json.loads(said)
+    assert code == 0
+    assert record["best"] in {row["name"] for row in record["rows"] if row["status"] == "ok"}
+    assert any(row["parallelism"]["pipeline"] > 1 for row in record["rows"])
+    assert run(*SIZE, "--search", "--tensor", 2)[0] == 2
+    assert run(*SIZE, "--training", "{sharding: x}")[0] == 2
