@@ -257,6 +257,7 @@ def test_rows_add_up_and_gains_refer_to_the_best_grid_that_fits() -> None:
         assert row["tokens_per_s_per_gpu"] == pytest.approx(16384 / step["value"] / 8)
         assert 0 < row["mfu"] < 1
     static = [row for row in record["rows"] if row["parallelism"]["context"] and row["pairs_kept"] >= 0.98]
+    assert record["best"] in {row["name"] for row in record["rows"] if row["pairs_kept"] >= 0.98}
     best = min(static, key=lambda row: row["step_s"]["value"])
     assert record["baseline"] == best["name"]
     assert best["gain"] == {"value": 1, "low": 1, "high": 1}

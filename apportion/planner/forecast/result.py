@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,8 +21,8 @@ from apportion.planner.simulate.scenarios import SCENARIOS, Scenario
 #: what is varied for an interval, one at a time: what `SCENARIOS` has but for all at once, and kernels a tenth faster.
 #: Bandwidths and latencies of hardware files are those of data sheets: nothing is expected to be better
 INTERVAL = (*(one for one in SCENARIOS if one.name != "all"), Scenario("fast-kernels", compute=0.9))
-#: share of the pairs that a static grid must compute to be what others are held against: one that cuts long sequences
-#: trains something else
+#: share of the pairs that a static grid must compute to be proposed or what others are held against: one that cuts long
+#: sequences trains something else
 KEPT = 0.98
 HOURS_A_WEEK = 168
 
@@ -76,17 +77,19 @@ class Forecast:
 
     @cached_property
     def baseline(self) -> Row | None:
-        """None where nothing that fits could be one."""
-        served = [row for row in self.rows if self.fits(row)]
+        """None where there is no such row."""
         if self.named is not None:
             return next((row for row in self.rows if row.steps and str(row.parallelism) == self.named), None)
-        static = [row for row in served if row.parallelism.context is not None and row.kept >= KEPT]
-        return min(static, key=lambda row: row.seconds[0], default=None)
+        return _fastest(row for row in self._candidates if row.parallelism.context is not None)
 
     @cached_property
     def best(self) -> Row | None:
-        """The fastest row that fits."""
-        return min((row for row in self.rows if self.fits(row)), key=lambda row: row.seconds[0], default=None)
+        """The fastest row that fits and cuts next to nothing, None where there is none."""
+        return _fastest(self._candidates)
+
+    @property
+    def _candidates(self) -> list[Row]:
+        return [row for row in self.rows if self.fits(row) and row.kept >= KEPT]
 
     def gain(self, row: Row) -> dict[str, float] | None:
         """Steps of the row in the time of one of the baseline's: as figures say, and the least and most of scenarios,
@@ -134,3 +137,7 @@ class Forecast:
             "saved_gpu_hours_a_week": gain and ranks * HOURS_A_WEEK * (1 - 1 / gain["value"]),
             "scenarios_s": dict(zip((one.name for one in self.scenarios), seconds, strict=True)),
         }
+
+
+def _fastest(rows: Iterable[Row]) -> Row | None:
+    return min(rows, key=lambda row: row.seconds[0], default=None)
