@@ -99,6 +99,29 @@ def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabu
     assert found["data_parallel"] == pytest.approx(expected / 1e6)
 
 
+def test_sharded_weights_are_gathered_twice_and_their_gradients_scattered_for_each_microbatch() -> None:
+    found = parts_of(form(), Training(vocab=1000, sharding="fsdp", recompute="none"))
+    layers, tokens = Layers(H100, SMALL, Training(vocab=1000)), parts_tokens(1)
+    behind = layers.linear_us(tokens) + layers.rows_us(tokens)
+    gathered, scattered = (gather_us(layers.parameters * size, CLUSTER) for size in (2, 4))
+    vocabulary = sum(gather_us(1000 * 512 * size, CLUSTER) for size in (2, 4))
+    forward = gathered + 3 * max(0, gathered - behind)
+    backward = gathered + scattered + 3 * max(0, gathered + scattered - 2 * behind)
+    assert found["data_parallel"] == pytest.approx((forward + backward + vocabulary) / 1e6)
+
+
+def test_slow_ranks_take_longer_for_their_tokens() -> None:
+    speeds = (1.0,) * 7 + (0.5,)
+    cluster = replace(CLUSTER, speeds=speeds)
+    found = ap.forecast([BATCH], cluster, SMALL, [form("ring")], Training(vocab=1000)).rows[0]
+    rows = ap.plan(BATCH, cluster, SMALL, recipe="ring").layouts["attention"].rows_per_rank
+    slowest = float((rows / np.array(speeds)).max())
+    assert slowest > 1.5 * rows.max() / 1
+    layers = Layers(H100, SMALL, Training(vocab=1000))
+    assert found.parts()["linear"] == pytest.approx(3 * 4 * layers.linear_us(slowest) / 1e6)
+    assert found.parts()["head"] == pytest.approx(3 * layers.head_us(slowest) / 1e6)
+
+
 def test_collectives_are_bytes_over_the_slower_way() -> None:
     two = Cluster(2, 8)
     assert gather_us(8e9, Cluster(1, 8)) == pytest.approx(8e9 * 7 / 8 / 450e3 + 3 * 5)

@@ -27,15 +27,17 @@ from apportion.planner.simulate import simulate
 class Planned:
     """The plan of one microbatch in one group.
 
-    pairs: that its masks allow, over all layers; tokens: of the fullest rank; even: in the layout of even tokens, where
-    there is one; bytes: home and work rows of a call on the rank that needs most; projects: whether its programs make
-    Q, K and V; moves_us: of moves between the layouts, a layer, both phases.
+    pairs: that its masks allow, over all layers; tokens: of the fullest rank; busy: tokens over speed of the rank that
+    takes longest, and even: the same in the layout of even tokens, where there is one; bytes: home and work rows of a
+    call on the rank that needs most; projects: whether its programs make Q, K and V; moves_us: of moves between the
+    layouts, a layer, both phases.
     """
 
     plan: Plan
     pairs: int
     tokens: int
-    even: int
+    busy: float
+    even: float
     bytes: int
     projects: bool
     moves_us: float
@@ -85,17 +87,18 @@ def _microbatches(
 def _planned(made: Plan) -> Planned:
     batch, model = made.request.batch, made.request.model
     projects = any((program["instructions"]["op"] == Op.PROJECT).any() for program in made.programs.values())
-    tokens = int(made.layouts[made.header.home_layout].rows_per_rank.max())
-    remap = made.report.get("remap") or {}
-    used = LINEAR in made.layouts
+    home, used = made.layouts[made.header.home_layout].rows_per_rank, LINEAR in made.layouts
+    speeds = np.asarray(made.request.cluster.speeds or np.ones(len(home)))
+    even = made.layouts[LINEAR].rows_per_rank if used else home
     return Planned(
         made,
         sum(model.layers_of(kind) * batch.area(kind) for kind in batch.kinds),
-        tokens,
-        int(made.layouts[LINEAR].rows_per_rank.max()) if used else tokens,
+        int(home.max()),
+        float((home / speeds).max()),
+        float((even / speeds).max()),
         attention_bytes(made),
         projects,
-        float(remap["moves_us"]) if used else 0.0,
+        float(made.report["remap"]["moves_us"]) if used else 0.0,
     )
 
 

@@ -1,4 +1,5 @@
 """What layers take besides attention, by closed forms: microseconds, FLOPs and parameters of one tensor-parallel rank.
+Tokens are those of a rank over its speed.
 
 Forward; backward is two products of the same size for each of the forward, and its row work is counted twice. Rows that
 norms and residual sums go over are split among tensor-parallel ranks (sequence parallelism: Korthikanti et al., 2022).
@@ -60,19 +61,19 @@ class Layers:
         """Of the head, or the embedding, on one rank."""
         return -(-self.training.vocab // self.tensor) * self.model.hidden
 
-    def linear_us(self, tokens: int, projects: bool = False) -> float:
+    def linear_us(self, tokens: float, projects: bool = False) -> float:
         """One layer. projects: without the projections of Q, K and V."""
-        share = 1 - projects * self.projection_parameters / self.linear_parameters
-        return float(self._cost.linear_us(tokens)) * share
+        share = 1.0 - projects * self.projection_parameters / self.linear_parameters
+        return float(self._cost.linear_us(1)) * tokens * share
 
-    def rows_us(self, tokens: int) -> float:
+    def rows_us(self, tokens: float) -> float:
         """One layer: norms, residual sums, rotary embeddings and the gate, bound by memory."""
         m = self.model
         hidden = NORMS * m.hidden / self.tensor
         heads = 2 * (m.q_heads + m.kv_heads) * m.head_dim
         return float(self._cost.moved_us(1)) * tokens * m.element_bytes * (hidden + heads + GATED * m.ffn)
 
-    def head_us(self, tokens: int) -> float:
+    def head_us(self, tokens: float) -> float:
         """The products of the head, and what its loss reads and writes."""
         m, logits = self.model, tokens * self.vocabulary_parameters / self.model.hidden
         products = 2 * logits * m.hidden / (self.hardware.linear_tflops.value * 1e6)
@@ -88,7 +89,7 @@ class Layers:
         """Of a parameter."""
         return self.model.element_bytes if self.training.gradients == "model" else 4
 
-    def tensor_us(self, tokens: int, cluster: Cluster) -> float:
+    def tensor_us(self, tokens: float, cluster: Cluster) -> float:
         """One layer, forward or backward: two all-gathers and two reduce-scatters of its input rows, which nothing
         hides."""
         if self.tensor == 1:

@@ -135,7 +135,7 @@ class _Work:
             recompute, linear + rows + tensor + attention
         )
         moved = planned.moves_us * count / 2
-        ahead, behind = _exposed(setting, planned)
+        ahead, behind = _exposed(setting, planned, stage)
         forward = {"attention": attention, "linear": linear, "rows": rows, "remap": moved, "head": head}
         forward |= {"tensor_parallel": tensor, "data_parallel": ahead, "recomputation": 0.0}
         backward = {
@@ -154,8 +154,8 @@ class _Work:
 
 def _products_us(layers: Layers, planned: Planned) -> float:
     """Of one layer, forward; where tokens are moved part of it runs on even ones."""
-    linear = layers.linear_us(planned.tokens, planned.projects)
-    if planned.even == planned.tokens:
+    linear = layers.linear_us(planned.busy, planned.projects)
+    if planned.even == planned.busy:
         return linear
     share = even_share(layers.model, layers.linear_parameters)
     return (1 - share) * linear + share * layers.linear_us(planned.even, planned.projects)
@@ -167,19 +167,20 @@ def _behind_us(setting: Setting, planned: Planned) -> float:
     return _products_us(layers, planned) + layers.rows_us(planned.even)
 
 
-def _exposed(setting: Setting, planned: Planned) -> tuple[float, float]:
+def _exposed(setting: Setting, planned: Planned, stage: int) -> tuple[float, float]:
     """Microseconds in which a microbatch waits for weights, forward, and for weights and gradients, backward: where
-    weights are sharded they are gathered for every pass over a layer."""
+    weights are sharded they are gathered for every pass over a layer. Nothing hides those of the embedding, which is
+    used first, and whose gradient comes last."""
     if not setting.training.shards("weights"):
         return 0.0, 0.0
-    layers, stage = setting.layers, setting.parallelism.stage(setting.cluster)
+    layers, ranks = setting.layers, setting.parallelism.stage(setting.cluster)
     count, behind = setting.stage_layers(planned), _behind_us(setting, planned)
-    gathered = gather_us(layers.parameters * layers.model.element_bytes, stage)
-    scattered = gather_us(layers.parameters * layers.gradient_bytes, stage)
-    vocabulary = gather_us(layers.vocabulary_parameters * layers.model.element_bytes, stage)
-    forward = exposed_us(gathered, behind, count) + vocabulary  # of the embedding, before there is any work
+    sizes = layers.model.element_bytes, layers.gradient_bytes
+    gathered, scattered = (gather_us(layers.parameters * size, ranks) for size in sizes)
+    first, last = (gather_us(layers.vocabulary_parameters * size, ranks) * (stage == 0) for size in sizes)
     again = behind * (setting.training.recompute != "none")
-    return forward, exposed_us(gathered + scattered, BACKWARD * behind + again, count)
+    forward = exposed_us(gathered, behind, count) + first
+    return forward, exposed_us(gathered + scattered, BACKWARD * behind + again, count) + last
 
 
 def _least_behind(setting: Setting, planned: list[list[Planned]]) -> float:
@@ -215,7 +216,7 @@ def _hop_us(setting: Setting, held: Sequence[Planned]) -> float:
     form, cluster, model = setting.parallelism, setting.cluster, setting.model
     if form.pipeline == 1:
         return 0.0
-    moved = max(one.even for one in held) * model.hidden * model.element_bytes / form.tensor
+    moved = max(one.tokens for one in held) * model.hidden * model.element_bytes / form.tensor
     stage = form.stage(cluster)
     inside = stage.ranks * form.tensor * form.pipeline <= cluster.ranks_per_node
     if inside:
@@ -229,7 +230,7 @@ def _memory(setting: Setting, planned: list[list[Planned]]) -> Memory:
     stage = form.stage(setting.cluster)
     held = in_flight(form.pipeline, form.steps(), form.virtual), 1.0
     found = [
-        memory(setting.layers, setting.stage_layers(most), stage.ranks, most.even, flight, most.bytes, ends)
+        memory(setting.layers, setting.stage_layers(most), stage.ranks, most.tokens, flight, most.bytes, ends)
         for flight, ends in zip(held, vocabularies(setting.training, form.pipeline), strict=True)
     ]
     if form.pipeline > 1:  # the first stage has no head
