@@ -117,6 +117,8 @@ def test_slow_ranks_take_longer_for_their_tokens() -> None:
     rows = ap.plan(BATCH, cluster, SMALL, recipe="ring").layouts["attention"].rows_per_rank
     slowest = float((rows / np.array(speeds)).max())
     assert slowest > 1.5 * rows.max() / 1
+    refused = ap.forecast([BATCH], cluster, SMALL, static_grids(cluster, ["ring"])).record()["rows"]
+    assert all("a static grid knows no speeds" in row["reason"] for row in refused)
     layers = Layers(H100, SMALL, Training(vocab=1000))
     assert found.parts()["linear"] == pytest.approx(3 * 4 * layers.linear_us(slowest) / 1e6)
     assert found.parts()["head"] == pytest.approx(3 * layers.head_us(slowest) / 1e6)

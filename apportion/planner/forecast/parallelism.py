@@ -161,13 +161,12 @@ class Parallelism:
         self.rank_model(model)
         self.stage_layers(layers)
 
-    def to_data(self, cluster: Cluster) -> dict[str, Any]:
-        """Plain data, with the degrees that follow."""
+    def to_data(self) -> dict[str, Any]:
+        """Plain data; microbatches as each stage sees them."""
         return {
             "recipe": self.recipe.name,
             "context": self.context,
             "packing": self.packing,
-            "data": None if self.context is None else self.groups(cluster),
             **asdict(self.degrees),
             "microbatches": self.steps(),
         }

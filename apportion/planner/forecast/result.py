@@ -29,10 +29,12 @@ HOURS_A_WEEK = 168
 
 @dataclass(frozen=True)
 class Row:
-    """One parallelism over all batches. steps: by scenario, then batch; reason: why it is refused, then without."""
+    """One parallelism over all batches. steps: by scenario, then batch; groups: of a
+    static grid, its data-parallel degree; reason: why it is refused, then without."""
 
     parallelism: Parallelism
     steps: tuple[tuple[Step, ...], ...] = ()
+    groups: int | None = None
     reason: str | None = None
 
     @property
@@ -113,7 +115,7 @@ class Forecast:
         }
 
     def _record(self, row: Row) -> dict[str, Any]:
-        held = {"name": str(row.parallelism), "parallelism": row.parallelism.to_data(self.cluster)}
+        held = {"name": str(row.parallelism), "parallelism": row.parallelism.to_data() | {"data": row.groups}}
         if not row.steps:
             return {**held, "status": "refused", "reason": row.reason}
         seconds, parts = row.seconds, row.parts()

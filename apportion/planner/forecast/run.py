@@ -69,7 +69,7 @@ def _row(setting: Setting, batches: Sequence[Batch], seed: int) -> Row:
         steps = tuple(tuple(_steps(setting, scenario, planned, batches)) for scenario in INTERVAL)
     except ApportionError as error:
         return Row(form, reason=str(error))
-    return Row(form, steps)
+    return Row(form, steps, None if form.context is None else form.groups(setting.cluster))
 
 
 def _steps(
