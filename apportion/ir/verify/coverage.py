@@ -39,15 +39,17 @@ _FREE_PIECES, _PIECES_PER_TASK = 2**22, 64
 class Tasks:
     """The pieces of attention of a program, in global tokens.
 
-    bands: int64 [6, pieces], clipped; task: int64 [pieces], the row of the task list of each; heads: int64 [pieces],
+    bands: integers [6, pieces], clipped; task: int64 [pieces], the row of the task list of each; heads: int64 [pieces],
     the head set of its queries. complete: whether the tokens of all tasks are known (a fault of the dataflow hides
-    some).
+    some). times: int64 [lists, heads] where pieces are of lists instead of tasks, as many as heads have (`lists.py`),
+    how often; then `heads` names the list, and no task is named.
     """
 
     bands: Ints
     task: Ints
     heads: Ints
     complete: bool
+    times: Ints | None = None
 
 
 def tasks_of(program: Program, flow: Flow, homes: Homes) -> Tasks:
@@ -71,13 +73,19 @@ def cut(program: Program, places: Ints, homes: Homes, complete: bool = True) -> 
     most, room = _FREE_PIECES + _PIECES_PER_TASK * len(table), 2 * len(places)
     found = np.empty((8, room), np.int64)
     count = _cut(places, diagonals, *axis, found, most)
-    if count > most:
-        raise CapacityError(f"the tasks fall into more than {most} runs of tokens: too many to verify")
+    check_pieces(count, len(table))
     if count > room:
         found = np.empty((8, count), np.int64)
         _cut(places, diagonals, *axis, found, most)
     found = np.ascontiguousarray(found[:, :count])
     return Tasks(found[:6], found[6], found[7], complete)
+
+
+def check_pieces(count: int, tasks: int) -> None:
+    """Raises CapacityError where so many tasks have too many pieces."""
+    most = _FREE_PIECES + _PIECES_PER_TASK * tasks
+    if count > most:
+        raise CapacityError(f"the tasks fall into more than {most} runs of tokens: too many to verify")
 
 
 def check(subject: Subject) -> Iterator[Violation]:
@@ -211,6 +219,12 @@ def _overlaps(bands: Ints) -> Ints:
     return found[:count]
 
 
+def is_exact(bands: Ints, mask: Ints, area: int) -> bool:
+    """Whether bands, int64 [6, pieces], cover a mask, int64 [6, bands] of that area, exactly. Raises CapacityError."""
+    areas, inside = _areas(bands, mask)
+    return bool(np.array_equal(areas, inside)) and int(areas.sum()) == area and not len(_overlaps(bands))
+
+
 def _missing(
     subject: Subject, program: Program, bands: Ints, inside: Ints, mask: Ints, heads: str
 ) -> Iterator[Violation]:
@@ -270,12 +284,12 @@ def _cut(places: Ints, diagonals: Ints, starts: Ints, tokens: Ints, bands: Ints,
         i, row, rows, q = places[part, 0], places[part, 1], places[part, 2], places[part, 3]
         key_row, keys, k = places[part, 4], places[part, 5], places[part, 6]
         dmin, dmax = diagonals[0, i] + q - k + key_row - row, diagonals[1, i] + q - k + key_row - row
-        run = _run_of(starts, q, run)
+        run = run_of(starts, q, run)
         while starts[run] < q + rows:
             q0, q1 = max(starts[run], q), min(starts[run + 1], q + rows)
             # keys that these queries see, by address
             k0, k1 = max(k, q0 - dmax), min(k + keys, q1 - dmin)
-            other = _run_of(starts, k0, other) if k0 < k1 else other
+            other = run_of(starts, k0, other) if k0 < k1 else other
             while k0 < k1 and starts[other] < k1:
                 count += 1
                 if count <= bands.shape[1]:
@@ -295,7 +309,7 @@ def _cut(places: Ints, diagonals: Ints, starts: Ints, tokens: Ints, bands: Ints,
 
 
 @lean
-def _run_of(starts: Ints, address: int, near: int) -> int:
+def run_of(starts: Ints, address: int, near: int) -> int:
     """The run that an address is in, sought from `near` on in growing steps: mostly it is the same or the next."""
     low, high, step = min(near, len(starts) - 2), min(near, len(starts) - 2) + 1, 1
     while starts[low] > address:
