@@ -31,7 +31,7 @@ from apportion.ir.jit import inlined, lean, unlocked
 from apportion.ir.plan import Ints, Table
 from apportion.ir.threads import spread
 from apportion.ir.verify.homes import Homes
-from apportion.ir.verify.lists import DONE, SEEN, Lists, list_bands
+from apportion.ir.verify.lists import Lists, list_band
 from apportion.ir.verify.view import HOME, WORK, Bools, HeadSets, Program
 
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
@@ -1000,6 +1000,7 @@ def _post(
     next_send: Ints,
     slots: Ints,
     tiles: Ints,
+    tile_ptr: Ints,
     instructions: Ints,
     instruction_ptr: Ints,
     transfers: Ints,
@@ -1007,8 +1008,8 @@ def _post(
 ) -> bool:
     """Writes down every send where its receiver looks: of each receiver, by sender, in their order. ways: int64
     [3, rounds], channel and mode of each round, -1 at first, and how many ranks launch it; tiles: int32 [columns,
-    transfers], the operand of each. False where ranks differ in a round, one sends to itself, or there are more or
-    fewer sends than receives."""
+    operands], by rank as `tile_ptr` says, or [columns, transfers], the operand of each, and no `tile_ptr`. False where
+    ranks differ in a round, one sends to itself, or there are more or fewer sends than receives."""
     ranks = len(transfer_ptr) - 1
     for rank in range(ranks):
         for t in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
@@ -1041,13 +1042,14 @@ def _post(
                     send = next_send[peer]
                     next_send[peer] = send + 1
                     slots[t] = send
-                    tensor, side = tiles[0, t], (_KV_BITS >> tiles[0, t]) & 1
-                    heads = sets[1, side, tiles[5, t]]
+                    at = tile_ptr[rank] + transfers[2, t] if len(tile_ptr) else t
+                    tensor, side = tiles[0, at], (_KV_BITS >> tiles[0, at]) & 1
+                    heads = sets[1, side, tiles[5, at]]
                     sends[send, SENDER], sends[send, ROUND] = rank, number
-                    at_home = tiles[1, t] == HOME
-                    tile = (int(tiles[3, t]) * PLACES + tensor) * sets.shape[2] + heads
+                    at_home = tiles[1, at] == HOME
+                    tile = (int(tiles[3, at]) * PLACES + tensor) * sets.shape[2] + heads
                     sends[send, TILE] = 2 * tile + (1 if at_home else 0)
-                    sends[send, TOKEN] = home_first[rank] + tiles[2, t] if at_home else _UNSENT
+                    sends[send, TOKEN] = home_first[rank] + tiles[2, at] if at_home else _UNSENT
                 t += 1
     for number in range(ways.shape[1]):
         if ways[0, number] >= 0 and ways[1, number] & ALL_TO_ALL and ways[2, number] != ranks:
@@ -1159,17 +1161,15 @@ def _list_all(
     told: Ints,
     runs: Ints,
     tasks: Ints,
-    starts: Ints,
-    tokens: Ints,
     pieces: Ints,
     lists: Ints,
     follows: Ints,
     marks: Ints,
 ) -> int:
-    """Lists what tasks attend to: so many places are noted. told: int64 [3], where to go on: the line, and of the
-    queries of its task the head set and their runs in `runs`. 1; 0 where rows were sent as zeros or are of too many
-    runs; -1 where there is no room for more."""
-    end, heads, queries = told[0], told[1], told[2]
+    """Lists what tasks attend to: so many places are noted. told: int64 [4], where to go on: the line, of the queries
+    of its task the head set and their runs in `runs`, and how many bands of it were listed. 1; 0 where rows were sent
+    as zeros or are of too many runs; -1 where there is no room for more."""
+    end, heads, queries, listed = told[0], told[1], told[2], told[3]
     keys = runs[_RUNS:]
     while end < number:
         line, task = end, places[end, 0]
@@ -1183,30 +1183,24 @@ def _list_all(
         several = _known(sends, parcels, places, line, end, keys)
         if several < 0:
             return 0
-        dmin, dmax = tasks[len(tasks) - 3, task], tasks[len(tasks) - 2, task]
-        marks[SEEN] = 0
+        seen = 0
         for a in range(queries):
+            q, away = runs[a, RUN_TOKEN], runs[a, RUN_TOKEN] - runs[a, RUN_ROW]
+            q_end = q + runs[a, RUN_ROWS]
             for b in range(several):
-                if not list_bands(
-                    runs[a, RUN_ROW],
-                    runs[a, RUN_ROWS],
-                    runs[a, RUN_TOKEN],
-                    keys[b, RUN_ROW],
-                    keys[b, RUN_ROWS],
-                    keys[b, RUN_TOKEN],
-                    dmin,
-                    dmax,
-                    heads,
-                    starts,
-                    tokens,
-                    pieces,
-                    lists,
-                    follows,
-                    marks,
+                k = keys[b, RUN_TOKEN]
+                k_end, move = k + keys[b, RUN_ROWS], away - (k - keys[b, RUN_ROW])
+                low = max(tasks[len(tasks) - 3, task] + move, q - k_end + 1)
+                high = min(tasks[len(tasks) - 2, task] + move, q_end - 1 - k)
+                if max(k, q - high) >= min(k_end, q_end - low):
+                    continue  # these queries see none of these keys
+                seen += 1
+                if seen > listed and not list_band(
+                    q, q_end, k, k_end, low, high, heads, pieces, lists, follows, marks
                 ):
-                    told[0], told[1], told[2] = line, heads, queries
+                    told[0], told[1], told[2], told[3] = line, heads, queries, seen - 1
                     return -1
-        marks[DONE] = 0
+        listed = 0
     return 1
 
 
@@ -1390,7 +1384,9 @@ def _matrix(name: str, table: Table, out: Ints | None = None) -> Ints | None:
     found = flat.reshape(len(names), rows)
     for i, column in enumerate(names):
         values = table[column]
-        if values.max(initial=0) > _LIMIT or (column in _DIAGONALS and values.min(initial=0) < -_LIMIT):
+        if values.itemsize > 2 and (
+            values.max(initial=0) > _LIMIT or (column in _DIAGONALS and values.min(initial=0) < -_LIMIT)
+        ):
             return None
         found[i] = values
     return _fixed(found)
@@ -1460,6 +1456,7 @@ class _Posted:
     sends_ptr: Ints
     slots: Ints
     parcels: Ints
+    operands: Ints | None  # as a matrix, where it is not too long
 
     def parcels_before(self, rank: int) -> int:
         """Lines of `parcels` that the ranks before one may fill."""
@@ -1485,26 +1482,39 @@ def _posted(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]
     if instructions is None or transfers is None:
         return None
     ptrs = tuple(_fixed(np.asarray(table.ptr, np.int64)) for table in tables)
-    ranks, operand = program.ranks, transfers[2] + np.repeat(ptrs[0][:-1], np.diff(ptrs[2]))
+    ranks = program.ranks
     rounds = int(instructions[1].max(initial=0)) + 1
     of_another_phase = len(program.source["tasks"]) + len(program.source["grads"]) > len(tables[3])
     if of_another_phase or rounds > 8 * instructions.shape[1] + 1024:
         return None
-    tiles = np.empty((len(TABLES["operands"]), len(operand)), np.int32)
-    for i, column in enumerate(TABLES["operands"]):
-        tiles[i] = tables[0][column][operand]
+    whole = len(tables[0]) + len(tables[3]) + len(tables[4]) <= _LONGEST
+    tiles = _matrix("operands", tables[0] if whole else _rows_of(tables[0], _operands_of(transfers, ptrs)))
+    if tiles is None:
+        return None
+    tile_ptr = ptrs[0] if whole else _fixed(np.zeros(0, np.int64))
     ways = np.full((3, rounds), -1, np.int64)
     ways[2] = 0
     sends, sends_ptr = np.empty((transfers.shape[1] // 2 + 1, 4), np.int64), np.zeros(ranks + 1, np.int64)
     next_send, slots = np.zeros(ranks, np.int64), np.zeros(transfers.shape[1], np.int64)
     both = _paired((instructions, transfers), ptrs[1:3])
     if 2 * int(np.count_nonzero(transfers[0])) != transfers.shape[1] or not _post(
-        sets.table, _fixed(homes.first), ways, sends, sends_ptr, next_send, slots, _fixed(tiles), *both
+        sets.table, _fixed(homes.first), ways, sends, sends_ptr, next_send, slots, tiles, tile_ptr, *both
     ):
         return None
     parcels = np.empty((2, _parcels_before(ptrs, ranks)), np.int64)
     found = program, homes, sets, _bits_of(given), instructions, transfers, ptrs, rounds
-    return _Posted(*found, sends, sends_ptr, slots, parcels)
+    return _Posted(*found, sends, sends_ptr, slots, parcels, tiles if whole else None)
+
+
+def _operands_of(transfers: Ints, ptrs: Sequence[Ints]) -> Ints:
+    """int64 [transfers]: the row of the operand of each."""
+    found: Ints = transfers[2] + np.repeat(ptrs[0][:-1], np.diff(ptrs[2]))
+    return found
+
+
+def _rows_of(table: Table, rows: Ints) -> Table:
+    """Some rows of a table, as if one rank had them."""
+    return Table(np.array([0, len(rows)]), {name: column[rows] for name, column in table.columns.items()})
 
 
 def _paired(tables: Sequence[Ints], ptrs: Sequence[Ints]) -> Iterator[Ints]:
@@ -1537,7 +1547,10 @@ class _Scratch:
         posted, first, end = self.posted, ranks.start, ranks.stop
         program, tables, ptrs = posted.program, [], list(posted.ptrs)
         for i, name in enumerate(_lists_of(program)):
-            if i in self.tables:
+            table: Ints | None
+            if i == 0 and posted.operands is not None and (first, end) == (0, program.ranks):
+                table = posted.operands
+            elif i in self.tables:
                 table = _matrix(name, program.source[name].ranks_between(first, end), self.tables[i])
                 if table is None:
                     return False
@@ -1583,22 +1596,21 @@ class _Scratch:
                 return True
             self.places = np.empty((self.noted, 4), np.int64)
 
-    def settle(self, lists: Lists) -> int:
+    def settle(self, lists: Lists, whole: bool) -> int:
         """Settles the range that was walked, and lists what its tasks attend to: 1; 0 where something is wrong or not
-        sure; _UNSENT, and nothing is listed, where it hangs on ranks that were not walked. Raises CapacityError."""
+        sure; _UNSENT, and nothing is listed, where it hangs on ranks that were not walked. whole: all ranks were."""
         posted = self.posted
         ways = posted.sends, posted.parcels
         right = int(_settle(*ways, self.conditions, self.taken))
-        if right == 1 and not _are_known(*ways, self.places, self.noted):
+        if right == 1 and not whole and not _are_known(*ways, self.places, self.noted):
             right = _UNSENT
         if right != 1:
             return right
-        told = np.zeros(3, np.int64)
+        told = np.zeros(4, np.int64)
         found = -1
         while found < 0:
             columns = lists.columns
             found = int(_list_all(*ways, self.places, self.noted, told, self.runs, self.tasks, *columns))
-            lists.check(len(posted.program.source[posted.program.task_list]))
             if found < 0:
                 lists.grow()
         return found
@@ -1639,14 +1651,14 @@ def judge(
     lists.begin()
     hanging: list[range] = []
     for batch in _batches(ranges, threads):
-        states = _settled(memory, batch, batch[0].start, lists)
+        states = _settled(memory, batch, lists, batch[-1].stop == program.ranks)
         if 0 in states:
             return False
         hanging += [ranks for ranks, state in zip(batch, states, strict=True) if state == _UNSENT]
     for batch in _batches(hanging, threads):
-        if any(state != 1 for state in _settled(memory, batch, batch[0].start, lists)):
+        if any(state != 1 for state in _settled(memory, batch, lists, True)):
             return False
-    lists.end()
+    lists.end(len(program.source[program.task_list]))
     return True
 
 
@@ -1654,15 +1666,16 @@ def _batches(ranges: Sequence[range], threads: int) -> list[Sequence[range]]:
     return [ranges[first : first + threads] for first in range(0, len(ranges), threads)]
 
 
-def _settled(memory: Sequence[_Scratch], batch: Sequence[range], walked: int, lists: Lists) -> list[int]:
-    """Walks ranges at once, and settles them one after another: what `settle` says of each, up to what is wrong."""
+def _settled(memory: Sequence[_Scratch], batch: Sequence[range], lists: Lists, whole: bool) -> list[int]:
+    """Walks ranges at once, and settles them one after another: what `settle` says of each, up to what is wrong. whole:
+    with these, all ranks were walked."""
     pairs = list(zip(memory, batch, strict=False))
-    right = spread(lambda pair: pair[0].walk(pair[1], walked), pairs, len(memory))
+    right = spread(lambda pair: pair[0].walk(pair[1], batch[0].start), pairs, len(memory))
     if not all(right):
         return [0]
     states: list[int] = []
     for one, _ in pairs:
-        states.append(one.settle(lists))
+        states.append(one.settle(lists, whole))
         if states[-1] == 0:
             return [0]
     return states
