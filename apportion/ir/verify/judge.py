@@ -1384,11 +1384,13 @@ def _matrix(name: str, table: Table, out: Ints | None = None) -> Ints | None:
     found = flat.reshape(len(names), rows)
     for i, column in enumerate(names):
         values = table[column]
-        if values.itemsize > 2 and (
-            values.max(initial=0) > _LIMIT or (column in _DIAGONALS and values.min(initial=0) < -_LIMIT)
-        ):
+        wide = rows > 0 and not np.can_cast(values.dtype, np.int32)
+        if wide and max(-int(values.min()), int(values.max())) > _LIMIT:
             return None
         found[i] = values
+    signed = [names.index(column) for column in _DIAGONALS if column in names]
+    if rows and (found.max() > _LIMIT or any(found[i].min() < -_LIMIT for i in signed)):
+        return None
     return _fixed(found)
 
 
@@ -1528,7 +1530,7 @@ class _Scratch:
 
     def __init__(self, posted: _Posted, ranges: Sequence[range]) -> None:
         self.posted = posted
-        most = np.max([posted.rows(ranks) for ranks in ranges], axis=0).tolist()
+        most = [max(rows) for rows in zip(*map(posted.rows, ranges), strict=True)]
         names, (_, _, transfers, tasks, rowops) = _lists_of(posted.program), most
         sizes = [len(TABLES[name]) * rows for name, rows in zip(names, most, strict=True)]
         self.tables = {i: np.empty(sizes[i], np.int32) for i in (0, 3, 4)}
@@ -1622,8 +1624,10 @@ def _bits_of(tensors: Iterable[Tensor]) -> int:
 
 def _ranges(posted: _Posted, threads: int) -> list[range]:
     """The ranks in ranges of much the same number of rows, as many as threads and no longer than `_LONGEST`."""
-    rows: Ints = np.sum([posted.ptrs[i] for i in (0, 3, 4)], axis=0)
+    rows = posted.ptrs[0] + posted.ptrs[3] + posted.ptrs[4]
     count = threads * (1 + int(rows[-1]) // (threads * _LONGEST))
+    if count == 1:
+        return [range(len(rows) - 1)]
     cuts = np.searchsorted(rows, np.arange(1, count) * int(rows[-1]) // count).tolist()
     ends = [0, *cuts, len(rows) - 1]
     return [range(first, end) for first, end in pairwise(ends) if first < end]
@@ -1648,7 +1652,8 @@ def judge(
         return False
     ranges = _ranges(posted, threads)
     memory = [_Scratch(posted, ranges) for _ in ranges[:threads]]
-    lists.begin()
+    tasks = len(program.source[program.task_list])
+    lists.begin(tasks)
     hanging: list[range] = []
     for batch in _batches(ranges, threads):
         states = _settled(memory, batch, lists, batch[-1].stop == program.ranks)
@@ -1658,7 +1663,7 @@ def judge(
     for batch in _batches(hanging, threads):
         if any(state != 1 for state in _settled(memory, batch, lists, True)):
             return False
-    lists.end(len(program.source[program.task_list]))
+    lists.end(tasks)
     return True
 
 

@@ -35,7 +35,7 @@ LIST, AT, MET, OWNS = range(4)
 PIECES, LISTS = range(2)
 
 MOST_TOKENS = 2**30 - 1  # bands are kept as int32, and sums of two fit
-_ROOM = 2**14
+_ROOM, _MOST_ROOM = 2**14, 2**21  # of pieces, at first
 
 
 @dataclass(eq=False)
@@ -68,8 +68,10 @@ class Lists:
         """int64 [sets]: the list of each set, -1 for none."""
         return self._follows[:, LIST].copy()
 
-    def begin(self) -> None:
-        """A program begins: each set is expected to have what it had in the one before."""
+    def begin(self, tasks: int) -> None:
+        """A program of so many tasks begins: each set is expected to have what it had in the one before."""
+        if not self._marks[PIECES] and tasks > len(self._pieces):
+            self._pieces = np.empty((min(tasks, _MOST_ROOM), 8), np.int32)
         follows = self._follows
         follows[:, AT], follows[:, MET], follows[:, OWNS] = -1, 0, 0
         if self._marks[LISTS] + len(follows) > len(self._lists):

@@ -129,17 +129,15 @@ class Subject:
             lists = every.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
             before = lists.following
             try:
-                sure = (
-                    judge.judge(program, self.homes, sets, self.taken(program), lists, self.threads)
-                    and lists.are_exact()
-                )
+                if not judge.judge(program, self.homes, sets, self.taken(program), lists, self.threads):
+                    return False
+                tasks = self._cache.get(("tasks", kind, "forward"))
+                if tasks is None or not np.array_equal(before, lists.following):
+                    if not lists.are_exact():
+                        return False
+                    tasks = lists.tasks()
             except CapacityError:
                 return False
-            if not sure:
-                return False
-            tasks = self._cache.get(("tasks", kind, "forward"))
-            if tasks is None or not np.array_equal(before, lists.following):
-                tasks = lists.tasks()
             self._cache["coverage", kind, phase] = ()
             self._cache["tasks", kind, phase] = tasks
         return True
