@@ -33,6 +33,7 @@ _MOST = 16
 _FREE_STEPS = 2**26  # comparisons of two bands: a tenth of a second
 _STEPS_PER_BAND = 512
 _FREE_PIECES, _PIECES_PER_TASK = 2**22, 64
+_MANY = 2**19  # bands
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,8 @@ def cut_bands(bands: Ints, homes: Homes, tasks: int) -> Ints:
     """Bands of addresses, integers [bands, 8], cut into runs of tokens: int64 [8, pieces]; behind each two numbers that
     its pieces keep. Raises CapacityError where they are too many for so many tasks."""
     most, room = _FREE_PIECES + _PIECES_PER_TASK * tasks, 2 * len(bands)
+    if len(bands) > _MANY:  # counted first, so that no room is left over, nor a copy without it made
+        room = min(_cut(bands, homes.starts, homes.tokens, np.empty((8, 0), np.int64), most), most)
     found = np.empty((8, room), np.int64)
     count = _cut(bands, homes.starts, homes.tokens, found, most)
     if count > most:

@@ -1641,8 +1641,8 @@ def judge(
     lists: Lists,
     threads: int = 1,
 ) -> bool:
-    """Whether all is right with a program: then what its tasks attend to is in `lists`. False where that is not sure.
-    Raises CapacityError for tasks of too many runs.
+    """Whether all is right with a program: then what its tasks attend to is in `lists`, where it has begun and is to
+    end. False where that is not sure.
 
     homes: of the home rows. given: tensors whose home rows hold values at the start. threads: how many walk ranges of
     ranks at a time.
@@ -1652,8 +1652,6 @@ def judge(
         return False
     ranges = _ranges(posted, threads)
     memory = [_Scratch(posted, ranges) for _ in ranges[:threads]]
-    tasks = len(program.source[program.task_list])
-    lists.begin(tasks)
     hanging: list[range] = []
     for batch in _batches(ranges, threads):
         states = _settled(memory, batch, lists, batch[-1].stop == program.ranks)
@@ -1663,7 +1661,6 @@ def judge(
     for batch in _batches(hanging, threads):
         if any(state != 1 for state in _settled(memory, batch, lists, True)):
             return False
-    lists.end(tasks)
     return True
 
 

@@ -127,10 +127,12 @@ class Subject:
         for program in self.programs:
             kind, phase = program.kind, program.phase
             lists = every.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
-            before = lists.following
+            before, count = lists.following, len(program.source[program.task_list])
+            lists.begin(count)
+            if not judge.judge(program, self.homes, sets, self.taken(program), lists, self.threads):
+                return False
             try:
-                if not judge.judge(program, self.homes, sets, self.taken(program), lists, self.threads):
-                    return False
+                lists.end(count)
                 tasks = self._cache.get(("tasks", kind, "forward"))
                 if tasks is None or not np.array_equal(before, lists.following):
                     if not lists.are_exact():
