@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +20,28 @@ from apportion.ir.programs import head_table
 
 Key = tuple[str, str]  # kind, phase
 
+_BLOCK = 2**20  # rows that are widened at a time
+
 
 def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> NDArray[np.float64]:
     """[ranks] pairs of (query, key) that each rank's programs of a phase compute, over heads."""
     tasks, operands = programs[TASK_LIST[phase]], programs["operands"]
+    sizes = np.array([header.q_heads, *(len(heads) for heads in header.head_sets)], np.int64)
+    blocks = 1 + (len(tasks) + len(operands)) // _BLOCK
+    if blocks == 1:
+        return _pairs_of(tasks, operands, sizes)
+    ends = np.unique(np.linspace(0, tasks.ranks, blocks + 1).astype(np.int64)).tolist()
+    found = [
+        _pairs_of(tasks.ranks_between(first, end), operands.ranks_between(first, end), sizes)
+        for first, end in pairwise(ends)
+    ]
+    return np.concatenate(found)
+
+
+def _pairs_of(tasks: Table, operands: Table, sizes: Ints) -> NDArray[np.float64]:
+    """As `pairs`, of some ranks; sizes: int64 [none and head sets], heads of each."""
     q, kv, dmin, dmax = (tasks.wide(name) for name in ("q", "kv", "dmin", "dmax"))
     ptr, first = (np.asarray(one.ptr, np.int64) for one in (tasks, operands))
-    sizes = np.array([header.q_heads, *(len(heads) for heads in header.head_sets)], np.int64)
     return _pairs(q, kv, dmin, dmax, ptr, first, operands.wide("rows"), operands.wide("heads"), sizes)
 
 

@@ -9,8 +9,10 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ import pytest
 from apportion.ir.jit import COMPILES
 from apportion.ir.plan import Ints
 from apportion.ir.verify import check, judge
+from apportion.ir.verify.coverage import Tasks
 from apportion.ir.verify.subject import Subject
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +69,65 @@ def test_threads_find_the_same_faults() -> None:
     for _, plan in PLANS[::4]:
         mutant = fuzz_judge.mutate(rng, plan)[1]
         assert check(mutant, threads=3) == check(mutant)
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ranges of a rank or two, settled in turn as those of long plans; what was said of each."""
+    found: list[int] = []
+    settled = judge._settled
+
+    def noting(*args: Any) -> list[int]:
+        said = settled(*args)
+        found.extend(said)
+        return said
+
+    monkeypatch.setattr(judge, "_LONGEST", 300)
+    monkeypatch.setattr(judge, "_settled", noting)
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ranges_that_are_settled_in_turn_find_the_same(threads: int, states: list[int]) -> None:
+    """Some hang on later ranks, and list their bands after those: each band as often for each head."""
+    for name, plan in PLANS:
+        subject = Subject(plan, threads)
+        assert subject.judge(), name
+        assert check(plan, threads) == (), name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(judge, "_LONGEST", 2**21)
+            whole = Subject(plan)
+            assert whole.judge(), name
+        for program, other in zip(subject.programs, whole.programs, strict=True):
+            assert of_heads(subject.tasks(program)) == of_heads(whole.tasks(other)), name
+    assert {1, judge._UNSENT} == set(states)
+
+
+def of_heads(tasks: Tasks) -> list[tuple[int, ...]]:
+    """(head, band) of all bands of all heads, sorted."""
+    assert tasks.times is not None
+    return sorted(
+        (head, *band)
+        for band, number in zip(tasks.bands.T.tolist(), tasks.heads.tolist(), strict=True)
+        for head, often in enumerate(tasks.times[number].tolist())
+        for _ in range(often)
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ranges_that_are_settled_in_turn_are_judged_as_by_the_rules(
+    threads: int, states: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzz_judge, "Subject", lambda plan: Subject(plan, threads))
+    outcomes: Counter[str] = Counter()
+    for begin in dict(PLANS).items():  # the largest of each recipe
+        result = fuzz_judge.fuzz([begin], 30 if COMPILES else 3, 11)
+        assert result.missed == []
+        outcomes += result.outcomes
+    assert outcomes["judge no, rules no"] > outcomes.total() // 4
+    if COMPILES:
+        assert outcomes["judge yes, rules yes"] > outcomes.total() // 40
+    assert {0, 1, judge._UNSENT} == set(states)
 
 
 @pytest.mark.parametrize("name", ["mixed", "upipe_ring"])

@@ -33,6 +33,7 @@ _MOST = 16
 _FREE_STEPS = 2**26  # comparisons of two bands: a tenth of a second
 _STEPS_PER_BAND = 512
 _FREE_PIECES, _PIECES_PER_TASK = 2**22, 64
+_MANY = 2**19  # bands
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +42,15 @@ class Tasks:
 
     bands: int64 [6, pieces], clipped; task: int64 [pieces], the row of the task list of each; heads: int64 [pieces],
     the head set of its queries. complete: whether the tokens of all tasks are known (a fault of the dataflow hides
-    some).
+    some). times: int64 [lists, heads] where pieces are of lists instead of tasks, as many as heads have (`lists.py`),
+    how often; then `heads` names the list, and no task is named.
     """
 
     bands: Ints
     task: Ints
     heads: Ints
     complete: bool
+    times: Ints | None = None
 
 
 def tasks_of(program: Program, flow: Flow, homes: Homes) -> Tasks:
@@ -67,17 +70,28 @@ def cut(program: Program, places: Ints, homes: Homes, complete: bool = True) -> 
     """Bands of parts of tasks, int64 [parts, 8] as in `Flow.parts` and the head sets of their queries. Raises
     CapacityError for too many."""
     table = program.source[program.task_list]
-    axis, diagonals = (homes.starts, homes.tokens), np.stack([table.wide("dmin"), table.wide("dmax")])
-    most, room = _FREE_PIECES + _PIECES_PER_TASK * len(table), 2 * len(places)
+    task, row, rows, q, key_row, keys, k, heads = places.T
+    moved = q - k + key_row - row
+    diagonals = [table.wide(name)[task] + moved for name in ("dmin", "dmax")]
+    bands = np.stack([q, q + rows, k, k + keys, *diagonals, task, heads], axis=1)
+    found = cut_bands(bands, homes, len(table))
+    return Tasks(found[:6], found[6], found[7], complete)
+
+
+def cut_bands(bands: Ints, homes: Homes, tasks: int) -> Ints:
+    """Bands of addresses, integers [bands, 8], cut into runs of tokens: int64 [8, pieces]; behind each two numbers that
+    its pieces keep. Raises CapacityError where they are too many for so many tasks."""
+    most, room = _FREE_PIECES + _PIECES_PER_TASK * tasks, 2 * len(bands)
+    if len(bands) > _MANY:  # counted first, so that no room is left over, nor a copy without it made
+        room = min(_cut(bands, homes.starts, homes.tokens, np.empty((8, 0), np.int64), most), most)
     found = np.empty((8, room), np.int64)
-    count = _cut(places, diagonals, *axis, found, most)
+    count = _cut(bands, homes.starts, homes.tokens, found, most)
     if count > most:
         raise CapacityError(f"the tasks fall into more than {most} runs of tokens: too many to verify")
     if count > room:
         found = np.empty((8, count), np.int64)
-        _cut(places, diagonals, *axis, found, most)
-    found = np.ascontiguousarray(found[:, :count])
-    return Tasks(found[:6], found[6], found[7], complete)
+        _cut(bands, homes.starts, homes.tokens, found, most)
+    return np.ascontiguousarray(found[:, :count])
 
 
 def check(subject: Subject) -> Iterator[Violation]:
@@ -211,6 +225,12 @@ def _overlaps(bands: Ints) -> Ints:
     return found[:count]
 
 
+def is_exact(bands: Ints, mask: Ints, area: int) -> bool:
+    """Whether bands, int64 [6, pieces], cover a mask, int64 [6, bands] of that area, exactly. Raises CapacityError."""
+    areas, inside = _areas(bands, mask)
+    return bool(np.array_equal(areas, inside)) and int(areas.sum()) == area and not len(_overlaps(bands))
+
+
 def _missing(
     subject: Subject, program: Program, bands: Ints, inside: Ints, mask: Ints, heads: str
 ) -> Iterator[Violation]:
@@ -261,20 +281,18 @@ def _place_whole(
 
 
 @lean
-def _cut(places: Ints, diagonals: Ints, starts: Ints, tokens: Ints, bands: Ints, most: int) -> int:
-    """Cuts parts of tasks into runs of tokens; those without an allowed pair drop out. Their number, as far as `most`;
-    where there is room, their bands are written down, and behind each its task and its heads. starts, tokens: as in
-    `Homes`."""
+def _cut(parts: Ints, starts: Ints, tokens: Ints, bands: Ints, most: int) -> int:
+    """Cuts bands of addresses into runs of tokens, as `cut_bands` says; those without an allowed pair drop out. Their
+    number, as far as `most`; they are written down as far as there is room. starts, tokens: as in `Homes`."""
     count, run, other = 0, 0, 0
-    for part in range(len(places)):
-        i, row, rows, q = places[part, 0], places[part, 1], places[part, 2], places[part, 3]
-        key_row, keys, k = places[part, 4], places[part, 5], places[part, 6]
-        dmin, dmax = diagonals[0, i] + q - k + key_row - row, diagonals[1, i] + q - k + key_row - row
+    for part in range(len(parts)):
+        q, q_end, k, k_end = parts[part, 0], parts[part, 1], parts[part, 2], parts[part, 3]
+        dmin, dmax = parts[part, 4], parts[part, 5]
         run = _run_of(starts, q, run)
-        while starts[run] < q + rows:
-            q0, q1 = max(starts[run], q), min(starts[run + 1], q + rows)
+        while starts[run] < q_end:
+            q0, q1 = max(starts[run], q), min(starts[run + 1], q_end)
             # keys that these queries see, by address
-            k0, k1 = max(k, q0 - dmax), min(k + keys, q1 - dmin)
+            k0, k1 = max(k, q0 - dmax), min(k_end, q1 - dmin)
             other = _run_of(starts, k0, other) if k0 < k1 else other
             while k0 < k1 and starts[other] < k1:
                 count += 1
@@ -283,10 +301,10 @@ def _cut(places: Ints, diagonals: Ints, starts: Ints, tokens: Ints, bands: Ints,
                     move = shift - (tokens[other] - starts[other])
                     bands[0, count - 1], bands[1, count - 1] = q0 + shift, q1 + shift
                     bands[2, count - 1] = max(starts[other], k) + shift - move
-                    bands[3, count - 1] = min(starts[other + 1], k + keys) + shift - move
+                    bands[3, count - 1] = min(starts[other + 1], k_end) + shift - move
                     bands[4, count - 1] = max(dmin + move, bands[0, count - 1] - bands[3, count - 1] + 1)
                     bands[5, count - 1] = min(dmax + move, bands[1, count - 1] - bands[2, count - 1] - 1)
-                    bands[6, count - 1], bands[7, count - 1] = i, places[part, 7]
+                    bands[6, count - 1], bands[7, count - 1] = parts[part, 6], parts[part, 7]
                 elif count > most:
                     return count
                 other += 1

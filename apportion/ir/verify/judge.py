@@ -4,7 +4,9 @@ It stands for the rules `operands`, `transfers`, `heads`, `dataflow`, `delivery`
 it says no (something is wrong, or has a form that it does not follow) those rules run and explain. It shares nothing
 with their interpreter (`machine.py`) but codes.
 
-Ranks are walked one after another, over the same scratch memory, or ranges of them by several threads:
+Ranks are walked one after another, over the same scratch memory, or ranges of them by several threads. Where tasks are
+many a range is settled as soon as it has been walked; one that hangs on ranks that were not is walked again when they
+were. So what is noted of ranks is never kept of all of them.
 
     home rows    ranges whose heads are produced, cleared, finished or on their way: bits of heads. Home rows hold their
                  own tokens or none, so no tokens are noted
@@ -29,6 +31,7 @@ from apportion.ir.jit import inlined, lean, unlocked
 from apportion.ir.plan import Ints, Table
 from apportion.ir.threads import spread
 from apportion.ir.verify.homes import Homes
+from apportion.ir.verify.lists import Lists, list_band
 from apportion.ir.verify.view import HOME, WORK, Bools, HeadSets, Program
 
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
@@ -49,9 +52,9 @@ PLACES = 2 * (max(Tensor) + 1)
 # columns of the line behind the places: nodes in use and the first out of use; lines in use of `places`, `conditions`
 # and `parcels`, and the end of those that may be used; of the rank that is walked its number, first instruction, the
 # address of its first home row, and the first and the end of what is sent to it; tensors whose home rows hold values,
-# as bits; the first rank of the walk
+# as bits; the first rank of the walk, and the end of those that were walked before it
 USED, FREE, PIECES, CONDITIONS, PARCELS, PARCELS_END, RANK, BEGIN, ADDRESS, SENT, SENT_END, GIVEN = range(12)
-FIRST_RANK = 12
+FIRST_RANK, WALKED = 12, 13
 
 # columns of a run: first row of the operand, rows, token, state
 RUN_ROW, RUN_ROWS, RUN_TOKEN, RUN_STATE = range(4)
@@ -61,12 +64,13 @@ TILE_SHIFT = 40
 _UNKNOWN = 2 << TILE_SHIFT  # the first token that is no address
 _LIMIT = 2**30 - 1  # of all numbers in tables: sums of two fit 32 bits
 _NEAR = 256
+_LONGEST = 2**21  # rows of operands, tasks and rowops of a range of ranks: some 200 MB of scratch memory
 _RUNS = 4096  # room for runs of an operand: two of them, and a third behind
 _MOST_HEADS = 60
 _TOUCHED = 1 << _MOST_HEADS  # beside RESULT_BITS: something else than results and `finish` came to the rows
-_DIAGONALS = ("dmin", "dmax")  # columns whose numbers may be negative; `structure` has seen to the others
 _ROWS_OF_TILE = (1 << TILE_SHIFT) - 1
 
+_DIAGONALS = ("dmin", "dmax")  # columns whose numbers may be negative; `structure` has seen to the others
 _PARTIAL_BITS = sum(1 << tensor for tensor in PARTIALS)
 _HEADLESS_BITS, _KV_BITS = (sum(1 << tensor for tensor in some) for some in (HEADLESS, KV_SIDE))
 _Q, _KV, _O, _X, _DX = int(Tensor.Q), int(Tensor.KV), int(Tensor.O), int(Tensor.X), int(Tensor.DX)
@@ -78,6 +82,7 @@ _FINISH, _DELIVER = int(Op.FINISH), int(Op.DELIVER)
 _SUM_BITS = (1 << _DQ) | (1 << _DKV) | (1 << _DX)
 _DELIVERED_BITS = (1 << _O) | (1 << _DQ) | (1 << _DKV)
 _FULL = NOWHERE - 1
+_UNSENT = NOWHERE - 2  # the token of a send whose rank has not been walked
 
 # columns of a send: its rank, round, tile (twice its number, and 1 where it leaves home rows), and the token of its
 # first row, which of work rows is known when the rank was walked
@@ -692,7 +697,7 @@ def _launch(
             return False
         next_send[peer] = send + 1
         token, walked = NOWHERE, near[PLACES, FIRST_RANK] <= peer < near[PLACES, RANK]
-        if walked or sends[send, TILE] & 1:  # no other thread writes it
+        if walked or peer < near[PLACES, WALKED] or sends[send, TILE] & 1:  # no other thread writes it
             token = sends[send, TOKEN]
         if token < 0 or token >= _UNKNOWN:
             token = (2 * send + 2 + partial) << TILE_SHIFT
@@ -994,17 +999,18 @@ def _post(
     sends_ptr: Ints,
     next_send: Ints,
     slots: Ints,
-    operands: Ints,
-    operand_ptr: Ints,
+    tiles: Ints,
+    tile_ptr: Ints,
     instructions: Ints,
     instruction_ptr: Ints,
     transfers: Ints,
     transfer_ptr: Ints,
 ) -> bool:
     """Writes down every send where its receiver looks: of each receiver, by sender, in their order. ways: int64
-    [3, rounds], channel and mode of each round, -1 at first, and how many ranks launch it. False where ranks differ in
-    a round, one sends to itself, or there are more or fewer sends than receives."""
-    ranks = len(operand_ptr) - 1
+    [3, rounds], channel and mode of each round, -1 at first, and how many ranks launch it; tiles: int32 [columns,
+    operands], by rank as `tile_ptr` says, or [columns, transfers], the operand of each, and no `tile_ptr`. False where
+    ranks differ in a round, one sends to itself, or there are more or fewer sends than receives."""
+    ranks = len(transfer_ptr) - 1
     for rank in range(ranks):
         for t in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
             if transfers[1, t] == rank:
@@ -1017,7 +1023,7 @@ def _post(
     if 2 * sends_ptr[ranks] != transfers.shape[1]:
         return False
     for rank in range(ranks):
-        t, base = transfer_ptr[rank], operand_ptr[rank]
+        t = transfer_ptr[rank]
         for step in range(instruction_ptr[rank], instruction_ptr[rank + 1]):
             if instructions[0, step] != _LAUNCH:
                 continue
@@ -1032,17 +1038,18 @@ def _post(
             end = t + instructions[4, step]
             while t < end:
                 if transfers[0, t]:
-                    peer, x = transfers[1, t], base + transfers[2, t]
+                    peer = transfers[1, t]
                     send = next_send[peer]
                     next_send[peer] = send + 1
                     slots[t] = send
-                    tensor, side = operands[0, x], (_KV_BITS >> operands[0, x]) & 1
-                    heads = sets[1, side, operands[5, x]]
+                    at = tile_ptr[rank] + transfers[2, t] if len(tile_ptr) else t
+                    tensor, side = tiles[0, at], (_KV_BITS >> tiles[0, at]) & 1
+                    heads = sets[1, side, tiles[5, at]]
                     sends[send, SENDER], sends[send, ROUND] = rank, number
-                    at_home = operands[1, x] == HOME
-                    tile = (int(operands[3, x]) * PLACES + tensor) * sets.shape[2] + heads
+                    at_home = tiles[1, at] == HOME
+                    tile = (int(tiles[3, at]) * PLACES + tensor) * sets.shape[2] + heads
                     sends[send, TILE] = 2 * tile + (1 if at_home else 0)
-                    sends[send, TOKEN] = home_first[rank] + operands[2, x] if at_home else NOWHERE
+                    sends[send, TOKEN] = home_first[rank] + tiles[2, at] if at_home else _UNSENT
                 t += 1
     for number in range(ways.shape[1]):
         if ways[0, number] >= 0 and ways[1, number] & ALL_TO_ALL and ways[2, number] != ranks:
@@ -1081,13 +1088,13 @@ def _ends_well(m: Ints, near: Ints, owed: int, finished: int, sets: Ints) -> boo
 
 @lean
 def _token(sends: Ints, parcels: Ints, token: int, rows: int) -> tuple[int, int]:
-    """The address that a token has, NOWHERE where its rows were sent as zeros; and for how many of so many rows it goes
-    on from there."""
+    """The address that a token has, NOWHERE where its rows were sent as zeros, _UNSENT where that is not known yet; and
+    for how many of so many rows it goes on from there."""
     root, start, whole = token, token, True
     while root >= _UNKNOWN:
         source, row = sends[(root >> TILE_SHIFT + 1) - 1, TOKEN], root & _ROWS_OF_TILE
-        if source == NOWHERE:
-            return NOWHERE, rows
+        if source <= NOWHERE:
+            return source, rows
         if source < 0:
             part, whole = _part_of(parcels, -1 - source, row), False
             rows = min(rows, parcels[0, part + 1] - row)
@@ -1116,28 +1123,53 @@ def _part_of(parcels: Ints, line: int, row: int) -> int:
 
 
 @lean
-def _settle(sends: Ints, parcels: Ints, conditions: Ints, number: int) -> bool:
-    """Whether rows that were taken for the same, so many times, are the same. Zeros may be added anywhere."""
+def _settle(sends: Ints, parcels: Ints, conditions: Ints, number: int) -> int:
+    """Whether rows that were taken for the same, so many times, are the same, _UNSENT where that is not known yet.
+    Zeros may be added anywhere."""
     for i in range(number):
         source, target, left = conditions[0, i], conditions[1, i], conditions[2, i]
         while left > 0:
             token, rows = _token(sends, parcels, source, left)
             its, rows = _token(sends, parcels, target, rows)
+            if token == _UNSENT or its == _UNSENT:
+                return _UNSENT
             if token != its and token != NOWHERE:
-                return False
+                return 0
             source, target, left = source + rows, target + rows, left - rows
+    return 1
+
+
+@lean
+def _are_known(sends: Ints, parcels: Ints, places: Ints, number: int) -> bool:
+    """Whether ranks were walked that so many places hang on."""
+    for line in range(number):
+        left, token = places[line, 2], places[line, 3]
+        while left > 0 and token >= _UNKNOWN:
+            address, rows = _token(sends, parcels, token, left)
+            if address == _UNSENT:
+                return False
+            token, left = token + rows, left - rows
     return True
 
 
 @lean
-def _place(
-    sends: Ints, parcels: Ints, places: Ints, number: int, runs: Ints, found: Ints, count: int, written: bool
+def _list_all(
+    sends: Ints,
+    parcels: Ints,
+    places: Ints,
+    number: int,
+    told: Ints,
+    runs: Ints,
+    tasks: Ints,
+    pieces: Ints,
+    lists: Ints,
+    follows: Ints,
+    marks: Ints,
 ) -> int:
-    """Fills `found` from line `count` on, as far as there is room, with each run of the queries of each task and each
-    of its keys, by address; so many places are noted. The line behind them, -1 where rows were sent as zeros or are of
-    too many runs. written: whether they stand in `found` already, from another program; -1 where it has others there.
-    """
-    queries, heads, end = 0, 0, 0
+    """Lists what tasks attend to: so many places are noted. told: int64 [4], where to go on: the line, of the queries
+    of its task the head set and their runs in `runs`, and how many bands of it were listed. 1; 0 where rows were sent
+    as zeros or are of too many runs; -1 where there is no room for more."""
+    end, heads, queries, listed = told[0], told[1], told[2], told[3]
     keys = runs[_RUNS:]
     while end < number:
         line, task = end, places[end, 0]
@@ -1145,39 +1177,36 @@ def _place(
             end += 1
         if task < 0:
             heads, queries = -1 - task, _known(sends, parcels, places, line, end, runs)
-        several = _known(sends, parcels, places, line, end, keys) if task >= 0 else 0
-        if queries < 0 or several < 0:
-            return -1
+            if queries < 0:
+                return 0
+            continue
+        several = _known(sends, parcels, places, line, end, keys)
+        if several < 0:
+            return 0
+        seen = 0
         for a in range(queries):
+            q, away = runs[a, RUN_TOKEN], runs[a, RUN_TOKEN] - runs[a, RUN_ROW]
+            q_end = q + runs[a, RUN_ROWS]
             for b in range(several):
-                if written:
-                    if count == len(found) or not (
-                        found[count, 0] == task
-                        and found[count, 7] == heads
-                        and _is_run(found, count, 1, runs, a)
-                        and _is_run(found, count, 4, keys, b)
-                    ):
-                        return -1
-                elif count < len(found):
-                    found[count, 0], found[count, 7] = task, heads
-                    for column in range(3):  # RUN_ROW, RUN_ROWS, RUN_TOKEN
-                        found[count, 1 + column], found[count, 4 + column] = runs[a, column], keys[b, column]
-                count += 1
-    return count
-
-
-@lean
-def _is_run(found: Ints, line: int, column: int, runs: Ints, run: int) -> bool:
-    return (  # type: ignore[no-any-return]
-        found[line, column] == runs[run, RUN_ROW]
-        and found[line, column + 1] == runs[run, RUN_ROWS]
-        and found[line, column + 2] == runs[run, RUN_TOKEN]
-    )
+                k = keys[b, RUN_TOKEN]
+                k_end, move = k + keys[b, RUN_ROWS], away - (k - keys[b, RUN_ROW])
+                low = max(tasks[len(tasks) - 3, task] + move, q - k_end + 1)
+                high = min(tasks[len(tasks) - 2, task] + move, q_end - 1 - k)
+                if max(k, q - high) >= min(k_end, q_end - low):
+                    continue  # these queries see none of these keys
+                seen += 1
+                if seen > listed and not list_band(
+                    q, q_end, k, k_end, low, high, heads, pieces, lists, follows, marks
+                ):
+                    told[0], told[1], told[2], told[3] = line, heads, queries, seen - 1
+                    return -1
+        listed = 0
+    return 1
 
 
 @lean
 def _known(sends: Ints, parcels: Ints, places: Ints, first: int, end: int, runs: Ints) -> int:
-    """Fills `runs` with the addresses of some places, joined where they go on; their number, -1 as in `_place`."""
+    """Fills `runs` with the addresses of some places, joined where they go on; their number, -1 as in `_list_all`."""
     count = 0
     for line in range(first, end):
         row, left, token = places[line, 1], places[line, 2], places[line, 3]
@@ -1186,7 +1215,7 @@ def _known(sends: Ints, parcels: Ints, places: Ints, first: int, end: int, runs:
             if token >= _UNKNOWN:
                 address, rows = _token(sends, parcels, token, left)
             last = count - 1
-            if address == NOWHERE or count == _RUNS:
+            if address <= NOWHERE or count == _RUNS:
                 return -1
             if count and runs[last, RUN_TOKEN] + runs[last, RUN_ROWS] == address:
                 runs[last, RUN_ROWS] += rows
@@ -1348,17 +1377,19 @@ def _walk(
 # ---------------------------------------------------------------------------------------------- of a program
 
 
-def _matrix(name: str, table: Table) -> Ints | None:
-    """int32 [columns, rows]; None where a number is beyond `_LIMIT`."""
-    columns = [table[column] for column in TABLES[name]]
-    found = np.empty((len(columns), len(table)), np.int32)
-    for i, column in enumerate(columns):
-        wide = not np.can_cast(column.dtype, np.int32) and len(column) > 0
-        if wide and max(-int(column.min()), int(column.max())) > _LIMIT:
+def _matrix(name: str, table: Table, out: Ints | None = None) -> Ints | None:
+    """int32 [columns, rows], in `out` where there is one; None where a number is beyond `_LIMIT`."""
+    names, rows = TABLES[name], len(table)
+    flat: Ints = np.empty(len(names) * rows, np.int32) if out is None else out[: len(names) * rows]
+    found = flat.reshape(len(names), rows)
+    for i, column in enumerate(names):
+        values = table[column]
+        wide = rows > 0 and not np.can_cast(values.dtype, np.int32)
+        if wide and max(-int(values.min()), int(values.max())) > _LIMIT:
             return None
-        found[i] = column
-    signed = [TABLES[name].index(one) for one in _DIAGONALS if one in TABLES[name]]
-    if found.size and (found.max() > _LIMIT or any(found[i].min() < -_LIMIT for i in signed)):
+        found[i] = values
+    signed = [names.index(column) for column in _DIAGONALS if column in names]
+    if rows and (found.max() > _LIMIT or any(found[i].min() < -_LIMIT for i in signed)):
         return None
     return _fixed(found)
 
@@ -1411,45 +1442,81 @@ def sets_of(q: HeadSets, kv: HeadSets) -> Sets | None:
 
 @dataclass(frozen=True, eq=False)
 class _Posted:
-    """A program as the loops take it, and its sends where their receivers look for them. tables: int32 [columns, rows],
-    of operands, instructions, transfers, the phase's tasks and rowops; ptrs: int64 [ranks + 1], where each rank's rows
-    of these begin; rounds: how many; slots: int64 [transfers], the line of `sends` of each send."""
+    """A program as the loops take it, and its sends where their receivers look for them. instructions, transfers: int32
+    [columns, rows]; ptrs: int64 [ranks + 1], where each rank's rows begin, of operands, instructions, transfers, the
+    phase's tasks and rowops; rounds: how many; slots: int64 [transfers], the line of `sends` of each send."""
 
     program: Program
-    tables: tuple[Ints, ...]
+    homes: Homes
+    sets: Sets
+    given: int  # tensors whose home rows hold values at the start, as bits
+    instructions: Ints
+    transfers: Ints
     ptrs: tuple[Ints, ...]
     rounds: int
     sends: Ints
     sends_ptr: Ints
     slots: Ints
+    parcels: Ints
+    operands: Ints | None  # as a matrix, where it is not too long
 
     def parcels_before(self, rank: int) -> int:
         """Lines of `parcels` that the ranks before one may fill."""
-        return int(4 * (self.ptrs[2][rank] + self.ptrs[3][rank])) + 64 * rank
+        return _parcels_before(self.ptrs, rank)
+
+    def rows(self, ranks: range) -> list[int]:
+        """Of each list, how many rows the ranks have."""
+        return [int(ptr[ranks.stop] - ptr[ranks.start]) for ptr in self.ptrs]
 
 
-def _posted(program: Program, homes: Homes, sets: Sets) -> _Posted | None:
+def _parcels_before(ptrs: Sequence[Ints], rank: int) -> int:
+    return int(4 * (ptrs[2][rank] + ptrs[3][rank])) + 64 * rank
+
+
+def _lists_of(program: Program) -> tuple[str, ...]:
+    return "operands", "instructions", "transfers", program.task_list, "rowops"
+
+
+def _posted(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> _Posted | None:
     """None where numbers are too large or sends and receives do not meet."""
-    names = ("operands", "instructions", "transfers", program.task_list, "rowops")
-    tables = tuple(t for t in (_matrix(name, program.source[name]) for name in names) if t is not None)
-    if len(tables) < len(names):
+    tables = [program.source[name] for name in _lists_of(program)]
+    instructions, transfers = (_matrix(name, program.source[name]) for name in ("instructions", "transfers"))
+    if instructions is None or transfers is None:
         return None
-    ptrs = tuple(_fixed(np.asarray(program.source[name].ptr, np.int64)) for name in names)
-    instructions, transfers, ranks = tables[1], tables[2], program.ranks
+    ptrs = tuple(_fixed(np.asarray(table.ptr, np.int64)) for table in tables)
+    ranks = program.ranks
     rounds = int(instructions[1].max(initial=0)) + 1
-    of_another_phase = len(program.source["tasks"]) + len(program.source["grads"]) > tables[3].shape[1]
+    of_another_phase = len(program.source["tasks"]) + len(program.source["grads"]) > len(tables[3])
     if of_another_phase or rounds > 8 * instructions.shape[1] + 1024:
         return None
+    whole = len(tables[0]) + len(tables[3]) + len(tables[4]) <= _LONGEST
+    tiles = _matrix("operands", tables[0] if whole else _rows_of(tables[0], _operands_of(transfers, ptrs)))
+    if tiles is None:
+        return None
+    tile_ptr = ptrs[0] if whole else _fixed(np.zeros(0, np.int64))
     ways = np.full((3, rounds), -1, np.int64)
     ways[2] = 0
     sends, sends_ptr = np.empty((transfers.shape[1] // 2 + 1, 4), np.int64), np.zeros(ranks + 1, np.int64)
     next_send, slots = np.zeros(ranks, np.int64), np.zeros(transfers.shape[1], np.int64)
-    both = _paired(tables[:3], ptrs[:3])
+    both = _paired((instructions, transfers), ptrs[1:3])
     if 2 * int(np.count_nonzero(transfers[0])) != transfers.shape[1] or not _post(
-        sets.table, _fixed(homes.first), ways, sends, sends_ptr, next_send, slots, *both
+        sets.table, _fixed(homes.first), ways, sends, sends_ptr, next_send, slots, tiles, tile_ptr, *both
     ):
         return None
-    return _Posted(program, tables, ptrs, rounds, sends, sends_ptr, slots)
+    parcels = np.empty((2, _parcels_before(ptrs, ranks)), np.int64)
+    found = program, homes, sets, _bits_of(given), instructions, transfers, ptrs, rounds
+    return _Posted(*found, sends, sends_ptr, slots, parcels, tiles if whole else None)
+
+
+def _operands_of(transfers: Ints, ptrs: Sequence[Ints]) -> Ints:
+    """int64 [transfers]: the row of the operand of each."""
+    found: Ints = transfers[2] + np.repeat(ptrs[0][:-1], np.diff(ptrs[2]))
+    return found
+
+
+def _rows_of(table: Table, rows: Ints) -> Table:
+    """Some rows of a table, as if one rank had them."""
+    return Table(np.array([0, len(rows)]), {name: column[rows] for name, column in table.columns.items()})
 
 
 def _paired(tables: Sequence[Ints], ptrs: Sequence[Ints]) -> Iterator[Ints]:
@@ -1457,72 +1524,112 @@ def _paired(tables: Sequence[Ints], ptrs: Sequence[Ints]) -> Iterator[Ints]:
     return (one for pair in zip(tables, ptrs, strict=True) for one in pair)
 
 
-@dataclass(frozen=True, eq=False)
-class _Walked:
-    """What the walk over a range of ranks left to be settled: lines of `conditions` and `places`, so many of each."""
+class _Scratch:
+    """The memory of a walk over a range of ranks, and of the next one. What a range leaves there to be settled are its
+    tasks as a matrix, and lines of `conditions` and `places`, `taken` and `noted` of them."""
 
-    conditions: Ints
-    taken: int
-    places: Ints
-    noted: int
+    def __init__(self, posted: _Posted, ranges: Sequence[range]) -> None:
+        self.posted = posted
+        most = [max(rows) for rows in zip(*map(posted.rows, ranges), strict=True)]
+        names, (_, _, transfers, tasks, rowops) = _lists_of(posted.program), most
+        sizes = [len(TABLES[name]) * rows for name, rows in zip(names, most, strict=True)]
+        self.tables = {i: np.empty(sizes[i], np.int32) for i in (0, 3, 4)}
+        self.conditions = np.empty((3, 4 * (rowops + transfers + tasks) + 64), np.int64)
+        self.places = np.empty((2 * tasks + transfers + 64, 4), np.int64)
+        longest = int(np.diff(posted.ptrs[0]).max(initial=0))
+        self.nodes = np.empty((8 * longest + 4096, NODE), np.int64)
+        self.runs = np.empty((2 * _RUNS, 4), np.int64)
+        self.tasks: Ints = self.nodes
+        self.taken = self.noted = 0
 
+    def walk(self, ranks: range, walked: int) -> bool:
+        """The walk over a range; whether all is right so far. walked: the end of the ranks that were walked before.
+        Ranges may be walked in any order, or at once: what a rank of another one sends from work rows is only looked at
+        when all of these are done."""
+        posted, first, end = self.posted, ranks.start, ranks.stop
+        program, tables, ptrs = posted.program, [], list(posted.ptrs)
+        for i, name in enumerate(_lists_of(program)):
+            table: Ints | None
+            if i == 0 and posted.operands is not None and (first, end) == (0, program.ranks):
+                table = posted.operands
+            elif i in self.tables:
+                table = _matrix(name, program.source[name].ranks_between(first, end), self.tables[i])
+                if table is None:
+                    return False
+                ptrs[i] = _fixed(ptrs[i] - ptrs[i][first])
+            else:
+                table = posted.instructions if i == 1 else posted.transfers
+            tables.append(table)
+        while True:
+            near = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64)
+            near[PLACES, GIVEN], near[PLACES, FIRST_RANK], near[PLACES, WALKED] = posted.given, first, walked
+            near[PLACES, PARCELS], near[PLACES, PARCELS_END] = map(posted.parcels_before, (first, end))
+            if not _walk(
+                first,
+                end,
+                program.phase == "backward",
+                _bits_of(program.owed),
+                _bits_of((Tensor.O, Tensor.DELTA)),
+                _bits_of(tensor for tensor in Tensor if program.phase not in tensor.contents.phases),
+                posted.sets.table,
+                posted.sets.size,
+                posted.sets.pairs,
+                _fixed(posted.homes.rows),
+                _fixed(posted.homes.first),
+                _fixed(program.arena_rows),
+                _fixed(program.arena_heads),
+                posted.sends,
+                posted.sends_ptr,
+                posted.slots,
+                np.zeros(program.ranks, np.int64),
+                np.full((4, posted.rounds), -1, np.int64),
+                self.nodes,
+                near,
+                self.runs,
+                self.conditions,
+                posted.parcels,
+                self.places,
+                *_paired(tables, ptrs),
+            ):
+                return False
+            self.tasks, self.taken = tables[3], int(near[PLACES, CONDITIONS])
+            self.noted = int(near[PLACES, PIECES])
+            if self.noted <= len(self.places):
+                return True
+            self.places = np.empty((self.noted, 4), np.int64)
 
-def _walked(
-    posted: _Posted, homes: Homes, sets: Sets, given: frozenset[Tensor], parcels: Ints, ranks: range
-) -> _Walked | None:
-    """The walk over a range of ranks, with scratch memory of its own. Ranges may be walked in any order, or at once:
-    what a rank of another one sends from work rows is only looked at when all are done."""
-    program, first, end = posted.program, ranks.start, ranks.stop
-    transfers, tasks, rowops = (int(ptr[end] - ptr[first]) for ptr in posted.ptrs[2:])
-    conditions = np.empty((3, 4 * (rowops + transfers + tasks) + 64), np.int64)
-    runs, longest = np.empty((2 * _RUNS, 4), np.int64), int(np.diff(posted.ptrs[0]).max(initial=0))
-    nodes, room = np.empty((8 * longest + 4096, NODE), np.int64), 2 * tasks + transfers + 64
-    while True:
-        near, places = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64), np.empty((room, 4), np.int64)
-        near[PLACES, GIVEN], near[PLACES, FIRST_RANK] = _bits_of(given), first
-        near[PLACES, PARCELS], near[PLACES, PARCELS_END] = map(posted.parcels_before, (first, end))
-        if not _walk(
-            first,
-            end,
-            program.phase == "backward",
-            _bits_of(program.owed),
-            _bits_of((Tensor.O, Tensor.DELTA)),
-            _bits_of(tensor for tensor in Tensor if program.phase not in tensor.contents.phases),
-            sets.table,
-            sets.size,
-            sets.pairs,
-            _fixed(homes.rows),
-            _fixed(homes.first),
-            _fixed(program.arena_rows),
-            _fixed(program.arena_heads),
-            posted.sends,
-            posted.sends_ptr,
-            posted.slots,
-            np.zeros(program.ranks, np.int64),
-            np.full((4, posted.rounds), -1, np.int64),
-            nodes,
-            near,
-            runs,
-            conditions,
-            parcels,
-            places,
-            *_paired(posted.tables, posted.ptrs),
-        ):
-            return None
-        noted = int(near[PLACES, PIECES])
-        if noted <= room:
-            return _Walked(conditions, int(near[PLACES, CONDITIONS]), places, noted)
-        room = noted
+    def settle(self, lists: Lists, whole: bool) -> int:
+        """Settles the range that was walked, and lists what its tasks attend to: 1; 0 where something is wrong or not
+        sure; _UNSENT, and nothing is listed, where it hangs on ranks that were not walked. whole: all ranks were."""
+        posted = self.posted
+        ways = posted.sends, posted.parcels
+        right = int(_settle(*ways, self.conditions, self.taken))
+        if right == 1 and not whole and not _are_known(*ways, self.places, self.noted):
+            right = _UNSENT
+        if right != 1:
+            return right
+        told = np.zeros(4, np.int64)
+        found = -1
+        while found < 0:
+            columns = lists.columns
+            found = int(_list_all(*ways, self.places, self.noted, told, self.runs, self.tasks, *columns))
+            if found < 0:
+                lists.grow()
+        return found
 
 
 def _bits_of(tensors: Iterable[Tensor]) -> int:
     return sum(1 << tensor for tensor in tensors)
 
 
-def _ranges(ptr: Ints, threads: int) -> list[range]:
-    """The ranks in as many ranges, of much the same number of rows."""
-    cuts = np.searchsorted(ptr, np.arange(1, threads) * int(ptr[-1]) // threads).tolist()
-    ends = [0, *cuts, len(ptr) - 1]
+def _ranges(posted: _Posted, threads: int) -> list[range]:
+    """The ranks in ranges of much the same number of rows, as many as threads and no longer than `_LONGEST`."""
+    rows = posted.ptrs[0] + posted.ptrs[3] + posted.ptrs[4]
+    count = threads * (1 + int(rows[-1]) // (threads * _LONGEST))
+    if count == 1:
+        return [range(len(rows) - 1)]
+    cuts = np.searchsorted(rows, np.arange(1, count) * int(rows[-1]) // count).tolist()
+    ends = [0, *cuts, len(rows) - 1]
     return [range(first, end) for first, end in pairwise(ends) if first < end]
 
 
@@ -1531,56 +1638,46 @@ def judge(
     homes: Homes,
     sets: Sets,
     given: frozenset[Tensor],
-    masked: bool,
-    before: Ints | None,
+    lists: Lists,
     threads: int = 1,
-) -> Ints | None:
-    """What the tasks of a program with which all is right attend to, int64 [parts, 8] as `Flow.parts`, and the head set
-    of the queries; None where that is not sure.
+) -> bool:
+    """Whether all is right with a program: then what its tasks attend to is in `lists`, where it has begun and is to
+    end. False where that is not sure.
 
-    homes: of the home rows. given: tensors whose home rows hold values at the start. masked: whether the mask allows
-    anything. before: what was found of another program of the same mask; itself where that is found again. threads: how
-    many walk ranges of ranks at a time.
+    homes: of the home rows. given: tensors whose home rows hold values at the start. threads: how many walk ranges of
+    ranks at a time.
     """
-    posted = _posted(program, homes, sets)
+    posted = _posted(program, homes, sets, given)
     if posted is None:
-        return None
-    parcels = np.empty((2, posted.parcels_before(program.ranks)), np.int64)
-    ranges = _ranges(posted.ptrs[0], threads)
-
-    def walk(ranks: range) -> _Walked | None:
-        return _walked(posted, homes, sets, given, parcels, ranks)
-
-    walked = [one for one in spread(walk, ranges, threads) if one is not None]
-    if len(walked) < len(ranges) or not all(
-        _settle(posted.sends, parcels, one.conditions, one.taken) for one in walked
-    ):
-        return None
-    found = _found(posted.sends, parcels, walked, before)
-    if found is None or found is before or not masked:
-        return found
-    covered = np.zeros(program.q_sets.heads, bool)
-    for one in np.flatnonzero(np.bincount(found[:, 7])).tolist():
-        covered[program.q_sets.members[one]] = True
-    return found if covered.all() else None
+        return False
+    ranges = _ranges(posted, threads)
+    memory = [_Scratch(posted, ranges) for _ in ranges[:threads]]
+    hanging: list[range] = []
+    for batch in _batches(ranges, threads):
+        states = _settled(memory, batch, lists, batch[-1].stop == program.ranks)
+        if 0 in states:
+            return False
+        hanging += [ranks for ranks, state in zip(batch, states, strict=True) if state == _UNSENT]
+    for batch in _batches(hanging, threads):
+        if any(state != 1 for state in _settled(memory, batch, lists, True)):
+            return False
+    return True
 
 
-def _found(sends: Ints, parcels: Ints, walked: Sequence[_Walked], before: Ints | None) -> Ints | None:
-    """All that was noted, as `judge` returns it; None where it cannot be said."""
-    runs = np.empty((2 * _RUNS, 4), np.int64)
+def _batches(ranges: Sequence[range], threads: int) -> list[Sequence[range]]:
+    return [ranges[first : first + threads] for first in range(0, len(ranges), threads)]
 
-    def place(found: Ints, written: bool) -> int:
-        line = 0
-        for one in walked:
-            if line >= 0:
-                line = _place(sends, parcels, one.places, one.noted, runs, found, line, written)
-        return line
 
-    if before is not None and place(before, True) == len(before):
-        return before
-    found = np.empty((2 * sum(one.noted for one in walked), 8), np.int64)
-    count = place(found, False)
-    if count > len(found):
-        found = np.empty((count, 8), np.int64)
-        place(found, False)
-    return found[:count] if count >= 0 else None
+def _settled(memory: Sequence[_Scratch], batch: Sequence[range], lists: Lists, whole: bool) -> list[int]:
+    """Walks ranges at once, and settles them one after another: what `settle` says of each, up to what is wrong. whole:
+    with these, all ranks were walked."""
+    pairs = list(zip(memory, batch, strict=False))
+    right = spread(lambda pair: pair[0].walk(pair[1], batch[0].start), pairs, len(memory))
+    if not all(right):
+        return [0]
+    states: list[int] = []
+    for one, _ in pairs:
+        states.append(one.settle(lists, whole))
+        if states[-1] == 0:
+            return [0]
+    return states

@@ -33,17 +33,19 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generator) -> Iterator[Violation]:
     tokens, sets = int(program.home_rows.sum()), program.q_sets
-    count = int(np.clip(_COMPARISONS // (len(tasks.task) + len(mask) + 1), *_QUERIES))
+    count = int(np.clip(_COMPARISONS // (tasks.bands.shape[1] + len(mask) + 1), *_QUERIES))
     queries, heads = draw.integers(0, tokens, count), draw.integers(0, sets.heads, count)
     between = draw.random((count, _BANDS + 1)).tolist()
     at, allowed = _having(mask[:, 0], mask[:, 1], queries)
     of, computed = _having(tasks.bands[0], tasks.bands[1], queries)
-    if program.splits_heads:
-        member = np.zeros((len(sets.members), sets.heads), bool)
+    times = tasks.times
+    if times is None and program.splits_heads:
+        times = np.zeros((len(sets.members), sets.heads), np.int64)
         for number, members in enumerate(sets.members):
-            member[number, members] = True
-        mine = member[tasks.heads[computed], heads[of]]
-        of, computed = of[mine], computed[mine]
+            times[number, members] = 1
+    if times is not None:
+        often = times[tasks.heads[computed], heads[of]]
+        of, computed = np.repeat(of, often), np.repeat(computed, often)
     first = np.searchsorted(at, np.arange(count))
     keys = np.full((count, 5 * _BANDS + 1), -1)  # -1: none
     for i, query in enumerate(queries.tolist()):

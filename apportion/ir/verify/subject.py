@@ -19,6 +19,7 @@ from apportion.ir.verify import cells, coverage, judge
 from apportion.ir.verify import flow as interpreter
 from apportion.ir.verify import scan as scanner
 from apportion.ir.verify.homes import Homes, find_homes
+from apportion.ir.verify.lists import MOST_TOKENS, Lists
 from apportion.ir.verify.report import Violation, first_few
 from apportion.ir.verify.view import Program, head_sets
 
@@ -118,25 +119,30 @@ class Subject:
         return interpreter.run(program, memory, given, self.scan(program).written_at_home, lazy)
 
     def judge(self) -> bool:
-        """Whether `judge.py` is sure of all programs: then it has told what their tasks are, and nothing need run."""
+        """Whether `judge.py` is sure of all programs, and their tasks cover the masks: then nothing need run."""
         sets = judge.sets_of(self.programs[0].q_sets, self.programs[0].kv_sets) if self.programs else None
-        forward: dict[str, tuple[Program, Ints | None, coverage.Tasks | None]] = {}
-        for program in self.programs if sets else ():
-            masked, taken = len(self.mask(program.kind)) > 0, self.taken(program)
-            first, places, tasks = forward.get(program.kind, (program, None, None))
-            found = (
-                judge.judge(program, self.homes, sets, taken, masked, places, self.threads) if sets else None
-            )
-            if found is None:
+        if sets is None or self.plan.request.batch.tokens > MOST_TOKENS:
+            return False
+        every: dict[str, Lists] = {}
+        for program in self.programs:
+            kind, phase = program.kind, program.phase
+            lists = every.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
+            before, count = lists.following, len(program.source[program.task_list])
+            lists.begin(count)
+            if not judge.judge(program, self.homes, sets, self.taken(program), lists, self.threads):
                 return False
-            if tasks is None or found is not places or not _same_diagonals(program, first):
-                try:
-                    tasks = coverage.cut(program, found, self.homes)
-                except CapacityError:
-                    return False
-                forward[program.kind] = program, found, tasks
-            self._cache["tasks", program.kind, program.phase] = tasks
-        return sets is not None
+            try:
+                lists.end(count)
+                tasks = self._cache.get(("tasks", kind, "forward"))
+                if tasks is None or not np.array_equal(before, lists.following):
+                    if not lists.are_exact():
+                        return False
+                    tasks = lists.tasks()
+            except CapacityError:
+                return False
+            self._cache["coverage", kind, phase] = ()
+            self._cache["tasks", kind, phase] = tasks
+        return True
 
     def taken(self, program: Program) -> frozenset[Tensor]:
         """Those of `given` that are known without a run."""
@@ -202,9 +208,3 @@ class Subject:
         span = int(inside[0])
         rank = int(np.searchsorted(spans.ptr, span, side="right")) - 1
         return rank, int(spans["row"][span] + token - spans["token"][span])
-
-
-def _same_diagonals(program: Program, other: Program) -> bool:
-    """Whether the tasks of two programs have the same bands, one by one."""
-    ours, its = (one.source[one.task_list] for one in (program, other))
-    return all(np.array_equal(ours[name], its[name]) for name in ("dmin", "dmax"))
