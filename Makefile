@@ -95,6 +95,7 @@ pictures: $(READY)
 
 compare: $(READY)
 	@$(BIN)/python benchmarks/comparison.py
+	@$(BIN)/python -m benchmarks.papers
 
 execution: $(READY)
 	@$(BIN)/python -m benchmarks.execution
