@@ -1,6 +1,6 @@
 """Whole steps beside the papers: what the forecast says of the end-to-end figures of five of them.
 
-Run: python benchmarks/papers.py (some minutes on one core). Writes all rows to benchmarks/results/papers.json and the
+Run: python -m benchmarks.papers (some minutes on one core). Writes all rows to benchmarks/results/papers.json and the
 tables between the markers of docs/comparison.md. `--only NAME,...` measures some papers anew and keeps the rows of the
 others; `--only none` writes the tables alone.
 """
