@@ -58,6 +58,18 @@ def form(recipe: str = "fcp", **degrees: int) -> Parallelism:
 # ---------------------------------------------------------------------------------------------------- closed forms
 
 
+def test_a_tensor_parallel_group_has_no_more_of_the_nics_than_it_shares() -> None:
+    """Two ranks for each of four NICs: a group of two has one NIC, of which each rank has half."""
+    cluster = Cluster(2, 8, nics_per_node=4, inter_gbs=24.0)
+    for tensor, nics, gbs in ((1, 4, 24.0), (2, 4, 12.0), (4, 2, 12.0), (8, 1, 12.0)):
+        stage = form(tensor=tensor).stage(cluster)
+        assert (stage.nics_per_node, stage.inter_gbs) == (nics, gbs)
+        assert stage.nics_per_node * stage.inter_gbs * tensor == 4 * 24.0  # of a node
+    for tensor in (1, 2, 4, 8):
+        stage = form(tensor=tensor).stage(replace(cluster, nics_per_node=8))
+        assert (stage.nics_per_node, stage.inter_gbs) == (8 // tensor, 24.0)
+
+
 def test_each_part_of_a_step_is_its_closed_form() -> None:
     """All written out for one small case, in the units of its figures."""
     plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp", hardware=H100)

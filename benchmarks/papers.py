@@ -1,0 +1,480 @@
+"""Whole steps beside the papers: what the forecast says of the end-to-end figures of five of them.
+
+Run: python -m benchmarks.papers (some minutes on one core). Writes all rows to benchmarks/results/papers.json and the
+tables between the markers of docs/comparison.md. `--only NAME,...` measures some papers anew and keeps the rows of the
+others; `--only none` writes the tables alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.cli.house import versions
+from apportion.ir import masks
+from apportion.ir.batch import Batch
+from apportion.ir.batch import Sequence as Sample
+from apportion.ir.errors import ApportionError
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.ir.policy import Recipe
+from apportion.ir.workload import lognormal_lengths
+from apportion.planner.forecast.attention import plan_attention
+from apportion.planner.forecast.choices import static_grids
+from apportion.planner.forecast.parallelism import Degrees, Parallelism
+from apportion.planner.forecast.result import KEPT
+from apportion.planner.forecast.step import Setting, Step, step
+from apportion.planner.forecast.training import Training
+from apportion.planner.recipes import find_recipe
+from benchmarks.comparison import FCP_TRACES, LLAMA_8B, LLAMA_70B, ZEPPELIN, ulysses, with_steps, zeppelin
+from benchmarks.targets import line
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/papers.json"
+PAGE = ROOT / "docs/comparison.md"
+K = 1024
+GROUP = 8  # GPUs of a node, in all papers
+#: GiB a rank where the paper offloads, tiles or caches what the forecast keeps on the device: times alone are compared
+ENOUGH = 2048.0
+PLAIN = Degrees()
+
+Row = dict[str, Any]
+Theirs = float | tuple[float, float]  # a figure, or the least and the most of what is printed
+
+
+# --- forecasting
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a paper trains, and on what. batches: one for each step; degrees: of all systems in it."""
+
+    hardware_name: str
+    nodes: int
+    model: Model
+    training: Training
+    batches: tuple[Batch, ...]
+    degrees: Degrees = PLAIN
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return Hardware.load(self.hardware_name)
+
+    def setting(self, form: Parallelism) -> Setting:
+        cluster = replace(self.hardware.cluster(self.nodes, GROUP), memory_gib=ENOUGH)
+        return Setting(form, cluster, self.model, self.training, self.hardware)
+
+    @cache  # noqa: B019 - runs live as long as the process
+    def steps(self, form: Parallelism) -> tuple[Step, ...]:
+        """By the figures as they are. Raises CapacityError, ConfigError."""
+        setting = self.setting(form)
+        return tuple(
+            step(
+                setting,
+                plan_attention(form, batch, setting.cluster, self.model, self.hardware, 0),
+                batch,
+            )
+            for batch in self.batches
+        )
+
+    def whole(self, recipe: Recipe | str) -> tuple[Step, ...]:
+        """One plan over all ranks."""
+        return self.steps(Parallelism(find_recipe(recipe), self.degrees))
+
+    def best_grid(self, recipe: str) -> tuple[str, tuple[Step, ...]]:
+        """The fastest static grid of a recipe that fits and cuts next to nothing, and its name."""
+        cluster, found = self.hardware.cluster(self.nodes, GROUP), []
+        for form in static_grids(cluster, [recipe], self.degrees):
+            try:
+                steps = self.steps(form)
+            except ApportionError:
+                continue
+            kept = sum(one.pairs for one in steps) / sum(one.whole_pairs for one in steps)
+            if kept >= KEPT and max(one.memory.total for one in steps) <= cluster.memory_gib * 2**30:
+                found.append((seconds(steps), str(form), steps))
+        if not found:
+            raise SystemExit(f"no grid of {recipe} fits")
+        _, name, steps = min(found, key=lambda one: one[0])
+        return name, steps
+
+
+def seconds(steps: Sequence[Step]) -> float:
+    """Of a step, mean over batches."""
+    return float(np.mean([one.seconds for one in steps]))
+
+
+def part(steps: Sequence[Step], name: str) -> float:
+    """Seconds of one part of a step, mean over batches."""
+    return float(np.mean([one.parts[name] for one in steps]))
+
+
+def row(
+    case: str, system: str, baseline: str, figure: str, theirs: Theirs, ours: float, assumed: str = ""
+) -> Row:
+    """A row of a table. system, baseline: what stands for them."""
+    low, high = theirs if isinstance(theirs, tuple) else (theirs, theirs)
+    nearest = min(max(ours, low), high)
+    return {
+        "case": case,
+        "system": system,
+        "baseline": baseline,
+        "figure": figure,
+        "theirs": theirs,
+        "ours": ours,
+        "ratio": ours / nearest,
+        "assumed": assumed,
+    }
+
+
+# --- UPipe
+
+#: tokens / 1024 -> tokens/s a GPU: UPipe, Table 3
+UPIPE_8B = {
+    "ulysses": {128: 2320.47, 256: 1503.80, 512: 878.63, 1024: 475.33, 2048: 246.05, 3072: 162.41},
+    "upipe": {128: 2281.05, 256: 1487.29, 512: 867.17, 1024: 472.53, 2048: 246.07, 3072: 166.32},
+    "ring": {128: 2064.90, 256: 1387.67, 512: 841.05, 1024: 458.51, 2048: 237.99, 3072: 159.96},
+}
+#: tokens / 1024 -> seconds of DS-Ulysses: its kernels and exchanges, and all else: UPipe, Table 5
+UPIPE_PARTS = {
+    128: (0.40 + 1.58 + 2.40, 3.03),
+    512: (1.68 + 25.71 + 36.74, 10.08),
+    2048: (16.30 + 421.67 + 588.73, 41.30),
+}
+
+
+def upipe() -> Iterator[Row]:
+    assumed = "FSDP and full recomputation, as there; its offloading takes no time"
+    for tokens in UPIPE_8B["ulysses"]:
+        run = Run("h100", 1, LLAMA_8B, Training(recompute="full"), (Batch.from_lengths([tokens * K]),))
+        for recipe, figures in UPIPE_8B.items():
+            ours = tokens * K / GROUP / seconds(run.whole(recipe))
+            yield row(f"{tokens}K tokens", recipe, "", "tokens/s a GPU", figures[tokens], ours, assumed)
+        if tokens in UPIPE_PARTS:
+            held = run.whole("ulysses")
+            again = (part(held, "linear") + part(held, "rows")) / 3  # of the layers without attention
+            attention = part(held, "attention") + part(held, "recomputation") - again
+            for figure, theirs, ours in zip(
+                ("attention and exchanges, s", "all else, s"),
+                UPIPE_PARTS[tokens],
+                (attention, seconds(held) - attention),
+                strict=True,
+            ):
+                yield row(f"{tokens}K tokens", "", "ulysses", figure, theirs, ours, assumed)
+
+
+# --- Zeppelin
+
+#: what runs it: Megatron with a distributed optimizer; it says nothing of recomputation
+MEGATRON = Training(vocab=32000, sharding="zero1", recompute="none")
+#: sizes of LLaMA (the first, from its paper), multi-head; of 3B, of that family
+ZEPPELIN_MODELS = {
+    "3B": Model(32, 32, 100, hidden=3200, ffn=8640, layers=26, sent_gradients="model"),
+    "7B": Model(32, 32, 128, hidden=4096, ffn=11008, layers=32, sent_gradients="model"),
+    "13B": Model(40, 40, 128, hidden=5120, ffn=13824, layers=40, sent_gradients="model"),
+    "30B": Model(52, 52, 128, hidden=6656, ffn=17920, layers=60, sent_gradients="model"),
+}
+#: model, cluster, tensor-parallel degree
+ZEPPELIN_RUNS = (("7B", "a800", 1), ("13B", "a800", 2), ("30B", "h200", 2))
+
+
+def _zeppelin(size: str, hardware: str, tensor: int, data: str, ranks: int, batches: int = 2) -> Run:
+    drawn = tuple(zeppelin(data)(ranks * 4 * K, seed) for seed in range(batches))
+    return Run(hardware, ranks // GROUP, ZEPPELIN_MODELS[size], MEGATRON, drawn, Degrees(tensor=tensor))
+
+
+def routed(parts: int) -> Recipe:
+    """Its three steps of routing: hops between nodes in parts, each through another rank of the node."""
+    return with_steps(
+        f"zeppelin-{parts}",
+        "zeppelin",
+        place={"zeppelin": {"parts": parts}},
+        schedule={"queues": {"proxies": parts}},
+    )
+
+
+def of_zeppelin() -> Iterator[Row]:
+    assumed = "lengths log-uniform in the bins; zero1, no recomputation; gradients travel in bf16"
+    gains: list[float] = []
+    for size, hardware, tensor in ZEPPELIN_RUNS:
+        for data in ZEPPELIN:
+            held = []
+            for ranks in (16, 32, 64):
+                run = _zeppelin(size, hardware, tensor, data, ranks)
+                held.append(seconds(run.whole("ring")) / seconds(run.whole(routed(GROUP // tensor))))
+            gains += held
+            yield row(
+                f"{size}, {hardware}, TP {tensor}, {data}: 16 to 64 GPUs, mean",
+                f"zeppelin-{GROUP // tensor}",
+                "ring",
+                "throughput over TE CP",
+                (1.0, 6.60),
+                float(np.mean(held)),
+                assumed,
+            )
+    for case, theirs, ours in (
+        ("all of the above, mean", 2.80, float(np.mean(gains))),
+        ("all of the above, most", 6.60, max(gains)),
+    ):
+        yield row(case, "zeppelin, routed", "ring", "throughput over TE CP", theirs, ours, assumed)
+    ablation = _zeppelin("3B", "a800", 1, "arxiv", 32, 4)
+    gain = seconds(ablation.whole("ring")) / seconds(ablation.whole(routed(GROUP)))
+    yield row("3B, a800, arxiv, 32 GPUs", "zeppelin-8", "ring", "throughput over TE CP", 3.64, gain, assumed)
+    for name, lengths, (whole, linear) in (
+        ("balanced", BALANCED, (817 + 1108, 97)),
+        ("skewed", SKEWED, (1002 + 1608, 105)),
+    ):
+        run = Run("h200", 4, ZEPPELIN_MODELS["7B"], MEGATRON, (Batch.from_lengths(lengths),))
+        steps = run.whole(routed(GROUP))
+        layers = sum(part(steps, one) for one in ("attention", "linear", "rows", "remap"))
+        for figure, published, ours in (
+            ("forward and backward of the slowest rank, ms", whole, layers * 1e3),
+            (
+                "forward of linear modules, ms",
+                linear,
+                1e3 * (part(steps, "linear") + part(steps, "rows")) / 3,
+            ),
+        ):
+            yield row(f"7B, h200, 32 GPUs, {name}", "zeppelin-8", "", figure, published, ours, LENGTHS)
+
+
+#: one from the middle of every bin up to 64K, the last again cut to what is left of 128K; and one long sequence
+BALANCED = (48 * K, 24 * K, 12 * K, 6 * K, 3 * K, 3 * K // 2, 768, 128 * K - 97536)
+SKEWED = (112 * K, *(4 * K,) * 4)
+LENGTHS = "lengths: one of every bin, or one of 112K and four of 4K"
+
+
+# --- DistCA
+
+#: documents of the list that DistCA publishes for its data set "Pretrain" (hao-ai-lab/distca, Apache-2.0): upper edge
+#: of the bin -> how many
+PRETRAIN = {
+    1024: 8042,
+    2048: 7894,
+    4096: 15744,
+    6144: 15849,
+    8192: 1033,
+    16384: 527,
+    32768: 221,
+    65536: 196,
+    131072: 253,
+}
+
+
+def pretrain(tokens: int, most: int, seed: int) -> Batch:
+    """Documents of "Pretrain", even inside the bins, longer in proportion to the longest; the last one cut."""
+    edges, counts = np.array([0, *PRETRAIN], np.float64), np.array(list(PRETRAIN.values()))
+    rng = np.random.Generator(np.random.PCG64(seed))
+    bins = rng.choice(len(counts), 8192, p=counts / counts.sum())
+    drawn = edges[bins] + (edges[bins + 1] - edges[bins]) * rng.random(8192)
+    return _filled(np.ceil(drawn * (most / edges[-1])).astype(np.int64), tokens)
+
+
+def _filled(drawn: NDArray[np.int64], tokens: int) -> Batch:
+    """As many of the lengths as there is room for, the last one cut."""
+    last = int(np.searchsorted(np.cumsum(drawn), tokens))
+    kept = drawn[:last].tolist()
+    return Batch.from_lengths([*kept, tokens - sum(kept)])
+
+
+def distca() -> Iterator[Row]:
+    assumed = "documents even in the bins of its list, longer ones in proportion; full recomputation, zero1"
+    training = Training(sharding="zero1", recompute="full")
+    most_told = {"megatron": 1.92, "wlb": 1.20, "flexsp": 1.35}
+    found: dict[str, list[float]] = {name: [] for name in most_told}
+    for longest, sequences in ((128, 8), (256, 4), (512, 2)):
+        tokens = longest * sequences * K
+        drawn = tuple(pretrain(tokens, longest * K, seed) for seed in range(3))
+        run = Run("h200", 8, LLAMA_8B, training, drawn, Degrees(tensor=8))
+        mine = seconds(run.whole("distca"))
+        others = {
+            "megatron": run.best_grid("allgather"),
+            "wlb": run.best_grid("wlb"),
+            "flexsp": ("flexsp", run.whole("flexsp")),
+        }
+        for name, (form, steps) in others.items():
+            found[name].append(seconds(steps) / mine)
+            case = f"8B, 64 GPUs, Pretrain, {longest}K"
+            range_ = (1.0, most_told[name])
+            yield row(case, "distca", form, f"throughput over {TOLD[name]}", range_, found[name][-1], assumed)
+    for name, gains in found.items():
+        figure = f"throughput over {TOLD[name]}"
+        yield row("most of the above", "distca", name, figure, most_told[name], max(gains), assumed)
+
+
+TOLD = {"megatron": "Megatron-LM", "wlb": "WLB-ideal", "flexsp": "FlexSP+"}
+
+
+# --- DCP
+
+TE = Recipe(
+    "ring-heads-2",
+    {**find_recipe("ring").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}},
+)
+#: data set -> median and sigma of a log-normal: its lengths are in a figure only
+DCP_DATA = {"LongDataCollections": (2048, 1.5), "LongAlign": (10240, 0.8)}
+DCP_MASKS = ("causal", "lambda", "causal blockwise", "shared question")
+
+
+def _masked(lengths: Sequence[int], name: str) -> Batch:
+    """The masks of its section 7.1."""
+    if name == "shared question":
+        return Batch.from_sequences(
+            [
+                Sample(n, masks.shared_question(n - 4 * (n // 5), [n // 5] * 4) if n >= 5 else masks.causal())
+                for n in lengths
+            ]
+        )
+    mask = {"lambda": masks.sink_window(64, 4096), "causal blockwise": masks.causal_blockwise(256, 2)}
+    return Batch.from_lengths(lengths, mask=mask.get(name, masks.causal()))
+
+
+def dcp() -> Iterator[Row]:
+    assumed = "log-normal lengths (median 2K and sigma 1.5, 10K and 0.8); zero1, no recomputation"
+    training = Training(sharding="zero1", recompute="none")
+    model = replace(LLAMA_8B, sent_gradients="model")
+    sparse: list[float] = []
+    for data, (median, sigma) in DCP_DATA.items():
+        for name in DCP_MASKS:
+            drawn = tuple(
+                _masked(lognormal_lengths(seed, 128 * K, median, sigma).tolist(), name) for seed in range(2)
+            )
+            run = Run("a100", 8, model, training, drawn, Degrees(tensor=4))
+            gain = seconds(run.whole(TE)) / seconds(run.whole("dcp"))
+            theirs = (0.94, 1.16) if name == "causal" else (1.00, 1.46)
+            sparse += [gain] * (name != "causal")
+            yield row(f"{data}, {name}", "dcp", TE.name, "throughput over MLM", theirs, gain, assumed)
+    yield row("sparse masks, most", "dcp", TE.name, "throughput over MLM", 1.46, max(sparse), assumed)
+
+
+# --- FCP
+
+
+def _attention(steps: Sequence[Step]) -> float:
+    return part(steps, "attention")
+
+
+def fcp() -> Iterator[Row]:
+    assumed = "an H20's figures for GPU-X; lengths of the two readings below; one batch"
+    system = with_steps("fcp_paper", "fcp_paper", inner={"ulysses": {"degree": 8}})
+    for trace, draw in FCP_TRACES.items():
+        for ranks in (16, 128):
+            model = replace(LLAMA_70B, sent_gradients="model")
+            run = Run("h20", ranks // GROUP, model, Training(), (draw(ranks * 32 * K, 0),))
+            mine = _attention(run.whole(system))
+            for baseline in ("ring", "hybrid_dp", "wlb"):
+                gain = _attention(run.whole(ulysses(baseline))) / mine
+                theirs: Theirs = 1.0 if ranks == 16 else (1.13, 2.21)
+                case = f"`{trace}` documents, {ranks} GPUs"
+                yield row(case, "fcp_paper", baseline, "attention's throughput", theirs, gain, assumed)
+
+
+# --- the page
+
+
+HEAD = (
+    "case",
+    "stands for theirs",
+    "for the baseline",
+    "figure",
+    "theirs",
+    "ours",
+    "ours / theirs",
+    "assumed",
+)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """rows: of its table, made when it is measured."""
+
+    name: str
+    rows: Callable[[], Iterator[Row]]
+
+
+PAPERS = (
+    Paper("upipe", upipe),
+    Paper("zeppelin", of_zeppelin),
+    Paper("distca", distca),
+    Paper("dcp", dcp),
+    Paper("fcp", fcp),
+)
+
+
+def measure(paper: Paper) -> dict[str, Any]:
+    start, rows = time.perf_counter(), []
+    for found in paper.rows():
+        rows.append(found)
+        print(f" {paper.name}: {found['case']}, {found['figure']}: {found['ratio']:.3f}", file=sys.stderr)
+    print(f" {paper.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return {"name": paper.name, "rows": rows}
+
+
+def table(paper: Mapping[str, Any]) -> str:
+    """A paper as a Markdown table; what all rows assume stands below it."""
+    shared = {one["assumed"] for one in paper["rows"]}
+    head = HEAD if len(shared) > 1 else HEAD[:-1]
+    lines = [line(head), line(["---"] * 4 + ["--:"] * 3 + ["---"] * (len(head) - 7))]
+    lines += [line(_cells(one)[: len(head)]) for one in paper["rows"]]
+    return "\n".join(lines if len(shared) > 1 else [*lines, "", f"Assumed: {shared.pop()}."])
+
+
+def _cells(one: Mapping[str, Any]) -> list[str]:
+    theirs = one["theirs"]
+    told = " to ".join(map(_number, theirs)) if isinstance(theirs, list | tuple) else _number(theirs)
+    inside = isinstance(theirs, list | tuple) and one["ratio"] == 1.0
+    cells = (
+        one["case"],
+        one["system"] or "-",
+        one["baseline"] or "-",
+        one["figure"],
+        told,
+        _number(one["ours"]),
+    )
+    return [*cells, "inside" if inside else f"{one['ratio']:.2f}", one["assumed"]]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 20 else f"{value:.2f}"
+
+
+def write_tables(papers: Sequence[Mapping[str, Any]]) -> None:
+    """Replace what stands between `<!-- paper: NAME -->` and `<!-- end -->` on the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    for paper in papers:
+        marker = f"<!-- paper: {paper['name']} -->\n"
+        made = f"{marker}{table(paper)}\n<!-- end -->"
+        text = re.sub(re.escape(marker) + r".*?<!-- end -->", lambda _: made, text, flags=re.DOTALL)  # noqa: B023
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", help="names of papers, separated by commas; none writes the tables alone")
+    only = parser.parse_args().only
+    known = {paper.name: paper for paper in PAPERS}
+    names = list(known) if only is None else [] if only == "none" else only.split(",")
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no paper {', '.join(unknown)}: there is {', '.join(known)}")
+    held = json.loads(RESULTS.read_text())["papers"] if RESULTS.exists() else []
+    rows = {paper["name"]: paper for paper in held if paper["name"] in known}
+    for name in names:
+        rows[name] = measure(known[name]) | {"versions": versions()}
+        papers = [rows[one] for one in known if one in rows]
+        RESULTS.write_text(json.dumps({"papers": papers}, indent=1) + "\n")
+    write_tables([rows[name] for name in known if name in rows])
+    print(f"rows are in {RESULTS}, tables in {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
