@@ -109,6 +109,9 @@ def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabu
     assert each > behind  # so the links count
     expected = each + 3 * (each - behind) + shared(2 * 1000 * 512)
     assert found["data_parallel"] == pytest.approx(expected / 1e6)
+    alone = parts_of(form(), Training(vocab=1000, sharding="ddp", recompute="none", overlap=False))
+    assert alone["data_parallel"] == pytest.approx((4 * each + shared(2 * 1000 * 512)) / 1e6)
+    assert {**alone, "data_parallel": 0} == {**found, "data_parallel": 0}
 
 
 def test_sharded_weights_are_gathered_twice_and_their_gradients_scattered_for_each_microbatch() -> None:

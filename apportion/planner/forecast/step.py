@@ -162,7 +162,9 @@ def _products_us(layers: Layers, planned: Planned) -> float:
 
 
 def _behind_us(setting: Setting, planned: Planned) -> float:
-    """What hides traffic of weights and gradients: products and row work of one layer, forward."""
+    """What hides traffic of weights and gradients: products and row work of one layer, forward, or nothing."""
+    if not setting.training.overlap:
+        return 0.0
     layers = setting.layers
     return _products_us(layers, planned) + layers.rows_us(planned.even)
 

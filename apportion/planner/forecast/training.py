@@ -27,6 +27,8 @@ class Training:
     parameter.
     recompute: what backward makes anew: nothing, all but attention's outputs (`selective`), or all of a layer (`full`).
     loss_tokens: of how many tokens the logits are there at once; losses that are tiled or fused keep no more.
+    overlap: whether traffic of weights and gradients runs beside work of the layers, or while nothing else does, as in
+    Megatron-LM where its overlapping is not switched on.
     """
 
     vocab: Count = 128256
@@ -36,6 +38,7 @@ class Training:
     optimizer_bytes: Bytes = ADAM_BYTES
     recompute: Literal["none", "selective", "full"] = "selective"
     loss_tokens: Count = 4096
+    overlap: bool = True
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Training:
