@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import UnknownNameError
-from apportion.ir.fields import name, number, suggestion
+from apportion.ir.fields import name, number
 from apportion.ir.figures import MAX_TEXT, Figure, Grid, Rows
 from apportion.ir.hardware import Hardware
 
@@ -51,14 +49,6 @@ SCENARIOS = (
     Scenario("contention", contention=SET_ASIDE),
     Scenario("all", bandwidth=0.5, latency=4.0, compute=1.1, contention=SET_ASIDE),
 )
-_BY_NAME: Mapping[str, Scenario] = MappingProxyType({one.name: one for one in SCENARIOS})
-
-
-def find_scenario(name: str) -> Scenario:
-    """One of `SCENARIOS`. Raises UnknownNameError."""
-    if name not in _BY_NAME:
-        raise UnknownNameError("scenario", name, "no scenario of that name", suggestion(name[:64], _BY_NAME))
-    return _BY_NAME[name]
 
 
 def applied(scenario: Scenario, hardware: Hardware, cluster: Cluster) -> tuple[Hardware, Cluster]:
