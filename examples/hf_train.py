@@ -6,6 +6,7 @@ With --resume it goes on where a run that was killed was.
 """
 
 import sys
+import time
 
 import numpy as np
 import torch.distributed as dist
@@ -64,4 +65,6 @@ def main(folder: str = "hf-checkpoints") -> None:
 
 if __name__ == "__main__":
     main()
+    # gloo's thread may still hold the last tensors, and aborts where Python ends before it lets go
+    time.sleep(1)
     dist.destroy_process_group()
