@@ -11,8 +11,8 @@
 #   make auto     what `auto` is worth beside every single recipe, simulated
 #   make pictures the pictures of docs/recipes.md
 #   make execution  launches and host time of every recipe, into docs/performance.md
-#   make compare  the tables of docs/comparison.md: every recipe, simulated, and whole steps beside the papers (about ten
-#                 minutes)
+#   make compare  the tables of docs/comparison.md: every recipe, simulated, and whole steps beside the papers (about half
+#                 an hour)
 #   make soak     the service under faults and load, for hours if you like (benchmarks/soak.py)
 #   make fuzz     100,000 mutated plans through decoder and verifier, and as many through its quick judge
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)

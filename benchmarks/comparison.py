@@ -1,6 +1,6 @@
 """The comparison: recipes on the shipped workloads and in the papers' settings, planned, verified and simulated.
 
-Run: python benchmarks/comparison.py (a quarter of an hour on one core). Writes all rows to
+Run: python benchmarks/comparison.py (half an hour on one core). Writes all rows to
 benchmarks/results/comparison.json and the tables between the markers of docs/comparison.md. `--only NAME,...` measures
 some cases anew and keeps the other rows; `--only none` writes the tables alone. Settings with published figures are in
 `benchmarks/published.py`, orders under other figures in `benchmarks/sensitivity.py`.
@@ -163,9 +163,20 @@ def ulysses(name: str) -> Recipe:
     return with_steps(name, name, inner={"ulysses": {"degree": 8}})
 
 
-EVEN = ("ring", "allgather", "contiguous", "ulysses", "usp")
-BY_LENGTH = ("hybrid_dp", "megatron_hybrid", "wlb", "flexsp", "fcp")
-ALL = tuple(find_recipe(name) for name in (*EVEN, *BY_LENGTH))
+EVEN = ("ring", "allgather", "contiguous", "ulysses", "upipe", "usp")
+BY_LENGTH = (
+    "hybrid_dp",
+    "megatron_hybrid",
+    "zeppelin",
+    "wlb",
+    "flexsp",
+    "magi",
+    "distca",
+    "dcp",
+    "blend",
+    "fcp",
+)
+ALL = tuple(find_recipe(name) for name in (*EVEN, *BY_LENGTH, "mixed", "auto"))
 BLOCKS_2K = with_steps("fcp-2k", "fcp", shard={"blocks": {"block": 2048, "zigzag": True}})
 FCP_4K = with_steps(
     "fcp",
@@ -180,12 +191,18 @@ NODE = with_steps(
     shard={"blocks": {"block": 2048, "zigzag": True}},
     route={"node": {}},
 )
+STAR = with_steps("fcp-2k-star", "fcp", shard={"blocks": {"block": 2048, "zigzag": True}}, route={"star": {}})
 OF_FCP = (
     *(ulysses(name) for name in ("ring", "hybrid_dp", "wlb")),
     FCP_4K,
     replace(FCP_4K, name="fcp-reshuffled", steps={**FCP_4K.to_data()["steps"], "reshuffle": True}),
+    find_recipe("auto"),
 )
-OF_ZEPPELIN = (*(find_recipe(name) for name in ("ring", "allgather", "hybrid_dp", "fcp")), NODE)
+OF_ZEPPELIN = (
+    *(find_recipe(name) for name in ("ring", "allgather", "hybrid_dp", "zeppelin", "fcp")),
+    NODE,
+    find_recipe("auto"),
+)
 
 #: rows whose plans are not verified: verification takes a minute and 10 GB for each
 HEAVY = {
@@ -226,8 +243,8 @@ CASES: tuple[Case | Published | Sensitivity, ...] = (
         1024,
         32768,
         3,
-        (BLOCKS_2K, NODE),
-        BLOCKS_2K.name,
+        (STAR, NODE),
+        STAR.name,
     ),
     *PUBLISHED,
     Sensitivity("sensitivity-log-normal", "log-normal documents under other figures", lognormal, LLAMA_8B),

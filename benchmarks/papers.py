@@ -1,6 +1,6 @@
 """Whole steps beside the papers: what the forecast says of the end-to-end figures of five of them.
 
-Run: python -m benchmarks.papers (some minutes on one core). Writes all rows to benchmarks/results/papers.json and the
+Run: python -m benchmarks.papers (ten minutes on one core). Writes all rows to benchmarks/results/papers.json and the
 tables between the markers of docs/comparison.md. `--only NAME,...` measures some papers anew and keeps the rows of the
 others; `--only none` writes the tables alone.
 """
@@ -14,127 +14,30 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.cli.house import versions
 from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.batch import Sequence as Sample
-from apportion.ir.errors import ApportionError
-from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.ir.policy import Recipe
 from apportion.ir.workload import lognormal_lengths
-from apportion.planner.forecast.attention import plan_attention
-from apportion.planner.forecast.choices import static_grids
-from apportion.planner.forecast.parallelism import Degrees, Parallelism
-from apportion.planner.forecast.result import KEPT
-from apportion.planner.forecast.step import Setting, Step, step
+from apportion.planner.forecast.parallelism import Degrees
+from apportion.planner.forecast.step import Step
 from apportion.planner.forecast.training import Training
 from apportion.planner.recipes import find_recipe
+from benchmarks import paper_distca
 from benchmarks.comparison import FCP_TRACES, LLAMA_8B, LLAMA_70B, ZEPPELIN, ulysses, with_steps, zeppelin
+from benchmarks.paper_runs import GROUP, K, Row, Run, Theirs, part, row, seconds
 from benchmarks.targets import line
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/papers.json"
 PAGE = ROOT / "docs/comparison.md"
-K = 1024
-GROUP = 8  # GPUs of a node, in all papers
-#: GiB a rank where the paper offloads, tiles or caches what the forecast keeps on the device: times alone are compared
-ENOUGH = 2048.0
-PLAIN = Degrees()
-
-Row = dict[str, Any]
-Theirs = float | tuple[float, float]  # a figure, or the least and the most of what is printed
-
-
-# --- forecasting
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """What a paper trains, and on what. batches: one for each step; degrees: of all systems in it."""
-
-    hardware_name: str
-    nodes: int
-    model: Model
-    training: Training
-    batches: tuple[Batch, ...]
-    degrees: Degrees = PLAIN
-
-    @cached_property
-    def hardware(self) -> Hardware:
-        return Hardware.load(self.hardware_name)
-
-    def setting(self, form: Parallelism) -> Setting:
-        cluster = replace(self.hardware.cluster(self.nodes, GROUP), memory_gib=ENOUGH)
-        return Setting(form, cluster, self.model, self.training, self.hardware)
-
-    @cache  # noqa: B019 - runs live as long as the process
-    def steps(self, form: Parallelism) -> tuple[Step, ...]:
-        """By the figures as they are. Raises CapacityError, ConfigError."""
-        setting = self.setting(form)
-        return tuple(
-            step(
-                setting,
-                plan_attention(form, batch, setting.cluster, self.model, self.hardware, 0),
-                batch,
-            )
-            for batch in self.batches
-        )
-
-    def whole(self, recipe: Recipe | str) -> tuple[Step, ...]:
-        """One plan over all ranks."""
-        return self.steps(Parallelism(find_recipe(recipe), self.degrees))
-
-    def best_grid(self, recipe: str) -> tuple[str, tuple[Step, ...]]:
-        """The fastest static grid of a recipe that fits and cuts next to nothing, and its name."""
-        cluster, found = self.hardware.cluster(self.nodes, GROUP), []
-        for form in static_grids(cluster, [recipe], self.degrees):
-            try:
-                steps = self.steps(form)
-            except ApportionError:
-                continue
-            kept = sum(one.pairs for one in steps) / sum(one.whole_pairs for one in steps)
-            if kept >= KEPT and max(one.memory.total for one in steps) <= cluster.memory_gib * 2**30:
-                found.append((seconds(steps), str(form), steps))
-        if not found:
-            raise SystemExit(f"no grid of {recipe} fits")
-        _, name, steps = min(found, key=lambda one: one[0])
-        return name, steps
-
-
-def seconds(steps: Sequence[Step]) -> float:
-    """Of a step, mean over batches."""
-    return float(np.mean([one.seconds for one in steps]))
-
-
-def part(steps: Sequence[Step], name: str) -> float:
-    """Seconds of one part of a step, mean over batches."""
-    return float(np.mean([one.parts[name] for one in steps]))
-
-
-def row(
-    case: str, system: str, baseline: str, figure: str, theirs: Theirs, ours: float, assumed: str = ""
-) -> Row:
-    """A row of a table. system, baseline: what stands for them."""
-    low, high = theirs if isinstance(theirs, tuple) else (theirs, theirs)
-    nearest = min(max(ours, low), high)
-    return {
-        "case": case,
-        "system": system,
-        "baseline": baseline,
-        "figure": figure,
-        "theirs": theirs,
-        "ours": ours,
-        "ratio": ours / nearest,
-        "assumed": assumed,
-    }
 
 
 # --- UPipe
@@ -151,15 +54,34 @@ UPIPE_PARTS = {
     512: (1.68 + 25.71 + 36.74, 10.08),
     2048: (16.30 + 421.67 + 588.73, 41.30),
 }
+#: the same of Qwen3-32B on 16 GPUs, heads split inside nodes and a ring between them: UPipe, Table 3 and section 5.2.1
+UPIPE_32B = {
+    "usp": {128: 545.29, 256: 370.70, 512: 217.04, 1024: 117.02, 2048: 59.98},
+    "upipe_ring": {128: 483.29, 256: 339.56, 512: 204.46, 1024: 113.26, 2048: 59.56},
+    "ring": {128: 418.39, 256: 308.88, 512: 194.44, 1024: 110.27, 2048: 58.45},
+}
+QWEN_32B = Model(64, 8, 128, hidden=5120, ffn=25600, layers=64)
+QWEN_VOCABULARY = 151936
 
 
 def upipe() -> Iterator[Row]:
     assumed = "FSDP and full recomputation, as there; its offloading takes no time"
+    yield from _upipe_8b(assumed)
+    for tokens in UPIPE_32B["ring"]:
+        training = Training(vocab=QWEN_VOCABULARY, recompute="full")
+        run = Run("h100", 2, QWEN_32B, training, (Batch.from_lengths([tokens * K]),))
+        for recipe, figures in UPIPE_32B.items():
+            ours = tokens * K / (2 * GROUP) / seconds(run.whole(recipe))
+            case = f"Qwen3-32B, {tokens}K tokens"
+            yield row(case, recipe, "", "tokens/s a GPU", figures[tokens], ours, assumed)
+
+
+def _upipe_8b(assumed: str) -> Iterator[Row]:
     for tokens in UPIPE_8B["ulysses"]:
         run = Run("h100", 1, LLAMA_8B, Training(recompute="full"), (Batch.from_lengths([tokens * K]),))
         for recipe, figures in UPIPE_8B.items():
             ours = tokens * K / GROUP / seconds(run.whole(recipe))
-            yield row(f"{tokens}K tokens", recipe, "", "tokens/s a GPU", figures[tokens], ours, assumed)
+            yield row(f"8B, {tokens}K tokens", recipe, "", "tokens/s a GPU", figures[tokens], ours, assumed)
         if tokens in UPIPE_PARTS:
             held = run.whole("ulysses")
             again = (part(held, "linear") + part(held, "rows")) / 3  # of the layers without attention
@@ -170,7 +92,7 @@ def upipe() -> Iterator[Row]:
                 (attention, seconds(held) - attention),
                 strict=True,
             ):
-                yield row(f"{tokens}K tokens", "", "ulysses", figure, theirs, ours, assumed)
+                yield row(f"8B, {tokens}K tokens", "", "ulysses", figure, theirs, ours, assumed)
 
 
 # --- Zeppelin
@@ -254,67 +176,6 @@ SKEWED = (112 * K, *(4 * K,) * 4)
 LENGTHS = "lengths: one of every bin, or one of 112K and four of 4K"
 
 
-# --- DistCA
-
-#: documents of the list that DistCA publishes for its data set "Pretrain" (hao-ai-lab/distca, Apache-2.0): upper edge
-#: of the bin -> how many
-PRETRAIN = {
-    1024: 8042,
-    2048: 7894,
-    4096: 15744,
-    6144: 15849,
-    8192: 1033,
-    16384: 527,
-    32768: 221,
-    65536: 196,
-    131072: 253,
-}
-
-
-def pretrain(tokens: int, most: int, seed: int) -> Batch:
-    """Documents of "Pretrain", even inside the bins, longer in proportion to the longest; the last one cut."""
-    edges, counts = np.array([0, *PRETRAIN], np.float64), np.array(list(PRETRAIN.values()))
-    rng = np.random.Generator(np.random.PCG64(seed))
-    bins = rng.choice(len(counts), 8192, p=counts / counts.sum())
-    drawn = edges[bins] + (edges[bins + 1] - edges[bins]) * rng.random(8192)
-    return _filled(np.ceil(drawn * (most / edges[-1])).astype(np.int64), tokens)
-
-
-def _filled(drawn: NDArray[np.int64], tokens: int) -> Batch:
-    """As many of the lengths as there is room for, the last one cut."""
-    last = int(np.searchsorted(np.cumsum(drawn), tokens))
-    kept = drawn[:last].tolist()
-    return Batch.from_lengths([*kept, tokens - sum(kept)])
-
-
-def distca() -> Iterator[Row]:
-    assumed = "documents even in the bins of its list, longer ones in proportion; full recomputation, zero1"
-    training = Training(sharding="zero1", recompute="full")
-    most_told = {"megatron": 1.92, "wlb": 1.20, "flexsp": 1.35}
-    found: dict[str, list[float]] = {name: [] for name in most_told}
-    for longest, sequences in ((128, 8), (256, 4), (512, 2)):
-        tokens = longest * sequences * K
-        drawn = tuple(pretrain(tokens, longest * K, seed) for seed in range(3))
-        run = Run("h200", 8, LLAMA_8B, training, drawn, Degrees(tensor=8))
-        mine = seconds(run.whole("distca"))
-        others = {
-            "megatron": run.best_grid("allgather"),
-            "wlb": run.best_grid("wlb"),
-            "flexsp": ("flexsp", run.whole("flexsp")),
-        }
-        for name, (form, steps) in others.items():
-            found[name].append(seconds(steps) / mine)
-            case = f"8B, 64 GPUs, Pretrain, {longest}K"
-            range_ = (1.0, most_told[name])
-            yield row(case, "distca", form, f"throughput over {TOLD[name]}", range_, found[name][-1], assumed)
-    for name, gains in found.items():
-        figure = f"throughput over {TOLD[name]}"
-        yield row("most of the above", "distca", name, figure, most_told[name], max(gains), assumed)
-
-
-TOLD = {"megatron": "Megatron-LM", "wlb": "WLB-ideal", "flexsp": "FlexSP+"}
-
-
 # --- DCP
 
 TE = Recipe(
@@ -323,6 +184,10 @@ TE = Recipe(
 )
 #: data set -> median and sigma of a log-normal: its lengths are in a figure only
 DCP_DATA = {"LongDataCollections": (2048, 1.5), "LongAlign": (10240, 0.8)}
+#: its programs with every tile there before anything is computed
+NOTHING_HIDDEN = with_steps(
+    "dcp-nothing-hidden", "dcp", place={"dcp": {"divisions": 1}}, schedule={"gather": {"whole": True}}
+)
 DCP_MASKS = ("causal", "lambda", "causal blockwise", "shared question")
 
 
@@ -354,6 +219,10 @@ def dcp() -> Iterator[Row]:
             theirs = (0.94, 1.16) if name == "causal" else (1.00, 1.46)
             sparse += [gain] * (name != "causal")
             yield row(f"{data}, {name}", "dcp", TE.name, "throughput over MLM", theirs, gain, assumed)
+            if name == "causal":
+                plain = seconds(run.whole(TE)) / seconds(run.whole(NOTHING_HIDDEN))
+                case, system = f"{data}, {name}", NOTHING_HIDDEN.name
+                yield row(case, system, TE.name, "throughput over MLM", theirs, plain, assumed)
     yield row("sparse masks, most", "dcp", TE.name, "throughput over MLM", 1.46, max(sparse), assumed)
 
 
@@ -405,7 +274,7 @@ class Paper:
 PAPERS = (
     Paper("upipe", upipe),
     Paper("zeppelin", of_zeppelin),
-    Paper("distca", distca),
+    Paper("distca", paper_distca.rows),
     Paper("dcp", dcp),
     Paper("fcp", fcp),
 )

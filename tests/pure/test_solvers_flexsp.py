@@ -73,6 +73,25 @@ def test_more_ranks_for_a_sequence_cost_less_time_but_more_rank_time():
     assert (np.diff(case.times * case.degrees, axis=1) > 0).all()
 
 
+def test_linear_layers_count_where_asked_for():
+    """A sequence's linear layers take three forwards, shared by the ranks of its group."""
+    case = problem()
+    attention, whole = grouping_problem(case), grouping_problem(case, linear=True)
+    a_token = 3 * float(case.cost.linear_us(1)) * case.layers["default"]
+    expected = a_token * case.batch.lengths[:, None] / feasible_degrees(case)
+    np.testing.assert_allclose(whole.times - attention.times, expected)
+    assert whole.cap == attention.cap
+
+
+def test_with_linear_layers_the_fullest_rank_has_fewer_tokens():
+    case = problem()
+    fullest = [
+        float((np.bincount(found.home, LENGTHS, len(found.groups) - 1) / np.diff(found.groups)).max())
+        for found in (place(case), place(case, linear=True))
+    ]
+    assert fullest[1] < fullest[0]
+
+
 def test_degrees_divide_the_heads_and_the_node():
     assert feasible_degrees(problem(nodes=3, per_node=6)).tolist() == [1, 2, 8]
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import PHASES, SIDES, TRAVELLING
+from apportion.planner.passes.pack import LINEAR_FORWARDS
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
@@ -38,19 +39,22 @@ class FlexSp(PlacePass):
 
     capacity: tokens of a rank at most, so that a group of P ranks holds P times as many; default the policy's token
     cap, else twice the mean or as many as the longest sequence makes necessary.
+    linear: whether the linear layers' time counts too, which FlexSP's cost model has: groups are then
+    even in whole layers, not in attention.
     solver: its `steps` are nodes of a search tree.
     All ranks are planned alike; where speeds differ, the slowest groups get the fastest places of their size.
     Raises ConfigError, CapacityError, MissingDependencyError, UnknownNameError.
     """
 
     capacity: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
+    linear: bool = False
     solver: GroupingSolver = GroupingSolver("ilp")
     own_cap: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "flexsp")
         axis = problem.batch.starts
-        case = grouping_problem(problem, self.capacity)
+        case = grouping_problem(problem, self.capacity, linear=self.linear)
         found = self.solver(case)
         if not found.termination.solved:
             raise _no_mix(case, found)
@@ -59,13 +63,18 @@ class FlexSp(PlacePass):
         return Placement(axis, group, weight, _bound(problem, weight, case.degrees), first, found.termination)
 
 
-def grouping_problem(problem: Problem, capacity: int | None = None) -> GroupingProblem:
+def grouping_problem(
+    problem: Problem, capacity: int | None = None, *, linear: bool = False
+) -> GroupingProblem:
     """The request as the solver sees it; times are microseconds of all layers, forward and backward."""
     degrees, lengths = feasible_degrees(problem), problem.batch.lengths
     times = sum(
         problem.layers[kind] * _sequence_us(problem, lengths, row_areas(bands, problem.batch.starts), degrees)
         for kind, bands in problem.bands.items()
     )
+    if linear:
+        layers = sum(problem.layers.values())
+        times = times + layers * LINEAR_FORWARDS * problem.cost.linear_us(lengths)[:, None] / degrees
     cap = capacity or problem.policy.token_cap or _default_capacity(problem, int(degrees[-1]))
     if problem.policy.token_cap is not None:
         cap = min(cap, problem.policy.token_cap)

@@ -1,0 +1,294 @@
+"""DistCA beside Megatron-LM, FlexSP+ and WLB-ideal (its section 6), forecast: rows of `benchmarks/papers.py`.
+
+batch       ⎡ sequence 0 ⎤⎡ sequence 1 ⎤...      packed with documents in the order of the data, cut at their ends
+Megatron    a sequence is a microbatch, cut zig-zag over CP ranks whatever its documents are; DP groups get as many
+            sequences each, the heaviest to the one with the least work: the best DP x CP
+WLB-ideal   documents to DP groups, cut by document or by sequence, whichever is faster: the best DP x CP
+FlexSP+     groups of unequal size, even in whole layers, as many tokens on a rank as its memory holds
+DistCA      equal tokens in order, attention wherever it is even
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from apportion.ir.batch import Batch
+from apportion.ir.errors import ApportionError
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.planner.forecast.parallelism import Degrees, Parallelism
+from apportion.planner.forecast.training import Training
+from apportion.planner.simulate import simulate
+from apportion.planner.ticks import TickTable, plan_tick, tick_table
+from benchmarks.comparison import LLAMA_8B, with_steps
+from benchmarks.paper_runs import ENOUGH, GROUP, K, Row, Run, Theirs, part, row, seconds
+
+Packed = list[list[int]]  # lengths of the documents of each sequence
+
+#: documents of the list that DistCA publishes for its data set "Pretrain" (hao-ai-lab/distca, Apache-2.0): upper edge
+#: of the bin -> how many
+PRETRAIN = {
+    1024: 8042,
+    2048: 7894,
+    4096: 15744,
+    6144: 15849,
+    8192: 1033,
+    16384: 527,
+    32768: 221,
+    65536: 196,
+    131072: 253,
+}
+#: its Table 2; FFN and KV heads of the second are Code Llama's 34B (the first is not in the table, GQA is)
+LLAMA_34B = Model(64, 16, 128, hidden=8192, ffn=22016, layers=48)
+#: its Table 4: model -> MaxDocLen in thousands -> GPUs -> sequences of a batch (of 34B, 256 GPUs left out)
+BATCHES = {
+    "8B": {
+        128: {64: 8, 128: 16, 256: 32},
+        256: {64: 4, 128: 8, 256: 16},
+        512: {64: 2, 128: 4, 256: 8},
+    },
+    "34B": {128: {64: 4, 128: 8}, 256: {64: 2, 128: 4}, 512: {64: 2, 128: 4}},
+}
+#: of its Table 5, with pipeline stages
+BATCHES_4D = {"8B": {128: {64: 32}, 256: {64: 16}, 512: {64: 8}}, "34B": {128: {128: 32}}}
+MODELS = {"8B": LLAMA_8B, "34B": LLAMA_34B}
+TENSOR = 8
+FLAT = Degrees(tensor=TENSOR)
+TRAINING = Training(sharding="zero1", recompute="none")
+#: section 6.2, without pipeline: the most over each baseline, of all models, data sets and sizes
+MOST = {"Megatron-LM": 1.92, "WLB-ideal": 1.20, "FlexSP+": 1.35}
+#: with pipeline, of each model
+MOST_4D = {
+    "8B": {"Megatron-LM": 1.83, "WLB-ideal": 1.35},
+    "34B": {"Megatron-LM": 1.72, "WLB-ideal": 1.25},
+}
+STAGES = (2, 4)
+#: per-sequence sharding: the whole sequence zig-zag, keys and values gathered
+PER_SEQUENCE = with_steps("per-sequence", "allgather", place={"zigzag": {"over": "batch"}})
+#: tokens of a rank over the mean that FlexSP+ may be given, the most that fits is taken
+ROOMS = (2.0, 1.75, 1.5, 1.25, 1.0)
+ASSUMED = (
+    "documents even in the bins of its list, longer ones in proportion, packed into sequences of the longest, two "
+    "batches; zero1, no recomputation"
+)
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """What a system takes, and what stands for it."""
+
+    seconds: float
+    name: str
+
+
+def packed(sequences: int, longest: int, seed: int) -> Packed:
+    """Documents of "Pretrain", even inside the bins, longer in proportion, into sequences of the longest, which cut
+    them."""
+    edges, counts = np.array([0, *PRETRAIN], np.float64), np.array(list(PRETRAIN.values()))
+    rng = np.random.Generator(np.random.PCG64(seed))
+    bins = rng.choice(len(counts), 1024 * sequences, p=counts / counts.sum())
+    drawn = edges[bins] + (edges[bins + 1] - edges[bins]) * rng.random(len(bins))
+    ends = np.cumsum(np.ceil(drawn * (longest / edges[-1])).astype(np.int64))
+    cuts = np.unique(np.append(ends[ends < sequences * longest], np.arange(sequences + 1) * longest))
+    of = cuts[:-1] // longest
+    return [np.diff(cuts)[of == i].tolist() for i in range(sequences)]
+
+
+def joined(sequences: Packed) -> Batch:
+    return Batch.from_lengths([length for one in sequences for length in one])
+
+
+def dealt(sequences: Packed, groups: int) -> Packed:
+    """The sequences such that number i · groups + g is microbatch i of group g: as many for each, the heaviest first to
+    the group with the least work."""
+    work = [sum(length**2 for length in one) for one in sequences]
+    most = len(sequences) // groups
+    held: list[list[int]] = [[] for _ in range(groups)]
+    for index in sorted(range(len(sequences)), key=lambda one: -work[one]):
+        free = [one for one in held if len(one) < most]
+        min(free, key=lambda one: sum(work[i] for i in one)).append(index)
+    return [sequences[one[i]] for i in range(most) for one in held]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of its Table 4 or 5: `sequences` of `longest` thousand tokens on `nodes` nodes of `memory_gib` a
+    rank."""
+
+    size: str
+    longest: int
+    sequences: int
+    nodes: int
+    memory_gib: float = Hardware.load("h200").memory_gib.value
+
+    @property
+    def case(self) -> str:
+        return f"{self.size}, {self.nodes * GROUP} GPUs, Pretrain, {self.longest}K"
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * GROUP // TENSOR
+
+    def drawn(self) -> list[Packed]:
+        return [packed(self.sequences, self.longest * K, seed) for seed in range(2)]
+
+    def run(self, drawn: Sequence[Packed], degrees: Degrees = FLAT) -> Run:
+        batches = tuple(joined(one) for one in drawn)
+        return Run("h200", self.nodes, MODELS[self.size], TRAINING, batches, degrees, self.memory_gib)
+
+
+# --- baselines
+
+
+def megatron(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[Found]:
+    """Every DP x CP that fits, under so many pipeline stages."""
+    found, ranks, sequences = [], setting.ranks // stages, setting.sequences
+    for groups in _divisors(ranks):
+        if sequences % (groups * stages):
+            continue
+        degrees = Degrees(TENSOR, stages, microbatches=sequences // (groups * stages))
+        run = setting.run([dealt(one, groups) for one in drawn], degrees)
+        grid = Parallelism(PER_SEQUENCE, degrees, ranks // groups, "order")
+        try:
+            steps = run.steps(grid)
+        except ApportionError:
+            continue
+        if run.fits(steps):
+            name = f"per-sequence, DP {groups} x CP {ranks // groups}" + f" x PP {stages}" * (stages > 1)
+            found.append(Found(seconds(steps), name))
+    return found
+
+
+def wlb(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[Found]:
+    """Its best DP x CP, with as few microbatches as fit."""
+    for microbatches in _divisors(setting.sequences // stages):
+        run = setting.run(drawn, Degrees(TENSOR, stages, microbatches=microbatches))
+        try:
+            name, steps = run.best_grid("wlb")
+        except (ApportionError, SystemExit):
+            continue
+        return [Found(seconds(steps), name)]
+    return []
+
+
+def flexsp(setting: Setting, drawn: Sequence[Packed]) -> list[Found]:
+    """With as many tokens on a rank as fit."""
+    run = setting.run(drawn)
+    mean = run.batches[0].tokens / setting.ranks
+    for room in ROOMS:
+        place = {"flexsp": {"linear": True, "capacity": round(room * mean)}}
+        try:
+            steps = run.whole(with_steps("flexsp", "flexsp", place=place))
+        except ApportionError:
+            continue
+        if run.fits(steps):
+            return [Found(seconds(steps), f"flexsp, at most {room:g} of the mean")]
+    return []
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+# --- DistCA
+
+
+def distca(setting: Setting, drawn: Sequence[Packed], stages: int, hidden: bool = False) -> list[Found]:
+    """Under pipeline ticks, attention of a tick over the ranks of all stages, for every number of microbatches that
+    fits. All other work of a tick is that of one microbatch. hidden: as of `Run`."""
+    found = []
+    for count in _divisors(setting.sequences):
+        if count < stages:
+            continue
+        degrees = Degrees(TENSOR, stages, microbatches=count // stages)
+        run = replace(setting.run(drawn, degrees), hidden=hidden)
+        table = tick_table(stages, count)
+        try:
+            steps = run.whole("distca")
+            attention = [_ticks_seconds(setting, run, table, one) for one in drawn]
+        except ApportionError:
+            continue
+        held = min(count, 2 * stages - 1) / min(count, stages)  # in flight, beside 1F1B
+        memory = max(one.memory.total + (held - 1) * one.memory.activations for one in steps)
+        if memory <= run.memory_gib * 2**30:
+            busy = sum(part(steps, name) for name in ("linear", "rows", "head", "tensor_parallel"))
+            once = part(steps, "data_parallel") + part(steps, "optimizer")
+            took = float(np.mean(attention)) + busy * table.ticks / (2 * count) + once
+            found.append(Found(took, f"distca, PP {stages}, {count} microbatches"))
+    return found
+
+
+def _ticks_seconds(setting: Setting, run: Run, table: TickTable, sequences: Packed) -> float:
+    """Attention of all ticks of a step."""
+    each = len(sequences) // table.microbatches
+    microbatches = [joined(sequences[i * each : (i + 1) * each]) for i in range(table.microbatches)]
+    form = Parallelism(PER_SEQUENCE, FLAT)
+    cluster, model = form.stage(run.cluster), form.rank_model(run.model)
+    total = 0.0
+    for tick in range(table.ticks):
+        made, held = plan_tick(table, tick, microbatches, cluster, model, hardware=run.hardware, verify=False)
+        runs = simulate(made, run.hardware, form.stage(run.links)).runs
+        total += sum(one.makespan_us for (_, phase), one in runs.items() if phase == held.phase)
+    return total * run.model.layers_of("default") / table.stages / 1e6
+
+
+# --- rows
+
+
+def rows() -> Iterator[Row]:
+    """Of every setting the gain over each baseline, and the most of all."""
+    yield from _flat()
+    yield from _pipelined()
+
+
+def _flat() -> Iterator[Row]:
+    gains: dict[str, list[tuple[float, str]]] = {name: [] for name in MOST}
+    hidden: list[float] = []
+    for setting in _settings(BATCHES):
+        drawn = setting.drawn()
+        run = setting.run(drawn)
+        mine = run.whole("distca")
+        if not run.fits(mine):  # as it did there, for a reason not told: memory is enough for all
+            setting = replace(setting, memory_gib=ENOUGH)
+        others = {"Megatron-LM": megatron, "WLB-ideal": wlb, "FlexSP+": flexsp}
+        best = {name: min(found) for name, of in others.items() if (found := of(setting, drawn))}
+        for name, one in best.items():
+            gains[name].append((one.seconds / seconds(mine), one.name))
+            yield _row(setting.case, "distca", one.name, name, (1.0, MOST[name]), gains[name][-1][0])
+        ideal = replace(setting.run(drawn), hidden=True).whole("distca")
+        hidden.append(best["Megatron-LM"].seconds / seconds(ideal))
+    for name, held in gains.items():
+        most, form = max(held)
+        yield _row("most of the above", "distca", form, name, MOST[name], most)
+    case, name = "most, if ping-pong hid all of DistCA's traffic", "Megatron-LM"
+    yield _row(case, "distca", "per-sequence", name, MOST[name], max(hidden))
+
+
+def _pipelined() -> Iterator[Row]:
+    for setting in _settings(BATCHES_4D):
+        drawn = setting.drawn()
+        mine, ideal = (
+            min(one for count in STAGES for one in distca(setting, drawn, count, hidden))
+            for hidden in (False, True)
+        )
+        for name, of in {"Megatron-LM": megatron, "WLB-ideal": wlb}.items():
+            if best := [one for count in STAGES for one in of(setting, drawn, count)]:
+                told, one = (1.0, MOST_4D[setting.size][name]), min(best)
+                case, gain = f"4D: {setting.case}", one.seconds / mine.seconds
+                yield _row(case, mine.name, one.name, name, told, gain)
+                gain = one.seconds / ideal.seconds
+                yield _row(f"{case}, traffic hidden", ideal.name, one.name, name, told, gain)
+
+
+def _settings(batches: Mapping[str, Mapping[int, Mapping[int, int]]]) -> Iterator[Setting]:
+    for size, held in batches.items():
+        for longest, counts in held.items():
+            for gpus, sequences in counts.items():
+                yield Setting(size, longest, sequences, gpus // GROUP)
+
+
+def _row(case: str, system: str, form: str, name: str, theirs: Theirs, ours: float) -> Row:
+    return row(case, system, form, f"throughput over {name}", theirs, ours, ASSUMED)

@@ -1,0 +1,137 @@
+"""A paper's setting as runs of the forecast, and rows that hold its figures against ours (`benchmarks/papers.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from apportion.ir.batch import Batch
+from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ApportionError
+from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
+from apportion.ir.policy import Recipe
+from apportion.planner.forecast.attention import plan_attention
+from apportion.planner.forecast.choices import static_grids
+from apportion.planner.forecast.parallelism import Degrees, Parallelism
+from apportion.planner.forecast.result import KEPT
+from apportion.planner.forecast.step import Setting, Step, step
+from apportion.planner.forecast.training import Training
+from apportion.planner.recipes import find_recipe
+
+K = 1024
+GROUP = 8  # GPUs of a node, in all papers
+#: GiB a rank where the paper offloads, tiles or caches what the forecast keeps on the device: times alone are compared
+ENOUGH = 2048.0
+PLAIN = Degrees()
+
+Row = dict[str, Any]
+Theirs = float | tuple[float, float]  # a figure, or the least and the most of what is printed
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a paper trains, and on what. batches: one for each step; degrees: of all systems in it; memory_gib: of a
+    rank, where grids must fit; hidden: whether plans, made for links as they are, are priced as if these took
+    next to no time."""
+
+    hardware_name: str
+    nodes: int
+    model: Model
+    training: Training
+    batches: tuple[Batch, ...]
+    degrees: Degrees = PLAIN
+    memory_gib: float = ENOUGH
+    hidden: bool = False
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return Hardware.load(self.hardware_name)
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return replace(self.hardware.cluster(self.nodes, GROUP), memory_gib=self.memory_gib)
+
+    @cached_property
+    def links(self) -> Cluster:
+        """The cluster that plans are priced on."""
+        if not self.hidden:
+            return self.cluster
+        return replace(
+            self.cluster,
+            intra_gbs=1e3 * self.cluster.intra_gbs,
+            inter_gbs=1e3 * self.cluster.inter_gbs,
+            intra_latency_us=1e-3 * self.cluster.intra_latency_us,
+            inter_latency_us=1e-3 * self.cluster.inter_latency_us,
+        )
+
+    def fits(self, steps: Sequence[Step]) -> bool:
+        return max(one.memory.total for one in steps) <= self.memory_gib * 2**30
+
+    def setting(self, form: Parallelism) -> Setting:
+        return Setting(form, self.links, self.model, self.training, self.hardware)
+
+    @cache  # noqa: B019 - runs live as long as the process
+    def steps(self, form: Parallelism) -> tuple[Step, ...]:
+        """By the figures as they are. Raises CapacityError, ConfigError."""
+        setting = self.setting(form)
+        return tuple(
+            step(
+                setting,
+                plan_attention(form, batch, self.cluster, self.model, self.hardware, 0),
+                batch,
+            )
+            for batch in self.batches
+        )
+
+    def whole(self, recipe: Recipe | str) -> tuple[Step, ...]:
+        """One plan over all ranks."""
+        return self.steps(Parallelism(find_recipe(recipe), self.degrees))
+
+    def best_grid(self, recipe: str) -> tuple[str, tuple[Step, ...]]:
+        """The fastest static grid of a recipe that fits and cuts next to nothing, and its name."""
+        found = []
+        for form in static_grids(self.cluster, [recipe], self.degrees):
+            try:
+                steps = self.steps(form)
+            except ApportionError:
+                continue
+            kept = sum(one.pairs for one in steps) / sum(one.whole_pairs for one in steps)
+            if kept >= KEPT and self.fits(steps):
+                found.append((seconds(steps), str(form), steps))
+        if not found:
+            raise SystemExit(f"no grid of {recipe} fits")
+        _, name, steps = min(found, key=lambda one: one[0])
+        return name, steps
+
+
+def seconds(steps: Sequence[Step]) -> float:
+    """Of a step, mean over batches."""
+    return float(np.mean([one.seconds for one in steps]))
+
+
+def part(steps: Sequence[Step], name: str) -> float:
+    """Seconds of one part of a step, mean over batches."""
+    return float(np.mean([one.parts[name] for one in steps]))
+
+
+def row(
+    case: str, system: str, baseline: str, figure: str, theirs: Theirs, ours: float, assumed: str = ""
+) -> Row:
+    """A row of a table. system, baseline: what stands for them."""
+    low, high = theirs if isinstance(theirs, tuple) else (theirs, theirs)
+    nearest = min(max(ours, low), high)
+    return {
+        "case": case,
+        "system": system,
+        "baseline": baseline,
+        "figure": figure,
+        "theirs": theirs,
+        "ours": ours,
+        "ratio": ours / nearest,
+        "assumed": assumed,
+    }
