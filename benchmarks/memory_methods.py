@@ -6,20 +6,30 @@ Run: python benchmarks/memory_methods.py (at once). A test holds the page to it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
+import apportion as ap
+from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
-from apportion.planner.memory_model import Activations, activation_bytes, activations, fpdt_offload
+from apportion.planner.forecast.choices import recipe_parallelisms
+from apportion.planner.forecast.host import copies
+from apportion.planner.forecast.layers import Layers
+from apportion.planner.forecast.memory import Activations, activations, attention_row, output_row
+from apportion.planner.forecast.training import Training
+from apportion.planner.pipeline import attention_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/comparison.md"
 BEGIN, END = "<!-- memory of methods -->\n", "<!-- end of memory of methods -->"
 GIB, M = 2**30, 2**20
+H100 = Hardware.load("h100")
 #: tokens of a chunk of FPDT: the default of its implementation; UPipe does not say which it used
 CHUNK_TOKENS = 65536
-#: of a host's link to one GPU, PCIe 5.0 x16, each way, as it is reached
-HOST_GBS = 50.0
+#: bytes in float32 of a tile of logits and their log-softmax (ALST)
+LOGITS_TILE = 2**30
+RECIPES = {"plain": "ulysses", "alst": "ulysses", "fpdt": "ulysses", "upipe": "upipe"}
 
 
 @dataclass(frozen=True)
@@ -35,14 +45,57 @@ class Run:
     memory: Mapping[str, Mapping[int, float]]
     throughput: Mapping[str, Mapping[int, float]]
 
-    def of(self, method: str, tokens: int) -> Activations:
-        """What a rank holds of a sequence of so many tokens."""
-        return activations(
-            method, self.model, tokens // self.gpus, self.vocabulary, self.chunks(method, tokens)
-        )
+    def training(self, method: str, tokens: int) -> Training:
+        """How the method trains a sequence of so many tokens: all recompute layers, all but plain have their inputs on
+        the host, alst and upipe the FFN in tiles of the hidden size (UPipe, section 4), fpdt chunks."""
+        plain = Training(vocab=self.vocabulary, recompute="full", loss_tokens=tokens)
+        if method == "plain":
+            return plain
+        offloaded = replace(plain, offload=True, loss_tokens=LOGITS_TILE // (8 * self.vocabulary))
+        if method == "fpdt":
+            return replace(offloaded, chunks=tokens // CHUNK_TOKENS)
+        return replace(offloaded, mlp_tile=self.model.hidden)
 
-    def chunks(self, method: str, tokens: int) -> int:
-        return {"fpdt": tokens // CHUNK_TOKENS, "upipe": self.stages}.get(method, 1)
+    def layers(self, method: str, tokens: int) -> Layers:
+        return Layers(H100, self.model, self.training(method, tokens))
+
+    def of(self, method: str, tokens: int, planned: bool = False) -> Activations:
+        """What a rank holds of a sequence of so many tokens: attention as the papers count it, or as our plans of the
+        same kind need it."""
+        layers, own = self.layers(method, tokens), tokens // self.gpus
+        rows = self._planned(method, tokens) if planned else self.attention(method, tokens) * own
+        return activations(layers, self.model.layers_of(""), own, rows, method == "upipe")
+
+    def attention(self, method: str, tokens: int) -> float:
+        """Bytes of a token in the kernel of the backward (UPipe, Table 6): Q, K, V, O and their gradients; in UPipe's
+        stages a part of these, and of another Q."""
+        layers, m = self.layers(method, tokens), self.model
+        every = 2 * (attention_row(layers) + output_row(layers) - 4 * m.q_heads)
+        another = m.q_heads * m.head_dim * m.element_bytes
+        return (every + another) / self.stages if method == "upipe" else every
+
+    def _planned(self, method: str, tokens: int) -> int:
+        return planned_bytes(self.model, self.gpus, RECIPES[method], tokens)
+
+    def seconds(self, method: str, tokens: int) -> tuple[float, float]:
+        """A step by the forecast, and what of it are copies that nothing hides."""
+        found = ap.forecast(
+            [ap.Batch.from_lengths([tokens])],
+            ap.Cluster(self.gpus // 8, 8),
+            self.model,
+            recipe_parallelisms([RECIPES[method]]),
+            self.training(method, tokens),
+        ).rows[0]
+        return found.seconds[0], found.parts()["host"]
+
+
+@cache
+def planned_bytes(model: Model, gpus: int, recipe: str, tokens: int) -> int:
+    """Home and work rows of an attention call of a plan for one sequence."""
+    cluster = ap.Cluster(gpus // 8, 8)
+    return attention_bytes(
+        ap.plan(ap.Batch.from_lengths([tokens]), cluster, model, recipe=recipe, verify=False)
+    )
 
 
 RUNS = (
@@ -96,17 +149,19 @@ def parts() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Growth:
-    """GiB for each M tokens more: as UPipe measured it from 1M to `most` M tokens, and by the formulas."""
+    """GiB for each M tokens more: as UPipe measured it from 1M to `most` M tokens; by the formulas, with attention as
+    papers count it, and as our plans need it."""
 
     run: Run
     method: str
     most: int
     measured: float
     ours: float
+    planned: float
 
     @property
     def rest(self) -> float:
-        """What is not counted, in tensors of the hidden size."""
+        """What the formulas do not count, in tensors of the hidden size."""
         row = self.run.model.hidden * self.run.model.element_bytes * M / self.run.gpus / GIB
         return (self.measured - self.ours) / row
 
@@ -115,46 +170,45 @@ def growths() -> Iterator[Growth]:
     for run in RUNS:
         for method, memory in run.memory.items():
             most = max(memory)
-            tokens = (M, most * M)
-            low, high = (
-                activation_bytes(
-                    method, run.model, size // run.gpus, run.vocabulary, run.chunks(method, size)
-                )
-                for size in tokens
+            ours, planned = (
+                (run.of(method, most * M, of_plans).peak - run.of(method, M, of_plans).peak)
+                / GIB
+                / (most - 1)
+                for of_plans in (False, True)
             )
-            measured = (memory[most] - memory[1]) / (most - 1)
-            yield Growth(run, method, most, measured, (high - low) / GIB / (most - 1))
+            yield Growth(run, method, most, (memory[most] - memory[1]) / (most - 1), ours, planned)
 
 
 def growth() -> Iterator[str]:
     """Measured and by the formulas, for each M tokens more."""
-    yield "| GiB more for 1M tokens more | from 1M to | measured | formulas | rest | in tensors of the hidden size |"
-    yield "|---|--:|--:|--:|--:|--:|"
+    yield (
+        "| GiB more for 1M tokens more | from 1M to | measured | formulas | rest | in tensors of the hidden size | "
+        "formulas with our plans' rows |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|--:|"
     for one in growths():
-        cells = f"{one.measured:.2f} | {one.ours:.2f} | {one.measured - one.ours:.2f} | {one.rest:.1f}"
+        rest = f"{one.measured - one.ours:.2f} | {one.rest:.1f}"
+        cells = f"{one.measured:.2f} | {one.ours:.2f} | {rest} | {one.planned:.2f}"
         yield f"| {one.run.name}: {TOLD[one.method]} | {one.most}M | {cells} |"
 
 
 def times() -> Iterator[str]:
-    """FPDT's steps, and what it moves in them."""
-    moved = f"moved a rank, GiB out, in | at {HOST_GBS:.0f} GB/s, s"
-    yield f"| | tokens | step of Ulysses, s | step of FPDT, s | more, s | {moved} |"
-    yield "|---|--:|--:|--:|--:|--:|--:|"
+    """Steps of Ulysses with ALST and of FPDT, measured and forecast, and what FPDT moves in them."""
+    moved = f"moved a rank, GiB out, in | at {H100.host_gbs.value:.0f} GB/s, s | not hidden, s"
+    yield f"| | tokens | Ulysses, measured, s | forecast | FPDT, measured, s | forecast | {moved} |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
     for run in RUNS:
-        layers = run.model.layers_of("")
+        count = run.model.layers_of("")
         for most in run.throughput["alst"]:
             tokens = most * M
             ulysses, fpdt = (tokens / run.gpus / run.throughput[name][most] for name in ("alst", "fpdt"))
-            chunks = run.chunks("fpdt", tokens)
-            each = [
-                fpdt_offload(run.model, tokens // run.gpus, chunks, phase)
-                for phase in ("forward", "backward")
-            ]
-            out, back = (layers * sum(sizes) / GIB for sizes in zip(*each, strict=True))
-            seconds = layers * sum(one.ms(HOST_GBS) for one in each) / 1e3
-            cells = (
-                f"{ulysses:.0f} | {fpdt:.0f} | {fpdt - ulysses:.0f} | {out:,.0f}, {back:,.0f} | {seconds:.0f}"
-            )
+            layers = run.layers("fpdt", tokens)
+            each = [copies(layers, tokens // run.gpus, phase) for phase in ("forward", "backward")]
+            out, back = (count * sum(sizes) / GIB for sizes in zip(*each, strict=True))
+            seconds = count * sum(one.us(H100.host_gbs.value) for one in each) / 1e6
+            (ours, _), (chunked, exposed) = (run.seconds(name, tokens) for name in ("alst", "fpdt"))
+            steps = f"{ulysses:.0f} | {ours:.0f} | {fpdt:.0f} | {chunked:.0f}"
+            cells = f"{steps} | {out:,.0f}, {back:,.0f} | {seconds:.0f} | {exposed:.0f}"
             yield f"| {run.name} | {most}M | {cells} |"
 
 

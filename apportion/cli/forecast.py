@@ -74,7 +74,8 @@ def forecast(
         typer.Option(
             "--training",
             help="How the model is trained, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
-            "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, overlap.",
+            "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, "
+            "mlp_tile, offload, chunks, overlap.",
             metavar="T.yaml|YAML",
         ),
     ] = None,

@@ -23,6 +23,7 @@ LETTERS = {
     "recomputation": "c",
     "tensor_parallel": "t",
     "data_parallel": "d",
+    "host": "h",
     "optimizer": "o",
     "bubble": ".",
 }

@@ -61,6 +61,18 @@ INTER_LATENCY = Figure(
 )
 
 
+HOST = Figure(
+    50.0,
+    "PCIe 5.0 x16, 64 GB/s each way by NVIDIA's H100 data sheet; four fifths of it for large copies",
+    True,
+)
+_HOST_4 = Figure(
+    25.0,
+    "PCIe 4.0 x16, 32 GB/s each way by NVIDIA's A100 data sheet; four fifths of it for large copies",
+    True,
+)
+
+
 @dataclass(frozen=True)
 class Chip:
     """What the kernel model and the links are made from. peak_tflops: dense bf16; forward, backward: the fraction
@@ -80,6 +92,7 @@ class Chip:
     inter_gbs: Figure
     nics_per_node: Figure
     engine: str = "flash"
+    host_gbs: Figure = HOST
 
 
 _H100_SHEET = "NVIDIA H100 data sheet, SXM5"
@@ -155,6 +168,7 @@ _FLASH: Mapping[str, Chip] = MappingProxyType(
                 Figure(300.0, "NVSwitch, 600 GB/s both ways: DCP, section 7.1, testbed"),
                 Figure(12.5, "100 Gb/s EFA: DCP, section 7.1, testbed"),
                 Figure(4, "DCP, section 7.1, testbed: 4 NICs a node of 8 GPUs"),
+                host_gbs=_HOST_4,
             ),
             Chip(
                 "a800",
@@ -169,6 +183,7 @@ _FLASH: Mapping[str, Chip] = MappingProxyType(
                 Figure(200.0, "NVSwitch, 400 GB/s: Zeppelin, section 5, Cluster A; taken as both ways"),
                 Figure(25.0, "200 Gb/s RoCE: Zeppelin, section 5, Cluster A"),
                 Figure(4, "Zeppelin, section 5, Cluster A: one NIC for two GPUs"),
+                host_gbs=_HOST_4,
             ),
             Chip(
                 "h20",

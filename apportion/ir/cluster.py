@@ -17,6 +17,9 @@ from apportion.ir.isa import MAX_RANKS
 
 Ints = NDArray[np.int64]
 
+#: of a cluster that a forecast divides into tensor-parallel groups and stages; plans have at most MAX_RANKS ranks
+MAX_GPUS = 2**20
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -24,7 +27,8 @@ class Cluster:
 
     Bandwidths are GB/s (1e9 bytes) in each direction, memory GiB. The defaults are one DGX H100: NVLink 900
     GB/s both ways together and eight 400 Gb/s NICs (NVIDIA's data sheets); the latencies are assumed.
-    `speeds` has one relative speed a rank; None means that all are 1.0. Raises ConfigError.
+    `speeds` has one relative speed a rank; None means that all are 1.0. At most 2**20 ranks, of which a plan can
+    have 65,535. Raises ConfigError.
     """
 
     nodes: int = 1
@@ -44,15 +48,15 @@ class Cluster:
             self._set(field, number(f"cluster.{field}", getattr(self, field), above=True))
         for field in ("intra_latency_us", "inter_latency_us"):
             self._set(field, number(f"cluster.{field}", getattr(self, field)))
-        if self.ranks > MAX_RANKS:
-            raise ConfigError(
-                "cluster.nodes x cluster.ranks_per_node",
-                self.ranks,
-                f"must be at most {MAX_RANKS}",
-                "use fewer ranks",
-            )
+        self.check_ranks(MAX_GPUS)
         if self.speeds is not None:
             self._set("speeds", self._checked_speeds())
+
+    def check_ranks(self, most: int = MAX_RANKS) -> None:
+        """Raises ConfigError where there are more ranks than a plan can have, or than `most`."""
+        if self.ranks > most:
+            field, rule = "cluster.nodes x cluster.ranks_per_node", f"must be at most {most}"
+            raise ConfigError(field, self.ranks, rule, "use fewer ranks, or several plans")
 
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)

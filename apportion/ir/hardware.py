@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from apportion.ir.chips import (
     CHIPS,
     CONTENTION,
     DIM,
+    HOST,
     INTER_LATENCY,
     INTRA_LATENCY,
     KV_HEADS,
@@ -99,6 +100,7 @@ class Hardware:
     memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s. peak_tflops: dense, of the dtype, from the data sheet;
     linear_tflops: achieved by linear layers; 1e12 FLOP/s. rowop_us: what a kernel on rows (copy, merge, add, pack, ...)
     costs besides its bytes. post_us: what a message costs to post, before any transfer of its round is complete.
+    host_gbs: between a rank and its host's memory, each way, 1e9 bytes/s; files may leave it out.
     contention: by how much longer a kernel takes while a transfer of its rank is on the wire, whose own kernels take
     multiprocessors: 0.1 is a tenth, 0 none.
     Make one with `load`, `from_data` or a profile: these check it.
@@ -128,6 +130,7 @@ class Hardware:
     intra_latency_us: Figure
     inter_latency_us: Figure
     measured: Measured | None = None
+    host_gbs: Figure = HOST
 
     def figures(self) -> dict[str, Figure]:
         """The single numbers, by name."""
@@ -178,7 +181,7 @@ class Hardware:
         data = known("hardware", data, (*keys, "measured"), keys)
         integer("hardware.version", data["version"], VERSION, VERSION)
         axis = _axis(data["axis"])
-        figures = known("hardware.figures", data["figures"], _FIGURES, _FIGURES)
+        figures = known("hardware.figures", data["figures"], _FIGURES, _NEEDED)
         return Hardware(
             **_plain(data),
             **_figures(figures),
@@ -217,8 +220,12 @@ class Hardware:
 
 
 _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
+#: those that every file has; the others have defaults
+_NEEDED = tuple(item.name for item in fields(Hardware) if item.name in _FIGURES and item.default is MISSING)
 _PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
-_POSITIVE = frozenset({"memory_gib", "memory_gbs", "peak_tflops", "linear_tflops", "intra_gbs", "inter_gbs"})
+_POSITIVE = frozenset(
+    {"memory_gib", "memory_gbs", "peak_tflops", "linear_tflops", "intra_gbs", "inter_gbs", "host_gbs"}
+)
 MOST_CONTENTION = (
     10.0  # kernels that take eleven times as long: beyond, transfers do not overlap with them at all
 )
@@ -231,6 +238,7 @@ def _of_chip(chip: Chip) -> Hardware:
         chip.name, chip.device, chip.engine, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM, *grids_of(chip),
         chip.memory_gib, chip.memory_gbs, chip.peak_tflops, linear_of(chip), ROWOP, POST, CONTENTION,
         chip.intra_gbs, chip.inter_gbs, chip.nics_per_node, INTRA_LATENCY, INTER_LATENCY,
+        host_gbs=chip.host_gbs,
     )  # fmt: skip
 
 
@@ -261,7 +269,7 @@ def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _figure(key, data[key]) for key in _FIGURES}
+    return {key: _figure(key, data[key]) for key in _FIGURES if key in data}
 
 
 def _figure(key: str, data: Any) -> Figure:

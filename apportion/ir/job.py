@@ -49,6 +49,7 @@ class Job:
             if not isinstance(getattr(self, name), kind):
                 rule, remedy = f"must be a {kind.__name__}", f"make one with {kind.__name__}(...)"
                 raise ConfigError(f"job.{name}", getattr(self, name), rule, remedy)
+        self.cluster.check_ranks()
         object.__setattr__(self, "hardware", Hardware.named(self.hardware))
         integer("job.tokens_per_rank", self.tokens_per_rank, 1, MAX_TOKENS // self.cluster.ranks)
         integer("job.microbatches", self.microbatches, 1, MAX_MICROBATCHES)

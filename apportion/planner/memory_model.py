@@ -1,5 +1,4 @@
-"""Memory: of attention under head stages, UPipe's tables as printed and the rows that our programs hold; of whole
-layers and the head, published methods.
+"""Memory of attention under head stages: UPipe's tables as printed, and the rows that our programs hold.
 
 Printed (sections 2.2 to 4.1, Tables 1, 2 and 6; S tokens, C ranks, L layers, g query heads per KV head, nu stages):
 
@@ -9,8 +8,7 @@ Printed (sections 2.2 to 4.1, Tables 1, 2 and 6; S tokens, C ranks, L layers, g 
 The tables take a stage to hold 1/nu of K and V too. In GQA order it holds more: its U query heads bring as many KV
 heads as there are, up to U, and keep them for g stages. `peak_rows` counts what is held.
 
-Layers and head (`activation_bytes`) go by the formulas that are published: FPDT (Yao et al., 2024) and ALST (Bekman et
-al., 2025) schedule no attention, but say what of a layer is on the device at a time.
+Whole layers and the head are in `apportion.planner.forecast.memory`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice, integer, number
+from apportion.ir.fields import choice
 from apportion.ir.isa import TRAVELLING, Tensor
 from apportion.ir.model import Model
 from apportion.planner.passes.groups import HeadStages
@@ -167,170 +165,3 @@ def peak_bytes(model: Model, arenas: Mapping[Tensor, Arena]) -> int:
 def _other_key_sets(stages: HeadStages) -> int:
     """The most different sets of KV heads beside a rank's own, in any window."""
     return max(len(set(row)) - 1 for row in stages.key.tolist())
-
-
-# --- whole layers and the head
-
-
-#: plain: Ulysses with the input of every layer on the device. The others have these on the host. alst: what stands
-#: between attentions in tiles, Ulysses as it is. upipe: the same with heads in stages. fpdt: tokens in chunks.
-LAYER_METHODS = ("plain", "alst", "upipe", "fpdt")
-_MOST = 2**48
-_FLOAT32 = 4
-
-
-class Activations(NamedTuple):
-    """Bytes of activations on a rank: `kept` all the time, and beside these at the peak of each phase; `host`: in host
-    memory."""
-
-    kept: int
-    attention: int
-    feed_forward: int
-    cross_entropy: int
-    host: int
-
-    @property
-    def peak(self) -> int:
-        """Bytes on the device at the peak."""
-        return self.kept + max(self.attention, self.feed_forward, self.cross_entropy)
-
-
-def activation_bytes(
-    method: str,
-    model: Model,
-    tokens_per_rank: int,
-    vocabulary: int,
-    chunks: int = 1,
-    tile_tokens: int | None = None,
-    logits_tile_bytes: int = 2**30,
-) -> int:
-    """Bytes of activations on a rank at the peak of a training step of all layers and the head; arguments and errors as
-    in `activations`. What has no formula in the sources is not counted: the residual stream beyond a layer's input and
-    output, norms, copies in float32, the allocator (docs/comparison.md has what was measured beside it)."""
-    return activations(
-        method, model, tokens_per_rank, vocabulary, chunks, tile_tokens, logits_tile_bytes
-    ).peak
-
-
-def activations(
-    method: str,
-    model: Model,
-    tokens_per_rank: int,
-    vocabulary: int,
-    chunks: int = 1,
-    tile_tokens: int | None = None,
-    logits_tile_bytes: int = 2**30,
-) -> Activations:
-    """Bytes on a rank by phase, with real widths where the sources take heads times head dim to be the hidden size.
-
-    vocabulary: columns of the logits. chunks: pi of fpdt, nu of upipe, 1 for the others. tile_tokens: tokens of a tile
-    of the feed-forward network of alst and upipe; None: the hidden size (UPipe, section 4). logits_tile_bytes: of what
-    is in float32 of a tile of logits; nothing to plain, which has all of them.
-
-    kept            plain: the input of every layer (UPipe, Table 2)
-    attention       in the kernel of the backward (UPipe, Table 6)
-    feed_forward    input, four tensors of its width and output (UPipe, Table 1); the four in tiles (ALST), or in chunks
-                    (FPDT in DeepSpeed)
-    cross_entropy   input, and in float32 logits and their log-softmax (UPipe, Table 1); the two in tiles (ALST; FPDT in
-                    DeepSpeed)
-    host            the inputs of all layers, but for plain (ALST; UPipe, section 5.1)
-
-    Raises ConfigError.
-    """
-    tokens = integer("tokens_per_rank", tokens_per_rank, 1, _MOST)
-    _check_layer(method, vocabulary, chunks, tile_tokens, logits_tile_bytes)
-    row, width, logits = (
-        model.hidden * model.element_bytes,
-        4 * model.ffn * model.element_bytes,
-        2 * _FLOAT32 * vocabulary,
-    )
-    sizes = _Widths.of(model)
-    eight, inputs = 2 * (sizes.queries + sizes.keys + sizes.output), _layers(model) * row * tokens
-    if method == "plain":
-        own = (row + eight) * tokens, (2 * row + width) * tokens, (row + logits) * tokens
-        return Activations(inputs, *own, host=0)
-    part = -(-tokens // chunks)
-    tile = part if method == "fpdt" else min(tokens, model.hidden if tile_tokens is None else tile_tokens)
-    attention = {
-        "alst": (2 * row + eight) * tokens,
-        "upipe": 2 * row * tokens - (-(eight + sizes.queries) * tokens // chunks),
-        "fpdt": (2 * row + eight) * part,
-    }
-    head = logits * min(tokens, max(1, logits_tile_bytes // logits))
-    return Activations(
-        0, attention[method], 2 * row * tokens + width * tile, row * tokens + head, host=inputs
-    )
-
-
-def _check_layer(
-    method: str, vocabulary: int, chunks: int, tile_tokens: int | None, logits_tile_bytes: int
-) -> None:
-    choice("method", method, LAYER_METHODS)
-    integer("vocabulary", vocabulary, 1, _MOST)
-    integer("logits_tile_bytes", logits_tile_bytes, 1, _MOST)
-    if integer("chunks", chunks, 1, _MOST) > 1 and method not in ("fpdt", "upipe"):
-        raise ConfigError("chunks", chunks, f"method {method} has none", "leave it out, or use fpdt or upipe")
-    if tile_tokens is not None:
-        integer("tile_tokens", tile_tokens, 1, _MOST)
-        if method not in ("alst", "upipe"):
-            rule = f"method {method} has no tiles of tokens"
-            raise ConfigError("tile_tokens", tile_tokens, rule, "leave it out, or use alst or upipe")
-
-
-def _layers(model: Model) -> int:
-    return model.layers if isinstance(model.layers, int) else sum(model.layers.values())
-
-
-class _Widths(NamedTuple):
-    """Bytes of a token's Q, K and V together, and O, each in the model's dtype."""
-
-    queries: int
-    keys: int
-    output: int
-
-    @staticmethod
-    def of(model: Model) -> _Widths:
-        keys = model.kv_heads * (model.head_dim + model.value_dim)
-        widths = model.q_heads * model.head_dim, keys, model.q_heads * model.value_dim
-        return _Widths(*(width * model.element_bytes for width in widths))
-
-
-class Offload(NamedTuple):
-    """Bytes that a rank sends to the host and takes from it, in one layer."""
-
-    to_host: int
-    to_device: int
-
-    def ms(self, host_gbs: float) -> float:
-        """Milliseconds at so many GB/s each way: the longer of the two ways, as a link carries both at once. Raises
-        ConfigError."""
-        return max(self) / (number("host_gbs", host_gbs, 0.0, above=True) * 1e6)
-
-
-def fpdt_offload(model: Model, tokens_per_rank: int, chunks: int, phase: str) -> Offload:
-    """Bytes that FPDT moves of a layer of causal attention in `chunks`. A rank has its share of the heads and all
-    tokens of a chunk, which is as much as its share of the tokens with all heads, unless ranks share KV heads.
-
-    Counted from the loops of its implementation in DeepSpeed, under full checkpointing. forward: the layer's input, its
-    norm, Q, K, V, O and the LSE go to the host once, and every chunk of queries takes K and V of the chunks before.
-    backward: the layer's input comes, and the forward runs again; then each chunk of K and V and of the norm comes
-    once, dO goes out once, and each chunk of K and V brings all chunks of queries that see it: Q, O, the LSE, dO (which
-    the first chunk finds on the device) and dQ in float32, which goes back after each. For a chunk or two that happen
-    to be on the device nothing is taken off.
-    Raises ConfigError.
-    """
-    choice("phase", phase, ("forward", "backward"))
-    tokens = integer("tokens_per_rank", tokens_per_rank, 1, _MOST)
-    chunks = integer("chunks", chunks, 1, _MOST)
-    queries, keys, output = _Widths.of(model)
-    row, part, before = model.hidden * model.element_bytes, -(-tokens // chunks), chunks * (chunks - 1) // 2
-    pairs, saved, sums = (
-        before + chunks,
-        output + _FLOAT32 * model.q_heads,
-        _FLOAT32 * model.q_heads * model.head_dim,
-    )
-    out, back = (row + queries + keys + saved) * tokens, before * part * keys
-    if phase == "forward":
-        return Offload(row * tokens + out, back)
-    brought = (row + row + keys) * tokens + (pairs * (queries + saved + sums) + before * output) * part
-    return Offload(out + output * tokens + pairs * sums * part, back + brought)

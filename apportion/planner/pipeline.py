@@ -245,6 +245,7 @@ SILENT = Watch(None)
 
 def check_request(problem: Problem) -> None:
     """Refuses what no recipe can plan. Raises ConfigError, CapacityError."""
+    problem.cluster.check_ranks()
     for kind in problem.batch.kinds:
         problem.model.layers_of(kind)
     ranks = problem.ranks

@@ -75,7 +75,7 @@ WRONG_CLUSTERS = [
     ({"nodes": "2"}, "cluster.nodes"),
     ({"nodes": None}, "cluster.nodes"),
     ({"ranks_per_node": []}, "cluster.ranks_per_node"),
-    ({"nodes": 8192, "ranks_per_node": 8}, "cluster.nodes x cluster.ranks_per_node"),
+    ({"nodes": 65535, "ranks_per_node": 17}, "cluster.nodes x cluster.ranks_per_node"),
     ({"nodes": 10**40}, "cluster.nodes"),
     ({"intra_gbs": NAN}, "cluster.intra_gbs"),
     ({"inter_gbs": INFINITE}, "cluster.inter_gbs"),
@@ -101,7 +101,12 @@ def test_wrong_clusters_are_named(data: dict, field: str) -> None:
 
 
 def test_the_largest_cluster() -> None:
-    assert Cluster(nodes=65_535, ranks_per_node=1).ranks == 65_535
+    """Of a plan; a forecast divides larger ones."""
+    Cluster(nodes=65_535, ranks_per_node=1).check_ranks()
+    with pytest.raises(
+        ConfigError, match=r"cluster\.nodes x cluster\.ranks_per_node = 65536: must be at most 65535"
+    ):
+        Cluster(nodes=8192, ranks_per_node=8).check_ranks()
 
 
 def test_an_error_has_field_value_rule_and_remedy() -> None:

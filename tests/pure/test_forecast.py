@@ -18,18 +18,21 @@ from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.figures import Figure
 from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.planner.forecast.choices import recipe_parallelisms, search_space, static_grids
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.grids import groups_of
+from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers, model_flops
 from apportion.planner.forecast.memory import in_flight, kept_bytes
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
-from apportion.planner.forecast.result import Forecast
+from apportion.planner.forecast.result import Forecast, Row
 from apportion.planner.forecast.schedule import makespan_us, orders
 from apportion.planner.forecast.step import PARTS
 from apportion.planner.forecast.training import Training
+from apportion.planner.pipeline import attention_bytes
 from apportion.planner.recipes import find_recipe
 from apportion.planner.simulate import simulate
 
@@ -180,14 +183,87 @@ def test_memory_is_its_closed_form() -> None:
     assert found.gradients == 4 * parameters
     assert found.optimizer == 12 * parameters / 8
     tokens = parts_tokens(1)
-    row = 4 * 512 * 2 + (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4) + 3 * 1024 * 2
-    assert found.activations == tokens * row * 4
-    assert found.head == min(tokens, 4096) * 1000 * (2 * 2 + 4)
+    saved = (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4)  # Q, K, V, O and the LSE
+    row = 4 * 512 * 2 + saved + 3 * 1024 * 2
+    held = found.activations
+    assert held.kept == tokens * row * 3  # the fourth is at work
+    assert held.feed_forward == tokens * (5 * 512 * 2 + saved + 4 * 1024 * 2)
+    assert held.cross_entropy == tokens * 2 * 512 * 2 + min(tokens, 4096) * 1000 * (2 * 2 + 4)
+    rows = attention_bytes(ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp", hardware=H100))
+    assert held.attention == tokens * 3 * 512 * 2 + rows
+    states = found.weights + found.gradients + found.optimizer
+    assert found.total == states + held.kept + max(held.attention, held.feed_forward, held.cross_entropy)
     sharded = one(form(), Training(vocab=1000, sharding="fsdp", recompute="full")).rows[0].memory()
     assert sharded.weights == 2 * (parameters / 8 + 2 * (products + 1024))
     assert sharded.gradients == 4 * (parameters / 8 + products + 1024)
-    assert sharded.activations == tokens * (512 * 2 * 4 + row)
-    assert sharded.attention == found.attention > 0
+    assert sharded.activations == replace(held, kept=tokens * 512 * 2 * 3)
+
+
+def test_tiles_bound_what_the_ffn_holds_and_cost_its_forward_once_more() -> None:
+    """ALST's tiled MLP."""
+    plain, tiled = (
+        one(form(), Training(vocab=1000, recompute="none", mlp_tile=tile)).rows[0] for tile in (None, 100)
+    )
+    tokens, (before, after) = parts_tokens(1), (row.memory().activations for row in (plain, tiled))
+    assert before.feed_forward - after.feed_forward == 4 * 1024 * 2 * (tokens - 100)
+    assert (
+        before.kept - after.kept == 3 * tokens * 3 * 1024 * 2
+    )  # gate, up and their product, of three layers
+    products, gate = (
+        2 * 3 * 512 * 1024 / (H100.linear_tflops.value * 1e12),
+        3 * 1024 * 2 / (H100.memory_gbs.value * 1e9),
+    )
+    extra = tiled.parts()["recomputation"] - plain.parts()["recomputation"]
+    assert extra == pytest.approx(4 * tokens * (products + gate))
+
+
+def offloaded(host_gbs: float, **given: Any) -> Row:
+    hardware = replace(H100, host_gbs=Figure(host_gbs, "test"))
+    training = Training(vocab=1000, recompute="full", offload=True, **given)
+    row = one(form("ulysses"), training, hardware=hardware).rows[0]
+    assert row.reason is None, row.reason
+    return row
+
+
+def test_offloaded_inputs_are_on_the_host_and_cost_what_the_layers_do_not_hide() -> None:
+    """ALST and UPipe: the input of every layer to the host and back; one is on the device, the next layer's."""
+    on_device = one(form("ulysses"), Training(vocab=1000, recompute="full")).rows[0]
+    row, slow = offloaded(50.0), offloaded(0.1)
+    plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="ulysses", hardware=H100)
+    tokens = int(plan.layouts["attention"].rows_per_rank.max())
+    each = tokens * 512 * 2
+    assert row.memory().activations == replace(on_device.memory().activations, kept=each, host=4 * each)
+    assert row.parts()["host"] == 0  # hidden
+    assert row.seconds == on_device.seconds
+    parts = slow.parts()
+    work = sum(
+        parts[name] for name in ("attention", "linear", "rows", "remap", "recomputation", "data_parallel")
+    )
+    assert parts["host"] == pytest.approx(2 * 4 * each / 0.1e9 - work)  # out in forward, in in backward
+
+
+def test_chunks_leave_one_chunk_of_a_layer_on_the_device() -> None:
+    """FPDT: of attention's moment a chunk, of the FFN's what stands beside its own tensors whole."""
+    whole, chunked = (offloaded(50.0, chunks=chunks).memory().activations for chunks in (1, 4))
+    tokens = int(whole.host / (4 * 512 * 2))
+    assert chunked.attention == whole.attention / 4
+    assert chunked.kept == whole.kept / 4
+    assert chunked.feed_forward == tokens * 3 * 512 * 2 + 4 * 1024 * 2 * -(-tokens // 4)
+    parts = offloaded(0.1, chunks=4).parts()
+    layers = Layers(H100, SMALL, Training(vocab=1000, recompute="full", offload=True, chunks=4))
+    moved = [copies(layers, tokens, phase).us(0.1) / 1e6 for phase in ("forward", "backward")]
+    work = sum(
+        parts[name] for name in ("attention", "linear", "rows", "remap", "recomputation", "data_parallel")
+    )
+    assert parts["host"] == pytest.approx(4 * sum(moved) - work)
+
+
+def test_chunks_are_refused_where_nobody_says_what_they_would_be() -> None:
+    with pytest.raises(ConfigError, match=r"training\.chunks = 2: .* write offload: true, recompute: full"):
+        Training(chunks=2)
+    refused = one(form("ring"), Training(recompute="full", offload=True, chunks=2)).rows[0].reason
+    assert refused is not None
+    assert "use --recipes ulysses" in refused
 
 
 def test_selective_recomputation_keeps_what_attention_gives() -> None:
@@ -292,7 +368,7 @@ def test_rows_add_up_and_gains_refer_to_the_best_grid_that_fits() -> None:
         assert sum(row["shares"].values()) == pytest.approx(1)
         assert step["low"] <= step["value"] <= step["high"]
         memory = row["memory_gib"]
-        named = ("weights", "gradients", "optimizer", "activations", "head", "attention")
+        named = ("weights", "gradients", "optimizer", "kept", "working")
         assert sum(memory[name] for name in named) == pytest.approx(memory["total"])
         assert row["tokens_per_s_per_gpu"] == pytest.approx(16384 / step["value"] / 8)
         assert 0 < row["mfu"] < 1

@@ -66,6 +66,12 @@ class Layers:
         share = 1.0 - projects * self.projection_parameters / self.linear_parameters
         return float(self._cost.linear_us(1)) * tokens * share
 
+    def mlp_us(self, tokens: float) -> float:
+        """The FFN of one layer: its share of `linear_us`, and its gate's of `rows_us`."""
+        m = self.model
+        products = float(self._cost.linear_us(1)) * 3 * m.hidden * m.ffn / self.linear_parameters
+        return tokens * (products + float(self._cost.moved_us(1)) * m.element_bytes * GATED * m.ffn)
+
     def rows_us(self, tokens: float) -> float:
         """One layer: norms, residual sums, rotary embeddings and the gate, bound by memory."""
         m = self.model

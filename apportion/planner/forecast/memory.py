@@ -1,17 +1,52 @@
 """Memory of a rank, by closed forms, and what a plan's programs need beside: bytes by part.
 
 weights, gradients, optimizer    of the rank's layers and its share of embedding and head
-activations                      what backward needs of every layer in flight, and of one that is made anew
-head                             logits of a tile of tokens, and their gradients
-attention                        home and work rows of one attention call, in the phase that has more
+kept                             activations of the layers that wait for their backward
+working                          of the layer at work and the head, at the fullest of three moments of backward
+
+    moment         beside what is kept
+    attention      the layer's input, its norm's output and the residual stream's gradient; home and work rows of a call
+    feed_forward   inputs and outputs of both norms and the output's gradient; Q, K, V, O and the LSE; and, of a tile of
+                   tokens, four of the FFN's size: gate, up, their product and a gradient (UPipe, Table 1)
+    cross_entropy  the head's input and its gradient; and, of a tile of tokens, logits, in float32 too, and their
+                   gradient
+
+Tiles are those of ALST (Bekman et al., 2025), chunks those of FPDT (Yao et al., 2024).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from apportion.planner.forecast.layers import Layers
 from apportion.planner.forecast.training import Held, Training
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of activations on a rank: `kept` and, beside these, one of the moments at a time; `host`: on the host."""
+
+    kept: float
+    attention: float
+    feed_forward: float
+    cross_entropy: float
+    host: float
+
+    @property
+    def moments(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("attention", "feed_forward", "cross_entropy")}
+
+    @property
+    def working(self) -> float:
+        """At the fullest moment."""
+        return max(self.moments.values())
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the device at that moment."""
+        return self.kept + self.working
 
 
 @dataclass(frozen=True)
@@ -21,35 +56,57 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    head: float
-    attention: float
+    activations: Activations
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes on the device by part, which add up."""
+        states = {name: getattr(self, name) for name in ("weights", "gradients", "optimizer")}
+        return {**states, "kept": self.activations.kept, "working": self.activations.working}
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(self.parts.values()))
 
-    def to_data(self, cap_gib: float) -> dict[str, float | bool]:
-        """GiB by part, the total, the cap, and whether it fits."""
-        parts = {field.name: getattr(self, field.name) / 2**30 for field in fields(self)}
-        return {**parts, "total": self.total / 2**30, "cap": cap_gib, "fits": self.total <= cap_gib * 2**30}
+    def to_data(self, cap_gib: float) -> dict[str, float | bool | dict[str, float]]:
+        """GiB by part, the total, the cap, and whether it fits; what each moment needs, and what is on the host."""
+        gib = {name: size / 2**30 for name, size in self.parts.items()}
+        moments = {name: size / 2**30 for name, size in self.activations.moments.items()}
+        total, held = self.total / 2**30, self.activations.host / 2**30
+        return {
+            **gib, "total": total, "cap": cap_gib, "fits": total <= cap_gib, "moments": moments, "host": held,
+        }  # fmt: skip
+
+
+def attention_row(layers: Layers) -> float:
+    """Bytes of a token's Q, K and V."""
+    m = layers.model
+    return float((m.q_heads * m.head_dim + m.kv_heads * (m.head_dim + m.value_dim)) * m.element_bytes)
+
+
+def output_row(layers: Layers) -> float:
+    """Bytes of a token's attention output and LSE."""
+    m = layers.model
+    return float(m.q_heads * (m.value_dim * m.element_bytes + _FLOAT32))
+
+
+def hidden_row(layers: Layers) -> float:
+    """Bytes of a token's hidden state: a tensor-parallel rank has its share of the tokens."""
+    return layers.model.hidden * layers.model.element_bytes / layers.tensor
 
 
 def kept_bytes(layers: Layers, recompute: str) -> float:
     """Of a token and layer, what stays from forward to backward: with nothing made anew the inputs of both norms, the
-    norms' outputs, Q, K, V, attention's output and its LSE, gate, up and their product; its input alone where all is
-    made anew, and attention's output and LSE besides where the recomputation is selective."""
-    m, tensor = layers.model, layers.tensor
-    number = m.element_bytes
-    row: float = m.hidden * number / tensor
-    output: float = m.q_heads * (m.value_dim * number + 4)
+    norms' outputs, Q, K, V, attention's output and its LSE, and, unless the FFN is tiled, gate, up and their product;
+    its input alone where all is made anew, and attention's output and LSE besides where the recomputation is selective.
+    """
+    row, output, m = hidden_row(layers), output_row(layers), layers.model
     if recompute == "full":
         return row
     if recompute == "selective":
         return row + output
-    heads = (m.q_heads * m.head_dim + m.kv_heads * (m.head_dim + m.value_dim)) * number
-    kept: float = 4 * row + heads + output + 3 * m.ffn * number
-    return kept
+    gated = 0 if layers.training.tiles_mlp else 3 * m.ffn * m.element_bytes
+    return 4 * row + attention_row(layers) + output + gated
 
 
 def in_flight(stages: int, microbatches: int, virtual: int) -> float:
@@ -59,18 +116,40 @@ def in_flight(stages: int, microbatches: int, virtual: int) -> float:
     return min(float(microbatches), held)
 
 
-def memory(
+def activations(
     layers: Layers,
-    stage_layers: float,
-    ranks: int,
+    count: float,
     tokens: int,
-    held: float,
-    attention_bytes: int,
-    ends: float,
-) -> Memory:
-    """Of the fullest rank. stage_layers: layers of a stage; ranks: that share its weights; tokens: of a microbatch on
-    the rank; held: microbatches in flight; ends: how many matrices of the vocabulary's size it has (embedding, head).
-    """
+    attention_bytes: float,
+    projects: bool = False,
+    head: bool = True,
+) -> Activations:
+    """Of a rank with so many tokens of a microbatch. count: layers whose activations it holds, times microbatches in
+    flight; attention_bytes: home and work rows of a call; projects: whether its programs make Q, K and V, so that these
+    rows hold the norm's output, and the rest of the layer no Q, K and V; head: whether the logits are here.
+
+    With offloading all that is kept is on the host, but for the layer that comes next. In chunks a layer has one chunk
+    of its input, norm, Q, K, V and O on the device; its FFN has whole what is beside its own tensors, as FPDT has it in
+    DeepSpeed."""
+    training, m, row = layers.training, layers.model, hidden_row(layers)
+    chunks, kept = training.chunks, kept_bytes(layers, training.recompute) * tokens
+    waiting = max(count - 1, 0.0)
+    tile = min(tokens, training.mlp_tile or tokens, -(-tokens // chunks))
+    made = output_row(layers) + attention_row(layers) * (not projects)
+    whole = 3 * row if chunks > 1 else 5 * row + made
+    logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden
+    return Activations(
+        kept=kept * min(waiting, 1) / chunks if training.offload else kept * waiting,
+        attention=((3 - projects) * row * tokens + attention_bytes) / chunks,
+        feed_forward=whole * tokens + 4 * m.ffn * m.element_bytes * tile,
+        cross_entropy=(2 * row * tokens + logits * (2 * m.element_bytes + _FLOAT32)) * head,
+        host=kept * count * training.offload,
+    )
+
+
+def memory(layers: Layers, stage_layers: float, ranks: int, ends: float, held: Activations) -> Memory:
+    """Of the fullest rank. stage_layers: layers of a stage; ranks: that share its weights; ends: how many matrices of
+    the vocabulary's size it has (embedding, head)."""
     training, number = layers.training, layers.model.element_bytes
     parameters = layers.parameters * stage_layers + layers.vocabulary_parameters * ends
 
@@ -78,17 +157,12 @@ def memory(
         return parameters / ranks if training.shards(what) else parameters
 
     whole = 2 * layers.parameters * training.shards("weights")  # this layer's and the next one's, gathered
-    kept = kept_bytes(layers, training.recompute) * stage_layers * held
-    anew = kept_bytes(layers, "none") * (training.recompute != "none")
-    logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / layers.model.hidden
     return Memory(
         weights=(share("weights") + whole) * number,
         gradients=share("gradients") * layers.gradient_bytes
         + layers.parameters * layers.gradient_bytes * training.shards("gradients"),
         optimizer=share("optimizer") * training.optimizer_bytes,
-        activations=tokens * (kept + anew),
-        head=logits * (2 * number + 4) * min(ends, 1),
-        attention=float(attention_bytes),
+        activations=held,
     )
 
 

@@ -13,7 +13,7 @@ from apportion.planner.forecast.attention import Planned, plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.result import INTERVAL, Forecast, Row
-from apportion.planner.forecast.step import Setting, Step, all_layers, step
+from apportion.planner.forecast.step import Setting, Step, step
 from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.scenarios import Scenario, applied
 
@@ -61,7 +61,7 @@ def _row(setting: Setting, batches: Sequence[Batch], seed: int) -> Row:
     form = setting.parallelism
     try:
         for batch in batches:
-            form.check(setting.cluster, setting.model, all_layers(setting.model, batch.kinds))
+            setting.check(batch)
         planned = [
             plan_attention(form, batch, setting.cluster, setting.model, setting.hardware, seed)
             for batch in batches

@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
+from apportion.ir.errors import ConfigError
 from apportion.ir.hardware import Hardware
 from apportion.ir.model import Model
 from apportion.planner.forecast.attention import Attended, Planned, attend, even_share, largest
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
+from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import BACKWARD, Layers, model_flops
-from apportion.planner.forecast.memory import Memory, in_flight, memory, vocabularies
+from apportion.planner.forecast.memory import Memory, activations, in_flight, memory, vocabularies
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.schedule import makespan_us
 from apportion.planner.forecast.training import Training
@@ -33,7 +35,7 @@ Floats = NDArray[np.float64]
 
 PARTS = (
     *("attention", "linear", "rows", "remap", "head", "recomputation", "tensor_parallel", "data_parallel"),
-    *("optimizer", "bubble"),
+    *("host", "optimizer", "bubble"),
 )
 
 
@@ -64,6 +66,13 @@ class Setting:
     model: Model
     training: Training
     hardware: Hardware
+
+    def check(self, batch: Batch) -> None:
+        """Raises ConfigError where degrees do not divide what they share, or the recipe has no chunks."""
+        self.parallelism.check(self.cluster, self.model, all_layers(self.model, batch.kinds))
+        if self.training.chunks > 1 and self.parallelism.recipe.name != "ulysses":
+            rule = f"are of heads that ranks share, which {self.parallelism.recipe.name} is not"
+            raise ConfigError("training.chunks", self.training.chunks, rule, "use --recipes ulysses, or 1")
 
     @property
     def layers(self) -> Layers:
@@ -138,6 +147,7 @@ class _Work:
         ahead, behind = _exposed(setting, planned, stage)
         forward = {"attention": attention, "linear": linear, "rows": rows, "remap": moved, "head": head}
         forward |= {"tensor_parallel": tensor, "data_parallel": ahead, "recomputation": 0.0}
+        again += layers.mlp_us(planned.even) * count * setting.training.tiles_mlp
         backward = {
             "attention": attended.backward_us / form.pipeline,
             "linear": BACKWARD * linear,
@@ -148,6 +158,8 @@ class _Work:
             "data_parallel": behind,
             "recomputation": again,
         }
+        for phase, did in (("forward", forward), ("backward", backward)):
+            did["host"] = _copied_us(setting, planned, phase, sum(did.values()) - did["head"])
         parts = {name: forward[name] + backward[name] for name in forward}
         return _Work(sum(forward.values()), sum(backward.values()), parts)
 
@@ -159,6 +171,13 @@ def _products_us(layers: Layers, planned: Planned) -> float:
         return linear
     share = even_share(layers.model, layers.linear_parameters)
     return (1 - share) * linear + share * layers.linear_us(planned.even, planned.projects)
+
+
+def _copied_us(setting: Setting, planned: Planned, phase: str, work_us: float) -> float:
+    """Copies to and from the host that are longer than the layers, which take `work_us` together."""
+    count, host_gbs = setting.stage_layers(planned), setting.hardware.host_gbs.value
+    moved = copies(setting.layers, planned.tokens, phase)
+    return max(moved.us(host_gbs) * count - work_us, 0.0)
 
 
 def _behind_us(setting: Setting, planned: Planned) -> float:
@@ -228,13 +247,14 @@ def _hop_us(setting: Setting, held: Sequence[Planned]) -> float:
 
 def _memory(setting: Setting, planned: list[list[Planned]]) -> Memory:
     """Of the first or the last stage, whichever needs more."""
-    form, most = setting.parallelism, largest(planned)
-    stage = form.stage(setting.cluster)
-    held = in_flight(form.pipeline, form.steps(), form.virtual), 1.0
-    found = [
-        memory(setting.layers, setting.stage_layers(most), stage.ranks, most.tokens, flight, most.bytes, ends)
-        for flight, ends in zip(held, vocabularies(setting.training, form.pipeline), strict=True)
-    ]
-    if form.pipeline > 1:  # the first stage has no head
-        found[0] = Memory(**{**vars(found[0]), "head": 0.0})
+    form, most, layers = setting.parallelism, largest(planned), setting.layers
+    ranks, count = form.stage(setting.cluster).ranks, setting.stage_layers(most)
+    found = []
+    for stage, ends in zip(
+        (0, form.pipeline - 1), vocabularies(setting.training, form.pipeline), strict=True
+    ):
+        flight = 1.0 if stage else in_flight(form.pipeline, form.steps(), form.virtual)
+        has_head = stage == form.pipeline - 1
+        held = activations(layers, count * flight, most.tokens, most.bytes, most.projects, has_head)
+        found.append(memory(layers, count, ranks, ends, held))
     return max(found, key=lambda one: one.total)

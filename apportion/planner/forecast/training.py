@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from apportion.ir.errors import ConfigError
 from apportion.planner import options
 from apportion.planner.options import Bytes, Count
 
@@ -27,8 +28,14 @@ class Training:
     parameter.
     recompute: what backward makes anew: nothing, all but attention's outputs (`selective`), or all of a layer (`full`).
     loss_tokens: of how many tokens the logits are there at once; losses that are tiled or fused keep no more.
+    mlp_tile: of how many tokens the FFN is computed at a time, none: of all. Forward keeps nothing of a tile, so
+    backward runs its forward once more (ALST's tiled MLP).
+    offload: whether what layers keep for backward is in host memory (ALST); copies run beside the work of a layer.
+    chunks: parts of the sequence that a layer is computed in, with all that is not at work on the host (FPDT); of one
+    long causal sequence under `ulysses`, with full recomputation and offloading.
     overlap: whether traffic of weights and gradients runs beside work of the layers, or while nothing else does, as in
     Megatron-LM where its overlapping is not switched on.
+    Raises ConfigError.
     """
 
     vocab: Count = 128256
@@ -38,7 +45,20 @@ class Training:
     optimizer_bytes: Bytes = ADAM_BYTES
     recompute: Literal["none", "selective", "full"] = "selective"
     loss_tokens: Count = 4096
+    mlp_tile: Count | None = None
+    offload: bool = False
+    chunks: Count = 1
     overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.chunks > 1 and not (self.offload and self.recompute == "full"):
+            rule, remedy = "chunks live on the host and are made anew", "write offload: true, recompute: full"
+            raise ConfigError("training.chunks", self.chunks, rule, remedy)
+
+    @property
+    def tiles_mlp(self) -> bool:
+        """Whether backward runs the FFN's forward once more, tile by tile or, as FPDT does in DeepSpeed, in chunks."""
+        return self.mlp_tile is not None or self.chunks > 1
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Training:
