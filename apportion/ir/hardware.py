@@ -101,6 +101,8 @@ class Hardware:
     costs besides its bytes. post_us: what a message costs to post, before any transfer of its round is complete.
     contention: by how much longer a kernel takes while a transfer of its rank is on the wire, whose own kernels take
     multiprocessors: 0.1 is a tenth, 0 none.
+    rows_gbs, loss_gbs, optimizer_gbs: 1e9 bytes/s, of the bytes that `apportion.ir.layer_work` counts, at which row
+    work of layers, the loss, and Adam go; None: not measured, they are taken to be bound by memory_gbs.
     Make one with `load`, `from_data` or a profile: these check it.
     """
 
@@ -128,10 +130,19 @@ class Hardware:
     intra_latency_us: Figure
     inter_latency_us: Figure
     measured: Measured | None = None
+    rows_gbs: Figure | None = None
+    loss_gbs: Figure | None = None
+    optimizer_gbs: Figure | None = None
 
     def figures(self) -> dict[str, Figure]:
-        """The single numbers, by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name in _FIGURES}
+        """The single numbers, by name; optional ones where there are some."""
+        found = {name: getattr(self, name) for name in (*_FIGURES, *_OPTIONAL)}
+        return {name: figure for name, figure in found.items() if figure is not None}
+
+    def rate_gbs(self, name: str) -> float:
+        """1e9 bytes/s of `rows_gbs`, `loss_gbs` or `optimizer_gbs`, that of memory where it was not measured."""
+        figure: Figure | None = getattr(self, choice("figure", name, _OPTIONAL))
+        return self.memory_gbs.value if figure is None else figure.value
 
     def grid(self, phase: str) -> Grid:
         """The grid of `forward` or `backward`. Raises UnknownNameError."""
@@ -178,7 +189,7 @@ class Hardware:
         data = known("hardware", data, (*keys, "measured"), keys)
         integer("hardware.version", data["version"], VERSION, VERSION)
         axis = _axis(data["axis"])
-        figures = known("hardware.figures", data["figures"], _FIGURES, _FIGURES)
+        figures = known("hardware.figures", data["figures"], (*_FIGURES, *_OPTIONAL), _FIGURES)
         return Hardware(
             **_plain(data),
             **_figures(figures),
@@ -217,8 +228,11 @@ class Hardware:
 
 
 _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
+_OPTIONAL = tuple(item.name for item in fields(Hardware) if item.type == "Figure | None")
 _PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
-_POSITIVE = frozenset({"memory_gib", "memory_gbs", "peak_tflops", "linear_tflops", "intra_gbs", "inter_gbs"})
+_POSITIVE = frozenset(
+    {"memory_gib", "memory_gbs", "peak_tflops", "linear_tflops", "intra_gbs", "inter_gbs", *_OPTIONAL}
+)
 MOST_CONTENTION = (
     10.0  # kernels that take eleven times as long: beyond, transfers do not overlap with them at all
 )
@@ -261,7 +275,7 @@ def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _figure(key, data[key]) for key in _FIGURES}
+    return {key: _figure(key, data[key]) for key in (*_FIGURES, *_OPTIONAL) if key in data}
 
 
 def _figure(key: str, data: Any) -> Figure:
@@ -292,4 +306,7 @@ def _axis(data: Any) -> tuple[int, ...]:
 
 
 def _grid_data(grid: Grid) -> dict[str, Any]:
-    return asdict(grid) | {kind: [list(row) for row in getattr(grid, kind)] for kind in ("full", "causal")}
+    plain = asdict(grid) | {kind: [list(row) for row in getattr(grid, kind)] for kind in ("full", "causal")}
+    if grid.window == 1.0:  # as files were before there was this field: they keep their digests
+        del plain["window"]
+    return plain
