@@ -14,7 +14,6 @@ from apportion.ir.fields import known, number, sequence
 Rows = tuple[tuple[float, ...], ...]
 
 
-LEAST_WINDOW, MOST_WINDOW = 0.01, 100.0
 LEAST, MOST = 1e-6, 1e12  # of times and figures that must be above 0: sums of products stay finite
 
 
@@ -50,8 +49,9 @@ class Grid:
     keys)). No time falls along an axis and none in `causal` exceeds that in `full`.
     launch_us: once a kernel. tile_us: one kernel tile on one multiprocessor, of which an instruction's
     longest chain is made; 0 where the grids hold it already.
-    window: by how much longer a task takes that its band hides both early and late keys from (dmax cuts it), than what
-    lies between the causal grid and a band one tile wide: kernels without windows of their own compute it under a mask.
+    window_us: what each query row of a task takes longer that its band hides early keys from too (dmax cuts it), than
+    what lies between the causal grid and a band one tile wide: kernels without windows of their own compute strips of
+    rows under a mask, and pairs that it hides.
     """
 
     full: Rows
@@ -60,7 +60,7 @@ class Grid:
     tile_us: float
     source: str
     assumed: bool = False
-    window: float = 1.0
+    window_us: float = 0.0
 
     @staticmethod
     def from_data(field: str, data: Any, points: int) -> Grid:
@@ -74,7 +74,7 @@ class Grid:
             figure_in(f"{field}.tile_us", data["tile_us"]),
             described(f"{field}.source", data["source"]),
             flag(field, data.get("assumed", False)),
-            figure_in(f"{field}.window", data.get("window", 1.0), LEAST_WINDOW, MOST_WINDOW),
+            figure_in(f"{field}.window_us", data.get("window_us", 0.0)),
         )
 
 

@@ -307,6 +307,6 @@ def _axis(data: Any) -> tuple[int, ...]:
 
 def _grid_data(grid: Grid) -> dict[str, Any]:
     plain = asdict(grid) | {kind: [list(row) for row in getattr(grid, kind)] for kind in ("full", "causal")}
-    if grid.window == 1.0:  # as files were before there was this field: they keep their digests
-        del plain["window"]
+    if not grid.window_us:  # as files were before there was this field: they keep their digests
+        del plain["window_us"]
     return plain

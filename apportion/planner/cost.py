@@ -140,7 +140,7 @@ class PhaseCost:
     full: Surface
     causal: Surface
     pair_us: float  # the least time a pair of any grid point: saturated throughput
-    window: float = 1.0  # of what dmax cuts
+    window_us: float = 0.0  # a query row, of what dmax cuts
 
     @staticmethod
     def of(axis: Axis, grid: Grid) -> PhaseCost:
@@ -152,7 +152,7 @@ class PhaseCost:
             _surface(axis.points, full, False),
             _surface(axis.points, causal, True),
             float(best),
-            grid.window,
+            grid.window_us,
         )
 
     def task_us(self, rows: Ints, keys: Ints, pairs: Ints) -> Floats:
@@ -183,7 +183,7 @@ class PhaseCost:
         narrowest = np.maximum(rows, keys)
         share = (pairs - narrowest) / np.maximum(corner - narrowest, 1)
         sparse: Floats = least + (causal - least) * np.clip(share, 0.0, 1.0)
-        return sparse * self.window
+        return sparse + rows * self.window_us
 
     def _full_us(self, rows: Ints, keys: Ints) -> Floats:
         time = self.full.time(*self.axis.cells(rows, keys))

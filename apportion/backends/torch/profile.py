@@ -34,7 +34,7 @@ from apportion.ir.chips import CHIPS, CONTENTION, POST
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
-from apportion.ir.figures import LEAST_WINDOW, MOST_WINDOW, Figure, Grid
+from apportion.ir.figures import Figure, Grid
 from apportion.ir.hardware import Hardware, Measured
 from apportion.ir.model import Model
 from apportion.ir.version import __version__
@@ -259,16 +259,16 @@ def _task_us(
 
 
 def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:
-    """The grids with what windows take beyond what lies between a band one tile wide and the causal one: the geometric
-    mean over `WINDOWS`."""
-    rows, ratios = arena.effort.axis[-1], []
+    """The grids with what a row of a window takes beyond what lies between a band one tile wide and the causal one: the
+    median over `WINDOWS`."""
+    rows, longer = arena.effort.axis[-1], []
     for part in WINDOWS:
         window = max(rows // part, 2)
         took = _task_us(arena, engine, rows, rows, True, window)
         alone = [_between(grid, rows, window) for grid in (forward, backward)]
-        ratios.append(np.divide(took, alone))
-    first, second = np.exp(np.log(ratios).mean(0)).clip(LEAST_WINDOW, MOST_WINDOW).round(3).tolist()
-    return replace(forward, window=first), replace(backward, window=second)
+        longer.append(np.subtract(took, alone) / rows)
+    first, second = np.median(longer, axis=0).clip(min=0.0).round(5).tolist()
+    return replace(forward, window_us=first), replace(backward, window_us=second)
 
 
 def _between(grid: Grid, rows: int, window: int) -> float:
