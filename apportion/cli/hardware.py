@@ -57,8 +57,9 @@ def profile(
     files.check_output("--output", output)
     with progress("measuring") as report:
         shapes = None if model is None else inputs.model_of(model)
-        told = lambda done, total: report("", total)  # noqa: E731
-        measured = profiling.run(quick, name or output.stem, told, engine, shapes, tokens)
+        measured = profiling.run(
+            quick, name or output.stem, lambda done, total: report("", total), engine, shapes, tokens
+        )
     if measured is None:  # another rank writes
         return
     files.write(output, json.dumps(measured.to_data(), indent=1).encode() + b"\n")

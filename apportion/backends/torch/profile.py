@@ -15,10 +15,11 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ Progress = Callable[[int, int], None]
 Times = NDArray[np.float64]
 
 CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # of the copy: more than any cache
+PLACES = 8  # in the arenas where a short task is timed
 FLASH_TILE = 128  # rows a CUDA flash kernel pads to
 
 
@@ -164,6 +166,15 @@ def profile(
 # --- grids
 
 
+class Task(NamedTuple):
+    """One attention task. causal: all pairs but a corner, see `Grid`; window: the most keys that a row sees."""
+
+    rows: int
+    keys: int
+    causal: bool
+    window: int | None = None
+
+
 @dataclass(frozen=True)
 class _Arena:
     """Tensors of the longest task: shorter ones are slices, as in the executor."""
@@ -196,35 +207,38 @@ class _Arena:
     def device(self) -> torch.device:
         return self.queries[0].device
 
-    def flash_task(self, rows: int, keys: int, causal: bool, window: int | None = None) -> tuple[Work, Work]:
+    def flash_task(self, task: Task, at: int) -> tuple[Work, Work]:
         """Its forward and its backward, over fresh statistics."""
-        q, do, dq = (tensor[:rows] for tensor in self.queries)
-        k, v, dk, dv = (tensor[:keys] for tensor in self.keys)
-        o, lse, delta = (tensor[:rows] for tensor in self.rows)
+        q, do, dq = (tensor[at : at + task.rows] for tensor in self.queries)
+        k, v, dk, dv = (tensor[at : at + task.keys] for tensor in self.keys)
+        o, lse, delta = (tensor[at : at + task.rows] for tensor in self.rows)
         lse.fill_(float("-inf"))
-        band, score = self._band(rows, keys, causal, window), Score(self.effort.head_dim**-0.5)
+        band, score = self._band(task), Score(self.effort.head_dim**-0.5)
         return (
             lambda: attend(q, k, v, o, lse, band, score),
             lambda: attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, score),
         )
 
-    def stage_task(self, rows: int, keys: int, causal: bool, window: int | None = None) -> tuple[Work, Work]:
+    def stage_task(self, task: Task, at: int) -> tuple[Work, Work]:
         """Its forward and its backward, one launch and two."""
         from apportion.backends.torch.lone import Shape, lone_task
 
-        (q, do, _), (k, v, *_), band = self.queries, self.keys, self._band(rows, keys, causal, window)
-        return lone_task(q[:rows], k[:keys], v[:keys], do[:rows], Shape(rows, keys, band.dmin, band.dmax))
+        band, shape = self._band(task), (task.rows, task.keys)
+        q, do = (tensor[at : at + task.rows] for tensor in self.queries[:2])
+        k, v = (tensor[at : at + task.keys] for tensor in self.keys[:2])
+        return lone_task(q, k, v, do, Shape(*shape, band.dmin, band.dmax))
 
-    def _band(self, rows: int, keys: int, causal: bool, window: int | None) -> Band:
+    def _band(self, task: Task) -> Band:
         """All pairs, or all but the corner triangle of side min(rows, keys) - 1, as `Grid` says; of a window, no more
         than so many keys a row."""
         ratio = self.effort.q_heads // self.effort.kv_heads
         kv_of = tuple(head // ratio for head in range(self.effort.q_heads))
-        return Band(min(0, rows - keys) if causal else -keys, rows if window is None else window - 1, kv_of)
+        dmin = min(0, task.rows - task.keys) if task.causal else -task.keys
+        return Band(dmin, task.rows if task.window is None else task.window - 1, kv_of)
 
 
-#: engine -> (arena, query rows, key rows, causal, window) -> forward and backward of one task
-TASKS: Mapping[str, Callable[[_Arena, int, int, bool, int | None], tuple[Work, Work]]] = MappingProxyType(
+#: engine -> (arena, task, its first row) -> forward and backward of it
+TASKS: Mapping[str, Callable[[_Arena, Task, int], tuple[Work, Work]]] = MappingProxyType(
     {"flash": _Arena.flash_task, "stage": _Arena.stage_task}
 )
 
@@ -244,18 +258,24 @@ def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
         if sweep and time.monotonic() - begun > arena.effort.seconds:
             break
         for causal, (i, rows), (j, keys) in itertools.product((0, 1), enumerate(axis), enumerate(axis)):
-            took = steps.after(_task_us(arena, engine, rows, keys, bool(causal)))
+            took = steps.after(_task_us(arena, engine, Task(rows, keys, bool(causal))))
             times[:, causal, i, j] = np.minimum(times[:, causal, i, j], took)
     grids = _grid(engine, *times[0]), _grid(engine, *times[1])
     return _with_windows(arena, engine, *grids)
 
 
-def _task_us(
-    arena: _Arena, engine: str, rows: int, keys: int, causal: bool, window: int | None = None
-) -> list[float]:
-    """Microseconds of a task forward and backward."""
-    works = TASKS[engine](arena, rows, keys, causal, window)
-    return [best_us(work, arena.device, arena.effort.runs) for work in works]
+def _task_us(arena: _Arena, engine: str, task: Task) -> list[float]:
+    """Microseconds of a task forward and backward. Short ones are timed in several places of the arenas, one after
+    another: in a program each finds its rows anew, and none in a core's cache."""
+    longest = max(task.rows, task.keys)
+    places = range(0, arena.effort.axis[-1] - longest + 1, max(longest, arena.effort.axis[-1] // PLACES))
+    phases = zip(*(TASKS[engine](arena, task, at) for at in places), strict=True)
+    return [best_us(partial(_all, works), arena.device, arena.effort.runs) / len(works) for works in phases]
+
+
+def _all(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
 
 
 def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:
@@ -264,7 +284,7 @@ def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> 
     rows, longer = arena.effort.axis[-1], []
     for part in WINDOWS:
         window = max(rows // part, 2)
-        took = _task_us(arena, engine, rows, rows, True, window)
+        took = _task_us(arena, engine, Task(rows, rows, True, window))
         alone = [_between(grid, rows, window) for grid in (forward, backward)]
         longer.append(np.subtract(took, alone) / rows)
     first, second = np.median(longer, axis=0).clip(min=0.0).round(5).tolist()
