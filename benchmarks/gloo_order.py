@@ -27,7 +27,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.multiprocessing import spawn
 
-from apportion.backends.torch.profile import profile, profile_links, with_links
+from apportion.backends.torch.profile import profile
+from apportion.backends.torch.profile_links import profile_links, with_links
 from apportion.ir import masks
 from apportion.ir.batch import Batch
 from apportion.ir.codec import Plan

@@ -28,26 +28,38 @@ def profile(
     engine: Annotated[
         str, typer.Option("--engine", help="Whose attention tasks are timed: flash, or stage (on a GPU).")
     ] = "flash",
+    model: options.ModelFile = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", help="Tokens that layers are timed with, as a rank has them.", min=1),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure attention kernels, memory and linear layers of this machine, and write a hardware file.
+    """Measure all that plans and forecasts of this machine are priced with, and write a hardware file: attention
+    kernels, windows, memory, linear layers, row work, the loss and Adam.
 
-    Under torchrun the links are measured too: two ranks of one node and two of
-    different nodes suffice. Without it the file has the default links, marked as
-    assumed. Give the file as --hardware.
+    With --model the kernels and layers are timed in that model's sizes.
+
+    Under torchrun the links are measured too, with all ranks of a node, and all
+    between nodes, at work at once, and what messages cost to post and kernels
+    beside them: start a rank for each GPU, on two nodes. Without it these stay the
+    built-in figures, marked as assumed. Give the file as --hardware.
 
     [bold]Examples[/bold]
 
       apportion profile --quick -o mine.json
 
-      torchrun --nnodes 2 --nproc-per-node 8 -m apportion profile -o mine.json
+      torchrun --nnodes 2 --nproc-per-node 8 -m apportion profile --model config.json -o mine.json
     """
     inputs.need("torch", "torch", "a profile")
     from apportion.trainer import profiling
 
     files.check_output("--output", output)
     with progress("measuring") as report:
-        measured = profiling.run(quick, name or output.stem, lambda done, total: report("", total), engine)
+        shapes = None if model is None else inputs.model_of(model)
+        measured = profiling.run(
+            quick, name or output.stem, lambda done, total: report("", total), engine, shapes, tokens
+        )
     if measured is None:  # another rank writes
         return
     files.write(output, json.dumps(measured.to_data(), indent=1).encode() + b"\n")

@@ -49,6 +49,9 @@ class Grid:
     keys)). No time falls along an axis and none in `causal` exceeds that in `full`.
     launch_us: once a kernel. tile_us: one kernel tile on one multiprocessor, of which an instruction's
     longest chain is made; 0 where the grids hold it already.
+    window_us: what each query row of a task takes longer that its band hides early keys from too (dmax cuts it), than
+    what lies between the causal grid and a band one tile wide: kernels without windows of their own compute strips of
+    rows under a mask, and pairs that it hides.
     """
 
     full: Rows
@@ -57,6 +60,7 @@ class Grid:
     tile_us: float
     source: str
     assumed: bool = False
+    window_us: float = 0.0
 
     @staticmethod
     def from_data(field: str, data: Any, points: int) -> Grid:
@@ -70,6 +74,7 @@ class Grid:
             figure_in(f"{field}.tile_us", data["tile_us"]),
             described(f"{field}.source", data["source"]),
             flag(field, data.get("assumed", False)),
+            figure_in(f"{field}.window_us", data.get("window_us", 0.0)),
         )
 
 

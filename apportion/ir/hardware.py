@@ -103,6 +103,8 @@ class Hardware:
     host_gbs: between a rank and its host's memory, each way, 1e9 bytes/s; files may leave it out.
     contention: by how much longer a kernel takes while a transfer of its rank is on the wire, whose own kernels take
     multiprocessors: 0.1 is a tenth, 0 none.
+    rows_gbs, loss_gbs, optimizer_gbs: 1e9 bytes/s, of the bytes that `apportion.ir.layer_work` counts, at which row
+    work of layers, the loss, and Adam go; None: not measured, they are taken to be bound by memory_gbs.
     Make one with `load`, `from_data` or a profile: these check it.
     """
 
@@ -131,10 +133,19 @@ class Hardware:
     inter_latency_us: Figure
     measured: Measured | None = None
     host_gbs: Figure = HOST
+    rows_gbs: Figure | None = None
+    loss_gbs: Figure | None = None
+    optimizer_gbs: Figure | None = None
 
     def figures(self) -> dict[str, Figure]:
-        """The single numbers, by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name in _FIGURES}
+        """The single numbers, by name; optional ones where there are some."""
+        found = {name: getattr(self, name) for name in (*_FIGURES, *_OPTIONAL)}
+        return {name: figure for name, figure in found.items() if figure is not None}
+
+    def rate_gbs(self, name: str) -> float:
+        """1e9 bytes/s of `rows_gbs`, `loss_gbs` or `optimizer_gbs`, that of memory where it was not measured."""
+        figure: Figure | None = getattr(self, choice("figure", name, _OPTIONAL))
+        return self.memory_gbs.value if figure is None else figure.value
 
     def grid(self, phase: str) -> Grid:
         """The grid of `forward` or `backward`. Raises UnknownNameError."""
@@ -181,7 +192,7 @@ class Hardware:
         data = known("hardware", data, (*keys, "measured"), keys)
         integer("hardware.version", data["version"], VERSION, VERSION)
         axis = _axis(data["axis"])
-        figures = known("hardware.figures", data["figures"], _FIGURES, _NEEDED)
+        figures = known("hardware.figures", data["figures"], (*_FIGURES, *_OPTIONAL), _NEEDED)
         return Hardware(
             **_plain(data),
             **_figures(figures),
@@ -222,9 +233,19 @@ class Hardware:
 _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
 #: those that every file has; the others have defaults
 _NEEDED = tuple(item.name for item in fields(Hardware) if item.name in _FIGURES and item.default is MISSING)
+_OPTIONAL = tuple(item.name for item in fields(Hardware) if item.type == "Figure | None")
 _PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
 _POSITIVE = frozenset(
-    {"memory_gib", "memory_gbs", "peak_tflops", "linear_tflops", "intra_gbs", "inter_gbs", "host_gbs"}
+    {
+        "memory_gib",
+        "memory_gbs",
+        "peak_tflops",
+        "linear_tflops",
+        "intra_gbs",
+        "inter_gbs",
+        "host_gbs",
+        *_OPTIONAL,
+    }
 )
 MOST_CONTENTION = (
     10.0  # kernels that take eleven times as long: beyond, transfers do not overlap with them at all
@@ -269,7 +290,7 @@ def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _figure(key, data[key]) for key in _FIGURES if key in data}
+    return {key: _figure(key, data[key]) for key in (*_FIGURES, *_OPTIONAL) if key in data}
 
 
 def _figure(key: str, data: Any) -> Figure:
@@ -300,4 +321,7 @@ def _axis(data: Any) -> tuple[int, ...]:
 
 
 def _grid_data(grid: Grid) -> dict[str, Any]:
-    return asdict(grid) | {kind: [list(row) for row in getattr(grid, kind)] for kind in ("full", "causal")}
+    plain = asdict(grid) | {kind: [list(row) for row in getattr(grid, kind)] for kind in ("full", "causal")}
+    if not grid.window_us:  # as files were before there was this field: they keep their digests
+        del plain["window_us"]
+    return plain

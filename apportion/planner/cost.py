@@ -24,6 +24,7 @@ from apportion.ir.bands import area, tighten
 from apportion.ir.fields import choice
 from apportion.ir.figures import Grid
 from apportion.ir.hardware import Hardware
+from apportion.ir.layer_work import linear_parameters
 from apportion.ir.model import Model
 
 Ints = NDArray[np.int64]
@@ -139,6 +140,7 @@ class PhaseCost:
     full: Surface
     causal: Surface
     pair_us: float  # the least time a pair of any grid point: saturated throughput
+    window_us: float = 0.0  # a query row, of what dmax cuts
 
     @staticmethod
     def of(axis: Axis, grid: Grid) -> PhaseCost:
@@ -146,7 +148,11 @@ class PhaseCost:
         rows, keys = axis.points[:, None], axis.points[None, :]
         best = min((full / (rows * keys)).min(), (causal / causal_pairs(rows, keys)).min())
         return PhaseCost(
-            axis, _surface(axis.points, full, False), _surface(axis.points, causal, True), float(best)
+            axis,
+            _surface(axis.points, full, False),
+            _surface(axis.points, causal, True),
+            float(best),
+            grid.window_us,
         )
 
     def task_us(self, rows: Ints, keys: Ints, pairs: Ints) -> Floats:
@@ -170,13 +176,14 @@ class PhaseCost:
         return time
 
     def _sparse_us(self, causal: Floats, rows: Ints, keys: Ints, pairs: Ints, corner: Ints) -> Floats:
-        """Between a band one tile wide, which every row and key of a task needs, and the causal band."""
+        """Between a band one tile wide, which every row and key of a task needs, and the causal band; and what kernels
+        take longer for windows."""
         one = np.ones_like(rows)
         least = np.minimum(np.maximum(self._full_us(rows, one), self._full_us(one, keys)), causal)
         narrowest = np.maximum(rows, keys)
         share = (pairs - narrowest) / np.maximum(corner - narrowest, 1)
         sparse: Floats = least + (causal - least) * np.clip(share, 0.0, 1.0)
-        return sparse
+        return sparse + rows * self.window_us
 
     def _full_us(self, rows: Ints, keys: Ints) -> Floats:
         time = self.full.time(*self.axis.cells(rows, keys))
@@ -273,9 +280,7 @@ class CostModel:
     @property
     def linear_parameters(self) -> int:
         """Of one layer: projections of Q, K, V and O, and a gated FFN (three matrices)."""
-        m = self.model
-        attention = m.q_heads * (m.head_dim + m.value_dim) + m.kv_heads * (m.head_dim + m.value_dim)
-        return m.hidden * (attention + 3 * m.ffn)
+        return linear_parameters(self.model)
 
     def _phase(self, phase: str) -> PhaseCost:
         """The grids of a phase, made when they are first asked for."""

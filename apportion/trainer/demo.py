@@ -210,9 +210,15 @@ def _documents(steps: Sequence[Step]) -> Documents:
     return Documents(np.concatenate([step.text for step in steps]), np.concatenate(lengths), counts)
 
 
-def _job() -> Job:
+def steps(count: int, lengths: Path | None = None) -> list[Step]:
+    """The first steps that the demo trains, of a workload file or of the repository's examples."""
+    return _steps(_workload(lengths), _corpus(), count)
+
+
+def model() -> Model:
+    """The demo's, as planners know it."""
     config = DecoderConfig()
-    model = Model(
+    return Model(
         q_heads=config.q_heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -221,8 +227,11 @@ def _job() -> Job:
         ffn=config.ffn,
         layers={kind: config.kinds.count(kind) for kind in config.kinds},
     )
+
+
+def _job() -> Job:
     policy = Policy(find_recipe("fcp"), seed=SEED)
-    return Job(Cluster(nodes=1, ranks_per_node=RANKS), model, policy, TOKENS // RANKS)
+    return Job(Cluster(nodes=1, ranks_per_node=RANKS), model(), policy, TOKENS // RANKS)
 
 
 # --- training

@@ -118,16 +118,18 @@ def _train(begin: Begin, rank: int) -> Iterator[Step]:
     model, optimizer = trainer()
     for batch in loader:
         optimizer.zero_grad()
-        loss = _loss(model, batch)
+        loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        _sum_gradients(model)
+        sum_gradients(model)
         optimizer.step()
         total = loss.detach()
         dist.all_reduce(total)
         yield Step(total.item(), batch.handle.id, 1e3 * loader.waited_s)
 
 
-def _loss(model: Decoder, batch: PlannedBatch) -> Tensor:
+def loss_of(model: Decoder, batch: PlannedBatch) -> Tensor:
+    """This rank's share of the mean token loss of a step."""
+
     def attention(q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
         return planned_attention(q, k, v, batch.handle, kind)
 
@@ -143,7 +145,7 @@ def trainer() -> tuple[Decoder, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
-def _sum_gradients(model: Decoder) -> None:
+def sum_gradients(model: Decoder) -> None:
     """What data parallelism does; each rank's loss is already its share of the global mean."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])

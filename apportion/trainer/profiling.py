@@ -1,20 +1,33 @@
-"""A profile on the ranks of a job: links by all ranks, kernels by rank 0 while the others wait."""
+"""A profile on the ranks of a job: links between them, and kernels by all ranks at once, as in training, where they
+share a machine's memory and power; rank 0's figures count."""
 
 from __future__ import annotations
 
-from apportion.backends.torch.profile import Progress, profile, profile_links, with_links
+from apportion.backends.torch.profile import Effort, Progress, profile
+from apportion.backends.torch.profile_links import profile_links, with_links
 from apportion.ir.hardware import Hardware
+from apportion.ir.model import Model
 from apportion.trainer.attention import Communicator
 from apportion.trainer.selftest import process_group
 
 
-def run(quick: bool, name: str, progress: Progress | None = None, engine: str = "flash") -> Hardware | None:
-    """The hardware on rank 0, None on the others. Links are measured where torchrun started several ranks, and stay
-    the assumed ones where there is one. engine: as of `profile`. Raises ConfigError, ExecutionError."""
+def run(
+    quick: bool,
+    name: str,
+    progress: Progress | None = None,
+    engine: str = "flash",
+    model: Model | None = None,
+    tokens: int | None = None,
+) -> Hardware | None:
+    """The hardware on rank 0, None on the others. Links, posting and contention are measured where torchrun started
+    several ranks, and stay the assumed ones where there is one. engine: as of `profile`; model, tokens: as of
+    `Effort.of`. Raises ConfigError, ExecutionError."""
     with process_group() as device:
         ranks = Communicator()
         links = profile_links() if ranks.ranks > 1 else None
+        effort = Effort.of(device, quick, model, tokens)
+        told = progress if ranks.rank == 0 else None
+        measured = profile(quick, told, name=name, device=device, effort=effort, engine=engine)
         if ranks.rank:
             return None
-        measured = profile(quick, progress, name=name, device=device, engine=engine)
         return measured if links is None else with_links(measured, links)

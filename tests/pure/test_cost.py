@@ -426,7 +426,7 @@ def in_grid(**changes: Any) -> dict[str, Any]:
 
 def in_figures(name: str, **changes: Any) -> dict[str, Any]:
     figures = SMALL.to_data()["figures"]
-    return changed(figures=figures | {name: figures[name] | changes})
+    return changed(figures=figures | {name: figures.get(name, {}) | changes})
 
 
 def without_figure(name: str) -> dict[str, Any]:
@@ -472,6 +472,10 @@ REFUSED = [
     (in_figures("contention", value=-0.1), "hardware.figures.contention.value"),
     (in_figures("contention", value=11), "hardware.figures.contention.value"),
     (in_figures("peak_tflops", value=0), "hardware.figures.peak_tflops.value"),
+    (in_figures("rows_gbs", value=0, source="x"), "hardware.figures.rows_gbs.value"),
+    (in_figures("adam_gbs", value=1, source="x"), "hardware.figures.adam_gbs"),
+    (in_grid(window_us=-1), "hardware.forward.window_us"),
+    (in_grid(window_us=1e300), "hardware.forward.window_us"),
     (without_figure("peak_tflops"), "hardware.figures.peak_tflops"),
     (without_figure("contention"), "hardware.figures.contention"),
     (in_figures("memory_gbs", value=float("nan")), "hardware.figures.memory_gbs.value"),
@@ -497,6 +501,32 @@ REFUSED = [
         "hardware.measured.versions",
     ),
 ]
+
+
+def test_rates_that_were_not_measured_are_memory_s() -> None:
+    h100 = Hardware.load("h100")
+    measured = replace(h100, rows_gbs=Figure(50.0, "measured"))
+    assert h100.rate_gbs("rows_gbs") == h100.memory_gbs.value
+    assert (measured.rate_gbs("rows_gbs"), measured.rate_gbs("loss_gbs")) == (50.0, h100.memory_gbs.value)
+    assert Hardware.from_data(json.loads(json.dumps(measured.to_data()))) == measured
+    assert schema_accepts(measured.to_data())
+    assert "rows_gbs" not in h100.to_data()["figures"]  # files that were there before keep their digests
+    with pytest.raises(UnknownNameError, match="did you mean loss_gbs"):
+        h100.rate_gbs("los_gbs")
+
+
+def test_windows_take_what_was_measured_of_them() -> None:
+    slow = replace(SMALL, forward=replace(SMALL.forward, window_us=0.5))
+    assert schema_accepts(slow.to_data())
+    assert Hardware.from_data(slow.to_data()) == slow
+    model = Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32")
+    before, after = (CostModel(hardware, model) for hardware in (SMALL, slow))
+    n, causal = 64, int(causal_pairs(64, 64))
+    for pairs, longer in ((causal // 2, 0.5 * n), (causal, 0.0), (n * n, 0.0)):
+        took = [float(cost.attention_us("forward", n, n, pairs, 4, 2)[0]) for cost in (before, after)]
+        assert took[1] == pytest.approx(took[0] + longer)
+    took = [float(cost.attention_us("backward", n, n, causal // 2, 4, 2)[0]) for cost in (before, after)]
+    assert took[1] == took[0]
 
 
 @pytest.mark.parametrize(("data", "field"), REFUSED, ids=range(len(REFUSED)))

@@ -97,6 +97,25 @@ def test_each_part_of_a_step_is_its_closed_form() -> None:
     assert found["tensor_parallel"] == found["remap"] == 0
 
 
+def test_measured_rates_price_what_they_are_of() -> None:
+    training = Training(vocab=1000)
+    half = Figure(H100.memory_gbs.value / 2, "measured")
+    before = Layers(H100, SMALL, training)
+    after = Layers(
+        replace(H100, rows_gbs=half, loss_gbs=half, optimizer_gbs=half, memory_gbs=half), SMALL, training
+    )
+    assert after.rows_us(100) == pytest.approx(2 * before.rows_us(100))
+    assert after.optimizer_us(1e6) == pytest.approx(2 * before.optimizer_us(1e6))
+    assert after.linear_us(100) == before.linear_us(100)
+    for name, priced in (("rows_gbs", "rows_us"), ("optimizer_gbs", "optimizer_us"), ("loss_gbs", "head_us")):
+        alone = Layers(replace(H100, **{name: half}), SMALL, training)
+        slower = {
+            work: getattr(alone, work)(1000) > getattr(before, work)(1000)
+            for work in ("rows_us", "optimizer_us", "head_us")
+        }
+        assert [work for work, slow in slower.items() if slow] == [priced]
+
+
 def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabulary() -> None:
     def shared(parameters: int) -> float:
         inter = 4 * parameters * 1 / 2 / (4 * 50e3)  # four of eight NICs: one a rank

@@ -1,23 +1,24 @@
 """What ranks of the pool do to measure links: plain data in and out."""
 
-from dataclasses import astuple
+from dataclasses import asdict
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from apportion.backends.torch.profile import Effort, profile, profile_links
+from apportion.backends.torch.profile import Effort, profile
+from apportion.backends.torch.profile_links import Line, Links, profile_links
 from apportion.ir.isa import Tensor as Name
 
 
 def links(comm, sizes, node):
-    """latency, bandwidth, inter, backend and ranks of a node."""
-    found = profile_links(comm._groups[0], node, sizes, runs=2)
-    return (*astuple(found.intra), found.inter, found.backend, found.ranks_per_node)
+    """The links as plain data."""
+    return asdict(profile_links(comm._groups[0], node, sizes, runs=2))
 
 
-def both_links(comm, sizes, node):
-    found = profile_links(comm._groups[0], node, sizes, runs=2)
-    return found.intra and astuple(found.intra), found.inter and astuple(found.inter), found.ranks_per_node
+def from_data(data):
+    """The links of plain data."""
+    lines = {name: data[name] and Line(**data[name]) for name in ("intra", "inter")}
+    return Links(**data | lines)
 
 
 def lone_task(comm):
@@ -52,6 +53,8 @@ def lone_task(comm):
 
 def stage_profile(comm):
     """The grid of a small profile of the stage engine, and whose it says to be."""
-    effort = Effort((16, 32), 2, 1, 16, "fp32", sweeps=1, least=1, most=1)
+    effort = Effort(
+        (16, 32), 2, 1, 16, "fp32", sweeps=1, least=1, most=1, hidden=32, ffn=32, tokens=16, vocab=16
+    )
     found = profile(device="cpu", effort=effort, engine="stage")
     return found.backward.full, found.engine

@@ -7,23 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.backends.torch.profile import (
-    Effort,
-    Line,
-    Links,
-    _peak_tflops,
-    fit,
-    profile,
-    profile_links,
-    with_links,
-)
+from apportion.backends.torch.profile import LAYER_FIGURES, Effort, _peak_tflops, profile
+from apportion.backends.torch.profile_links import Line, Links, fit, profile_links, with_links
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.figures import Figure
-from apportion.ir.hardware import Hardware
+from apportion.ir.hardware import MOST_CONTENTION, Hardware
 from apportion.ir.model import Model
 from apportion.planner.cost import CostModel
 
-TINY = Effort((16, 64, 256), q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", sweeps=2, most=3)
+SMALL = {"hidden": 32, "ffn": 64, "tokens": 128, "vocab": 64}  # layers that take no time
+TINY = Effort((16, 64, 256), q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", sweeps=2, most=3, **SMALL)
 SIZES = (1024, 65536, 1 << 20)
 
 
@@ -84,15 +77,16 @@ def test_the_peak_is_that_of_a_known_device_or_assumed(device, dtype, tflops):
 def test_progress_rises_to_its_total(measured):
     told = measured[1]
     assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (2 * 2 * 9 + 3, 2 * 2 * 9 + 3)
+    total = 2 * 2 * 9 + LAYER_FIGURES
+    assert told[-1] == (total, total)
 
 
 def test_a_sweep_after_the_time_is_not_begun():
     told = []
-    effort = Effort((16, 32), 2, 1, 8, "fp32", sweeps=5, least=1, most=1, seconds=0.0)
+    effort = Effort((16, 32), 2, 1, 8, "fp32", sweeps=5, least=1, most=1, seconds=0.0, **SMALL)
     profile(progress=lambda *step: told.append(step), device="cpu", effort=effort)
-    assert len(told) == 2 * 4 + 3 + 1
-    assert told[-1] == (2 * 5 * 4 + 3, 2 * 5 * 4 + 3)
+    assert len(told) == 2 * 4 + LAYER_FIGURES + 1
+    assert told[-1] == (2 * 5 * 4 + LAYER_FIGURES, 2 * 5 * 4 + LAYER_FIGURES)
 
 
 def test_more_work_takes_no_less_time(measured):
@@ -121,6 +115,28 @@ def test_cost_model_uses_the_profile(measured):
     assert cost.rowop_us(1 << 20) > cost.rowop_us(1)
 
 
+def test_layers_are_timed_in_the_model_s_sizes(measured):
+    hardware = measured[0]
+    for name in ("linear_tflops", "rows_gbs"):
+        figure = hardware.figures()[name]
+        assert figure.value > 0
+        assert not figure.assumed
+        assert "hidden 32, ffn 64, 128 tokens" in figure.source
+    assert "128 x 64 logits" in hardware.loss_gbs.source
+    assert "fused" in hardware.optimizer_gbs.source
+    model = Model(q_heads=8, kv_heads=4, head_dim=16, dtype="fp32", hidden=96, ffn=256)
+    effort = Effort.of(torch.device("cpu"), True, model, 77)
+    layer = effort.layer(torch.device("cpu")).model
+    assert (layer.q_heads, layer.kv_heads, layer.head_dim, layer.hidden, layer.ffn) == (8, 4, 16, 96, 256)
+    assert effort.tokens == 77
+
+
+def test_windows_are_timed_beside_causal_tasks(measured):
+    for grid in (measured[0].forward, measured[0].backward):
+        assert grid.window_us >= 0
+    assert measured[0].forward.window_us > 0  # CPU kernels have no windows: they are computed under a mask
+
+
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_grids_reach_from_short_to_long(device, quick):
@@ -133,19 +149,32 @@ def test_grids_reach_from_short_to_long(device, quick):
 def test_links_of_two_processes(pool):
     lines = pool.run(jobs_profile.links, 2, SIZES, None)
     assert lines[0] == lines[1]
-    latency_us, gbs, inter, backend, ranks = lines[0]
-    assert (inter, backend, ranks) == (None, "gloo", 2)
-    assert latency_us >= 0
-    assert gbs > 0
+    links = lines[0]
+    assert (links["inter"], links["backend"], links["nics"]) == (None, "gloo", 1)
+    assert links["intra"]["latency_us"] >= 0
+    assert links["intra"]["gbs"] > 0
+    assert links["post_us"] >= 0
+    assert 0 <= links["contention"] <= MOST_CONTENTION
 
 
 def test_links_between_nodes_are_told_from_those_inside(pool):
-    of_ranks = pool.run(jobs_profile.both_links, 3, SIZES, each=[7, 7, 9])
+    of_ranks = pool.run(jobs_profile.links, 3, SIZES, each=[7, 7, 9])
     assert of_ranks[0] == of_ranks[1] == of_ranks[2]
-    intra, inter, ranks_per_node = of_ranks[0]
-    assert intra is not None
-    assert inter is not None
-    assert ranks_per_node == 2
+    assert of_ranks[0]["intra"] is not None
+    assert of_ranks[0]["inter"] is not None
+
+
+def test_all_ranks_of_two_nodes_are_at_work_at_once(pool):
+    links, *others = pool.run(jobs_profile.links, 4, SIZES, each=[7, 7, 9, 9])
+    assert all(other == links for other in others)
+    assert 1 <= links["nics"] <= 2  # as many as two pairs fill
+    hardware = with_links(Hardware.load("h100"), jobs_profile.from_data(links))
+    measured = {name for name, figure in hardware.figures().items() if "over gloo" in figure.source}
+    assert measured == {
+        *("post_us", "contention", "nics_per_node"),
+        *("intra_gbs", "intra_latency_us", "inter_gbs", "inter_latency_us"),
+    }
+    assert Hardware.from_data(hardware.to_data()) == hardware
 
 
 def test_one_rank_has_no_links():
@@ -154,12 +183,13 @@ def test_one_rank_has_no_links():
 
 
 def test_measured_links_replace_assumed_ones(measured):
-    links = Links(Line(3.0, 200.0), None, "nccl", 4)
+    links = Links(Line(3.0, 200.0), None, "nccl", 1, post_us=0.5, contention=0.07)
     hardware = with_links(measured[0], links)
     assert (hardware.intra_gbs.value, hardware.intra_latency_us.value) == (200.0, 3.0)
     assert not hardware.intra_gbs.assumed
     assert hardware.inter_gbs == measured[0].inter_gbs
-    assert hardware.nics_per_node.value == 4
+    assert hardware.nics_per_node == measured[0].nics_per_node
+    assert (hardware.post_us.value, hardware.contention.value) == (0.5, 0.07)
     assert Hardware.from_data(hardware.to_data()) == hardware
 
 

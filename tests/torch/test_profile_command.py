@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 
 from apportion import cli
-from apportion.backends.torch.profile import Line, Links
+from apportion.backends.torch.profile import Effort
+from apportion.backends.torch.profile_links import Line, Links
 from apportion.ir.hardware import Hardware
 from apportion.trainer import profiling
+
+told: list[Effort] = []
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     """What the profile finds, without the minute that it takes."""
     hardware = Hardware.load("a100")
+    told.clear()
 
-    def profile(quick: bool, progress: Any, *, name: str, device: Any, engine: str) -> Hardware:
-        for done in range(3):
+    def profile(
+        quick: bool, progress: Any, *, name: str, device: Any, effort: Effort, engine: str
+    ) -> Hardware:
+        told.append(effort)
+        for done in range(3 if progress else 0):
             progress(done + 1, 3)
         return Hardware.from_data(hardware.to_data() | {"name": name})
 
@@ -49,14 +56,27 @@ def test_links_are_measured_where_there_are_several_ranks(
     class Ranks:
         ranks, rank = 2, 0
 
-    links = Links(Line(3.0, 12.5), None, "gloo", 2)
+    links = Links(Line(3.0, 12.5), None, "gloo", 1, post_us=2.0, contention=0.1)
     monkeypatch.setattr(profiling, "Communicator", Ranks)
     monkeypatch.setattr(profiling, "profile_links", lambda: links)
     found = profiling.run(True, "pair", lambda done, total: None)
     assert found is not None
     assert (found.intra_gbs.value, found.inter_gbs) == (12.5, measured.inter_gbs)
+    assert (found.post_us.value, found.contention.value) == (2.0, 0.1)
     monkeypatch.setattr(Ranks, "rank", 1)
     assert profiling.run(True, "pair") is None
+
+
+def test_a_model_s_sizes_are_those_that_are_measured(measured: Hardware, tmp_path: Path) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(
+        "{q_heads: 12, kv_heads: 4, head_dim: 32, dtype: fp32, hidden: 384, ffn: 1000, layers: 2}"
+    )
+    command = ["profile", "-o", str(tmp_path / "mine.json"), "--model", str(model), "--tokens", "333"]
+    assert cli.main(command) == 0
+    (effort,) = told
+    assert (effort.q_heads, effort.head_dim, effort.hidden, effort.ffn) == (12, 32, 384, 1000)
+    assert effort.tokens == 333
 
 
 def test_a_profile_that_cannot_be_written_is_refused_before_it_is_taken(

@@ -1,8 +1,7 @@
-"""Measures what the planner's times are predicted from: this backend's own kernels, memory, linear layers, links.
+"""Measures what times are predicted from: this backend's own kernels, memory, and layers besides attention.
 
-    profile()               one process, CPU or CUDA ──► Hardware (links assumed)
-    profile_links(group)    a process a rank, gloo or NCCL ──► Links, the same on every rank
-    with_links(hardware, links)
+    profile()               one process, CPU or CUDA ──► Hardware (links, posting and contention assumed)
+    profile_links.py        a process a rank, gloo or NCCL ──► Links ──with_links──► Hardware
 
 Times are the best of several runs. Grids hold what one task costs where the executor runs it: calls of the kernel
 and merging into the accumulator rows, so launch and tile times of their own are 0. Engine `flash` runs task by task in
@@ -18,44 +17,46 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apportion.backends.torch.arrays import accumulator_dtype
+from apportion.backends.torch.arrays import DTYPES, accumulator_dtype
+from apportion.backends.torch.clock import Runs, Work, best_us
 from apportion.backends.torch.kernels import Band, Score, attend, attend_grad
+from apportion.backends.torch.profile_layers import Layer
 from apportion.backends.torch.stage import device_obstacle
-from apportion.backends.torch.transport import Communicator
 from apportion.ir.chips import CHIPS, CONTENTION, POST
 from apportion.ir.cluster import Cluster
-from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
 from apportion.ir.figures import Figure, Grid
 from apportion.ir.hardware import Hardware, Measured
+from apportion.ir.model import Model
 from apportion.ir.version import __version__
 
-Work = Callable[[], object]
 Progress = Callable[[int, int], None]
 Times = NDArray[np.float64]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CPU_LINEAR, CUDA_LINEAR = 1024, 8192  # side of the square matrix product: large enough for full speed
 CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # of the copy: more than any cache
-MESSAGES = tuple(2**i for i in range(10, 25, 2))  # bytes, 1 KiB to 16 MiB
+PLACES = 8  # in the arenas where a short task is timed
 FLASH_TILE = 128  # rows a CUDA flash kernel pads to
+
+
+LAYER_FIGURES = 6  # memory, row operations, products, row work, loss, optimizer
+#: tokens that a row of a window sees, as parts of the axis' longest
+WINDOWS = (16, 8, 4, 2)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured: the grids' axis and heads; over how many sweeps, none begun after so many
-    seconds; the best of how many runs (more than
-    `least` of short ones: up to `most` as long as they fit `budget_us`)."""
+    """What is measured: the grids' axis and heads, and sizes of the layers; over how many sweeps, none begun after so
+    many seconds; the best of how many runs, as `Runs` has it. tokens: of a rank, for layers; vocab: of the head."""
 
     axis: tuple[int, ...]
     q_heads: int
@@ -67,33 +68,41 @@ class Effort:
     least: int = 2
     most: int = 10
     budget_us: float = 10_000.0
+    hidden: int = 512
+    ffn: int = 1408
+    tokens: int = 1024
+    vocab: int = 4096
 
     @staticmethod
-    def of(device: torch.device, quick: bool) -> Effort:
-        """The CPU's tasks are smaller: `quick` takes well under a minute on two cores."""
+    def of(
+        device: torch.device, quick: bool, model: Model | None = None, tokens: int | None = None
+    ) -> Effort:
+        """The CPU's tasks are smaller: `quick` takes well under a minute on two cores. model, tokens: whose heads and
+        layers are measured, and in what number of tokens."""
+        seconds = 25.0 if quick else 300.0
         if device.type == "cuda":
             axis = _doubling(128, 8192) if quick else _halfway(128, 32768)
-            return Effort(axis, 32, 8, 128, "bf16", seconds=25.0 if quick else 300.0)
-        axis = _doubling(64, 2048) if quick else _halfway(32, 8192)
-        return Effort(axis, 4, 2, 64, "fp32", seconds=25.0 if quick else 300.0)
+            effort = Effort(
+                axis, 32, 8, 128, "bf16", seconds=seconds, hidden=4096, ffn=14336, tokens=8192, vocab=32768
+            )
+        else:
+            axis = _doubling(64, 2048) if quick else _halfway(32, 8192)
+            effort = Effort(axis, 4, 2, 64, "fp32", seconds=seconds)
+        if model is not None:
+            sizes = ("q_heads", "kv_heads", "head_dim", "dtype", "hidden", "ffn")
+            effort = replace(effort, **{size: getattr(model, size) for size in sizes})
+        return effort if tokens is None else replace(effort, tokens=tokens)
 
+    @property
+    def runs(self) -> Runs:
+        return Runs(self.least, self.most, self.budget_us)
 
-@dataclass(frozen=True)
-class Line:
-    """alpha + bytes / rate: latency in microseconds, 1e9 bytes/s."""
-
-    latency_us: float
-    gbs: float
-
-
-@dataclass(frozen=True)
-class Links:
-    """Between two ranks of a node and of different nodes; None where the group has no such pair."""
-
-    intra: Line | None
-    inter: Line | None
-    backend: str
-    ranks_per_node: int
+    def layer(self, device: torch.device) -> Layer:
+        """What is timed besides attention."""
+        model = Model(
+            self.q_heads, self.kv_heads, self.head_dim, dtype=self.dtype, hidden=self.hidden, ffn=self.ffn
+        )
+        return Layer(model, self.tokens, self.vocab, device, self.runs)
 
 
 class Steps:
@@ -130,27 +139,40 @@ def profile(
     """This machine's hardware, measured in one process.
 
     quick: a coarse grid. progress: called with (steps done, of how many). device: CUDA's current one where there is
-    one, else the CPU. effort: instead of `quick`. engine: whose tasks are timed, one of `TASKS`. Links are assumed
-    until `with_links`. Raises ConfigError where a measurement makes no sense, UnknownNameError for another engine.
+    one, else the CPU. effort: instead of `quick`. engine: whose tasks are timed, one of `TASKS`. What takes two ranks
+    is assumed until `with_links`. Raises ConfigError where a measurement makes no sense, UnknownNameError for another
+    engine.
     """
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     effort = effort or Effort.of(on, quick)
     _check_engine(engine, on)
-    steps = Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + 3)
+    steps = Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + LAYER_FIGURES)
     forward, backward = _grids(_Arena.of(on, effort), engine, steps)
-    memory, linear = steps.after(_memory_gbs(on, effort)), steps.after(_linear_tflops(on, effort))
+    layer = effort.layer(on)
+    memory, linear = steps.after(_memory_gbs(on, effort)), steps.after(layer.linear_tflops())
     measured = Hardware(
         name, device_name(on), engine, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
         effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
         memory, _peak_tflops(device_name(on), effort.dtype, linear), linear,
         steps.after(_rowop_us(on, effort)), POST, CONTENTION, **_assumed_links(),
         measured=Measured(device_name(on), _versions(), datetime.date.today().isoformat()),
+        rows_gbs=steps.after(layer.rows_gbs()), loss_gbs=steps.after(layer.loss_gbs()),
+        optimizer_gbs=steps.after(layer.optimizer_gbs()),
     )  # fmt: skip
     steps.finish()
     return Hardware.from_data(measured.to_data())
 
 
 # --- grids
+
+
+class Task(NamedTuple):
+    """One attention task. causal: all pairs but a corner, see `Grid`; window: the most keys that a row sees."""
+
+    rows: int
+    keys: int
+    causal: bool
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -185,34 +207,38 @@ class _Arena:
     def device(self) -> torch.device:
         return self.queries[0].device
 
-    def flash_task(self, rows: int, keys: int, causal: bool) -> tuple[Work, Work]:
+    def flash_task(self, task: Task, at: int) -> tuple[Work, Work]:
         """Its forward and its backward, over fresh statistics."""
-        q, do, dq = (tensor[:rows] for tensor in self.queries)
-        k, v, dk, dv = (tensor[:keys] for tensor in self.keys)
-        o, lse, delta = (tensor[:rows] for tensor in self.rows)
+        q, do, dq = (tensor[at : at + task.rows] for tensor in self.queries)
+        k, v, dk, dv = (tensor[at : at + task.keys] for tensor in self.keys)
+        o, lse, delta = (tensor[at : at + task.rows] for tensor in self.rows)
         lse.fill_(float("-inf"))
-        band, score = self._band(rows, keys, causal), Score(self.effort.head_dim**-0.5)
+        band, score = self._band(task), Score(self.effort.head_dim**-0.5)
         return (
             lambda: attend(q, k, v, o, lse, band, score),
             lambda: attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, score),
         )
 
-    def stage_task(self, rows: int, keys: int, causal: bool) -> tuple[Work, Work]:
+    def stage_task(self, task: Task, at: int) -> tuple[Work, Work]:
         """Its forward and its backward, one launch and two."""
         from apportion.backends.torch.lone import Shape, lone_task
 
-        (q, do, _), (k, v, *_), band = self.queries, self.keys, self._band(rows, keys, causal)
-        return lone_task(q[:rows], k[:keys], v[:keys], do[:rows], Shape(rows, keys, band.dmin, band.dmax))
+        band, shape = self._band(task), (task.rows, task.keys)
+        q, do = (tensor[at : at + task.rows] for tensor in self.queries[:2])
+        k, v = (tensor[at : at + task.keys] for tensor in self.keys[:2])
+        return lone_task(q, k, v, do, Shape(*shape, band.dmin, band.dmax))
 
-    def _band(self, rows: int, keys: int, causal: bool) -> Band:
-        """All pairs, or all but the corner triangle of side min(rows, keys) - 1, as `Grid` says."""
+    def _band(self, task: Task) -> Band:
+        """All pairs, or all but the corner triangle of side min(rows, keys) - 1, as `Grid` says; of a window, no more
+        than so many keys a row."""
         ratio = self.effort.q_heads // self.effort.kv_heads
         kv_of = tuple(head // ratio for head in range(self.effort.q_heads))
-        return Band(min(0, rows - keys) if causal else -keys, rows, kv_of)
+        dmin = min(0, task.rows - task.keys) if task.causal else -task.keys
+        return Band(dmin, task.rows if task.window is None else task.window - 1, kv_of)
 
 
-#: engine -> (arena, query rows, key rows, causal) -> forward and backward of one task
-TASKS: Mapping[str, Callable[[_Arena, int, int, bool], tuple[Work, Work]]] = MappingProxyType(
+#: engine -> (arena, task, its first row) -> forward and backward of it
+TASKS: Mapping[str, Callable[[_Arena, Task, int], tuple[Work, Work]]] = MappingProxyType(
     {"flash": _Arena.flash_task, "stage": _Arena.stage_task}
 )
 
@@ -232,10 +258,46 @@ def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
         if sweep and time.monotonic() - begun > arena.effort.seconds:
             break
         for causal, (i, rows), (j, keys) in itertools.product((0, 1), enumerate(axis), enumerate(axis)):
-            works = TASKS[engine](arena, rows, keys, bool(causal))
-            took = steps.after([_best_us(work, arena.device, arena.effort) for work in works])
+            took = steps.after(_task_us(arena, engine, Task(rows, keys, bool(causal))))
             times[:, causal, i, j] = np.minimum(times[:, causal, i, j], took)
-    return _grid(engine, *times[0]), _grid(engine, *times[1])
+    grids = _grid(engine, *times[0]), _grid(engine, *times[1])
+    return _with_windows(arena, engine, *grids)
+
+
+def _task_us(arena: _Arena, engine: str, task: Task) -> list[float]:
+    """Microseconds of a task forward and backward. Short ones are timed in several places of the arenas, one after
+    another: in a program each finds its rows anew, and none in a core's cache."""
+    longest = max(task.rows, task.keys)
+    places = range(0, arena.effort.axis[-1] - longest + 1, max(longest, arena.effort.axis[-1] // PLACES))
+    phases = zip(*(TASKS[engine](arena, task, at) for at in places), strict=True)
+    return [best_us(partial(_all, works), arena.device, arena.effort.runs) / len(works) for works in phases]
+
+
+def _all(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
+
+
+def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:
+    """The grids with what a row of a window takes beyond what lies between a band one tile wide and the causal one: the
+    median over `WINDOWS`."""
+    rows, longer = arena.effort.axis[-1], []
+    for part in WINDOWS:
+        window = max(rows // part, 2)
+        took = _task_us(arena, engine, Task(rows, rows, True, window))
+        alone = [_between(grid, rows, window) for grid in (forward, backward)]
+        longer.append(np.subtract(took, alone) / rows)
+    first, second = np.median(longer, axis=0).clip(min=0.0).round(5).tolist()
+    return replace(forward, window_us=first), replace(backward, window_us=second)
+
+
+def _between(grid: Grid, rows: int, window: int) -> float:
+    """Microseconds of a window by the grid alone, of the axis' longest rows: by its share of the pairs of the causal
+    square, above what every row and key takes."""
+    causal = grid.causal[-1][-1]
+    least = min(max(grid.full[-1][0], grid.full[0][-1]), causal)
+    pairs, corner = window * rows - window * (window - 1) / 2, rows * (rows + 1) / 2
+    return least + (causal - least) * (pairs - rows) / (corner - rows)
 
 
 def _grid(engine: str, full: Times, causal: Times) -> Grid:
@@ -264,41 +326,6 @@ def _halfway(low: int, high: int) -> tuple[int, ...]:
     return tuple(sorted({*doubling, *(3 * rows // 2 for rows in doubling[:-1])}))
 
 
-# --- clocks
-
-
-def _best_us(work: Work, device: torch.device, effort: Effort) -> float:
-    """After a run to warm up: the least of at least `least` runs, of up to `most` within the budget."""
-    work()
-    best, spent = float("inf"), 0.0
-    for run in range(effort.most):
-        if run >= effort.least and spent > effort.budget_us:
-            break
-        took = _once_us(work, device)
-        best, spent = min(best, took), spent + took
-    return max(best, 1e-3)
-
-
-def _once_us(work: Work, device: torch.device) -> float:
-    if device.type == "cuda":
-        return _once_cuda_us(work)
-    # the time of the one thread that works, which neighbours on the machine do not stretch
-    now = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
-    start = now()
-    work()
-    return (now() - start) / 1e3
-
-
-def _once_cuda_us(work: Work) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    begin.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end) * 1e3)
-
-
 # --- memory, linear layers, the machine
 
 
@@ -306,24 +333,15 @@ def _memory_gbs(device: torch.device, effort: Effort) -> Figure:
     size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    took = _best_us(lambda: target.copy_(source), device, effort)
+    took = best_us(lambda: target.copy_(source), device, effort.runs)
     return Figure(round(2 * size / took / 1e3, 3), f"measured: copy of {size >> 20} MiB, read and written")
 
 
 def _rowop_us(device: torch.device, effort: Effort) -> Figure:
     row = torch.zeros(effort.q_heads, effort.head_dim, device=device)
     target = torch.empty_like(row)
-    took = _best_us(lambda: target.copy_(row), device, effort)
+    took = best_us(lambda: target.copy_(row), device, effort.runs)
     return Figure(round(took, 3), "measured: copy of one row")
-
-
-def _linear_tflops(device: torch.device, effort: Effort) -> Figure:
-    side = CUDA_LINEAR if device.type == "cuda" else CPU_LINEAR
-    x, weight = (torch.randn(side, side, device=device).to(DTYPES[effort.dtype]) for _ in range(2))
-    took = _best_us(lambda: torch.nn.functional.linear(x, weight), device, effort)
-    return Figure(
-        round(2 * side**3 / took / 1e6, 6), f"measured: linear layer of {side} x {side}, {side} tokens"
-    )
 
 
 def _peak_tflops(device: str, dtype: str, linear: Figure) -> Figure:
@@ -365,100 +383,3 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
     }
     return versions | ({"cuda": str(torch.version.cuda)} if torch.version.cuda else {})
-
-
-# --- links
-
-
-def profile_links(
-    group: Any = None, node: int | None = None, messages: Sequence[int] = MESSAGES, runs: int = 10
-) -> Links:
-    """Latency and bandwidth of the group's links, from ping-pong between the first pair of ranks that share a node
-    and the first that do not. A collective of `group` (None: the default one); all ranks get the same numbers.
-
-    node: a number of this rank's node, the same on all its ranks; None: from the host's name. messages: bytes.
-    Raises ExecutionError for a single rank.
-    """
-    comm = Communicator(*([] if group is None else [group]))
-    if comm.ranks < 2:
-        raise ExecutionError(
-            "links are measured between ranks: start two or more, as in torchrun --nproc-per-node 2"
-        )
-    group = dist.group.WORLD if group is None else group
-    nodes = _nodes(comm, group, _host() if node is None else node)
-    pairs = list(itertools.combinations(range(comm.ranks), 2))
-    intra, inter = (
-        _line(
-            comm,
-            group,
-            next((pair for pair in pairs if (nodes[pair[0]] == nodes[pair[1]]) is same), None),
-            messages,
-            runs,
-        )
-        for same in (True, False)
-    )
-    return Links(intra, inter, str(dist.get_backend(group)), max(map(nodes.count, nodes)))
-
-
-def with_links(hardware: Hardware, links: Links) -> Hardware:
-    """The hardware with measured links; those that were not measured stay as they are."""
-    source = f"measured: ping-pong over {links.backend}, latency and bandwidth fitted"
-    measured = [(scope, line) for scope, line in (("intra", links.intra), ("inter", links.inter)) if line]
-    changed: dict[str, Any] = {
-        "nics_per_node": Figure(links.ranks_per_node, "one NIC a rank, as profiled", True)
-    }
-    for scope, line in measured:
-        changed[f"{scope}_gbs"] = Figure(line.gbs, source)
-        changed[f"{scope}_latency_us"] = Figure(line.latency_us, source)
-    return replace(hardware, **changed)
-
-
-def fit(message_bytes: Sequence[int], times_us: Sequence[float]) -> Line:
-    """The line of least relative squares through one-way times; latency at least 0."""
-    size, took = np.asarray(message_bytes, np.float64), np.asarray(times_us, np.float64)
-    design = np.stack([1 / took, size / took], axis=1)
-    (latency, a_byte), *_ = np.linalg.lstsq(design, np.ones(len(took)), rcond=None)
-    if latency < 0 or a_byte <= 0:
-        latency, a_byte = max(latency, 0.0), took[-1] / size[-1]
-    return Line(round(float(latency), 3), round(1 / float(a_byte) / 1e3, 4))
-
-
-def _line(
-    comm: Communicator, group: Any, pair: tuple[int, int] | None, messages: Sequence[int], runs: int
-) -> Line | None:
-    if pair is None:
-        return None
-    a, b = (dist.get_global_rank(group, rank) for rank in pair)
-    mine = [0.0] * len(messages)
-    if comm.rank in pair:
-        peer = b if comm.rank == pair[0] else a
-        mine = [_ping_pong_us(comm, group, peer, comm.rank == pair[0], size, runs) for size in messages]
-    times = torch.tensor(mine, dtype=torch.float64, device=comm.device)
-    dist.broadcast(times, a, group=group)
-    return fit(messages, times.tolist())
-
-
-def _ping_pong_us(comm: Communicator, group: Any, peer: int, first: bool, size: int, runs: int) -> float:
-    """One way, the best of `runs` after one to warm up."""
-    buffer = torch.zeros(size, dtype=torch.uint8, device=comm.device)
-    turns = (dist.send, dist.recv) if first else (dist.recv, dist.send)
-    times = []
-    for _ in range(runs + 1):
-        start = time.perf_counter_ns()
-        for turn in turns:
-            turn(buffer, peer, group=group)
-        if buffer.is_cuda:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter_ns() - start) / 2e3)
-    return min(times[1:])
-
-
-def _nodes(comm: Communicator, group: Any, node: int) -> list[int]:
-    mine = torch.tensor([node], dtype=torch.int64, device=comm.device)
-    everyone = [torch.empty_like(mine) for _ in range(comm.ranks)]
-    dist.all_gather(everyone, mine, group=group)
-    return [int(other) for other in everyone]
-
-
-def _host() -> int:
-    return int.from_bytes(blake2b(platform.node().encode(), digest_size=7).digest(), "little")

@@ -11,20 +11,10 @@ from dataclasses import dataclass
 
 from apportion.ir.cluster import Cluster
 from apportion.ir.hardware import Hardware
+from apportion.ir.layer_work import GATED, LOSS, adam_bytes, row_numbers
 from apportion.ir.model import Model
 from apportion.planner.cost import CostModel
 from apportion.planner.forecast.training import Training
-
-BACKWARD = 2  # backward over forward, of products and of row work
-#: what norms (two, each row read and written) and residual sums (two, likewise) move, in numbers of the hidden size
-NORMS = 8
-#: of a gated FFN: gate and up read, their product written, in numbers of its size
-GATED = 3
-#: of a logit: written by the product, read by the loss, its gradient written
-LOSS = 3
-#: bytes of a step of Adam, a parameter: its float32 copy and two moments read and written; beside the gradient, which
-#: is read, and the weight, which is written
-ADAM_MOVED = 24
 
 
 @dataclass(frozen=True)
@@ -70,25 +60,26 @@ class Layers:
         """The FFN of one layer: its share of `linear_us`, and its gate's of `rows_us`."""
         m = self.model
         products = float(self._cost.linear_us(1)) * 3 * m.hidden * m.ffn / self.linear_parameters
-        return tokens * (products + float(self._cost.moved_us(1)) * m.element_bytes * GATED * m.ffn)
+        return tokens * (products + m.element_bytes * GATED * m.ffn / self._bytes_per_us("rows_gbs"))
 
     def rows_us(self, tokens: float) -> float:
         """One layer: norms, residual sums, rotary embeddings and the gate, bound by memory."""
-        m = self.model
-        hidden = NORMS * m.hidden / self.tensor
-        heads = 2 * (m.q_heads + m.kv_heads) * m.head_dim
-        return float(self._cost.moved_us(1)) * tokens * m.element_bytes * (hidden + heads + GATED * m.ffn)
+        moved = tokens * self.model.element_bytes * row_numbers(self.model, self.tensor)
+        return moved / self._bytes_per_us("rows_gbs")
+
+    def _bytes_per_us(self, rate: str) -> float:
+        return self.hardware.rate_gbs(rate) * 1e3
 
     def head_us(self, tokens: float) -> float:
         """The products of the head, and what its loss reads and writes."""
         m, logits = self.model, tokens * self.vocabulary_parameters / self.model.hidden
         products = 2 * logits * m.hidden / (self.hardware.linear_tflops.value * 1e6)
-        return products + float(self._cost.moved_us(1)) * logits * LOSS * m.element_bytes
+        return products + logits * LOSS * m.element_bytes / self._bytes_per_us("loss_gbs")
 
     def optimizer_us(self, parameters: float) -> float:
         """A step of Adam over so many parameters, bound by memory."""
-        moved = ADAM_MOVED + self.gradient_bytes + self.model.element_bytes
-        return float(self._cost.moved_us(1)) * parameters * moved
+        moved = adam_bytes(self.gradient_bytes, self.model.element_bytes)
+        return parameters * moved / self._bytes_per_us("optimizer_gbs")
 
     @property
     def gradient_bytes(self) -> int:

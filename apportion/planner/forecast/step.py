@@ -21,11 +21,12 @@ from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.hardware import Hardware
+from apportion.ir.layer_work import BACKWARD
 from apportion.ir.model import Model
 from apportion.planner.forecast.attention import Attended, Planned, attend, even_share, largest
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.host import copies
-from apportion.planner.forecast.layers import BACKWARD, Layers, model_flops
+from apportion.planner.forecast.layers import Layers, model_flops
 from apportion.planner.forecast.memory import Memory, activations, in_flight, memory, vocabularies
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.schedule import makespan_us

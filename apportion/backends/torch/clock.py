@@ -1,0 +1,86 @@
+"""Clocks of profiles: the best of several runs on a device.
+
+A CPU process of one thread is timed by what it computes, which neighbours on the machine do not stretch; a GPU by its
+events; all else by the wall."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from apportion.backends.torch.transport import Flight
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The best of how many runs: at least `least`, of short ones up to `most` as long as they fit `budget_us`."""
+
+    least: int = 2
+    most: int = 10
+    budget_us: float = 10_000.0
+
+
+def best_us(work: Work, device: torch.device, runs: Runs) -> float:
+    """Microseconds, after a run to warm up."""
+    work()
+    best, spent = float("inf"), 0.0
+    for run in range(runs.most):
+        if run >= runs.least and spent > runs.budget_us:
+            break
+        took = once_us(work, device)
+        best, spent = min(best, took), spent + took
+    return max(best, 1e-3)
+
+
+def once_us(work: Work, device: torch.device) -> float:
+    """Microseconds of one run."""
+    if device.type == "cuda":
+        return _once_cuda_us(work)
+    now = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+    start = now()
+    work()
+    return (now() - start) / 1e3
+
+
+def wall_us(work: Work, device: torch.device) -> float:
+    """Microseconds until it is done, by the wall: what a link took, whoever moved the bytes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter_ns()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def beside_us(start: Callable[[], Flight], work: Work, device: torch.device) -> float:
+    """Microseconds of work on the current stream, while what `start` begins is under way; waits for that too."""
+    if device.type != "cuda":
+        flight = start()
+        took = wall_us(work, device)
+        flight.wait()
+        return took
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    flight = start()
+    begin.record()
+    work()
+    end.record()
+    flight.wait()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end) * 1e3)
+
+
+def _once_cuda_us(work: Work) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end) * 1e3)

@@ -1,0 +1,43 @@
+"""What layers compute and move besides attention, by closed forms: of which forecasts price the numbers, and profiles
+measure the rates.
+
+    parameters of products   ×2 FLOPs a token, forward; twice that backward
+    row work                 numbers read and written a token, forward, by kernels that each read and write once
+    loss, optimizer          likewise, a logit and a parameter
+
+A rate in bytes/s is of these bytes, whatever the kernels that ran really moved.
+"""
+
+from __future__ import annotations
+
+from apportion.ir.model import Model
+
+#: backward over forward, of products and of row work
+BACKWARD = 2
+#: what norms (two, each row read and written) and residual sums (two, likewise) move, in numbers of the hidden size
+NORMS = 8
+#: of a gated FFN: gate and up read, their product written, in numbers of its size
+GATED = 3
+#: of a logit: written by the product, read by the loss, its gradient written
+LOSS = 3
+#: bytes of a step of Adam, a parameter: its float32 copy and two moments read and written; beside the gradient, which
+#: is read, and the weight, which is written
+ADAM_MOVED = 24
+
+
+def linear_parameters(model: Model) -> int:
+    """Of one layer: projections of Q, K, V and O, and a gated FFN (three matrices)."""
+    heads = (model.q_heads + model.kv_heads) * (model.head_dim + model.value_dim)
+    return model.hidden * (heads + 3 * model.ffn)
+
+
+def row_numbers(model: Model, tensor: int = 1) -> float:
+    """Numbers that the row work of one layer reads and writes a token, forward: norms, residual sums, rotary embeddings
+    of Q and K, and the gate. tensor: ranks that norms and sums are split among."""
+    heads = 2 * (model.q_heads + model.kv_heads) * model.head_dim
+    return NORMS * model.hidden / tensor + heads + GATED * model.ffn
+
+
+def adam_bytes(gradient_bytes: int, element_bytes: int) -> int:
+    """Of one parameter in a step of Adam."""
+    return ADAM_MOVED + gradient_bytes + element_bytes

@@ -1,0 +1,257 @@
+"""The whole chain on gloo: profile this machine, forecast steps of the demo's model, train it, compare.
+
+    python -m benchmarks.chain [--recipes fcp,ring] [--batches 3] [--rounds 12] [--hardware mine.json] [--json]
+
+`apportion profile` runs under torchrun, a process a rank, in the sizes of the demo's model; every recipe's step of
+every batch is forecast on what it wrote; then as many processes train the model under the same plans: all steps in
+turn, round after round, so that whatever else the machine does hits all alike; the best round counts, as in the
+profile. Three clocks of a step, each of its slowest rank:
+
+    wall_s      nothing taken off
+    measured_s  less what the rank itself waited for a processor that other programs had (the run queue's delay, which
+                Linux counts for each thread): what its peers waited is still in it, once for every round of messages
+    cpu_s       what the rank computed: without any waiting, also for messages
+
+On a machine with nothing else to do the first two are one, and the third is less by what communication shows. On a busy
+one the step of a quiet machine lies between `cpu_s` and `measured_s`. The ranks need a core each. Exit code 1 where a
+forecast is off by more than `WITHIN` of what lies between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.multiprocessing import spawn
+
+import apportion as ap
+from apportion.cli.house import machine, versions
+from apportion.ir.codec import Plan
+from apportion.ir.hardware import Hardware
+from apportion.planner.forecast.result import Row
+from apportion.trainer import demo, demo_rank
+from apportion.trainer.attention import Communicator, PlanHandle
+from apportion.trainer.decoder import DecoderConfig
+from apportion.trainer.loss import IGNORED
+
+Floats = NDArray[np.float64]
+
+RANKS = 2
+BATCHES = 3
+ROUNDS = 12
+WITHIN = 0.25
+RECIPES = ("fcp", "ring", "allgather", "ulysses", "hybrid_dp", "wlb")
+#: as the demo trains: gradients are summed once a step while nothing else runs, nothing is recomputed
+TRAINING = ap.Training(
+    vocab=DecoderConfig().vocabulary, sharding="ddp", recompute="none", overlap=False, loss_tokens=demo.TOKENS
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe's step of one batch: its plan, and what the forecast says, seconds by part."""
+
+    recipe: str
+    batch: int
+    plan: Plan
+    parts_s: dict[str, float]
+
+
+class Rows(NamedTuple):
+    """A rank's rows of a step, as `demo_rank.loss_of` reads them."""
+
+    tokens: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    valid_tokens: int
+    handle: PlanHandle
+
+
+# --- profile
+
+
+def profiled(folder: Path) -> Hardware:
+    """This machine's, by the command, with a rank a process."""
+    model, output = folder / "model.json", folder / "hardware.json"
+    model.write_text(json.dumps(demo.model().to_data()))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
+        *("-m", "apportion", "profile", "--quick", "--model", str(model)),
+        *("--tokens", str(demo.TOKENS // RANKS), "--output", str(output)),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    return Hardware.load(output)
+
+
+# --- forecast
+
+
+def cases(recipes: Sequence[str], batches: int, hardware: Hardware) -> list[Case]:
+    cluster, model = hardware.cluster(1, RANKS), demo.model()
+    found = []
+    for number, step in enumerate(demo.steps(batches)):
+        forms = ap.recipe_parallelisms(recipes)
+        rows = ap.forecast([step.batch], cluster, model, forms, TRAINING, hardware=hardware).rows
+        found += [_case(row, number, step.batch, hardware) for row in rows]
+    return found
+
+
+def _case(row: Row, number: int, batch: ap.Batch, hardware: Hardware) -> Case:
+    if row.reason is not None:
+        raise SystemExit(f"{row.parallelism}, batch {number}: {row.reason}")
+    recipe = row.parallelism.recipe
+    policy = ap.Policy(recipe)
+    plan = ap.plan(batch, hardware.cluster(1, RANKS), demo.model(), policy=policy, hardware=hardware)
+    return Case(recipe.name, number, plan, row.parts())
+
+
+# --- train
+
+
+def trained(held: Sequence[Case], rounds: int) -> Floats:
+    """float64 [rounds, cases, ranks, 3]: of a step, see `_step`."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save([case.plan.encode() for case in held], Path(folder) / "plans")
+        spawn(_work, (folder, rounds), RANKS)
+        times = [np.load(Path(folder) / f"{rank}.npy") for rank in range(RANKS)]
+    return np.stack(times, axis=2)
+
+
+def _work(rank: int, folder: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", (Path(folder) / "store").as_uri(), rank=rank, world_size=RANKS)
+    communicator = Communicator()
+    data = demo.steps(BATCHES)
+    plans = [Plan.decode(encoded) for encoded in torch.load(Path(folder) / "plans")]
+    texts = {step.batch.lengths.tobytes(): step.text for step in data}
+    held = [_rows(plan, texts[plan.request.batch.lengths.tobytes()], communicator) for plan in plans]
+    model, optimizer = demo_rank.trainer()
+    every = [[_step(model, optimizer, rows) for rows in held] for _ in range(rounds + 1)]
+    np.save(Path(folder) / f"{rank}.npy", np.array(every[1:]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _rows(plan: Plan, text: NDArray[np.uint8], communicator: Communicator) -> Rows:
+    piece, batch = plan.for_rank(communicator.rank), plan.request.batch
+    mine = torch.from_numpy(piece.layout(piece.header.home_layout).tokens(0))
+    ids, target = torch.from_numpy(text.astype(np.int64)), torch.from_numpy(batch.labels())
+    labels = torch.where(target >= 0, ids[target.clamp(min=0)], IGNORED)
+    positions = torch.from_numpy(batch.positions())
+    return Rows(ids[mine], positions[mine], labels[mine], batch.labelled, PlanHandle(piece, communicator))
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, rows: Rows) -> tuple[float, ...]:
+    """Seconds, those in which the thread waited for a processor, and those in which it had one. All ranks begin
+    together."""
+    dist.barrier()
+    start = time.perf_counter(), _delay_s(), time.thread_time()
+    optimizer.zero_grad()
+    loss = demo_rank.loss_of(model, rows)
+    loss.backward()
+    demo_rank.sum_gradients(model)
+    optimizer.step()
+    end = time.perf_counter(), _delay_s(), time.thread_time()
+    return tuple(after - before for before, after in zip(start, end, strict=True))
+
+
+def _delay_s() -> float:
+    """Seconds that this thread was ready to run and another had its processor; 0 where the system keeps no count."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+# --- compare
+
+
+def compared(held: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
+    """A row for each case."""
+    own = (times[..., 0] - times[..., 1]).max(axis=-1)  # [rounds, cases]
+    wall, cpu = (times[..., clock].max(axis=-1) for clock in (0, 2))
+    rows = []
+    for at, case in enumerate(held):
+        measured, forecast = float(own[:, at].min()), sum(case.parts_s.values())
+        computed = min(float(cpu[:, at].min()), measured)
+        rows.append(
+            {
+                "recipe": case.recipe,
+                "batch": case.batch,
+                "forecast_s": round(forecast, 5),
+                "measured_s": round(measured, 5),
+                "median_s": round(float(np.median(own[:, at])), 5),
+                "wall_s": round(float(wall[:, at].min()), 5),
+                "cpu_s": round(computed, 5),
+                "ratio": round(forecast / measured, 3),
+                "ratio_cpu": round(forecast / computed, 3),
+                "ok": bool((1 - WITHIN) * computed <= forecast <= (1 + WITHIN) * measured),
+                "parts_s": {name: round(part, 6) for name, part in case.parts_s.items() if part},
+            }
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Profile, forecast, train, compare.")
+    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--batches", type=int, default=BATCHES, choices=range(1, BATCHES + 1))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--hardware", type=Path, help="a profile; default: taken first")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        hardware = Hardware.load(chosen.hardware) if chosen.hardware else profiled(Path(folder))
+    held = cases(chosen.recipes.split(","), chosen.batches, hardware)
+    rows = compared(held, trained(held, chosen.rounds))
+    record = {
+        "machine": machine(),
+        "versions": versions(),
+        "date": date.today().isoformat(),
+        "ranks": RANKS,
+        "tokens": demo.TOKENS,
+        "rounds": chosen.rounds,
+        "within": WITHIN,
+        "ok": all(row["ok"] for row in rows),
+        "within_of_measured": sum(abs(row["ratio"] - 1) <= WITHIN for row in rows),
+        "within_of_cpu": sum(abs(row["ratio_cpu"] - 1) <= WITHIN for row in rows),
+        "figures": {name: figure.value for name, figure in hardware.figures().items()},
+        "window_us": {"forward": hardware.forward.window_us, "backward": hardware.backward.window_us},
+        "rows": rows,
+    }
+    print(json.dumps(record, indent=1)) if chosen.json else _show(record)
+    return 0 if record["ok"] else 1
+
+
+def _show(record: dict[str, Any]) -> None:
+    table = Table(title="seconds of a step", title_justify="left")
+    for name in ("recipe", "batch", "forecast", "measured", "computed", "over measured", "over computed"):
+        table.add_column(name, justify="right")
+    for row in record["rows"]:
+        figures = [f"{row[name]:.4f}" for name in ("forecast_s", "measured_s", "cpu_s")]
+        figures += [f"{row[name]:.2f}" for name in ("ratio", "ratio_cpu")]
+        table.add_row(row["recipe"], str(row["batch"]), *figures)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
