@@ -8,17 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.cli.svg import NOBODY
 from apportion.ir import bands as algebra
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import HeadSets
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _MOST_SEQUENCES = 12  # on one axis: shorter ones would not be seen
 

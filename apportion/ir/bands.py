@@ -18,12 +18,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 INF = 2**62
 MAX_TOKENS = 2**31 - 1

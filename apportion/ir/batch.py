@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from apportion.ir import bands as algebra
 from apportion.ir import masks
+from apportion.ir.arrays import Ints
 from apportion.ir.bands import MAX_DIAGONALS, MAX_TOKENS
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import integer, integers, known, load, name, sequence, suggestion
 from apportion.ir.isa import MAX_RANKS
 from apportion.ir.masks import Mask
 
-Ints = NDArray[np.int64]
 T = TypeVar("T")
 
 DEFAULT_KIND = "default"

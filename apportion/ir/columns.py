@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import DecodeError
 from apportion.ir.jit import inlined, lean
 from apportion.ir.numbers import LONGEST, Bytes, read_counts, read_numbers, write_number, write_numbers
-from apportion.ir.plan import Ints, Table
+from apportion.ir.plan import Table
 from apportion.ir.predictions import Named, Rows, Rule, memory_for, numbered, walk
 
 Cell = bytes  # one rank's rows of a table

@@ -21,14 +21,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from apportion.ir.arrays import Ints
 from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import MAX_COUNT, integer, integers
 from apportion.ir.masks import Tree, expand_runs
-
-Ints = NDArray[np.int64]
 
 ROOT = -1
 _ID, _ID_BYTES = ">u4", 4  # big end first: bytes compare as numbers do

@@ -20,15 +20,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, RULES, TASK_LIST, Argument, Op, Space, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.ops import instruction_of
-from apportion.ir.plan import Ints, ProgramSet
+from apportion.ir.plan import ProgramSet
 from apportion.ir.sorting import ranked
 
-Bools = NDArray[np.bool_]
 _NONE = np.zeros(0, np.int64)
 WORK = int(Space.WORK)
 

@@ -15,19 +15,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import GRADIENTS, TABLES, VERSION, Tensor
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,7 @@ class Table:
     def __getitem__(self, name: str) -> Ints:
         return self.columns[name]
 
-    def wide(self, name: str) -> NDArray[np.int64]:
+    def wide(self, name: str) -> Ints:
         """A column as int64, whatever it is kept in."""
         return self.columns[name].astype(np.int64, copy=False)
 

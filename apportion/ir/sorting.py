@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import HAS_NUMBA, jit, lean
-from apportion.ir.plan import Ints
 
 _DIGIT = 12  # bits a pass: 4,096 counters stay in the first-level cache
 _WORTH = 4096  # keys from which counting beats comparing

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.columns import Cells
 from apportion.ir.isa import TABLES
 from apportion.ir.jit import inlined
-from apportion.ir.plan import Ints, Table
+from apportion.ir.plan import Table
 from apportion.ir.predictions import ROWS, RULES, SOURCE, Named
 
 _RULES = RULES["operands"]

@@ -23,16 +23,14 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import masks
+from apportion.ir.arrays import Ints
 from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import integer, integers, load, mapping, read_text, rows, sequence
 from apportion.ir.masks import Mask
-
-Ints = NDArray[np.int64]
 
 _DRAWS = 1024  # indices drawn together
 

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import wire
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
 from apportion.ir.columns import Cell, Cells
 from apportion.ir.errors import ConfigError, DecodeError, VersionError
@@ -39,7 +39,6 @@ from apportion.planner.problem import Execution, Placement, Problem, Shards
 from apportion.planner.recipes import passes_of
 from apportion.planner.solvers.status import Limit, Status, Termination
 
-Ints = NDArray[np.integer[Any]]
 #: what the report says of a search
 Search = Mapping[str, Any] | None
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import HEADLESS, KV_SIDE, Tensor
 from apportion.ir.jit import lean
 from apportion.ir.ops import IS_HEADLESS
-from apportion.ir.plan import Ints
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.machine import (
     BEGIN,

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
-from apportion.ir.plan import Ints, Layout, Move, Table
+from apportion.ir.plan import Layout, Move, Table
 from apportion.ir.sorting import stable_order
 from apportion.ir.verify.report import Violation, span
 from apportion.ir.verify.subject import Subject

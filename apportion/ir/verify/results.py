@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, TENSOR_NAMES, Op, Tensor
-from apportion.ir.plan import Ints
 from apportion.ir.verify.report import Violation, at_instruction, describe_operand
 from apportion.ir.verify.subject import Subject
-from apportion.ir.verify.view import HOME, Bools, Program
+from apportion.ir.verify.view import HOME, Program
 
 RULE = "results"
 

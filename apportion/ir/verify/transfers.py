@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, TENSOR_NAMES, Op, Tensor
-from apportion.ir.plan import Ints
 from apportion.ir.verify.report import Violation, at_instruction, span
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import HEADLESS, KV_SIDE, TABLES, TASK_LIST, Op, Space, Tensor
 from apportion.ir.jit import lean
 from apportion.ir.ops import IS_KEY, LIST_OF_OP
-from apportion.ir.plan import Ints, ProgramSet, Table
+from apportion.ir.plan import ProgramSet, Table
 from apportion.ir.programs import Met, ProgramView
-
-Bools = NDArray[np.bool_]
 
 HOME, WORK = int(Space.HOME), int(Space.WORK)
 _KV_BITS, _HEADLESS_BITS = (sum(1 << tensor for tensor in some) for some in (KV_SIDE, HEADLESS))

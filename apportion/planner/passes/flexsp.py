@@ -8,12 +8,12 @@ groups   the longest     |  long     | ...   |    |        powers of two, larges
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import PHASES, SIDES, TRAVELLING
@@ -22,9 +22,6 @@ from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.use import GroupingSolver
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # Without a capacity of the user's, tokens of a rank over the mean: room for sequences that are not cut. FlexSP takes
 # the limit from the memory that activations of all layers need, which a plan of attention does not know.

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.model import Model
@@ -29,8 +29,6 @@ from apportion.planner.options import Count, Share
 from apportion.planner.passes.lone import Lone, find_lone
 from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Pass, Problem
-
-Ints = NDArray[np.integer[Any]]
 
 # A kind whose queries see fewer keys than this share of a rank's tokens is computed where its rows live.
 NEAR = 0.2
@@ -113,7 +111,7 @@ class HeadSets:
     key: Ints
     query_heads: Ints
     key_heads: Ints
-    shared: NDArray[np.bool_]
+    shared: Bools
     stages: HeadStages | None = None
 
     @property

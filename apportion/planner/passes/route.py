@@ -14,11 +14,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.jit import jit, lean, unlocked
@@ -27,8 +27,6 @@ from apportion.planner.options import Count
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.tasks import Edges, joined
 from apportion.planner.problem import Pass
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)

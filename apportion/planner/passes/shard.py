@@ -8,12 +8,12 @@ pieces         A       B       B      A                C             zig-zag pai
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.areas import area_of
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
 from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.jit import jit
@@ -23,8 +23,6 @@ from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.status import Limit
 from apportion.planner.solvers.use import PartitionSolver
-
-Ints = NDArray[np.integer[Any]]
 
 # The largest block that `auto` tries: kernels gain little from longer ones (FCP, section 7: 2K on its GPUs).
 LARGEST_AUTO_BLOCK = 2048

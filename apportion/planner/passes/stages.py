@@ -14,20 +14,16 @@ over several of them, as it may over blocks at home: fewer and larger kernel cal
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import jit, unlocked
 from apportion.ir.sorting import counting_order, radix_order, ranked
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.tasks import Edges, Tasks
 from apportion.planner.problem import exact_sums
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 
 def program_order(

@@ -15,17 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.model import Model
 from apportion.planner.options import Count
 from apportion.planner.passes.groups import Groups, HeadSets, HeadStages, Ulysses
 
-Ints = NDArray[np.integer[Any]]
 Heads = tuple[int, ...]
 
 

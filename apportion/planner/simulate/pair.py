@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.fields import integer
@@ -32,17 +33,7 @@ from apportion.ir.segments import agreed_cuts, own_cuts, segment_ends
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import busy_us, engine, prepare_program
 from apportion.planner.simulate.durations import Costs
-from apportion.planner.simulate.program import (
-    LAUNCH,
-    WAIT,
-    WORK,
-    Floats,
-    Ints,
-    Script,
-    Traffic,
-    View,
-    neighbours,
-)
+from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traffic, View, neighbours
 from apportion.planner.simulate.traffic import port_count
 
 #: time of the linear layers' backward, as a multiple of their forward's

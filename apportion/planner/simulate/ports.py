@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import lean
 from apportion.ir.sorting import stable_order
-from apportion.planner.simulate.program import Floats, Ints, Traffic
+from apportion.planner.simulate.program import Traffic
 
 NONE = -1
 OUT, IN, PAIR = range(3)

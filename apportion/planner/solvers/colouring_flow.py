@@ -7,17 +7,13 @@ has as few edges of padding as can be. Flows of one unit a rank are an assignmen
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from apportion.ir.arrays import Ints
 from apportion.planner.solvers.contracts import Colouring, ColouringProblem
 from apportion.planner.solvers.matching import matchings, max_degree
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
 
 # of pairs without an edge: more than any matching of padding costs
 _NEVER = 1e6

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
 from apportion.planner.solvers.hypergraph_coarse import contract, merge
 from apportion.planner.solvers.hypergraph_graph import Graph, components, graph_of, spans
@@ -28,8 +29,6 @@ from apportion.planner.solvers.hypergraph_moves import (
 )
 from apportion.planner.solvers.hypergraph_tokens import place_tokens
 from apportion.planner.solvers.status import NEVER, Budget, Clock, Limit, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
 
 #: (problem, rank of the vertices with tokens) -> a rank for every vertex, and what cut the search
 Engine = Callable[[HypergraphProblem, Ints], tuple[Ints, Limit | None]]
@@ -139,7 +138,7 @@ def _moved(
     flops: Ints,
     part: Ints,
     base: Ints,
-    movable: NDArray[np.bool_],
+    movable: Bools,
     span: int,
     cap: Ints,
     clock: Clock,
@@ -193,7 +192,7 @@ def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | 
     return Sides(rank, between, flops, imbalance(rank, problem.tokens, problem.tokens_shares), end)
 
 
-def imbalance(rank: Ints, weights: Ints, shares: NDArray[np.float64]) -> float:
+def imbalance(rank: Ints, weights: Ints, shares: Floats) -> float:
     """The fullest rank over its share, less 1; 0 where there is no weight."""
     used = np.bincount(rank, weights, len(shares))
     total = float(used.sum())

@@ -6,14 +6,10 @@ pieces of a row or several. What moves then are pieces, which share the price of
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.planner.solvers.hypergraph_graph import Graph, graph_of
-
-Ints = NDArray[np.integer[Any]]
 
 
 def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, most: int) -> Ints:

@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import jit, lean
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.status import Budget, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:

@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import jit
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.status import Clock
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 _BISECTIONS = 24
 # a descent ends much earlier; this is for degenerate ties

@@ -14,11 +14,10 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from io import BytesIO
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import MissingDependencyError
 from apportion.planner.solvers import mtkahypar_child
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
@@ -27,8 +26,6 @@ from apportion.planner.solvers.hypergraph_coarse import merge
 from apportion.planner.solvers.hypergraph_graph import Graph, graph_of
 from apportion.planner.solvers.mtkahypar_child import Job, read, write
 from apportion.planner.solvers.status import Budget, Clock, Limit
-
-Ints = NDArray[np.integer[Any]]
 
 # More free vertices of a job are merged to about so many. On 64 ranks (48,000 cells) 1,000 took 13 s and 10,000 51 s,
 # for no gain.

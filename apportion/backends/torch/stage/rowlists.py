@@ -19,8 +19,9 @@ import numpy as np
 from apportion.backends.interp import Operand, Step
 from apportion.backends.torch.arrays import Array
 from apportion.backends.torch.rounds import Message
-from apportion.backends.torch.stage.tiles import Ints, cut_tiles, shelves, waves
+from apportion.backends.torch.stage.tiles import cut_tiles, shelves, waves
 from apportion.backends.torch.stage.worklists import ENTRY, TILE
+from apportion.ir.arrays import Ints
 from apportion.ir.isa import Op
 from apportion.ir.isa import Tensor as Name
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.integer[Any]]
+from apportion.ir.arrays import Bools, Ints
 
 _ROW_BITS = 40
 
@@ -42,9 +42,9 @@ class Tiles(NamedTuple):
     key: Ints
     row0: Ints
     row1: Ints
-    fresh: NDArray[np.bool_]
-    complete: NDArray[np.bool_]
-    stated: NDArray[np.bool_]
+    fresh: Bools
+    complete: Bools
+    stated: Bools
     ptr: Ints
     task: Ints
 
@@ -85,7 +85,7 @@ def cut_tiles(
 
 def _runs(
     written: tuple[Ints, Ints], marks: tuple[tuple[Ints, Ints], ...], cuts: Ints
-) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+) -> tuple[Ints, Ints, Bools]:
     """Longest ranges in which every row is written, and all have the same marks, without a cut inside: each mark as
     begins and ends of what has it; of ranges bool [marks, ranges]."""
     points = np.unique(np.concatenate([*written, *(end for mark in marks for end in mark), cuts]))

@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.backends.torch.stage.tiles import Ints, Keyed, Tiles, cut_tiles, shelves, waves
+from apportion.backends.torch.stage.tiles import Keyed, Tiles, cut_tiles, shelves, waves
+from apportion.ir.arrays import Ints
 from apportion.ir.fusion import RowRanges
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
 from apportion.ir.ops import instruction_of

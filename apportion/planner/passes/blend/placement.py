@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bands import area
 from apportion.ir.isa import PHASES
 from apportion.planner.cost import bands_us
@@ -34,9 +34,6 @@ from apportion.planner.passes.place import lightest
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 #: the cheapest pair in units of its time: others are rounded to so fine a part
 FINE = 256

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import bands as band_algebra
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import lean
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)

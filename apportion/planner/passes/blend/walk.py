@@ -15,16 +15,13 @@ A rank leaves at most three documents begun, so there are O(documents + ranks) p
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import jit, lean
 from apportion.planner.passes.blend.profile import Profile, pairs_between
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 #: a document whose halves differ by at most this share of its pairs is cut into consecutive shares
 FLAT = 0.25

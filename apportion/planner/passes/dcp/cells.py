@@ -8,11 +8,11 @@ Q, O of block 2 ─┬─ block 2          the hyperedge of a tile: the block th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TRAVELLING
 from apportion.ir.jit import jit
@@ -20,8 +20,6 @@ from apportion.ir.model import Model
 from apportion.ir.sorting import sort_order
 from apportion.planner.passes.cells import Cells
 from apportion.planner.problem import exact_sums
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.planner.problem import Problem
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 # Room that homes may take beyond the fullest rank's share where no cap is given: 1 %, on either side of its range.
 SLACK = 100

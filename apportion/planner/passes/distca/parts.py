@@ -14,11 +14,10 @@ a head and its mirror image: steps of the walk from both ends, along which work 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.sorting import ranked, stable_order
 from apportion.planner.passes.cells import Cells, cut_columns
 from apportion.planner.passes.distca.balance import Ended, Limits, fill
@@ -29,10 +28,6 @@ from apportion.planner.passes.distca.homes import Ranges, token_ranges
 from apportion.planner.passes.distca.pairs import Board, Holding, Index, Pairs, Shares, first_work
 from apportion.planner.passes.shard import rows_of_blocks
 from apportion.planner.problem import exact_sums
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
 
 # Room for shares, times the number of ranks; doubled when it is used up.
 ROOM = 16

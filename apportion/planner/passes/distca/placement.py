@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.sorting import ranked, stable_order
@@ -30,9 +30,6 @@ from apportion.planner.passes.shard import row_weights
 from apportion.planner.passes.tasks import hulls
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.solvers.status import Status, Termination
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 #: (low, high, rank): global tokens [low, high) of a rank, int64, sorted
 Map = tuple[Ints, Ints, Ints]

@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import jit
 from apportion.planner.passes.route import Routed, RoutePass, Site
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.tasks import Edges
-
-Ints = NDArray[np.integer[Any]]
 
 #: queues in the order in which they run: rings over several nodes, rings inside a node, whole sequences
 INTER, INTRA, LOCAL = range(3)
