@@ -11,7 +11,7 @@ import numpy as np
 
 from apportion.cli.svg import NOBODY
 from apportion.ir import bands as algebra
-from apportion.ir.arrays import Bools, Ints
+from apportion.ir.arrays import Bools, Ints, group_of, within
 from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.verify.subject import Subject
@@ -111,8 +111,8 @@ def _rows(bands: Ints, edges: Ints) -> tuple[Ints, Ints]:
 def _ranges(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """(number, i) of every number from first[i] to last[i]."""
     count = last - first + 1
-    of = np.repeat(np.arange(len(first)), count)
-    return first[of] + np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count), of
+    of = group_of(count)
+    return first[of] + within(count), of
 
 
 def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from apportion.ir import bands as algebra
-from apportion.ir.arrays import Ints
+from apportion.ir.arrays import Ints, group_of, within
 from apportion.ir.bands import INF, MAX_TOKENS
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import integer, integers, known, rows, suggestion
@@ -147,8 +147,8 @@ class Gridded(Mask):
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
         counts = -(-lengths // self.chunk)
         _check_count(f"{_NAMES[type(self)]}.chunk", int(counts.sum()))
-        owner = np.repeat(np.arange(len(lengths)), counts)
-        begin = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * self.chunk
+        owner = group_of(counts)
+        begin = within(counts) * self.chunk
         return _placed(starts[owner], self.row(begin, np.minimum(begin + self.chunk, lengths[owner])))
 
 

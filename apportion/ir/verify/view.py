@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Ints
+from apportion.ir.arrays import Bools, Ints, group_of
 from apportion.ir.isa import HEADLESS, KV_SIDE, TABLES, TASK_LIST, Op, Space, Tensor
 from apportion.ir.jit import lean
 from apportion.ir.ops import IS_KEY, LIST_OF_OP
@@ -36,7 +36,7 @@ class Rows:
     @cached_property
     def rank(self) -> Ints:
         """int64 [rows]: the rank that owns each row."""
-        return np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr))
+        return group_of(np.diff(self.ptr))
 
     def at(self, row: int) -> dict[str, int]:
         """One row, for messages."""

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from msgspec import Meta
 
-from apportion.ir.arrays import Floats, Ints
+from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import PHASES, SIDES, TRAVELLING
@@ -118,7 +118,7 @@ def _laid_out(problem: Problem, found: Grouping) -> tuple[Ints, Ints]:
     """(group of each sequence, first rank of each group and the end), idle ranks in groups of one at the end."""
     idle = problem.ranks - int(found.degree.sum())
     sizes = np.append(found.degree, np.ones(idle, np.int64))
-    first = np.append(0, np.cumsum(sizes))
+    first = offsets(sizes)
     if problem.cluster.speeds is None:
         return found.group, first
     slowest = np.minimum.reduceat(problem.speeds, first[:-1])

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.arrays import Bools, Floats, Ints, offsets
 from apportion.ir.isa import Space
 from apportion.ir.sorting import ranked
 from apportion.planner.passes.assemble import Ranges
@@ -366,7 +366,7 @@ class Lowering:
         users = np.cumsum(
             np.bincount(first, minlength=len(points)) - np.bincount(last, minlength=len(points))
         )
-        shared = np.append(0, np.cumsum(users > 1))
+        shared = offsets(users > 1)
         mine = slice(len(edges))
         found: Bools = may & (shared[last[mine]] == shared[first[mine]])
         return found

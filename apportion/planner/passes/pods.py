@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from apportion.ir.arrays import Floats, Ints
+from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.batch import Batch
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES
@@ -315,7 +315,7 @@ def _apart(problem: Problem, placement: Placement, first: Ints, of: Ints) -> lis
         blocks = np.flatnonzero(pod_of_block == pod)
         own = replace(
             placement,
-            starts=np.append(0, np.cumsum(placement.lengths[blocks])),
+            starts=offsets(placement.lengths[blocks]),
             home=placement.home[blocks] - begin,
             weight=placement.weight[blocks],
             execution=executions[pod],

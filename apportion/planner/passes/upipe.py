@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from apportion.ir.arrays import Ints
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.errors import ConfigError
 from apportion.ir.model import Model
 from apportion.planner.options import Count
@@ -124,7 +124,7 @@ def _windows(keys: list[list[Heads]], keep: int | Literal["auto"]) -> tuple[Ints
     """
     if keep == "auto":
         fresh = [before != now for before, now in pairwise(keys)]
-        window = np.append(0, np.cumsum(fresh)).astype(np.int64)
+        window = offsets(fresh)
     else:
         window = np.arange(len(keys)) // keep
     held = [

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from apportion.ir import bands as band_algebra
-from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.arrays import Bools, Floats, Ints, group_of
 from apportion.ir.isa import PHASES
 from apportion.planner.options import Count
 from apportion.planner.passes.refusals import refuse_home_ranks
@@ -72,7 +72,7 @@ def query_pieces(bands: Ints, starts: Ints, wanted: Bools) -> tuple[Ints, Ints]:
     """
     low = np.searchsorted(starts, bands[:, 0], "right") - 1
     count = np.maximum(np.searchsorted(starts, bands[:, 1], "left") - low, 0)
-    band = np.repeat(np.arange(len(bands)), count)
+    band = group_of(count)
     block = np.arange(len(band)) - np.repeat(np.cumsum(count) - count - low, count)
     band, block = band[wanted[block]], block[wanted[block]]
     pieces = bands[band]

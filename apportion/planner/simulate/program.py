@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.arrays import Floats, Ints
+from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
@@ -299,7 +299,7 @@ def write_script(view: View, work_us: Floats, end_us: Floats, traffic: Traffic) 
         channel,
         before,
         after,
-        np.concatenate([[0], np.cumsum(np.bincount(ends, minlength=len(at)))]).astype(np.int64),
+        offsets(np.bincount(ends, minlength=len(at))),
         (order % max(len(traffic.sender), 1)).astype(np.int64),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.arrays import Bools, Floats, Ints, group_of, offsets
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
 from apportion.planner.solvers.hypergraph_coarse import contract, merge
 from apportion.planner.solvers.hypergraph_graph import Graph, components, graph_of, spans
@@ -234,7 +234,7 @@ def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     sizes = np.diff(problem.ptr)
-    ptr = np.append(0, np.cumsum(sizes[edges]))
+    ptr = offsets(sizes[edges])
     at = np.arange(len(problem.pins)) + np.repeat(problem.ptr[:-1][edges] - ptr[:-1], sizes[edges])
     pins = place[problem.pins[at]]
     pins = pins[np.lexsort((pins, np.repeat(np.arange(len(sizes)), sizes[edges])))]
@@ -250,7 +250,7 @@ def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
 
 
 def _marks(problem: HypergraphProblem) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    edge_of = np.repeat(np.arange(len(problem.price)), np.diff(problem.ptr))
+    edge_of = group_of(np.diff(problem.ptr))
     own = _mixed(problem.flops, problem.tokens, problem.bound_to)
     price = _mixed(problem.price)
     edge_mark = price

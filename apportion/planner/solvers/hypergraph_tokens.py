@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.arrays import Ints
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.jit import jit, lean
 from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.solvers.hypergraph_graph import Graph, components, graph_of
@@ -85,7 +85,7 @@ def cluster(problem: HypergraphProblem) -> Clusters:
     tied = np.flatnonzero(anchor >= 0)
     flops = np.zeros(len(vertex), np.int64)
     np.add.at(flops, anchor[tied], problem.flops[tied])
-    ends = np.append(0, np.cumsum(np.diff(ptr)[wide]))
+    ends = offsets(np.diff(ptr)[wide])
     kept = pins[np.repeat(wide, np.diff(ptr))]
     return Clusters(
         vertex, flops, problem.tokens[vertex], ends, kept, problem.price[wide], problem.bound_to[vertex]

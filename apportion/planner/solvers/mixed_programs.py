@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
-from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.arrays import Bools, Floats, Ints, group_of
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.highs import Run, solve_model
 from apportion.planner.solvers.mixing import Mix, mix_of
@@ -167,7 +167,7 @@ def slots(
 ) -> tuple[Mix | None, Run]:
     """The best mix with at most `counts` groups of each degree (int64 [degrees]), and how the search ended; bounds
     are times. The start must be of such counts; the answer is never worse."""
-    column = np.repeat(np.arange(len(counts)), counts)
+    column = group_of(counts)
     worst = np.inf if start is None else start.value
     unit = start.value if start else float(problem.times[np.isfinite(problem.times)].max())
     model = pulp.LpProblem("slots", pulp.LpMinimize)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.ir.arrays import Floats, Ints
+from apportion.ir.arrays import Floats, Ints, group_of
 from apportion.ir.jit import jit
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.status import Clock
@@ -268,7 +268,7 @@ def _changed(counts: tuple[int, ...], small: int, more: int, more_large: int) ->
 
 def spread(problem: GroupingProblem, counts: tuple[int, ...]) -> Mix | None:
     """A mix with these counts of groups, or None where the spreading finds no room for a sequence."""
-    column = np.repeat(np.arange(len(counts)), counts)[::-1].copy()
+    column = group_of(counts)[::-1].copy()
     rooms = problem.cap * problem.degrees[column]
     group = _list_schedule(problem.times, problem.sizes, column, rooms)
     if (group < 0).any():

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.arrays import Bools, Ints
+from apportion.ir.arrays import Bools, Ints, group_of, offsets, within
 
 _ROW_BITS = 40
 
@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
     @property
     def of_entry(self) -> Ints:
         """int64 [entries]: the tile of each entry."""
-        return np.repeat(np.arange(len(self.key)), np.diff(self.ptr))
+        return group_of(np.diff(self.ptr))
 
 
 _NOWHERE = Keyed(*(np.zeros(0, np.int64),) * 3)
@@ -74,7 +74,7 @@ def cut_tiles(
     marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, stated.ends
     lo, hi, (fresh, done, early) = _runs(written, marks, np.concatenate(within.ends))
     count = -(-(hi - lo) // height)
-    run = np.repeat(np.arange(len(lo)), count)
+    run = group_of(count)
     row0 = lo[run] + _counted(count) * height
     row1 = np.minimum(row0 + height, hi[run])
     ptr, task = _entries(begin, end, row0, row1)
@@ -112,15 +112,15 @@ def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints
     """(ptr, task) of the tasks that reach into each tile."""
     low, high = np.searchsorted(row1, begin, "right"), np.searchsorted(row0, end, "left")
     count = high - low
-    task = np.repeat(np.arange(len(begin)), count)
+    task = group_of(count)
     tile = np.repeat(low, count) + _counted(count)
     order = np.argsort(tile, kind="stable")
-    return np.concatenate([[0], np.cumsum(np.bincount(tile, minlength=len(row0)))]), task[order]
+    return offsets(np.bincount(tile, minlength=len(row0))), task[order]
 
 
 def _counted(count: Ints) -> Ints:
     """0, 1, ... of each count, one after another."""
-    return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    return within(count)
 
 
 def shelves(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...]]) -> Ints:
@@ -154,7 +154,7 @@ def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -
 def _clashes(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
     """Tasks that may meet another owner's rows: a range begins before one of those sorted before it ends."""
     order: Ints = np.lexsort((start, slot, instruction))
-    group = np.concatenate([[0], np.cumsum(np.diff(instruction[order]) | np.diff(slot[order]) != 0)])
+    group = offsets(np.diff(instruction[order]) | np.diff(slot[order]) != 0)
     reach = np.maximum.accumulate((group << _ROW_BITS) + stop[order])
     meets = np.zeros(len(order), bool)
     meets[1:] = (group[1:] << _ROW_BITS) + start[order][1:] < reach[:-1]

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from apportion.ir.arrays import Floats, Ints
+from apportion.ir.arrays import Floats, Ints, changes, group_of
 from apportion.ir.bands import area
 from apportion.ir.isa import PHASES
 from apportion.planner.cost import bands_us
@@ -120,7 +120,7 @@ def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> I
 def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
     """Starts int64 [blocks + 1] and homes int64 [blocks]: neighbours of one document on one rank are one block."""
     low, high, rank = pieces[np.argsort(pieces[:, 0])].T
-    fresh = np.append(True, rank[1:] != rank[:-1])
+    fresh = changes(rank)
     fresh |= documents[np.searchsorted(documents, low)] == low
     return np.append(low[fresh], high[-1]), rank[fresh]
 
@@ -144,6 +144,6 @@ def _ground(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
         return starts, home
     lengths = np.diff(starts)
     parts = -(-lengths // grain)
-    of = np.repeat(np.arange(len(home)), parts)
+    of = group_of(parts)
     nth = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
     return np.append(starts[of] + lengths[of] * nth // parts[of], starts[-1]), home[of]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.arrays import Bools, Floats, Ints, offsets
 from apportion.ir.jit import jit, lean
 from apportion.planner.problem import Problem, exact_sums
 from apportion.planner.solvers.contracts import HypergraphProblem
@@ -69,7 +69,7 @@ def exchanged(placed: Sequence[Placed], free: Bools, gbs: tuple[float, float]) -
     (case, rank), made = placed[0], traffic_of(placed, len(free))
     home, tokens = rank[: len(free)].copy(), case.tokens[: len(free)]
     node, cap = home // case.ranks_per_node, case.tokens_caps[1]
-    start = np.append(0, np.cumsum(np.bincount(node, minlength=case.nodes)))
+    start = offsets(np.bincount(node, minlength=case.nodes))
     used = exact_sums(home, tokens, case.ranks)
     order = np.argsort(node, kind="stable")
     _exchange(_Board(home, free, tokens, cap, used, start, order, made.times(gbs)), made, gbs)

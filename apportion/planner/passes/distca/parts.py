@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.arrays import Bools, Floats, Ints, changes, group_of, within
 from apportion.ir.sorting import ranked, stable_order
 from apportion.planner.passes.cells import Cells, cut_columns
 from apportion.planner.passes.distca.balance import Ended, Limits, fill
@@ -164,8 +164,8 @@ def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _State:
 
 def _find_index(pairs: Pairs, home: Ints, ranks: int) -> Index:
     blocks, counts = np.arange(len(home) + 1), pairs.k_end - pairs.k
-    pair = np.repeat(np.arange(len(counts)), counts)
-    k = np.arange(len(pair)) - np.repeat(np.cumsum(counts) - counts, counts) + pairs.k[pair]
+    pair = group_of(counts)
+    k = within(counts) + pairs.k[pair]
     by_k, by_home = np.argsort(k, kind="stable"), np.argsort(home, kind="stable")
     of_k, of_home = np.searchsorted(k[by_k], blocks), np.searchsorted(home[by_home], np.arange(ranks + 1))
     return Index(np.searchsorted(pairs.q, blocks), pair[by_k], of_k, by_home, of_home)
@@ -193,7 +193,7 @@ def _find_pairs(site: Site) -> Pairs:
     by_key = np.zeros_like(k) if site.whole else k
     order = stable_order(columns[0] * len(site.starts) + by_key)
     (q, q0, q1, k0, k1, dmin, dmax, length), by_key = columns[:, order], by_key[order]
-    new = np.append(True, (q[1:] != q[:-1]) | (by_key[1:] != by_key[:-1]))[: len(q)]
+    new = changes(q, by_key)
     first = np.flatnonzero(new)
     hull = np.minimum.reduceat(k[order], first), np.maximum.reduceat(k_last[order], first) + 1
     return Pairs(

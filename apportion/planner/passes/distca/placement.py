@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from msgspec import Meta
 
-from apportion.ir.arrays import Bools, Ints
+from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.sorting import ranked, stable_order
@@ -224,7 +224,7 @@ def sending_seconds(problem: Problem, placement: Placement) -> float:
         key = found.tile * (cluster.nodes + cluster.ranks) + place
         rate = 1e9 * np.where(of == to, cluster.intra_gbs, cluster.inter_gbs_per_rank)
         order = stable_order(key)
-        first = np.flatnonzero(np.append(True, np.diff(key[order]) != 0)[: len(order)])
+        first = np.flatnonzero(changes(key[order]))
         if len(first):
             once = np.maximum.reduceat((found.bytes / rate)[order], first)
             seconds += float(np.bincount(found.src[order[first]], once, problem.ranks).max())
