@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.codec import Plan
 from apportion.ir.plan import ProgramSet
 from apportion.ir.totals import pairs
@@ -186,7 +187,7 @@ _ATTENTION_COLUMNS: Mapping[str, Callable[[Record], str]] = {
 # --- pictures of a plan
 
 
-def loads(plan: Plan) -> NDArray[np.float64]:
+def loads(plan: Plan) -> Floats:
     """[ranks] pairs of (query, key) that each rank computes forward, over heads, and layers of each kind."""
     model, total = plan.request.model, np.zeros(plan.header.ranks)
     for kind in plan.header.kinds:
@@ -194,7 +195,7 @@ def loads(plan: Plan) -> NDArray[np.float64]:
     return total
 
 
-def tokens(plan: Plan) -> NDArray[np.int64]:
+def tokens(plan: Plan) -> Ints:
     """[ranks] tokens that each rank holds: in the attention layout where it has rows of its own."""
     name = "attention" if "attention" in plan.layouts else plan.header.home_layout
     return np.asarray(plan.layout(name).rows_per_rank, np.int64)

@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import (
     FIRST_DKV,
@@ -35,7 +36,7 @@ from apportion.ir.isa import (
 )
 from apportion.ir.ops import starts_of
 from apportion.ir.plan import Header, ProgramSet
-from apportion.ir.segments import Cuts, Ints, own_cuts, segment_ends
+from apportion.ir.segments import Cuts, own_cuts, segment_ends
 
 View = TypeVar("View")
 

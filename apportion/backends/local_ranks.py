@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from apportion.backends import numpy_kernels as kernels
 from apportion.backends.interp import Machine, Operand, Program, Step, components
-from apportion.backends.numpy_kernels import Band, Floats, Partial, Scores
+from apportion.backends.numpy_kernels import Band, Partial, Scores
+from apportion.ir.arrays import Floats
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, Op, Space, Tensor
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools
+
 Floats = NDArray[np.floating[Any]]
 
 #: query rows of a strip; 256 rows × 8K keys × 8 heads of float64 are 128 MiB
@@ -78,7 +80,7 @@ class Band:
             if reach.start < reach.stop:
                 yield slice(a, b), reach
 
-    def allowed(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
+    def allowed(self, rows: slice, keys: slice) -> Bools:
         distance = np.arange(rows.start, rows.stop)[:, None] - np.arange(keys.start, keys.stop)
         return (self.dmin <= distance) & (distance <= self.dmax)
 

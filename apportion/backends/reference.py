@@ -24,7 +24,8 @@ from apportion.backends.local_ranks import (
     Rank,
     take_turns,
 )
-from apportion.backends.numpy_kernels import Floats, Scores
+from apportion.backends.numpy_kernels import Scores
+from apportion.ir.arrays import Floats
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Tensor
 from apportion.ir.plan import Layout

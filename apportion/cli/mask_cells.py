@@ -8,17 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.cli.svg import NOBODY
 from apportion.ir import bands as algebra
+from apportion.ir.arrays import Bools, Ints, group_of, within
 from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import HeadSets
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _MOST_SEQUENCES = 12  # on one axis: shorter ones would not be seen
 
@@ -114,8 +111,8 @@ def _rows(bands: Ints, edges: Ints) -> tuple[Ints, Ints]:
 def _ranges(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """(number, i) of every number from first[i] to last[i]."""
     count = last - first + 1
-    of = np.repeat(np.arange(len(first)), count)
-    return first[of] + np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count), of
+    of = group_of(count)
+    return first[of] + within(count), of
 
 
 def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:

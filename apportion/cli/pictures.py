@@ -7,19 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.cli import svg
 from apportion.cli.mask_cells import Axis, axis_of, owners
 from apportion.cli.output import count
+from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.hardware import Hardware
 from apportion.ir.isa import ATTENTION, PHASES, Op
 from apportion.planner.simulate import Run, simulate
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 CELLS = 112  # of the mask, a side
 STEPS = 240  # cells of a timeline
@@ -277,7 +274,7 @@ def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
     yield svg.raster(moving[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, svg.Grid(x, np.array(y[2:])))
 
 
-def _most(run: Run, chosen: Sequence[NDArray[np.bool_]], steps: int) -> Ints:
+def _most(run: Run, chosen: Sequence[Bools], steps: int) -> Ints:
     """int64 [steps]: which of the chosen spans fill most of each step, NOBODY where all together have little."""
     edges = np.linspace(0.0, run.makespan_us, steps + 1)
     shares = np.array([_share(run, spans, edges) for spans in chosen])
@@ -285,7 +282,7 @@ def _most(run: Run, chosen: Sequence[NDArray[np.bool_]], steps: int) -> Ints:
     return np.where(shares.sum(axis=0) >= LITTLE, most, svg.NOBODY).astype(np.int64)
 
 
-def _share(run: Run, chosen: NDArray[np.bool_], edges: Floats) -> Floats:
+def _share(run: Run, chosen: Bools, edges: Floats) -> Floats:
     """float64 [steps]: which part of each step lies in the spans, those that overlap counted once."""
     start, end = run.spans.start_us[chosen], run.spans.end_us[chosen]
     order = np.argsort(start, kind="stable")

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from apportion.ir.arrays import Ints
 
 NOBODY = -1
 FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from apportion.cli.output import count
+from apportion.ir.arrays import Floats
 from apportion.ir.isa import Op
 from apportion.planner.simulate import Run, Simulation, Step
 
@@ -72,7 +72,7 @@ def _bar(run: Run, rank: int) -> Text:
     return Text("".join(cells), "cyan")
 
 
-def _share(run: Run, rank: int, waits: bool, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+def _share(run: Run, rank: int, waits: bool, edges: Floats) -> Floats:
     """float64 [cells]: share of the time between two edges that the rank's compute stream waits, or works."""
     spans = run.spans
     mine = (spans.rank == rank) & (spans.stream == 0) & ((spans.op == Op.WAIT) == waits)

@@ -18,12 +18,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from apportion.ir.arrays import Bools, Ints, within
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 INF = 2**62
 MAX_TOKENS = 2**31 - 1
@@ -332,7 +330,7 @@ def _expand(band: Ints, rows: Ints, low: Ints, high: Ints, others: Ints) -> Iter
         stop = max(int(np.searchsorted(total, base + _CHUNK)), done + 1)
         part = filled[done:stop]
         first = np.repeat(part, count[part])
-        offset = np.arange(len(first)) - np.repeat(np.cumsum(count[part]) - count[part], count[part])
+        offset = within(count[part])
         pairs = np.column_stack([band[rows[first]], band[others[low[first] + offset]]])
         yield pairs[pairs[:, 0] != pairs[:, 1]]
         done = stop

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from apportion.ir import bands as algebra
 from apportion.ir import masks
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.bands import MAX_DIAGONALS, MAX_TOKENS
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import integer, integers, known, load, name, sequence, suggestion
 from apportion.ir.isa import MAX_RANKS
 from apportion.ir.masks import Mask
 
-Ints = NDArray[np.int64]
 T = TypeVar("T")
 
 DEFAULT_KIND = "default"
@@ -224,7 +224,7 @@ class Batch:
     @property
     def starts(self) -> Ints:
         """[n + 1] int64: the first global token of each sequence, and the number of tokens."""
-        return self._cached("starts", lambda: np.append(0, np.cumsum(self.lengths)))
+        return self._cached("starts", lambda: offsets(self.lengths))
 
     def bands(self, kind: str) -> Ints:
         """[m, 6] int64: the bands of a kind in global tokens, sorted by (q0, k0), read-only."""

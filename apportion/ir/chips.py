@@ -29,8 +29,8 @@ from functools import lru_cache
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.figures import Figure, Grid, Rows
 
 TILE = 128
@@ -268,12 +268,12 @@ class Side:
     walks: bool
     once: int
 
-    def start_us(self, chip: Chip) -> NDArray[np.float64]:
+    def start_us(self, chip: Chip) -> Floats:
         """float64 [axis], of one head on one multiprocessor."""
         moved = _moved_us(chip, self.start * TILE) * chip.multiprocessors.value
         return _TILES * (moved + LATENCY.value * self.walks)
 
-    def once_us(self, chip: Chip, heads: int) -> NDArray[np.float64]:
+    def once_us(self, chip: Chip, heads: int) -> Floats:
         """float64 [axis], of all heads on the whole device."""
         return _moved_us(chip, self.once * heads * np.asarray(AXIS))
 
@@ -317,12 +317,12 @@ def _step_us(chip: Chip, achieved: Figure, products: int) -> float:
     return flops * chip.multiprocessors.value / (chip.peak_tflops.value * achieved.value * 1e6)
 
 
-def _moved_us(chip: Chip, rows: NDArray[np.int64] | int) -> NDArray[np.float64]:
+def _moved_us(chip: Chip, rows: Ints | int) -> Floats:
     """Rows of a head, in bf16, at the memory's bandwidth."""
     return np.asarray(rows) * (DIM * BYTES) / (chip.memory_gbs.value * 1e3)
 
 
-def _causal_steps() -> NDArray[np.int64]:
+def _causal_steps() -> Ints:
     """int64 [axis, axis]: tiles of queries by keys that hold a pair of the causal band, for each grid point."""
     return np.array([[_touched(rows, keys) for keys in AXIS] for rows in AXIS], np.int64)
 
@@ -333,7 +333,7 @@ def _touched(rows: int, keys: int) -> int:
     return int(np.minimum((past - min(0, rows - keys)) // TILE, keys // TILE).sum())
 
 
-def _rounded(times: NDArray[np.float64]) -> Rows:
+def _rounded(times: Floats) -> Rows:
     return tuple(map(tuple, np.round(times, 4).tolist()))
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, integers, known, load, number, sequence
 from apportion.ir.isa import MAX_RANKS
-
-Ints = NDArray[np.int64]
 
 #: of a cluster that a forecast divides into tensor-parallel groups and stages; plans have at most MAX_RANKS ranks
 MAX_GPUS = 2**20

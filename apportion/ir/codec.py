@@ -20,6 +20,7 @@ import numpy as np
 
 from apportion.ir import sections as plain
 from apportion.ir import structure, wire
+from apportion.ir.arrays import Ints
 from apportion.ir.columns import Cell, Cells
 from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
 from apportion.ir.fields import choice
@@ -27,7 +28,7 @@ from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id, tree
 from apportion.ir.isa import FORMAT, MAX_RANKS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.listing import format_plan
 from apportion.ir.parts import encoder
-from apportion.ir.plan import Header, Ints, Layout, Move, ProgramSet, Request, Table, checked_rank
+from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request, Table, checked_rank
 from apportion.ir.predictions import RULES, no_operands
 from apportion.ir.sources import room_for
 from apportion.ir.threads import spread

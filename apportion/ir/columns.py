@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.errors import DecodeError
 from apportion.ir.jit import inlined, lean
 from apportion.ir.numbers import LONGEST, Bytes, read_counts, read_numbers, write_number, write_numbers
-from apportion.ir.plan import Ints, Table
+from apportion.ir.plan import Table
 from apportion.ir.predictions import Named, Rows, Rule, memory_for, numbered, walk
 
 Cell = bytes  # one rank's rows of a table
@@ -67,7 +68,7 @@ class Cells:
     def table(self, rules: tuple[Rule, ...], ranks: int, named: Named, lenient: bool) -> Table:
         """The table; ranks: of the plan; named: what its rows refer to; lenient: cells may have more columns. Raises
         DecodeError."""
-        ptr = np.concatenate([[0], np.cumsum(self.rows)])
+        ptr = offsets(self.rows)
         values = np.empty((len(rules), int(ptr[-1])), np.int64)
         self.fill(values, ptr[:-1], rules, ranks, named, lenient)
         return Table(ptr, {rule.column: column for rule, column in zip(rules, values, strict=True)})

@@ -14,9 +14,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, UnknownNameError
-
-Ints = NDArray[np.int64]
 
 MAX_INT = 2**62  # what fits 64-bit arithmetic with room for one addition
 MAX_COUNT = 2**31 - 1  # what fits the columns that counts end up in

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import known, number, sequence
 
@@ -78,7 +78,7 @@ class Grid:
         )
 
 
-def _rows(field: str, data: Any, points: int) -> NDArray[np.float64]:
+def _rows(field: str, data: Any, points: int) -> Floats:
     """float64 [points, points], positive, falling along neither axis."""
     lines = sequence(field, data)
     if len(lines) != points:
@@ -104,7 +104,7 @@ def _line(field: str, data: Any, points: int) -> list[float]:
     return [figure_in(f"{field}[{j}]", time, LEAST) for j, time in enumerate(line)]
 
 
-def _check_below(field: str, causal: NDArray[np.float64], full: NDArray[np.float64]) -> None:
+def _check_below(field: str, causal: Floats, full: Floats) -> None:
     above = np.argwhere(causal > full)
     if len(above):
         i, j = above[0].tolist()
@@ -116,7 +116,7 @@ def _check_below(field: str, causal: NDArray[np.float64], full: NDArray[np.float
         )
 
 
-def _tuples(grid: NDArray[np.float64]) -> Rows:
+def _tuples(grid: Floats) -> Rows:
     return tuple(map(tuple, grid.tolist()))
 
 

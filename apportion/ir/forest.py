@@ -21,14 +21,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import MAX_COUNT, integer, integers
 from apportion.ir.masks import Tree, expand_runs
-
-Ints = NDArray[np.int64]
 
 ROOT = -1
 _ID, _ID_BYTES = ">u4", 4  # big end first: bytes compare as numbers do
@@ -229,13 +228,13 @@ def _forest(nodes: _Nodes, keys: list[bytes], lengths: list[int]) -> Forest:
     order = _depth_first(paths)
     spans = [slice(nodes.start(node), nodes.depth[node]) for node in order]
     sizes = np.array([span.stop - span.start for span in spans], np.int64)
-    edges = np.append(0, np.cumsum(sizes)).tolist()
+    edges = offsets(sizes).tolist()
     row_of = dict(zip(order, pairwise(edges), strict=True))
     rows = np.concatenate([np.arange(*row_of[node]) for path in paths for node in path])
     holder = {node: np.frombuffer(key, _ID) for path, key in zip(paths, keys, strict=True) for node in path}
     parents = _parents(nodes, order)
     trees = np.append(np.array(edges[:-1])[parents == ROOT], edges[-1])
-    starts = np.append(0, np.cumsum(lengths))
+    starts = offsets(lengths)
     held = (holder[node][span] for node, span in zip(order, spans, strict=True))
     tokens = np.concatenate(list(held), dtype=np.int64)
     tree_of = np.searchsorted(trees, rows[starts[:-1]], side="right") - 1

@@ -20,15 +20,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints, offsets
 from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, RULES, TASK_LIST, Argument, Op, Space, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.ops import instruction_of
-from apportion.ir.plan import Ints, ProgramSet
+from apportion.ir.plan import ProgramSet
 from apportion.ir.sorting import ranked
 
-Bools = NDArray[np.bool_]
 _NONE = np.zeros(0, np.int64)
 WORK = int(Space.WORK)
 
@@ -68,7 +67,7 @@ class Complete(NamedTuple):
         """int64 [n]: how many of the home rows [row, row + rows) of ranks are complete; integers [n] each."""
         span = 1 + max(int(self.row1.max(initial=0)), int((row + rows).max(initial=0)))
         begin, sizes = self.rank * span + self.row0, self.row1 - self.row0
-        before = np.append(0, np.cumsum(sizes))
+        before = offsets(sizes)
         return self._below(begin, sizes, before, rank * span + row + rows) - self._below(
             begin, sizes, before, rank * span + row
         )

@@ -20,11 +20,12 @@ import msgspec
 import numpy as np
 
 from apportion.ir import codec, wire
+from apportion.ir.arrays import Ints
 from apportion.ir.codec import Plan, Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integers
 from apportion.ir.iteration_slice import IterationSlice, encode_slice
-from apportion.ir.plan import Ints, Request
+from apportion.ir.plan import Request
 from apportion.ir.sequences import FORMAT, MAX_MICROBATCHES, iteration_id, packed, unpacked
 
 #: what `report` adds up over the microbatches

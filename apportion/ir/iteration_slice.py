@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from apportion.ir import wire
+from apportion.ir.arrays import Ints
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import VERSION
-from apportion.ir.plan import Ints
 from apportion.ir.sequences import MAX_MICROBATCHES, consecutive, iteration_id, packed, unpacked
 
 FORMAT = "apportion.iteration.slice"

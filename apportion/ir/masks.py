@@ -20,14 +20,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from apportion.ir import bands as algebra
+from apportion.ir.arrays import Ints, group_of, within
 from apportion.ir.bands import INF, MAX_TOKENS
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import integer, integers, known, rows, suggestion
 
-Ints = NDArray[np.int64]
 Columns = tuple[Ints, Ints]
 Row = Iterable[Any]  # q0, q1, k0, k1, dmin, dmax: scalars or columns
 Diagonals = tuple[tuple[int, int], ...]  # distinct (dmin, dmax), in any order
@@ -57,7 +57,7 @@ class Mask(ABC):
 
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
         """[m, 6] bands of sequences of `lengths` that begin at `starts`, in no particular order."""
-        parts = [np.zeros((0, 6), np.int64)]
+        parts: list[Ints] = [np.zeros((0, 6), np.int64)]
         for length, where in _by_length(lengths, starts):
             local = self.bands(length)
             _check_count("mask", len(local) * len(where))
@@ -147,8 +147,8 @@ class Gridded(Mask):
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
         counts = -(-lengths // self.chunk)
         _check_count(f"{_NAMES[type(self)]}.chunk", int(counts.sum()))
-        owner = np.repeat(np.arange(len(lengths)), counts)
-        begin = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * self.chunk
+        owner = group_of(counts)
+        begin = within(counts) * self.chunk
         return _placed(starts[owner], self.row(begin, np.minimum(begin + self.chunk, lengths[owner])))
 
 
@@ -551,7 +551,7 @@ def lower_unlabelled(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
 def _lower_columns(
     columns: Callable[[int], Columns], lengths: Ints, starts: Ints, moved: Callable[[Ints, Ints], Ints]
 ) -> Columns:
-    tokens, values = [_ZERO[:0]], [_ZERO[:0]]
+    tokens, values = list[Ints]([_ZERO[:0]]), list[Ints]([_ZERO[:0]])
     for length, where in _by_length(lengths, starts):
         token, value = columns(length)
         offset = np.repeat(where, len(token))

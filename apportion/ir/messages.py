@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, RESULTS, Op, Space, Tensor
 from apportion.ir.jit import jit, lean
 from apportion.ir.model import ELEMENT_BYTES
 from apportion.ir.ops import IS_HEADLESS
-from apportion.ir.plan import Header, Ints, ProgramSet
+from apportion.ir.plan import Header, ProgramSet
 from apportion.ir.programs import arena_table, head_table
 from apportion.ir.sorting import stable_order
-
-Bools = NDArray[np.bool_]
 
 HOME = int(Space.HOME)
 

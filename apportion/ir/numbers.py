@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import inlined, jit, lean
-from apportion.ir.plan import Ints
 
 Bytes = NDArray[np.uint8]
 

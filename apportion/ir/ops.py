@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.isa import HEADLESS, KV_SIDE, OPERAND_COLUMNS, RULES, Rule, Tensor
-
-Ints = NDArray[np.integer[Any]]
 
 #: lists by number; NO_LIST stands for none
 LISTS = tuple(OPERAND_COLUMNS)

@@ -20,12 +20,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.columns import MAX_ROWS, most_bytes, write_cell
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import LIMIT, TABLES
 from apportion.ir.jit import inlined, lean, unlocked
 from apportion.ir.numbers import Bytes
-from apportion.ir.plan import Ints, Table
+from apportion.ir.plan import Table
 from apportion.ir.predictions import BACK, ROWS, RULES, Rows, Rule, memory_for, numbered
 from apportion.ir.sources import find_sources
 

@@ -15,19 +15,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import GRADIENTS, TABLES, VERSION, Tensor
 from apportion.ir.model import Model
 from apportion.ir.policy import Policy
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,7 @@ class Table:
     def __getitem__(self, name: str) -> Ints:
         return self.columns[name]
 
-    def wide(self, name: str) -> NDArray[np.int64]:
+    def wide(self, name: str) -> Ints:
         """A column as int64, whatever it is kept in."""
         return self.columns[name].astype(np.int64, copy=False)
 
@@ -69,7 +66,7 @@ class Table:
 
     def rank_of_row(self) -> Ints:
         """The rank that owns each row."""
-        return np.repeat(np.arange(self.ranks), np.diff(self.ptr))
+        return group_of(np.diff(self.ptr))
 
     def equal(self, other: Table) -> bool:
         return np.array_equal(self.ptr, other.ptr) and all(
@@ -122,7 +119,7 @@ class Layout:
         """[pieces + 1] int32 cumulative lengths of the runs of consecutive tokens of one sequence that the rank
         holds, in row order, as varlen attention kernels take them."""
         lengths = self._of(rank)["length"]
-        return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return offsets(lengths).astype(np.int32)
 
     def _of(self, rank: int) -> Table:
         """The rank's spans in row order, as a one-rank table."""
@@ -142,7 +139,7 @@ def checked_rank(rank: int, ranks: int) -> int:
 def _expand(spans: Table, column: str) -> Ints:
     length = spans["length"].astype(np.int64)
     start = spans[column].astype(np.int64)
-    offset = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+    offset = within(length)
     return np.repeat(start, length) + offset
 
 

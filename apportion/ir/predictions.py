@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.isa import LIMIT, Op
 from apportion.ir.jit import inlined, jit
-from apportion.ir.plan import Ints
 
 # `walk` goes by their order: kinds of one loop stand side by side
 LAST, WITH, AFTER, PLACE, BY, RISE, FOLLOW, NEW, QUERIES, KEYS, BACK, LIKE, ROW = range(13)

@@ -11,15 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.isa import TABLES, Op, Tensor
 from apportion.ir.jit import lean
 from apportion.ir.ops import IS_HEADLESS, IS_KEY, instruction_of, starts_of
-from apportion.ir.plan import Ints, ProgramSet, Table
+from apportion.ir.plan import ProgramSet, Table
 from apportion.ir.sorting import stable_order
-
-Bools = NDArray[np.bool_]
 
 UNMATCHED = -1
 
@@ -83,7 +81,7 @@ class ProgramView:
         number = self.instructions.wide("round")[self.launches]
         order = stable_order(number)
         sorted_number = number[order]
-        begins = np.flatnonzero(np.append(True, np.diff(sorted_number) != 0)[: len(sorted_number)])
+        begins = np.flatnonzero(changes(sorted_number))
         return Turns(self.launches[order], np.append(begins, len(number)), sorted_number[begins])
 
     @cached_property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from apportion.ir.arrays import Ints
 from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.batch import Batch
 from apportion.ir.batch import Sequence as Sample
@@ -16,7 +16,6 @@ from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import integer, integers
 from apportion.ir.masks import Mask, causal
 
-Ints = NDArray[np.integer[Any]]
 #: one spec, or one of each attention kind
 MaskSpec = Mask | Mapping[str, Mask]
 #: for all samples, or one of each sample; None is causal

@@ -12,14 +12,12 @@ launch it is kept by nothing but waits for lower ones.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import ATTENTION, Op
-
-Ints = NDArray[np.integer[Any]]
 
 #: above all rounds
 NO_ROUND = 2**31
@@ -63,7 +61,7 @@ def _first(op: Ints, ops: tuple[Op, ...], start: int) -> int:
     return start + int(found[0]) if len(found) else len(op)
 
 
-def _end(chosen: NDArray[np.bool_]) -> int:
+def _end(chosen: Bools) -> int:
     """After the last that is chosen; 0 without one."""
     found = np.flatnonzero(chosen)
     return int(found[-1]) + 1 if len(found) else 0

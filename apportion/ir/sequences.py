@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import DecodeError
 from apportion.ir.hashing import digest
-from apportion.ir.plan import Ints
 
 FORMAT = "apportion.iteration"
 

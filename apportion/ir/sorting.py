@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from apportion.ir.arrays import Ints, changes, offsets
 from apportion.ir.jit import HAS_NUMBA, jit, lean
-from apportion.ir.plan import Ints
 
 _DIGIT = 12  # bits a pass: 4,096 counters stay in the first-level cache
 _WORTH = 4096  # keys from which counting beats comparing
@@ -25,7 +25,7 @@ def ranked(*columns: Ints) -> tuple[Ints, ...]:
     keys = np.concatenate(columns)
     order = stable_order(keys)
     ordered = keys[order]
-    fresh = np.append(True, ordered[1:] != ordered[:-1])[: len(keys)]
+    fresh = changes(ordered)
     number = np.empty(len(keys), np.int64)
     number[order] = np.cumsum(fresh) - 1
     return ordered[fresh], *np.split(number, np.cumsum([len(column) for column in columns[:-1]]))
@@ -78,10 +78,10 @@ def distinct_in_lanes(lane: Ints, key: Ints, lanes: int) -> tuple[Ints, Ints, In
         return _distinct_in_lanes(lane, key, lanes)
     order = np.lexsort((key, lane))
     by_lane, ordered = lane[order], key[order]
-    fresh = np.append(True, (ordered[1:] != ordered[:-1]) | (by_lane[1:] != by_lane[:-1]))[: len(key)]
+    fresh = changes(ordered, by_lane)
     number = np.empty(len(key), np.int32)
     number[order] = np.cumsum(fresh) - 1
-    ptr = np.concatenate([[0], np.cumsum(np.bincount(by_lane[fresh], minlength=lanes))])
+    ptr = offsets(np.bincount(by_lane[fresh], minlength=lanes))
     return ordered[fresh], ptr, number
 
 

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.columns import Cells
 from apportion.ir.isa import TABLES
 from apportion.ir.jit import inlined
-from apportion.ir.plan import Ints, Table
+from apportion.ir.plan import Table
 from apportion.ir.predictions import ROWS, RULES, SOURCE, Named
 
 _RULES = RULES["operands"]
@@ -54,14 +55,14 @@ class Operands(NamedTuple):
 
 def _places(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
     """int64 [ranks + 1], [rows]: rows of each rank in a table of their own, and where they are."""
-    ptr = np.concatenate([[0], np.cumsum(ends - begins)])
+    ptr = offsets(ends - begins)
     return ptr, np.arange(ptr[-1]) + np.repeat(begins - ptr[:-1], ends - begins)
 
 
 def room_for(counts: Sequence[Ints], ranks: int) -> Operands:
     """Operands without values; counts: int64 [those ranks that are here] for each program; ranks: of the plan."""
     begins = np.cumsum([np.zeros_like(counts[0]), *counts], 0)
-    ptr = np.concatenate([[0], np.cumsum(begins[-1])])
+    ptr = offsets(begins[-1])
     return Operands(np.empty((len(_RULES), int(ptr[-1])), np.int64), ptr, begins + ptr[:-1], ranks)
 
 

@@ -16,16 +16,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.fusion import RowRanges, runs
 from apportion.ir.isa import OPERAND_COLUMNS, Op, Space, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.ops import instruction_of
-from apportion.ir.plan import Ints, ProgramSet
+from apportion.ir.plan import ProgramSet
 from apportion.ir.sorting import ranked
-
-Bools = NDArray[np.bool_]
 
 
 class Statistics(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.bands import INF, MAX_DIAGONALS
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import (
@@ -30,7 +31,7 @@ from apportion.ir.isa import (
     Tensor,
 )
 from apportion.ir.ops import IS_KEY, LIST_OF_OP, LISTS
-from apportion.ir.plan import Header, Ints, Table
+from apportion.ir.plan import Header, Table
 
 MAX_HEADS = 2**16
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")
@@ -150,7 +151,7 @@ class _Place:
         """[ranks] rows of each rank."""
         return self.table.ptr[1:] - self.table.ptr[:-1]
 
-    def refuse(self, bad: NDArray[np.bool_], message: str) -> None:
+    def refuse(self, bad: Bools, message: str) -> None:
         """Raise for the first row marked in `bad` [rows] bool."""
         rows = np.flatnonzero(bad)
         if len(rows):

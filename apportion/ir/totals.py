@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.areas import area_of
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.cluster import Cluster
 from apportion.ir.isa import RESULTS, TASK_LIST, Op, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.model import Model
 from apportion.ir.ops import LIST_OF_OP, LISTS
-from apportion.ir.plan import Header, Ints, ProgramSet, Table
+from apportion.ir.plan import Header, ProgramSet, Table
 from apportion.ir.programs import head_table
 
 Key = tuple[str, str]  # kind, phase
@@ -23,7 +23,7 @@ Key = tuple[str, str]  # kind, phase
 _BLOCK = 2**20  # rows that are widened at a time
 
 
-def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> NDArray[np.float64]:
+def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> Floats:
     """[ranks] pairs of (query, key) that each rank's programs of a phase compute, over heads."""
     tasks, operands = programs[TASK_LIST[phase]], programs["operands"]
     sizes = np.array([header.q_heads, *(len(heads) for heads in header.head_sets)], np.int64)
@@ -38,7 +38,7 @@ def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> NDArr
     return np.concatenate(found)
 
 
-def _pairs_of(tasks: Table, operands: Table, sizes: Ints) -> NDArray[np.float64]:
+def _pairs_of(tasks: Table, operands: Table, sizes: Ints) -> Floats:
     """As `pairs`, of some ranks; sizes: int64 [none and head sets], heads of each."""
     q, kv, dmin, dmax = (tasks.wide(name) for name in ("q", "kv", "dmin", "dmax"))
     ptr, first = (np.asarray(one.ptr, np.int64) for one in (tasks, operands))
@@ -56,7 +56,7 @@ def _pairs(
     rows: Ints,
     heads: Ints,
     sizes: Ints,
-) -> NDArray[np.float64]:
+) -> Floats:
     """The area of each task's band, as `bands.area` has it, times its heads."""
     found = np.zeros(len(ptr) - 1)
     for rank in range(len(ptr) - 1):
@@ -67,9 +67,7 @@ def _pairs(
     return found
 
 
-def loads(
-    programs: Mapping[Key, ProgramSet], header: Header, model: Model, phase: str
-) -> NDArray[np.float64]:
+def loads(programs: Mapping[Key, ProgramSet], header: Header, model: Model, phase: str) -> Floats:
     """[ranks] pairs times layers of all kinds in a phase, in shares of the heads."""
     found = np.zeros(header.ranks)
     for (kind, own), program in programs.items():

@@ -23,16 +23,14 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import masks
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.batch import Batch, Sequence
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import integer, integers, load, mapping, read_text, rows, sequence
 from apportion.ir.masks import Mask
-
-Ints = NDArray[np.int64]
 
 _DRAWS = 1024  # indices drawn together
 
@@ -195,7 +193,7 @@ def _image_row(field: str, row: Any) -> tuple[int, Mask | None]:
         integer(f"{field} text", row[0], 0, MAX_TOKENS),
         integer(f"{field} output", row[2], 0, MAX_TOKENS),
     )
-    edges = text // 2 + np.append(0, np.cumsum(integers(f"{field} images", row[1], 1, MAX_TOKENS)))
+    edges = text // 2 + offsets(integers(f"{field} images", row[1], 1, MAX_TOKENS))
     spec = masks.image_spans(list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)))
     return _total(field, int(edges[-1]) - text // 2 + text + output), spec if spec.spans else None
 

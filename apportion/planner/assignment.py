@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import wire
+from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.batch import Batch
 from apportion.ir.columns import Cell, Cells
 from apportion.ir.errors import ConfigError, DecodeError, VersionError
@@ -39,7 +39,6 @@ from apportion.planner.problem import Execution, Placement, Problem, Shards
 from apportion.planner.recipes import passes_of
 from apportion.planner.solvers.status import Limit, Status, Termination
 
-Ints = NDArray[np.integer[Any]]
 #: what the report says of a search
 Search = Mapping[str, Any] | None
 
@@ -317,7 +316,7 @@ def _first_ranks(cell: Cell, ranks: int) -> Ints | None:
     (sizes,) = _columns(cell, ("size",))
     _check(0 < len(sizes) <= ranks, "groups of ranks")
     _check_within(sizes, 1, ranks + 1, "groups of ranks")
-    first = np.concatenate([[0], np.cumsum(sizes)])
+    first = offsets(sizes)
     _check(first[-1] == ranks, "groups of ranks")
     return first
 
@@ -329,7 +328,7 @@ def _placement(problem: Problem, choice: Choice, ranks: int, first: Ints | None)
     _check(0 < len(length) <= tokens, "blocks")
     _check_within(length, 1, tokens + 1, "lengths of blocks")
     _check_within(home, -ranks, ranks, "homes")
-    starts, home = np.concatenate([[0], np.cumsum(length)]), np.cumsum(home)
+    starts, home = offsets(length), np.cumsum(home)
     _check(starts[-1] == tokens, "lengths of blocks")
     _check_within(home, 0, ranks, "homes")
     _check(1 <= choice.head_groups <= problem.model.q_heads, "head groups")
@@ -416,8 +415,8 @@ def count_cells(bands: Ints, starts: Ints) -> int:
     blocks = np.maximum(np.searchsorted(starts, bands[:, 1], "left") - first, 0)
     if max(int(blocks.sum()), len(starts)) > MOST_PLACED:
         return MOST_CELLS + 1
-    of = np.repeat(np.arange(len(bands)), blocks)
-    block = np.arange(len(of)) - np.repeat(np.cumsum(blocks) - blocks, blocks) + first[of]
+    of = group_of(blocks)
+    block = within(blocks) + first[of]
     q0, q1, k0, k1, dmin, dmax = bands[of].T
     q0, q1 = np.maximum(q0, starts[block]), np.minimum(q1, starts[block + 1])
     k0, k1 = np.maximum(k0, q0 - dmax), np.minimum(k1, q1 - dmin)

@@ -23,17 +23,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.areas import area_of
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bands import INF
 from apportion.ir.batch import Batch
 from apportion.ir.isa import FETCHED, MAX_RANKS, PHASES, RETURNED, TRAVELLING
 from apportion.ir.jit import jit, lean
 from apportion.ir.model import Model
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 #: a ratio to a bound of fewer tokens than this share of the batch says nothing
 LEAST_SHARE = 0.01

@@ -15,15 +15,15 @@ from functools import wraps
 from typing import Any, ParamSpec
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import VerifyError
 from apportion.planner.passes.cells import cut_cells
 from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.route import Routed
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.tasks import Edges, Tasks
-from apportion.planner.problem import Ints, Placement, Problem, Shards
+from apportion.planner.problem import Placement, Problem, Shards
 from apportion.planner.steps import Passes
 
 _Given = ParamSpec("_Given")
@@ -150,7 +150,7 @@ class _Must:
         if not holds:
             raise VerifyError(f"{self._where}: {rule} is wrong")
 
-    def all(self, rule: str, holds: NDArray[np.bool_] | Any) -> None:
+    def all(self, rule: str, holds: Bools | Any) -> None:
         wrong = np.flatnonzero(~np.asarray(holds, bool))
         if len(wrong):
             raise VerifyError(f"{self._where}: {rule} is wrong in {len(wrong)} rows, first row {wrong[0]}")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bands import area, tighten
 from apportion.ir.fields import choice
 from apportion.ir.figures import Grid
@@ -27,9 +27,7 @@ from apportion.ir.hardware import Hardware
 from apportion.ir.layer_work import linear_parameters
 from apportion.ir.model import Model
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Count = int | NDArray[np.integer]
+Count = int | Ints
 
 PHASES = ("forward", "backward")
 _PRODUCTS = {"forward": (1, 1), "backward": (3, 2)}  # QK; PV. QK again, dQ, dK; dP, dV
@@ -51,7 +49,7 @@ class Attention(Protocol):
     ) -> Floats: ...
 
 
-def bands_us(costs: Attention, model: Model, phase: str, bands: NDArray[np.integer]) -> Floats:
+def bands_us(costs: Attention, model: Model, phase: str, bands: Ints) -> Floats:
     """float64 [n]: what each of int64 [n, 6] bands takes as one task with all heads, 0 where it has no pair."""
     q0, q1, k0, k1, _, _ = tighten(bands).T
     pairs, times = area(bands), np.zeros(len(bands))

@@ -13,16 +13,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.batch import Batch
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
 from apportion.ir.jit import jit
 from apportion.planner.passes.shard import row_areas
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: so many sequences of each half, the largest, are tried in swaps
 SWAPPED = 128

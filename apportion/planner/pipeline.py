@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from apportion.ir import codec
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
 from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
@@ -40,7 +41,7 @@ from apportion.planner.passes.route import KeysOnly, Routed, Site, depths
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.stages import program_order
 from apportion.planner.passes.tasks import Edges, Tasks, find_tasks, placed_tasks
-from apportion.planner.problem import Ints, Pass, Placement, Problem, Shards, exact_sums
+from apportion.planner.problem import Pass, Placement, Problem, Shards, exact_sums
 from apportion.planner.report import build_report
 from apportion.planner.steps import Passes
 

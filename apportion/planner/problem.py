@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bands import area, joined
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
@@ -23,9 +23,6 @@ from apportion.planner.cost import CostModel
 from apportion.planner.solvers.contracts import Partition
 from apportion.planner.solvers.status import Limit, Termination
 from apportion.planner.solvers.use import PartitionSolver, Use
-
-Ints = NDArray[np.integer[Any]]
-
 
 #: tokens are int32 in the columns of tasks
 MOST_TOKENS = 2**31 - 1
@@ -67,21 +64,21 @@ class Problem:
         return self.cluster.ranks
 
     @cached_property
-    def speeds(self) -> NDArray[np.float64]:
+    def speeds(self) -> Floats:
         """float64 [ranks]: relative speed."""
         return np.asarray(self.cluster.speeds or np.ones(self.ranks), np.float64)
 
     @cached_property
-    def token_rates(self) -> NDArray[np.float64]:
+    def token_rates(self) -> Floats:
         """float64 [ranks]: what tokens are shared by, the largest 1: alike ranks have 1.0 exactly."""
         rates = self.speeds if self.rates is None else np.asarray(self.rates, np.float64)
-        found: NDArray[np.float64] = rates / rates.max()
+        found: Floats = rates / rates.max()
         return found
 
     @cached_property
-    def token_shares(self) -> NDArray[np.float64]:
+    def token_shares(self) -> Floats:
         """float64 [ranks]: the batch's tokens by `token_rates`; the mean where ranks are alike."""
-        shares: NDArray[np.float64] = self.batch.tokens * self.token_rates / self.token_rates.sum()
+        shares: Floats = self.batch.tokens * self.token_rates / self.token_rates.sum()
         return shares
 
     @cached_property

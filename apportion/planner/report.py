@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
 from apportion.ir.jit import jit
 from apportion.ir.plan import ProgramSet
@@ -23,8 +23,6 @@ from apportion.planner.passes.shard import row_areas
 from apportion.planner.problem import Placement, Problem, Shards, exact_sums
 from apportion.planner.solvers.matching import max_degree
 from apportion.planner.solvers.status import Status
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -109,12 +107,12 @@ def compute_imbalance(problem: Problem, lowered: Sequence[Lowered]) -> float:
     return _over_mean(_of_ranks(problem, lowered), problem.speeds)
 
 
-def _over_mean(load: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
+def _over_mean(load: Floats, speeds: Floats) -> float:
     mean = float(load.sum()) / speeds.sum()
     return _ratio(float((load / speeds).max()), mean) - 1 if mean else 0.0
 
 
-def _of_ranks(problem: Problem, lowered: Sequence[Lowered]) -> NDArray[np.float64]:
+def _of_ranks(problem: Problem, lowered: Sequence[Lowered]) -> Floats:
     """float64 [ranks]: pairs times layers; where the phases differ, of the less even one."""
     alike = all(low is part[kind, PHASES[0]] for part in lowered for (kind, _), low in part.items())
     loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if alike else PHASES)}
@@ -188,7 +186,7 @@ def _carried(low: Lowering) -> _Carried:
 
 
 @jit
-def _head_rows(rows: Ints, dst: Ints, heads: Ints, results: NDArray[np.bool_]) -> tuple[int, int]:
+def _head_rows(rows: Ints, dst: Ints, heads: Ints, results: Bools) -> tuple[int, int]:
     found, whole = 0, 0
     for edge in range(len(rows)):
         size = rows[edge] * heads[dst[edge]]

@@ -22,8 +22,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import DEFAULT_KIND, Batch, Kind
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
@@ -35,8 +35,6 @@ from apportion.ir.masks import Mask
 from apportion.ir.model import Model
 from apportion.ir.policy import Recipe
 from apportion.planner.api import plan
-
-Ints = NDArray[np.int64]
 
 FORWARD, BACKWARD = range(2)
 IDLE = -1

@@ -21,8 +21,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError, DecodeError
 from apportion.ir.fields import integer
@@ -35,8 +36,6 @@ from apportion.service.offline import Facts
 from apportion.service.packs import Pack, pack_of
 from apportion.service.store import Store, finish, open_store
 from apportion.service.workers import DeadlineError, Done, Planner, PoisonedError, RefusedError, Task
-
-Ints = NDArray[np.integer]
 
 #: requests at the workers for each of them: one that it plans, and the next ones while results are written
 AHEAD = 4

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import bands as algebra
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
 from apportion.ir.isa import Tensor
 from apportion.ir.model import Model
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)

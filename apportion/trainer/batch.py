@@ -12,17 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
+from apportion.ir.arrays import Ints, group_of
 from apportion.ir.batch import Batch
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
 from apportion.trainer.rows import WEIGHTS
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +155,7 @@ class Places:
     def _homes(self) -> tuple[Ints, Ints]:
         """(rank, row) of each token."""
         rank, row = np.empty_like(self.tokens), np.empty_like(self.tokens)
-        rank[self.tokens] = np.repeat(np.arange(len(self.counts)), self.counts)
+        rank[self.tokens] = group_of(self.counts)
         row[self.tokens] = np.concatenate([np.arange(count) for count in self.counts.tolist()])
         return rank, row
 

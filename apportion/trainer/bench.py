@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from apportion.backends.torch.engines import ENGINES, activate_newest
 from apportion.backends.torch.profile import device_name
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Transport
+from apportion.ir.arrays import Floats
 from apportion.ir.codec import Plan, Slice
 from apportion.ir.errors import ConfigError
 from apportion.ir.hardware import Hardware
@@ -201,7 +201,7 @@ class Bench:
         self.communicator.all_gather([0])
         return self.clock(work)
 
-    def _gathered(self, times: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    def _gathered(self, times: Sequence[Sequence[float]]) -> Floats:
         """[ranks, ...] of every rank, to the nanosecond."""
         nanoseconds = np.rint(np.array(times) * 1e6).astype(np.int64)
         rows = self.communicator.all_gather(nanoseconds.ravel().tolist())

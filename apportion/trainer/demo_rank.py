@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apportion.ir import masks
+from apportion.ir.arrays import Ints
 from apportion.trainer.attention import planned_attention
 from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.decoder import Decoder, DecoderConfig
@@ -30,8 +31,6 @@ SEED = 0
 LEARNING_RATE = 2e-3
 WINDOW = 512
 KINDS = {"global": masks.causal(), "local": masks.sliding_window(WINDOW)}
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
+from apportion.ir.arrays import Ints
 from apportion.ir.bands import MAX_TOKENS
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Slice
@@ -41,7 +42,7 @@ from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.meters import NOTHING, Facts, Meters, as_bits, as_float
 from apportion.trainer.processes import PREFETCHED, Collecting, Share
 from apportion.trainer.resume import Place, fingerprint, place_of, state_of
-from apportion.trainer.rows import SHIFTED, Dataset, Form, Ints, Rows, rows_of
+from apportion.trainer.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.sources import Source, Told, check_kinds, open_source
 from apportion.trainer.wanted import Asked, Deal, Draw, Iterations, Wanted
 

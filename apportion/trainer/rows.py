@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
 from apportion.ir.codec import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
@@ -23,7 +24,6 @@ from apportion.ir.iteration_slice import IterationSlice
 from apportion.trainer.loss import IGNORED
 from apportion.trainer.wanted import Wanted
 
-Ints = NDArray[np.integer[Any]]
 Sample = ArrayLike | Tensor | Mapping[str, Any]
 
 TOKENS, LABELS, WEIGHTS = "input_ids", "labels", "loss_weights"

@@ -19,9 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar, Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import DEFAULT_KIND, Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError
@@ -39,8 +37,6 @@ from apportion.service.client import Client, ServiceProblem, UnreachableError
 from apportion.service.offline import Offline, open_offline
 from apportion.service.protocol import TRAIN
 from apportion.service.workers import DeadlineError, Done, Planner, Task
-
-Ints = NDArray[np.integer[Any]]
 
 LOG = logging.getLogger(__name__)
 FIRST_S = 10.0  # for a first plan, after which it is said what may take so long

@@ -25,18 +25,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.transport import Transport
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.forest import Forest, Saving, fold
 from apportion.trainer.batch import PlannedBatch
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
 
-Ints = NDArray[np.int64]
 Columns = tuple[Ints, ...]
 
 
@@ -186,7 +185,7 @@ class _Here(NamedTuple):
 
 def _columns(forest: Forest, samples: tuple[int, ...], here: _Here) -> Columns:
     """(row, target, sample, token, place) of what the rows that are here predict."""
-    columns, before = [(np.zeros(0, np.int64),) * 5], 0
+    columns, before = list[Columns]([(np.zeros(0, np.int64),) * 5]), 0
     for sample in samples:
         rows = forest.rows[forest.starts[sample] : forest.starts[sample + 1]]
         row = here.row[rows[:-1] + here.shift[forest.tree_of[sample]]]

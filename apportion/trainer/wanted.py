@@ -9,15 +9,13 @@ from threading import Condition
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.batch import Batch
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integers
 from apportion.ir.job import Job
 from apportion.ir.sampling import Masks, Sampling, batches_of
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import COMPILES
-from apportion.ir.plan import Ints
 from apportion.ir.verify import check, judge
 from apportion.ir.verify.coverage import Tasks
 from apportion.ir.verify.subject import Subject

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion.ir.arrays import Ints, changes, group_of, offsets, within
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import HEADLESS, KV_SIDE, Tensor
 from apportion.ir.jit import lean
 from apportion.ir.ops import IS_HEADLESS
-from apportion.ir.plan import Ints
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.machine import (
     BEGIN,
@@ -120,13 +120,13 @@ def build(
     home_edges = (home.lane << bits) + home.start
     keys = np.concatenate([edges, home_edges, edges + pieces.rows, home_edges + home.rows])
     keys.sort(kind="stable")  # runs that are sorted already cost little
-    keys = keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
-    lanes = keys >> bits
-    memory = _allocate(program, pieces, lanes, room)
+    keys = keys[changes(keys)]
+    lane = keys >> bits
+    memory = _allocate(program, pieces, lane, room)
     offsets = np.full(len(keys), NOWHERE)
     offsets[np.searchsorted(keys, home_edges)] = home.address - home.start
     bits_given = sum(1 << tensor for tensor in given)
-    _fill_cells(memory.lines, lanes, keys, (1 << bits) - 1, offsets, pieces.columns, bits_given)
+    _fill_cells(memory.lines, lane, keys, (1 << bits) - 1, offsets, pieces.columns, bits_given)
     table = program["operands"]
     lanes_of = np.bincount(pieces.operand, minlength=len(table))
     _fill_slots(memory.lines, memory.slots, table.data, lanes_of, keys, edges, pieces.unit)
@@ -212,11 +212,11 @@ def _pieces(program: Program, units: _Units) -> _Pieces:
     first_column = table["col"] // width
     lanes_at_home = max(program.q_sets.heads // units.q, program.kv_sets.heads // units.kv)
     columns = max(lanes_at_home, int((first_column + count).max(initial=1)))
-    operand = np.repeat(np.arange(len(table)), count)
+    operand = group_of(count)
     unit: Ints = np.zeros(len(operand), np.int64)
     column = unit
     if columns > 1:
-        index = np.arange(len(operand)) - np.repeat(np.cumsum(count) - count, count)
+        index = within(count)
         unit = _unit_of(program, operand, index, units)
         column = np.where(table["space"][operand] == HOME, unit, first_column[operand] + index)
     place = (table.rank * PLACES + table["tensor"] * _SPACES + table["space"])[operand]
@@ -241,7 +241,7 @@ def _unit_of(program: Program, operand: Ints, index: Ints, units: _Units) -> Int
 def _flat_units(sets: HeadSets, width: int) -> tuple[Ints, Ints]:
     units = [members[::width] // width for members in sets.members]
     sizes = [len(item) for item in units]
-    return np.concatenate(units), np.append(0, np.cumsum(sizes))[:-1]
+    return np.concatenate(units), offsets(sizes)[:-1]
 
 
 def _home_edges(

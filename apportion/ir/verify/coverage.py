@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from apportion.ir import bands as algebra
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import TABLES
 from apportion.ir.jit import jit, lean
-from apportion.ir.plan import Ints
 from apportion.ir.sorting import stable_order
 from apportion.ir.verify.flow import Flow
 from apportion.ir.verify.homes import Homes

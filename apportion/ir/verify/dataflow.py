@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from apportion.ir.arrays import Ints
 from apportion.ir.isa import HEADLESS, PARTIALS, TENSOR_NAMES, Space, Tensor
 from apportion.ir.ops import NO_LIST
-from apportion.ir.plan import Ints
 from apportion.ir.verify import machine as f
 from apportion.ir.verify.cells import Cells
 from apportion.ir.verify.flow import left_over

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import OPERAND_COLUMNS, Tensor
 from apportion.ir.ops import LIST_OF_OP
-from apportion.ir.plan import Ints
 from apportion.ir.verify.cells import PLACES, Cells
 from apportion.ir.verify.machine import (
     BEGIN,

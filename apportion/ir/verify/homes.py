@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.ir.plan import Ints, Layout
+from apportion.ir.arrays import Ints
+from apportion.ir.plan import Layout
 
 _SHOWN = 3
 

@@ -26,13 +26,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, PARTIALS, RESULTS, TABLES, Op, Tensor
 from apportion.ir.jit import inlined, lean, unlocked
-from apportion.ir.plan import Ints, Table
+from apportion.ir.plan import Table
 from apportion.ir.threads import spread
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.lists import Lists, list_band
-from apportion.ir.verify.view import HOME, WORK, Bools, HeadSets, Program
+from apportion.ir.verify.view import HOME, WORK, HeadSets, Program
 
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
 # file changes.

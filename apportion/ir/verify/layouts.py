@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from apportion.ir.arrays import Ints, group_of, within
 from apportion.ir.batch import Batch
-from apportion.ir.plan import Ints, Layout, Move, Table
+from apportion.ir.plan import Layout, Move, Table
 from apportion.ir.sorting import stable_order
 from apportion.ir.verify.report import Violation, span
 from apportion.ir.verify.subject import Subject
@@ -163,8 +164,8 @@ def _carried(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, t
     begin = base[rank] + row
     low = np.searchsorted(start, begin, side="right") - 1
     count = np.searchsorted(start, begin + rows, side="left") - low
-    piece = np.repeat(np.arange(len(rank)), count)
-    at = np.repeat(low, count) + np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
+    piece = group_of(count)
+    at = np.repeat(low, count) + within(count)
     first = np.maximum(start[at], begin[piece])
     last = np.minimum(start[at] + length[at], (begin + rows)[piece])
     return _runs(

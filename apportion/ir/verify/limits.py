@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.ops import IS_HEADLESS
-from apportion.ir.plan import Ints
 from apportion.ir.totals import loads
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program
-
-Floats = NDArray[np.float64]
 
 RULE = "limits"
 _GIB = 2**30

@@ -19,8 +19,8 @@ from functools import cached_property
 import numpy as np
 
 from apportion.ir import bands as algebra
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import inlined, lean
-from apportion.ir.plan import Ints
 from apportion.ir.verify.coverage import Tasks, cut_bands, is_exact
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HeadSets

@@ -22,10 +22,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.isa import PARTIALS, RULES, Op, Rule, Tensor, Use
 from apportion.ir.jit import lean
 from apportion.ir.ops import LISTS
-from apportion.ir.plan import Ints
 
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
 # file changes.

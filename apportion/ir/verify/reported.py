@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import totals
+from apportion.ir.arrays import Floats
 from apportion.ir.isa import PHASES
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
@@ -167,7 +167,7 @@ def _balance(subject: Subject) -> Iterator[Fact]:
     yield ("imbalance", "tokens"), float((rows / subject.token_shares).max()) - 1
     speeds = np.asarray(request.cluster.speeds or np.ones(plan.header.ranks), np.float64)
     found = [totals.loads(plan.programs, plan.header, request.model, phase) for phase in PHASES]
-    time: NDArray[np.float64] = max((load / speeds for load in found), key=lambda times: float(times.max()))
+    time: Floats = max((load / speeds for load in found), key=lambda times: float(times.max()))
     mean = float((time * speeds).sum()) / float(speeds.sum())
     yield ("imbalance", "compute"), float(time.max()) / mean - 1 if mean else 0.0
     yield ("bounds", "makespan", "value"), float(time.max())

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from apportion.ir.arrays import Bools, Ints, offsets
 from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, TENSOR_NAMES, Op, Tensor
-from apportion.ir.plan import Ints
 from apportion.ir.verify.report import Violation, at_instruction, describe_operand
 from apportion.ir.verify.subject import Subject
-from apportion.ir.verify.view import HOME, Bools, Program
+from apportion.ir.verify.view import HOME, Program
 
 RULE = "results"
 
@@ -92,7 +92,7 @@ def _of_sum(program: Program, tensor: Tensor, given: Ints, others: Ints) -> Iter
             "in none"
         )
         yield Violation(RULE, rank, program.kind, program.phase, None, message)
-    covered = np.append(0, np.cumsum(np.append(np.diff(points), 0) * (heads > 0)))
+    covered = offsets(np.append(np.diff(points), 0) * (heads > 0))
     start, stop = begin[others[0]], (begin + operands["rows"])[others[0]]
     touched = _below(points, covered, heads, stop) - _below(points, covered, heads, start)
     for x, step in others[:, touched > 0].T.tolist():

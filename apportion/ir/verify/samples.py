@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from apportion.ir.plan import Ints
+from apportion.ir.arrays import Ints
 from apportion.ir.verify.coverage import Tasks
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject

@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.codec import Plan
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Op, Tensor
-from apportion.ir.plan import Ints, Layout
+from apportion.ir.plan import Layout
 from apportion.ir.totals import Moved, moved
 from apportion.ir.verify import cells, coverage, judge
 from apportion.ir.verify import flow as interpreter
@@ -24,7 +24,6 @@ from apportion.ir.verify.report import Violation, first_few
 from apportion.ir.verify.view import Program, head_sets
 
 T = TypeVar("T")
-Floats = NDArray[np.float64]
 
 
 # Runs of consecutive home rows a task or transfer that are made room for, in turn: few are the rule.

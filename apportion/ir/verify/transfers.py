@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from apportion.ir.arrays import Ints, group_of
 from apportion.ir.isa import ALL_TO_ALL, HEADLESS, TENSOR_NAMES, Op, Tensor
-from apportion.ir.plan import Ints
 from apportion.ir.verify.report import Violation, at_instruction, span
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program
@@ -61,7 +61,7 @@ def _rounds(program: Program) -> Iterator[Violation]:
     """All ranks of a round agree on channel and mode; every rank launches an all-to-all; no launch is idle."""
     instructions, turns = program["instructions"], program.turns
     order = turns.order
-    turn = np.repeat(np.arange(len(turns.rounds)), np.diff(turns.ptr))
+    turn = group_of(np.diff(turns.ptr))
     first = order[turns.ptr[turn]]
     for name in ("channel", "mode"):
         for i in np.flatnonzero(instructions[name][order] != instructions[name][first]).tolist():

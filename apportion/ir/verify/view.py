@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints, group_of
 from apportion.ir.isa import HEADLESS, KV_SIDE, TABLES, TASK_LIST, Op, Space, Tensor
 from apportion.ir.jit import lean
 from apportion.ir.ops import IS_KEY, LIST_OF_OP
-from apportion.ir.plan import Ints, ProgramSet, Table
+from apportion.ir.plan import ProgramSet, Table
 from apportion.ir.programs import Met, ProgramView
-
-Bools = NDArray[np.bool_]
 
 HOME, WORK = int(Space.HOME), int(Space.WORK)
 _KV_BITS, _HEADLESS_BITS = (sum(1 << tensor for tensor in some) for some in (KV_SIDE, HEADLESS))
@@ -38,7 +36,7 @@ class Rows:
     @cached_property
     def rank(self) -> Ints:
         """int64 [rows]: the rank that owns each row."""
-        return np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr))
+        return group_of(np.diff(self.ptr))
 
     def at(self, row: int) -> dict[str, int]:
         """One row, for messages."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch, Kind
 from apportion.ir.errors import CapacityError
 from apportion.ir.masks import Causal, SlidingWindow
-
-Ints = NDArray[np.int64]
 
 
 def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:

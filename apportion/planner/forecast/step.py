@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
@@ -31,8 +30,6 @@ from apportion.planner.forecast.memory import Memory, activations, in_flight, me
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.schedule import makespan_us
 from apportion.planner.forecast.training import Training
-
-Floats = NDArray[np.float64]
 
 PARTS = (
     *("attention", "linear", "rows", "remap", "head", "recomputation", "tensor_parallel", "data_parallel"),

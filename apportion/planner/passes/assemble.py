@@ -16,16 +16,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, OPERAND_COLUMNS, P2P, TABLES, Op, Space, Tensor
 from apportion.ir.jit import jit, lean, unlocked
 from apportion.ir.plan import ProgramSet, Table
 from apportion.planner.passes.groups import Groups, HeadSets
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 _ROWS = 2**31  # of a rank, at most
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.areas import area_of
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.jit import jit, unlocked
 from apportion.ir.model import Model
-
-Ints = NDArray[np.integer[Any]]
 
 #: of one attention kind, forward; a plan of more takes beyond 10 GB
 MOST_TASKS = 1 << 24

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.passes.route import Routed, depths
 from apportion.planner.passes.schedule import Schedule, SchedulePass, degrees
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Divisions(SchedulePass):
 
 
 @jit
-def _parts(pair: Ints, rows: Ints, root: NDArray[np.bool_], parts: int) -> Ints:
+def _parts(pair: Ints, rows: Ints, root: Bools, parts: int) -> Ints:
     """int64 [edges]: in which of so many equal parts of its pair's rows each edge begins, from 1 on."""
     total, before = np.zeros(len(pair), np.int64), np.zeros(len(pair), np.int64)
     for edge in range(len(pair)):

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import ConfigError
 from apportion.planner.passes.route import Routed, RoutePass, Site, holders, hulls, index_on_ring
 from apportion.planner.passes.tasks import Edges
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)

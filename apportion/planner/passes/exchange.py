@@ -12,20 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, RESULTS, SIDES, Op, Side, Space, Tensor
 from apportion.planner.passes.assemble import Assembler, Column, Operands, Ranges, taken
 from apportion.planner.passes.groups import Groups, HeadSets
 from apportion.planner.passes.rows import Rows, whole_ranges
 from apportion.planner.passes.schedule import Matchings, Slots
 from apportion.planner.solvers.matching import max_degree
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 CHANNEL = 0
 # Of a rank: from so many rows on, unpacking costs more than rounds by tensor do.

@@ -8,12 +8,12 @@ groups   the longest     |  long     | ...   |    |        powers of two, larges
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import PHASES, SIDES, TRAVELLING
@@ -23,9 +23,6 @@ from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.use import GroupingSolver
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # Without a capacity of the user's, tokens of a rank over the mean: room for sequences that are not cut. FlexSP takes
 # the limit from the memory that activations of all layers need, which a plan of attention does not know.
@@ -130,7 +127,7 @@ def _laid_out(problem: Problem, found: Grouping) -> tuple[Ints, Ints]:
     """(group of each sequence, first rank of each group and the end), idle ranks in groups of one at the end."""
     idle = problem.ranks - int(found.degree.sum())
     sizes = np.append(found.degree, np.ones(idle, np.int64))
-    first = np.append(0, np.cumsum(sizes))
+    first = offsets(sizes)
     if problem.cluster.speeds is None:
         return found.group, first
     slowest = np.minimum.reduceat(problem.speeds, first[:-1])

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints, group_of, offsets
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.model import Model
@@ -29,8 +29,6 @@ from apportion.planner.options import Count, Share
 from apportion.planner.passes.lone import Lone, find_lone
 from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Pass, Problem
-
-Ints = NDArray[np.integer[Any]]
 
 # A kind whose queries see fewer keys than this share of a rank's tokens is computed where its rows live.
 NEAR = 0.2
@@ -66,7 +64,7 @@ class Groups:
     @cached_property
     def of_rank(self) -> Ints:
         """int64 [ranks]: the group of each rank."""
-        return np.repeat(np.arange(len(self)), self.sizes)
+        return group_of(self.sizes)
 
     @cached_property
     def member(self) -> Ints:
@@ -76,7 +74,7 @@ class Groups:
     def spread(self, group: Ints) -> tuple[Ints, Ints]:
         """For values of groups: the index of the value that each member takes, and the member's rank."""
         sizes = self.sizes[group]
-        index = np.repeat(np.arange(len(group)), sizes)
+        index = group_of(sizes)
         ends = np.cumsum(sizes)
         return index, self.first[group[index]] + np.arange(len(index)) - (ends - sizes)[index]
 
@@ -85,7 +83,7 @@ class Groups:
         their shares, int64 [ranks] > 0. A group of no more rows than the sum of its shares gives no rank more than
         its own."""
         held, first_row = rows.per_rank, np.cumsum(rows.per_rank) - rows.per_rank
-        of, edges = self.of_rank, np.append(0, np.cumsum(shares))
+        of, edges = self.of_rank, offsets(shares)
         whole, before = edges[self.first[1:]] - edges[self.first[:-1]], edges[:-1] - edges[self.first[of]]
         inside = held[of] * before // whole[of]
         cut = first_row[of] + inside  # in rows of all groups, one after another
@@ -113,7 +111,7 @@ class HeadSets:
     key: Ints
     query_heads: Ints
     key_heads: Ints
-    shared: NDArray[np.bool_]
+    shared: Bools
     stages: HeadStages | None = None
 
     @property

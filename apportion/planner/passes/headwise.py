@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.isa import FETCHED, FIRST_DKV, KV_SIDE, RETURNED, SIDES, TRAVELLING, Op, Side, Space, Tensor
 from apportion.ir.plan import ProgramSet
 from apportion.planner.passes.assemble import Assembler, Cell, Operands, Part, Ranges
@@ -30,9 +29,6 @@ from apportion.planner.passes.groups import HeadStages
 from apportion.planner.passes.lower import backward_core, forward_core
 from apportion.planner.passes.lowering import Lowering
 from apportion.planner.passes.rows import whole_ranges
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 #: what `project` makes of X
 MADE = (Tensor.Q, Tensor.KV)

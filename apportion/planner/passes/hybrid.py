@@ -8,11 +8,11 @@ short                                |6|7|5|6|     whole, on the least loaded ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.planner.options import Count
 from apportion.planner.passes.refusals import refuse_home_ranks
@@ -22,8 +22,6 @@ from apportion.planner.passes.zigzag import deal, placed
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.batch import Batch
 from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
 from apportion.ir.jit import jit
@@ -27,9 +27,6 @@ from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.shard import row_times, row_weights
 from apportion.planner.problem import Placement, Problem, Shards
 from apportion.planner.solvers.lpt import makespan_bound
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # Shares of a rank's time up to which sequences are lone, the first that leaves ranks even enough: on average a group's
 # busiest has no more than this part of its time beyond the mean, and of all work no more than that part is where groups
@@ -97,7 +94,7 @@ class Lone:
         return Rows(np.append(first[order], self.batch.tokens), home[order], self.ranks, later[order])
 
     @cached_property
-    def early(self) -> NDArray[np.bool_]:
+    def early(self) -> Bools:
         """bool [lone]: those that are computed while rows come in, as long as that takes, the others while results
         leave. The longest first that still fit, so that all ranks of a group start on the others at about one time."""
         early, room = np.zeros(len(self.index), bool), np.full(self.ranks, self.come)

@@ -14,11 +14,10 @@ Everything between the exchanges is lowered for groups of ranks and then spread 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import (
     FETCHED,
     FIRST_DKV,
@@ -44,9 +43,6 @@ from apportion.planner.passes.exchange import (
 from apportion.planner.passes.lowering import Lowering, Side
 from apportion.planner.passes.rows import allot, whole_ranges
 from apportion.planner.passes.script import Between, Fetches, Returns, append_steps
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 #: list of tasks -> the tensor of each of its operands
 TASK_TENSORS = {

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints, offsets
 from apportion.ir.isa import Space
 from apportion.ir.sorting import ranked
 from apportion.planner.passes.assemble import Ranges
@@ -23,9 +22,6 @@ from apportion.planner.passes.script import Batches
 from apportion.planner.passes.stages import KeyParts, arena_order
 from apportion.planner.passes.tasks import Edges, Tasks
 from apportion.planner.problem import exact_sums, raise_to
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -174,7 +170,7 @@ class Beside:
 
     alone: Lowering
     home: Rows
-    early: NDArray[np.bool_]
+    early: Bools
 
     def steps(self, come: int, leave: int) -> Ints:
         """int64 [tasks]: the step of each, beside the way in or the way out."""
@@ -310,7 +306,7 @@ class Lowering:
         return place, some, edges.take(some), self.schedule.round[some], self.back[some]
 
     @cached_property
-    def _passed_on(self) -> NDArray[np.bool_]:
+    def _passed_on(self) -> Bools:
         """bool [edges + 1]: whether others bring each edge's tile to more ranks; False."""
         found = np.zeros(len(self.edges) + 1, bool)
         found[self.edges.parent] = True
@@ -352,7 +348,7 @@ class Lowering:
         return Batches.of(self.schedule.round, self.back, every | (self.edges.lane & 1 == 1), results)
 
     @cached_property
-    def whole_results(self) -> NDArray[np.bool_]:
+    def whole_results(self) -> Bools:
         """bool [query edges]: whether nothing else than the tile's tasks touches the rows, so that what they add up is
         complete, and goes straight home as results. Home rows only, and all heads at once."""
         tasks = self.tasks
@@ -370,9 +366,9 @@ class Lowering:
         users = np.cumsum(
             np.bincount(first, minlength=len(points)) - np.bincount(last, minlength=len(points))
         )
-        shared = np.append(0, np.cumsum(users > 1))
+        shared = offsets(users > 1)
         mine = slice(len(edges))
-        found: NDArray[np.bool_] = may & (shared[last[mine]] == shared[first[mine]])
+        found: Bools = may & (shared[last[mine]] == shared[first[mine]])
         return found
 
     @cached_property
@@ -421,7 +417,7 @@ class Lowering:
         written = Written(parts.task, lane, parts.row, parts.keys, may)
         return find_openers(written, np.repeat(self.rows.per_rank, lanes), len(self.tasks))
 
-    def _stay_put(self, which: int, rank: Ints, row: Ints, rows: Ints) -> NDArray[np.bool_]:
+    def _stay_put(self, which: int, rank: Ints, row: Ints, rows: Ints) -> Bools:
         """bool [n]: whether none of the query (1) or key rows [row, row + rows) of a rank leave home, needed or not."""
         edges = self.edges
         leave = (edges.parent < 0) & (edges.lane & 1 == which)

@@ -9,15 +9,11 @@ rows       ▒▒▒▒▒■■■■■■■■■■■▒▒▒■■■■
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.jit import jit, lean, unlocked
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 _UNSEEN, _ADDED, _OPENED = range(3)
 

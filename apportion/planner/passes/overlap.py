@@ -10,16 +10,12 @@ first task runs; and results may leave once their last task has run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.planner.passes.exchange import Pieces, Turns, at_once
 from apportion.planner.passes.lowering import Lowering, Side
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 
 def overlapped(low: Lowering) -> Lowering:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
@@ -27,8 +27,6 @@ from apportion.planner.passes.shard import row_areas, row_weights
 from apportion.planner.problem import MOST_TOKENS, Pass, Problem
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
-
-Ints = NDArray[np.integer[Any]]
 
 # A linear layer is one product forward and two, of the same size, backward.
 LINEAR_FORWARDS = 3
@@ -136,7 +134,7 @@ class Wlb(PackPass):
         bins = _spread(weights, batch.lengths[kept], self.microbatches, room, self.solver)
         return Packing(_members(bins, kept), np.flatnonzero(waits))
 
-    def _waiting(self, lengths: Ints) -> NDArray[np.bool_]:
+    def _waiting(self, lengths: Ints) -> Bools:
         """bool [sequences]: outliers that wait. Of each queue as many leave, first come first served, as go evenly
         over the microbatches."""
         waits = np.zeros(len(lengths), np.bool_)
@@ -175,7 +173,7 @@ def work(problem: Problem) -> Ints:
     return nanoseconds
 
 
-def _attention_us(problem: Problem, kind: str) -> NDArray[np.float64]:
+def _attention_us(problem: Problem, kind: str) -> Floats:
     """float64 [sequences]: each as one task."""
     lengths, model = problem.batch.lengths, problem.model
     pairs = np.maximum(row_areas(problem.bands[kind], problem.batch.starts), 1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.planner.passes.shard import (
     AUTO_IMBALANCE,
@@ -22,9 +22,6 @@ from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.lpt import makespan_bound
 from apportion.planner.solvers.status import Status, Termination
 from apportion.planner.solvers.use import PartitionSolver
-
-Ints = NDArray[np.integer[Any]]
-
 
 #: how often a kind that is balanced by itself counts, where the others count once
 ALONE = 64

@@ -13,11 +13,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.batch import Batch
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES
@@ -28,8 +28,6 @@ from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Execution, Pass, Placement, PlacePass, Problem, ShardPass, Shards
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
-
-Ints = NDArray[np.integer[Any]]
 
 #: ranks of a pod under `auto`: with fewer, planning is hardly quicker and pods are less even
 POD_RANKS = 1024
@@ -127,9 +125,9 @@ class Documents(PodsPass):
         return None if (found < 0).any() or not held.all() else found
 
 
-def _shares(problem: Problem, first: Ints) -> NDArray[np.float64]:
+def _shares(problem: Problem, first: Ints) -> Floats:
     """float64 [pods]: tokens that are theirs by rate."""
-    shares: NDArray[np.float64] = np.add.reduceat(problem.token_shares, first[:-1])
+    shares: Floats = np.add.reduceat(problem.token_shares, first[:-1])
     return shares
 
 
@@ -317,7 +315,7 @@ def _apart(problem: Problem, placement: Placement, first: Ints, of: Ints) -> lis
         blocks = np.flatnonzero(pod_of_block == pod)
         own = replace(
             placement,
-            starts=np.append(0, np.cumsum(placement.lengths[blocks])),
+            starts=offsets(placement.lengths[blocks]),
             home=placement.home[blocks] - begin,
             weight=placement.weight[blocks],
             execution=executions[pod],

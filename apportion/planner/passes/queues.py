@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
 from apportion.planner.passes.route import Routed
 from apportion.planner.passes.schedule import Local, Schedule, SchedulePass, degrees
 from apportion.planner.passes.zeppelin.route import Queued, QueueRings
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.planner.problem import Problem, exact_sums
-
-Ints = NDArray[np.integer[Any]]
 
 
 def refuse_home_ranks(problem: Problem, name: str) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.cluster import Cluster
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS
 from apportion.ir.model import Model
@@ -25,8 +25,6 @@ from apportion.ir.plan import Layout, Move, Table
 from apportion.planner.problem import Pass, Problem
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
 from apportion.planner.solvers.use import TransportSolver
-
-Ints = NDArray[np.integer[Any]]
 
 #: name of the layout of even tokens
 LINEAR = "linear"

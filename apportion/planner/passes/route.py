@@ -14,11 +14,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints, changes, group_of
 from apportion.ir.batch import Batch
 from apportion.ir.cluster import Cluster
 from apportion.ir.jit import jit, lean, unlocked
@@ -27,8 +27,6 @@ from apportion.planner.options import Count
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.tasks import Edges, joined
 from apportion.planner.problem import Pass
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -326,7 +324,7 @@ class Tree(RoutePass):
         ahead = (edges.dst - edges.home) % site.cluster.ranks
         order = np.lexsort((ahead, edges.tile))
         spread = edges.take(order)
-        new = np.append(True, spread.tile[1:] != spread.tile[:-1])
+        new = changes(spread.tile)
         first = np.flatnonzero(new)[np.cumsum(new) - 1]
         place = np.arange(len(order)) - first  # 0, 1, .. behind the home
         parent = np.where(place < self.fanout, -1, first + (place - self.fanout) // self.fanout)
@@ -390,7 +388,7 @@ def _chains(edges: Edges, tile: Ints, ring: Ints, rings: list[Ints]) -> Routed:
     steps = (at - start[group]) % size[group]  # 1, 2, .. hops from home
     hops = largest(steps, group, len(ids))
     begin = np.cumsum(hops) - hops
-    of = np.repeat(np.arange(len(ids)), hops)
+    of = group_of(hops)
     hop = np.arange(len(of)) - begin[of]
     src, dst = (flat[base[of] + (start[of] + hop + step) % size[of]] for step in (0, 1))
     parent = np.where(hop == 0, -1, np.arange(len(of)) - 1)

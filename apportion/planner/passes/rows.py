@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.batch import Batch
 from apportion.ir.isa import SPAN_COLUMNS
 from apportion.ir.jit import jit, unlocked
 from apportion.ir.plan import Layout, Table
 from apportion.ir.sorting import sort_order
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Rows:
     starts: Ints
     home: Ints
     ranks: int
-    later: NDArray[np.bool_] | None = None
+    later: Bools | None = None
 
     @cached_property
     def lengths(self) -> Ints:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.jit import jit
 from apportion.planner.options import Count
@@ -21,9 +21,6 @@ from apportion.planner.problem import Pass, raise_to
 from apportion.planner.solvers.contracts import ColouringProblem
 from apportion.planner.solvers.matching import max_degree
 from apportion.planner.solvers.use import ColouringSolver
-
-Ints = NDArray[np.integer[Any]]
-
 
 # When tasks run that need no tile: before the first round is waited for, after the last, or spread over the stages so
 # that a rank's work is even.

@@ -13,17 +13,14 @@ order, so launches rise everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import P2P, RESULTS, Op
 from apportion.planner.passes.assemble import Assembler
 from apportion.planner.passes.schedule import Schedule
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

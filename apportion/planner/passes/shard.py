@@ -8,12 +8,12 @@ pieces         A       B       B      A                C             zig-zag pai
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.areas import area_of
+from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.batch import Batch
 from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.jit import jit
@@ -23,8 +23,6 @@ from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.status import Limit
 from apportion.planner.solvers.use import PartitionSolver
-
-Ints = NDArray[np.integer[Any]]
 
 # The largest block that `auto` tries: kernels gain little from longer ones (FCP, section 7: 2K on its GPUs).
 LARGEST_AUTO_BLOCK = 2048
@@ -104,7 +102,7 @@ def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> flo
     room = problem.token_caps - exact_sums(bins[there], sizes[there], problem.ranks)
     left = np.flatnonzero(~there[shards.piece])
     order = np.argsort(load / problem.speeds, kind="stable")
-    until, edges = np.cumsum(shards.lengths[left]), np.append(0, np.cumsum(room[order]))
+    until, edges = np.cumsum(shards.lengths[left]), offsets(room[order])
     for block, end in zip(left.tolist(), until.tolist(), strict=True):
         begin, size = end - int(shards.lengths[block]), int(shards.lengths[block])
         part = np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin)
@@ -231,8 +229,8 @@ def rows_of_blocks(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
     first = np.searchsorted(starts, bands[:, 0], "right") - 1
     last = np.searchsorted(starts, bands[:, 1], "left")
     counts = np.maximum(last - first, 0)
-    band = np.repeat(np.arange(len(bands)), counts)
-    block = np.arange(len(band)) - np.repeat(np.cumsum(counts) - counts, counts) + first[band]
+    band = group_of(counts)
+    block = within(counts) + first[band]
     part = bands[band]
     part[:, 0] = np.maximum(part[:, 0], starts[block])
     part[:, 1] = np.minimum(part[:, 1], starts[block + 1])

@@ -14,20 +14,16 @@ over several of them, as it may over blocks at home: fewer and larger kernel cal
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints, changes
 from apportion.ir.jit import jit, unlocked
 from apportion.ir.sorting import counting_order, radix_order, ranked
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.schedule import Schedule
 from apportion.planner.passes.tasks import Edges, Tasks
 from apportion.planner.problem import exact_sums
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 
 def program_order(
@@ -86,7 +82,7 @@ def _over_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
     share = tasks.row.astype(np.int64) * members // np.maximum(rows.per_rank[tasks.exec], 1)
     share += members * tasks.exec
     by_share = np.lexsort((-tasks.work / tasks.rows, share))
-    fresh = np.append(True, np.diff(share[by_share]) != 0)
+    fresh = changes(share[by_share])
     turn = np.empty(len(tasks), np.int64)
     turn[by_share] = np.arange(len(tasks)) - np.maximum.accumulate(np.where(fresh, np.arange(len(tasks)), 0))
     return np.lexsort((share, turn))

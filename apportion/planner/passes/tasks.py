@@ -18,18 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.jit import jit, unlocked
 from apportion.ir.sorting import counting_order, ranked
 from apportion.planner.passes.cells import Cells, HeadGroups, cut_columns, pairs
 from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Execution
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def placed_tasks(cells: Cells, execution: Execution, rows: Rows, heads: HeadGrou
 
 
 def _edges(
-    rows: Rows, block: Ints, rank: Ints, lane: Ints, low: Ints, high: Ints, away: NDArray[np.bool_]
+    rows: Rows, block: Ints, rank: Ints, lane: Ints, low: Ints, high: Ints, away: Bools
 ) -> tuple[Ints, Edges]:
     """int32 [n]: the edge of each task, -1 where not `away`; and the edges: one for each block, rank and lane, the hull
     of the tokens [low, high)."""

@@ -15,17 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.errors import ConfigError
 from apportion.ir.model import Model
 from apportion.planner.options import Count
 from apportion.planner.passes.groups import Groups, HeadSets, HeadStages, Ulysses
 
-Ints = NDArray[np.integer[Any]]
 Heads = tuple[int, ...]
 
 
@@ -125,7 +124,7 @@ def _windows(keys: list[list[Heads]], keep: int | Literal["auto"]) -> tuple[Ints
     """
     if keep == "auto":
         fresh = [before != now for before, now in pairwise(keys)]
-        window = np.append(0, np.cumsum(fresh)).astype(np.int64)
+        window = offsets(fresh)
     else:
         window = np.arange(len(keys)) // keep
     held = [

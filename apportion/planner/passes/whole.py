@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
@@ -15,8 +15,6 @@ from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.lpt import makespan_bound
 from apportion.planner.solvers.use import PartitionSolver
-
-Ints = NDArray[np.integer[Any]]
 
 # Without a cap of the user's, the least of these times a rank's share (or the longest sequence) that LPT can keep to.
 SLACKS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)

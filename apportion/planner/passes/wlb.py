@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import bands as band_algebra
+from apportion.ir.arrays import Bools, Floats, Ints, group_of
 from apportion.ir.isa import PHASES
 from apportion.planner.options import Count
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import deal_evenly
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # Pieces that are priced; beyond, evenly spaced ranks stand for all.
 PRICED_PIECES = 2**20
@@ -68,14 +65,14 @@ def _rank_us(problem: Problem, bands: Ints, placement: Placement) -> Floats:
     return time
 
 
-def query_pieces(bands: Ints, starts: Ints, wanted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+def query_pieces(bands: Ints, starts: Ints, wanted: Bools) -> tuple[Ints, Ints]:
     """Bands cut by the `wanted` query blocks, int64 [pieces, 6], no empty ones, and the block of each, int64 [pieces].
 
     bands: int64 [bands, 6], global tokens; starts: int64 [blocks + 1]; wanted: bool [blocks].
     """
     low = np.searchsorted(starts, bands[:, 0], "right") - 1
     count = np.maximum(np.searchsorted(starts, bands[:, 1], "left") - low, 0)
-    band = np.repeat(np.arange(len(bands)), count)
+    band = group_of(count)
     block = np.arange(len(band)) - np.repeat(np.cumsum(count) - count - low, count)
     band, block = band[wanted[block]], block[wanted[block]]
     pieces = bands[band]

@@ -8,19 +8,17 @@ LLaMA CP of Zeppelin, section 5, and Ring Attention of FCP, section 6.1).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.passes.refusals import obey_token_cap, refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.solvers.lpt import makespan_bound
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
@@ -28,15 +29,7 @@ from apportion.planner.simulate import engine
 from apportion.planner.simulate.durations import Costs, Work, end_us, task_pairs, work_us
 from apportion.planner.simulate.launches import Posted, cast_bytes, count_kernels, find_posted
 from apportion.planner.simulate.path import Step
-from apportion.planner.simulate.program import (
-    WAIT,
-    Floats,
-    Ints,
-    Script,
-    Traffic,
-    View,
-    write_script,
-)
+from apportion.planner.simulate.program import WAIT, Script, Traffic, View, write_script
 from apportion.planner.simulate.timeline import Run, Simulation, Spans
 from apportion.planner.simulate.traffic import find_traffic, port_count
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import inlined, lean
 from apportion.planner.simulate.events import Events, Numbers, append, no_events, no_numbers, pop, push, sort
 from apportion.planner.simulate.ports import (
@@ -36,7 +37,7 @@ from apportion.planner.simulate.ports import (
     occupy,
     release,
 )
-from apportion.planner.simulate.program import LAUNCH, WAIT, Floats, Ints, Script, Traffic
+from apportion.planner.simulate.program import LAUNCH, WAIT, Script, Traffic
 
 NOT_YET = -1.0
 #: kinds of events

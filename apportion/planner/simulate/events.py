@@ -6,15 +6,12 @@ more than its work.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import lean
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 #: up to here insertion sorts faster
 _SHORT = 24

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.isa import OP_NAMES, RULES, Op, Rule, Tensor
 from apportion.ir.jit import jit
 from apportion.ir.messages import Groups, group_tiles
-from apportion.planner.simulate.program import Ints, Tiles, View
+from apportion.planner.simulate.program import Tiles, View
 
 
 def kernel_table(rules: Mapping[int, Rule]) -> Ints:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from apportion.ir.arrays import Floats
 from apportion.ir.bands import joined
 from apportion.ir.batch import Batch
 from apportion.ir.model import Model
 from apportion.planner.cost import bands_us
 from apportion.planner.simulate.durations import Costs, Work
-from apportion.planner.simulate.program import Floats
 
 
 class Losses(NamedTuple):

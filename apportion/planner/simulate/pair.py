@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Floats, Ints, group_of, offsets
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.fields import integer
@@ -32,17 +33,7 @@ from apportion.ir.segments import agreed_cuts, own_cuts, segment_ends
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import busy_us, engine, prepare_program
 from apportion.planner.simulate.durations import Costs
-from apportion.planner.simulate.program import (
-    LAUNCH,
-    WAIT,
-    WORK,
-    Floats,
-    Ints,
-    Script,
-    Traffic,
-    View,
-    neighbours,
-)
+from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traffic, View, neighbours
 from apportion.planner.simulate.traffic import port_count
 
 #: time of the linear layers' backward, as a multiple of their forward's
@@ -323,7 +314,7 @@ def _simulated(halves: list[Half], layers: int, way: str, where: str) -> Way:
         rank = int(np.argmax(blocked >= 0))
         raise VerifyError(f"{where}: rank {rank} waits for a round that never completes; verify both plans")
     waits = script.role == WAIT
-    rank_of = np.repeat(np.arange(len(finish)), np.diff(script.ptr))
+    rank_of = group_of(np.diff(script.ptr))
     idle = engine.idle_until(script, times) - times.begin
     exposed = np.bincount(rank_of[waits], idle[waits], len(finish))
     return Way(float(max(finish.max(), times.done.max(initial=0.0))), exposed.astype(np.float64))
@@ -333,7 +324,7 @@ def _interleaved(halves: list[Half], layers: int, way: str) -> tuple[Script, Tra
     """One script and its traffic, every half once a layer."""
     copies = [(number, half, layer) for layer in range(layers) for number, half in enumerate(halves)]
     sizes = [len(half.script.rank) for _, half, _ in copies]
-    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)  # launch of each copy, and their number
+    first = offsets(sizes)  # launch of each copy, and their number
     rows = _joined(_rows(*copy, way, int(start)) for copy, start in zip(copies, first, strict=False))
     order = np.lexsort((rows.number, rows.slot, rows.rank))
     rows = Rows._make(column[order] for column in rows)

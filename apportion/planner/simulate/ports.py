@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Floats, Ints, changes
 from apportion.ir.jit import lean
 from apportion.ir.sorting import stable_order
-from apportion.planner.simulate.program import Floats, Ints, Traffic
+from apportion.planner.simulate.program import Traffic
 
 NONE = -1
 OUT, IN, PAIR = range(3)
@@ -74,7 +75,7 @@ def _numbered(keys: Ints) -> tuple[Ints, Ints]:
     """(the different keys, rising; which of them each is)."""
     order = stable_order(keys)
     rising = keys[order]
-    new = np.append(True, rising[1:] != rising[:-1])[: len(keys)]
+    new = changes(rising)
     number = np.empty(len(keys), np.int64)
     number[order] = np.cumsum(new) - 1
     return rising[new], number

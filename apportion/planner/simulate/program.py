@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.errors import VerifyError
@@ -27,9 +27,6 @@ from apportion.ir.plan import ProgramSet
 from apportion.ir.programs import ProgramView, head_table
 from apportion.ir.sorting import sort_order
 from apportion.ir.statistics import Statistics, find_statistics
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 #: what an instruction is to the event loop
 WORK, LAUNCH, WAIT = range(3)
@@ -302,7 +299,7 @@ def write_script(view: View, work_us: Floats, end_us: Floats, traffic: Traffic) 
         channel,
         before,
         after,
-        np.concatenate([[0], np.cumsum(np.bincount(ends, minlength=len(at)))]).astype(np.int64),
+        offsets(np.bincount(ends, minlength=len(at))),
         (order % max(len(traffic.sender), 1)).astype(np.int64),
     )
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.cluster import Cluster
 from apportion.ir.codec import Plan
 from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
@@ -17,15 +18,7 @@ from apportion.planner.simulate.engine import Times, idle_until
 from apportion.planner.simulate.launches import CAST, PACK, UNPACK
 from apportion.planner.simulate.losses import Losses, find_losses, whole_us
 from apportion.planner.simulate.path import Step, walk_back
-from apportion.planner.simulate.program import (
-    LAUNCH,
-    WAIT,
-    Floats,
-    Ints,
-    Script,
-    Traffic,
-    launch_instructions,
-)
+from apportion.planner.simulate.program import LAUNCH, WAIT, Script, Traffic, launch_instructions
 from apportion.planner.simulate.trace import DEFAULT_RANKS, build_trace
 
 #: what a rank starts, columns of a run

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TENSOR_NAMES, Tensor
 from apportion.planner.simulate.launches import WORK_NAMES
 from apportion.planner.simulate.path import Step
-from apportion.planner.simulate.program import Ints
 
 if TYPE_CHECKING:
     from apportion.planner.simulate.timeline import Run

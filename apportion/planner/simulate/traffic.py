@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.cluster import Cluster
 from apportion.ir.errors import VerifyError
 from apportion.ir.jit import jit
 from apportion.ir.sorting import stable_order
-from apportion.planner.simulate.program import Floats, Ints, Tiles, Traffic, View
+from apportion.planner.simulate.program import Tiles, Traffic, View
 
 #: bytes that 1 GB/s moves in a microsecond
 BYTES_PER_US = 1e3

@@ -7,17 +7,13 @@ has as few edges of padding as can be. Flows of one unit a rank are an assignmen
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from apportion.ir.arrays import Ints, offsets
 from apportion.planner.solvers.contracts import Colouring, ColouringProblem
 from apportion.planner.solvers.matching import matchings, max_degree
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
 
 # of pairs without an edge: more than any matching of padding costs
 _NEVER = 1e6
@@ -30,9 +26,7 @@ def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
     degree = max_degree(src, dst, ranks)
     left, padding = _counts(src, dst, ranks), _padding(src, dst, ranks, degree)
     edges = np.argsort(src.astype(np.int64) * ranks + dst, kind="stable")
-    first = np.append(0, np.cumsum(left.reshape(-1)))[:-1].reshape(
-        ranks, ranks
-    )  # of each pair, the next edge in `edges`
+    first = offsets(left.reshape(-1))[:-1].reshape(ranks, ranks)  # of each pair, the next edge in `edges`
     colour, clock = np.full(len(src), -1, np.int32), budget.start()
     for number in range(degree):
         if clock.expired or number == budget.steps:

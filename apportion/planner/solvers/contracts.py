@@ -22,11 +22,9 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import ConfigError
 from apportion.planner.solvers.status import Budget, Termination
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,15 +15,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import MissingDependencyError
 from apportion.ir.jit import jit
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
 from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # HiGHS meets its rows within 1e-7 of the numbers it sees; the program is scaled so that these are about 1
 _TOLERANCE = 1e-6

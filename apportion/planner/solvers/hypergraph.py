@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints, group_of, offsets
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
 from apportion.planner.solvers.hypergraph_coarse import contract, merge
 from apportion.planner.solvers.hypergraph_graph import Graph, components, graph_of, spans
@@ -28,8 +29,6 @@ from apportion.planner.solvers.hypergraph_moves import (
 )
 from apportion.planner.solvers.hypergraph_tokens import place_tokens
 from apportion.planner.solvers.status import NEVER, Budget, Clock, Limit, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
 
 #: (problem, rank of the vertices with tokens) -> a rank for every vertex, and what cut the search
 Engine = Callable[[HypergraphProblem, Ints], tuple[Ints, Limit | None]]
@@ -139,7 +138,7 @@ def _moved(
     flops: Ints,
     part: Ints,
     base: Ints,
-    movable: NDArray[np.bool_],
+    movable: Bools,
     span: int,
     cap: Ints,
     clock: Clock,
@@ -193,7 +192,7 @@ def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | 
     return Sides(rank, between, flops, imbalance(rank, problem.tokens, problem.tokens_shares), end)
 
 
-def imbalance(rank: Ints, weights: Ints, shares: NDArray[np.float64]) -> float:
+def imbalance(rank: Ints, weights: Ints, shares: Floats) -> float:
     """The fullest rank over its share, less 1; 0 where there is no weight."""
     used = np.bincount(rank, weights, len(shares))
     total = float(used.sum())
@@ -235,7 +234,7 @@ def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     sizes = np.diff(problem.ptr)
-    ptr = np.append(0, np.cumsum(sizes[edges]))
+    ptr = offsets(sizes[edges])
     at = np.arange(len(problem.pins)) + np.repeat(problem.ptr[:-1][edges] - ptr[:-1], sizes[edges])
     pins = place[problem.pins[at]]
     pins = pins[np.lexsort((pins, np.repeat(np.arange(len(sizes)), sizes[edges])))]
@@ -251,7 +250,7 @@ def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
 
 
 def _marks(problem: HypergraphProblem) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    edge_of = np.repeat(np.arange(len(problem.price)), np.diff(problem.ptr))
+    edge_of = group_of(np.diff(problem.ptr))
     own = _mixed(problem.flops, problem.tokens, problem.bound_to)
     price = _mixed(problem.price)
     edge_mark = price

@@ -6,14 +6,10 @@ pieces of a row or several. What moves then are pieces, which share the price of
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints, group_of, offsets
 from apportion.planner.solvers.hypergraph_graph import Graph, graph_of
-
-Ints = NDArray[np.integer[Any]]
 
 
 def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, most: int) -> Ints:
@@ -22,7 +18,7 @@ def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, most: int) -> Ints:
     Free ones of one base, whose dearest and cheapest hyperedges have their homes on the same parts, are merged, by
     hyperedge, up to 1/most of all flops."""
     free = part < 0
-    edge_of = np.repeat(np.arange(len(graph.price)), np.diff(graph.ptr))
+    edge_of = group_of(np.diff(graph.ptr))
     owner = np.full(len(graph.price) + 1, -1, np.int64)  # one more, of vertices without any
     held = ~free[graph.pins]
     owner[edge_of[held]] = part[graph.pins[held]]
@@ -44,7 +40,7 @@ def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, most: int) -> Ints:
 
 def contract(graph: Graph, merged: Ints, count: int) -> Graph:
     """The hypergraph of `count` merged vertices, int64 [V]; hyperedges stay, each vertex once in each."""
-    edge_of = np.repeat(np.arange(len(graph.price)), np.diff(graph.ptr))
+    edge_of = group_of(np.diff(graph.ptr))
     pairs = np.unique(edge_of * count + merged[graph.pins])
-    ptr = np.append(0, np.cumsum(np.bincount(pairs // count, minlength=len(graph.price))))
+    ptr = offsets(np.bincount(pairs // count, minlength=len(graph.price)))
     return graph_of(ptr, pairs % count, graph.price, count)

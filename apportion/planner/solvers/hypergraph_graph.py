@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.jit import jit, lean
-
-Ints = NDArray[np.integer[Any]]
 
 
 class Graph(NamedTuple):
@@ -44,7 +42,7 @@ def _incidence(ptr: Ints, pins: Ints, vertices: int) -> tuple[Ints, Ints]:
 
 
 @jit
-def components(ptr: Ints, pins: Ints, vertices: int, base: Ints, free: NDArray[np.bool_]) -> Ints:
+def components(ptr: Ints, pins: Ints, vertices: int, base: Ints, free: Bools) -> Ints:
     """int64 [V]: the least vertex that hangs together with each; only free vertices of one base do."""
     root = np.arange(vertices)
     for edge in range(len(ptr) - 1):

@@ -10,15 +10,13 @@ shed    what is left of repair when time is up
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import jit, lean
 from apportion.planner.solvers.hypergraph_graph import Graph
-
-Ints = NDArray[np.integer[Any]]
 
 # Among so many vertices, what costs a flop at most so much more than the cheapest moves along with it: 150 times
 # faster for a document of 256 blocks in 8 head groups, for a tenth more bytes.

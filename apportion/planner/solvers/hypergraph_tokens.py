@@ -10,17 +10,14 @@ free room filled up with the average of what is left: so dense clusters spread, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.jit import jit, lean
 from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.solvers.hypergraph_graph import Graph, components, graph_of
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # what hangs together is placed as one where it takes at most this share of a part's cap, in both weights
 WHOLE_SHARE = 0.5
@@ -88,7 +85,7 @@ def cluster(problem: HypergraphProblem) -> Clusters:
     tied = np.flatnonzero(anchor >= 0)
     flops = np.zeros(len(vertex), np.int64)
     np.add.at(flops, anchor[tied], problem.flops[tied])
-    ends = np.append(0, np.cumsum(np.diff(ptr)[wide]))
+    ends = offsets(np.diff(ptr)[wide])
     kept = pins[np.repeat(wide, np.diff(ptr))]
     return Clusters(
         vertex, flops, problem.tokens[vertex], ends, kept, problem.price[wide], problem.bound_to[vertex]

@@ -13,18 +13,14 @@ problems have equal answers, unless a deadline is given and comes first; then th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, MissingDependencyError
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.mixing import Mix, anneal, greedy_mix, improve, mix_of, polish
 from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 #: nodes of each search tree where the budget says nothing
 DEFAULT_NODES = 100

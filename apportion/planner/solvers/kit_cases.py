@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from apportion.ir.arrays import offsets
 from apportion.planner.solvers.contracts import (
     Colouring,
     ColouringProblem,
@@ -345,7 +346,7 @@ class HypergraphCases:
         return HypergraphProblem(
             flops,
             tokens,
-            np.append(0, np.cumsum([len(edge) for edge in edges])),
+            offsets([len(edge) for edge in edges]),
             np.array([v % blocks if at == 0 else v for edge in edges for at, v in enumerate(edge)]),
             np.concatenate([draw.integers(500, 900, blocks), draw.integers(100, 400, blocks)]),
             nodes,
@@ -362,7 +363,7 @@ class HypergraphCases:
             problem,
             flops=problem.flops[order],
             tokens=problem.tokens[order],
-            ptr=np.append(0, np.cumsum([len(pins) for pins in held])),
+            ptr=offsets([len(pins) for pins in held]),
             pins=np.concatenate(held),
             price=problem.price[edges],
         )

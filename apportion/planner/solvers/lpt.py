@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.jit import jit, lean
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.status import Budget, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
@@ -84,7 +81,7 @@ def _groups(allowed: Sequence[tuple[int, ...] | None] | None, items: int) -> tup
     distinct: dict[tuple[int, ...], int] = {(): 0}
     for item, bins in enumerate(allowed):
         group[item] = distinct.setdefault(tuple(bins or ()), len(distinct))
-    ptr = np.concatenate([[0], np.cumsum([len(bins) for bins in distinct])]).astype(np.int64)
+    ptr = offsets([len(bins) for bins in distinct])
     return group, ptr, np.array([b for bins in distinct for b in bins], np.int64)
 
 
@@ -116,9 +113,9 @@ def _near(problem: PartitionProblem) -> _Near:
     alone = count[family] == 1
     return _Near(
         np.where(alone, -1, family),
-        np.append(0, np.cumsum(count)),
+        offsets(count),
         zone,
-        np.append(0, np.cumsum(bins)),
+        offsets(bins),
         np.argsort(zone, kind="stable"),
     )
 

@@ -8,16 +8,13 @@ by repeated maximum matchings.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import jit, lean
 from apportion.planner.solvers.contracts import Colouring, ColouringProblem
 from apportion.planner.solvers.status import Budget, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
 
 #: colours of a word, and a word with all of them
 BITS = 32

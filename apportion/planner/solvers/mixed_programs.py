@@ -18,19 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pulp
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints, group_of
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.highs import Run, solve_model
 from apportion.planner.solvers.mixing import Mix, mix_of
 from apportion.planner.solvers.status import Clock, Status
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # the sequences that get whole numbers in `mix_for`: those that need this share of a rank, but not more than so many
 _HEAVY_SHARE, _MOST_HEAVY = 0.2, 32
@@ -59,9 +55,9 @@ class _Kinds:
 
     label: Ints
     part: Floats
-    whole: NDArray[np.bool_]
+    whole: Bools
 
-    def room(self, fits: NDArray[np.bool_]) -> Floats:
+    def room(self, fits: Bools) -> Floats:
         """float64 [kinds, degrees]: how much of each kind a degree may take."""
         rows = [np.bincount(self.label, self.part * column, len(self.whole)) for column in fits.T]
         most: Floats = np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
@@ -97,7 +93,7 @@ def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) ->
     return Answer(run.status is Status.INFEASIBLE, None)
 
 
-def _kinds(problem: GroupingProblem, fits: NDArray[np.bool_], limit: float) -> _Kinds:
+def _kinds(problem: GroupingProblem, fits: Bools, limit: float) -> _Kinds:
     """One kind a sequence; of many sequences, those of like size and little work together."""
     work = np.where(fits, problem.times * problem.degrees, np.inf).min(1)
     heavy = np.zeros(len(work), bool)
@@ -171,7 +167,7 @@ def slots(
 ) -> tuple[Mix | None, Run]:
     """The best mix with at most `counts` groups of each degree (int64 [degrees]), and how the search ended; bounds
     are times. The start must be of such counts; the answer is never worse."""
-    column = np.repeat(np.arange(len(counts)), counts)
+    column = group_of(counts)
     worst = np.inf if start is None else start.value
     unit = start.value if start else float(problem.times[np.isfinite(problem.times)].max())
     model = pulp.LpProblem("slots", pulp.LpMinimize)

@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints, group_of
 from apportion.ir.jit import jit
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.status import Clock
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 _BISECTIONS = 24
 # a descent ends much earlier; this is for degenerate ties
@@ -272,7 +268,7 @@ def _changed(counts: tuple[int, ...], small: int, more: int, more_large: int) ->
 
 def spread(problem: GroupingProblem, counts: tuple[int, ...]) -> Mix | None:
     """A mix with these counts of groups, or None where the spreading finds no room for a sequence."""
-    column = np.repeat(np.arange(len(counts)), counts)[::-1].copy()
+    column = group_of(counts)[::-1].copy()
     rooms = problem.cap * problem.degrees[column]
     group = _list_schedule(problem.times, problem.sizes, column, rooms)
     if (group < 0).any():

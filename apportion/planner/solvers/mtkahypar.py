@@ -14,11 +14,10 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from io import BytesIO
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints, group_of, offsets
 from apportion.ir.errors import MissingDependencyError
 from apportion.planner.solvers import mtkahypar_child
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
@@ -27,8 +26,6 @@ from apportion.planner.solvers.hypergraph_coarse import merge
 from apportion.planner.solvers.hypergraph_graph import Graph, graph_of
 from apportion.planner.solvers.mtkahypar_child import Job, read, write
 from apportion.planner.solvers.status import Budget, Clock, Limit
-
-Ints = NDArray[np.integer[Any]]
 
 # More free vertices of a job are merged to about so many. On 64 ranks (48,000 cells) 1,000 took 13 s and 10,000 51 s,
 # for no gain.
@@ -117,7 +114,7 @@ def _job(problem: HypergraphProblem, vertices: Ints, merged: Ints, part: Ints, b
     count = int(merged.max()) + 1
     place = np.full(len(problem.flops), -1, np.int64)
     place[vertices] = merged
-    edge_of = np.repeat(np.arange(len(problem.price)), np.diff(problem.ptr))
+    edge_of = group_of(np.diff(problem.ptr))
     held = place[problem.pins] >= 0
     pairs = np.unique(edge_of[held] * count + place[problem.pins[held]])
     sizes = np.bincount(pairs // count, minlength=len(problem.price))
@@ -134,7 +131,7 @@ def _job(problem: HypergraphProblem, vertices: Ints, merged: Ints, part: Ints, b
     price = problem.price[wide]
     spread = _LARGEST / max(1.0, float(price.sum()) * len(caps))
     prices = np.maximum(1, np.rint(price * min(1.0, spread))).astype(np.int64)
-    return weights, fixed, np.append(0, np.cumsum(sizes[wide])), pins, prices, limits
+    return weights, fixed, offsets(sizes[wide]), pins, prices, limits
 
 
 def _run(jobs: list[Job], clock: Clock) -> list[Ints] | Limit:

@@ -13,9 +13,9 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.integer[Any]]
+from apportion.ir.arrays import Ints
+
 Job = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 
 #: arrays of a job

@@ -12,13 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.planner.solvers import lpt
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
 
 # choices (items x bins) of a program
 MOST = 6_000

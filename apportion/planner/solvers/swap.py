@@ -14,19 +14,14 @@ nearly as light as the bound.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.jit import jit
 from apportion.planner.solvers import lpt
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 #: bins looked at together, the lightest first; steps a bin at most; how near to the bound is enough
 BINS, STEPS, ENOUGH = 8, 16, 5e-4

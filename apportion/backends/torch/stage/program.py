@@ -37,9 +37,10 @@ from apportion.backends.torch.stage.rowlists import (
     moved,
     spots,
 )
-from apportion.backends.torch.stage.tiles import Ints, shelves, waves
+from apportion.backends.torch.stage.tiles import shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
 from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import ExecutionError
 from apportion.ir.fusion import Complete, RowRanges, apart, find_complete, gaps, result_ranges
 from apportion.ir.isa import OP_NAMES, PHASES, Op, Space

@@ -19,8 +19,9 @@ import numpy as np
 from apportion.backends.interp import Operand, Step
 from apportion.backends.torch.arrays import Array
 from apportion.backends.torch.rounds import Message
-from apportion.backends.torch.stage.tiles import Ints, cut_tiles, shelves, waves
+from apportion.backends.torch.stage.tiles import cut_tiles, shelves, waves
 from apportion.backends.torch.stage.worklists import ENTRY, TILE
+from apportion.ir.arrays import Ints, group_of, within
 from apportion.ir.isa import Op
 from apportion.ir.isa import Tensor as Name
 
@@ -189,8 +190,8 @@ def move(found: Sequence[Panel]) -> Move:
     columns = min(1024, max(16, 1 << max(widest - 1, 1).bit_length()))
     rows = max(1, UNITS // columns)
     count = -(-table[:, 6] // rows)
-    panel = np.repeat(np.arange(len(table)), count)
-    first = (np.arange(len(panel)) - np.repeat(np.cumsum(count) - count, count)) * rows
+    panel = group_of(count)
+    first = within(count) * rows
     return Move(table, np.stack([panel, first], axis=1).astype(np.int32), slots, grain, rows, columns)
 
 

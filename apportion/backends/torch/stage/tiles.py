@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.integer[Any]]
+from apportion.ir.arrays import Bools, Ints, group_of, offsets, within
 
 _ROW_BITS = 40
 
@@ -42,16 +42,16 @@ class Tiles(NamedTuple):
     key: Ints
     row0: Ints
     row1: Ints
-    fresh: NDArray[np.bool_]
-    complete: NDArray[np.bool_]
-    stated: NDArray[np.bool_]
+    fresh: Bools
+    complete: Bools
+    stated: Bools
     ptr: Ints
     task: Ints
 
     @property
     def of_entry(self) -> Ints:
         """int64 [entries]: the tile of each entry."""
-        return np.repeat(np.arange(len(self.key)), np.diff(self.ptr))
+        return group_of(np.diff(self.ptr))
 
 
 _NOWHERE = Keyed(*(np.zeros(0, np.int64),) * 3)
@@ -74,7 +74,7 @@ def cut_tiles(
     marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, stated.ends
     lo, hi, (fresh, done, early) = _runs(written, marks, np.concatenate(within.ends))
     count = -(-(hi - lo) // height)
-    run = np.repeat(np.arange(len(lo)), count)
+    run = group_of(count)
     row0 = lo[run] + _counted(count) * height
     row1 = np.minimum(row0 + height, hi[run])
     ptr, task = _entries(begin, end, row0, row1)
@@ -85,7 +85,7 @@ def cut_tiles(
 
 def _runs(
     written: tuple[Ints, Ints], marks: tuple[tuple[Ints, Ints], ...], cuts: Ints
-) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+) -> tuple[Ints, Ints, Bools]:
     """Longest ranges in which every row is written, and all have the same marks, without a cut inside: each mark as
     begins and ends of what has it; of ranges bool [marks, ranges]."""
     points = np.unique(np.concatenate([*written, *(end for mark in marks for end in mark), cuts]))
@@ -112,15 +112,15 @@ def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints
     """(ptr, task) of the tasks that reach into each tile."""
     low, high = np.searchsorted(row1, begin, "right"), np.searchsorted(row0, end, "left")
     count = high - low
-    task = np.repeat(np.arange(len(begin)), count)
+    task = group_of(count)
     tile = np.repeat(low, count) + _counted(count)
     order = np.argsort(tile, kind="stable")
-    return np.concatenate([[0], np.cumsum(np.bincount(tile, minlength=len(row0)))]), task[order]
+    return offsets(np.bincount(tile, minlength=len(row0))), task[order]
 
 
 def _counted(count: Ints) -> Ints:
     """0, 1, ... of each count, one after another."""
-    return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    return within(count)
 
 
 def shelves(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...]]) -> Ints:
@@ -154,7 +154,7 @@ def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -
 def _clashes(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
     """Tasks that may meet another owner's rows: a range begins before one of those sorted before it ends."""
     order: Ints = np.lexsort((start, slot, instruction))
-    group = np.concatenate([[0], np.cumsum(np.diff(instruction[order]) | np.diff(slot[order]) != 0)])
+    group = offsets(np.diff(instruction[order]) | np.diff(slot[order]) != 0)
     reach = np.maximum.accumulate((group << _ROW_BITS) + stop[order])
     meets = np.zeros(len(order), bool)
     meets[1:] = (group[1:] << _ROW_BITS) + start[order][1:] < reach[:-1]

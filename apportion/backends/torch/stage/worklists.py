@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.backends.torch.stage.tiles import Ints, Keyed, Tiles, cut_tiles, shelves, waves
+from apportion.backends.torch.stage.tiles import Keyed, Tiles, cut_tiles, shelves, waves
+from apportion.ir.arrays import Ints, group_of, within
 from apportion.ir.fusion import RowRanges
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
 from apportion.ir.ops import instruction_of
@@ -179,8 +180,8 @@ def _to_targets(done: Keyed, is_work: Ints, targets: Targets) -> Keyed:
     low = np.searchsorted(targets.row1, done.row0, "right")
     high = np.searchsorted(targets.row0, done.row1, "left")
     count = np.where(is_work == 1, high - low, 0)
-    of = np.repeat(np.arange(len(count)), count)
-    at = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + low[of]
+    of = group_of(count)
+    at = within(count) + low[of]
     return Keyed(
         done.key[of],
         np.maximum(targets.row0[at], done.row0[of]),

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints, changes, group_of
 from apportion.ir.bands import area
 from apportion.ir.isa import PHASES
 from apportion.planner.cost import bands_us
@@ -34,9 +34,6 @@ from apportion.planner.passes.place import lightest
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.shard import row_weights
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 #: the cheapest pair in units of its time: others are rounded to so fine a part
 FINE = 256
@@ -123,7 +120,7 @@ def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> I
 def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
     """Starts int64 [blocks + 1] and homes int64 [blocks]: neighbours of one document on one rank are one block."""
     low, high, rank = pieces[np.argsort(pieces[:, 0])].T
-    fresh = np.append(True, rank[1:] != rank[:-1])
+    fresh = changes(rank)
     fresh |= documents[np.searchsorted(documents, low)] == low
     return np.append(low[fresh], high[-1]), rank[fresh]
 
@@ -147,6 +144,6 @@ def _ground(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
         return starts, home
     lengths = np.diff(starts)
     parts = -(-lengths // grain)
-    of = np.repeat(np.arange(len(home)), parts)
+    of = group_of(parts)
     nth = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
     return np.append(starts[of] + lengths[of] * nth // parts[of], starts[-1]), home[of]

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir import bands as band_algebra
+from apportion.ir.arrays import Ints, offsets
 from apportion.ir.jit import lean
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +53,7 @@ def profile(bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Prof
     value = constant[last] + slope * at
     rows = np.diff(at)
     pairs = value[:-1] * rows + slope[:-1] * (rows * (rows - 1) // 2)
-    return Profile(at, value, slope, np.append(0, np.cumsum(pairs)))
+    return Profile(at, value, slope, offsets(pairs))
 
 
 def _events(bands: Ints, factor: int | Ints) -> Ints:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import jit
 from apportion.planner.passes.blend.profile import pairs_between
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # Pieces of a rank that are looked at, and exchanges a rank at most.
 LOOKED_AT, EXCHANGES = 32, 8

@@ -15,16 +15,13 @@ A rank leaves at most three documents begun, so there are O(documents + ranks) p
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.jit import jit, lean
 from apportion.planner.passes.blend.profile import Profile, pairs_between
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 #: a document whose halves differ by at most this share of its pairs is cut into consecutive shares
 FLAT = 0.25
@@ -75,7 +72,7 @@ def _begin(documents: Ints, rows: Profile, ranks: int, widest: float, head: floa
     wide, rising = pairs > widest, pairs - 2 * first > FLAT * pairs
     order = np.lexsort((np.arange(len(lengths)), pairs / lengths, wide))
     low, high = documents[:-1][order], documents[1:][order]
-    ends, work = (np.append(0, np.cumsum(column[order])) for column in (lengths, pairs))
+    ends, work = (offsets(column[order]) for column in (lengths, pairs))
     narrow, room = len(wide) - int(wide.sum()), len(lengths) + SPARE * ranks
     rests = np.empty((2, room), np.int64)
     at = np.array([0, narrow - 1, narrow, len(wide) - 1, 0, 0, 0, 0])

@@ -8,11 +8,11 @@ Q, O of block 2 ─┬─ block 2          the hyperedge of a tile: the block th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints, changes, offsets
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TRAVELLING
 from apportion.ir.jit import jit
@@ -20,8 +20,6 @@ from apportion.ir.model import Model
 from apportion.ir.sorting import sort_order
 from apportion.planner.passes.cells import Cells
 from apportion.planner.problem import exact_sums
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Pairs:
         if (key[1:] < key[:-1]).any():
             key, of_cell = np.unique(key, return_inverse=True)
         else:
-            fresh = np.append(True, key[1:] != key[:-1])[: len(key)]
+            fresh = changes(key)
             key, of_cell = key[fresh], np.cumsum(fresh) - 1
         return Pairs(key // blocks, key % blocks, exact_sums(of_cell, cells.work, len(key)), of_cell)
 
@@ -97,7 +95,7 @@ def hyperedges(cells: Cells | Pairs, lengths: Ints, heads: Heads, row_bytes: tup
     edge = np.concatenate([np.arange(tiles), group * blocks + q, (heads.groups + key_set) * blocks + k])
     computed = blocks + np.arange(len(group))
     vertex = np.concatenate([np.tile(np.arange(blocks), tiles // max(1, blocks)), computed, computed])
-    ptr = np.append(0, np.cumsum(np.bincount(edge, minlength=tiles)))
+    ptr = offsets(np.bincount(edge, minlength=tiles))
     price = np.concatenate(
         [np.tile(lengths * row_bytes[0], heads.groups), np.tile(lengths * row_bytes[1], heads.key_sets)]
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import CapacityError
 from apportion.planner.passes.cells import cut_cells
 from apportion.planner.passes.dcp.cells import Heads, Pairs, hyperedges
@@ -19,8 +18,6 @@ from apportion.planner.solvers import hypergraph
 from apportion.planner.solvers.contracts import HypergraphProblem, caps_of
 from apportion.planner.solvers.hypergraph_tokens import SPREAD, place_tokens
 from apportion.planner.solvers.status import Budget, Clock
-
-Ints = NDArray[np.integer[Any]]
 
 #: weights of compute against bytes that are tried, see `place_tokens`
 SPREADS = (SPREAD, SPREAD / 2, SPREAD * 2)
@@ -125,7 +122,7 @@ def homes(
     return min(found, key=lambda each: _merit(problem, case(each), movable(problem, each.starts), clock))
 
 
-def _merit(problem: Problem, case: HypergraphProblem, free: NDArray[np.bool_], clock: Clock) -> float:
+def _merit(problem: Problem, case: HypergraphProblem, free: Bools, clock: Clock) -> float:
     """Time on the links of the rank that takes longest, and of the mean, once the greedy has placed compute and blocks
     were exchanged; the less the better. free: bool [blocks], those that may be. Infinite where time is up."""
     if clock.expired:
@@ -139,7 +136,7 @@ def _merit(problem: Problem, case: HypergraphProblem, free: NDArray[np.bool_], c
     return float(times.max() + times.mean())
 
 
-def movable(problem: Problem, starts: Ints) -> NDArray[np.bool_]:
+def movable(problem: Problem, starts: Ints) -> Bools:
     """bool [blocks]: those whose sequence may live anywhere."""
     sequence = np.searchsorted(problem.batch.starts, starts[:-1], "right") - 1
     return ~np.isin(sequence, [*problem.batch.home_ranks])

@@ -7,17 +7,14 @@ change places inside a node: what the busiest rank sends for one of another rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints, offsets
 from apportion.ir.jit import jit, lean
 from apportion.planner.problem import Problem, exact_sums
 from apportion.planner.solvers.contracts import HypergraphProblem
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # an exchange shortens the longer of the two ranks' times by at least this share of it
 GAIN = 0.01
@@ -66,13 +63,13 @@ def traffic_of(placed: Sequence[Placed], blocks: int) -> Traffic:
     return made
 
 
-def exchanged(placed: Sequence[Placed], free: NDArray[np.bool_], gbs: tuple[float, float]) -> Ints:
+def exchanged(placed: Sequence[Placed], free: Bools, gbs: tuple[float, float]) -> Ints:
     """int64 [blocks]: the homes of blocks, free ones exchanged inside nodes within the caps of tokens. placed: cases of
     the same blocks and homes. gbs: see `link_gbs`."""
     (case, rank), made = placed[0], traffic_of(placed, len(free))
     home, tokens = rank[: len(free)].copy(), case.tokens[: len(free)]
     node, cap = home // case.ranks_per_node, case.tokens_caps[1]
-    start = np.append(0, np.cumsum(np.bincount(node, minlength=case.nodes)))
+    start = offsets(np.bincount(node, minlength=case.nodes))
     used = exact_sums(home, tokens, case.ranks)
     order = np.argsort(node, kind="stable")
     _exchange(_Board(home, free, tokens, cap, used, start, order, made.times(gbs)), made, gbs)
@@ -108,7 +105,7 @@ class _Board(NamedTuple):
     [nodes + 1], of the blocks of each node in `order`, int64 [blocks]; time: float64 [ranks]."""
 
     home: Ints
-    free: NDArray[np.bool_]
+    free: Bools
     tokens: Ints
     cap: Ints
     used: Ints

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import PHASES
@@ -25,7 +24,6 @@ from apportion.planner.solvers.hypergraph import polished
 from apportion.planner.solvers.status import Status, Termination
 from apportion.planner.solvers.use import HypergraphSolver
 
-Ints = NDArray[np.integer[Any]]
 #: by kind and phase
 Answers = Mapping[tuple[str, str], Sides]
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.planner.passes.distca.board import Rules, Servers
-
-Ints = NDArray[np.integer[Any]]
 
 #: (rules, deficit servers in order) -> moves made (-1: too little room), shares that caps forbade, servers below the
 #: threshold

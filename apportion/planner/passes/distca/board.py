@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import lean
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 
 class Servers(NamedTuple):

@@ -3,17 +3,12 @@ their price before."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.jit import lean
 from apportion.planner.passes.distca.board import Rules, Servers
 from apportion.planner.passes.distca.pairs import Pairs, Shares, keys_of
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 
 class Candidates(NamedTuple):

@@ -11,11 +11,9 @@ Python agree.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import jit, lean
 from apportion.planner.passes.distca.board import Rules, Servers, put
 from apportion.planner.passes.distca.candidates import Candidates, note_price, sweep
@@ -33,9 +31,6 @@ from apportion.planner.passes.distca.pairs import (
     open_pairs,
     pair_work,
 )
-
-Ints = NDArray[np.integer[Any]]
-Floats = NDArray[np.float64]
 
 # Bytes of a move that costs nothing: its E is beyond any other's.
 FREE = 1e-30

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints, offsets
 from apportion.planner.problem import Problem
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 # Room that homes may take beyond the fullest rank's share where no cap is given: 1 %, on either side of its range.
 SLACK = 100
@@ -114,7 +110,7 @@ def _slack(problem: Problem, held: Ints, caps: Ints) -> int:
 
 def _moved(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:
     """The cuts of sequences laid end to end, moved by at most `slack`; grain: int64 [sequences] steps."""
-    edges = np.append(0, np.cumsum(lengths))
+    edges = offsets(lengths)
     seq = np.minimum(np.searchsorted(edges, cuts, "right") - 1, len(lengths) - 1)
     edge = np.where(cuts - edges[seq] <= edges[seq + 1] - cuts, edges[seq], edges[seq + 1])
     whole = edges[seq] + np.rint((cuts - edges[seq]) / grain[seq]).astype(np.int64) * grain[seq]
@@ -125,7 +121,7 @@ def _moved(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:
 
 def _parts(lengths: Ints, cuts: Ints) -> Ranges:
     """What lies between cuts: `rank` counts shares."""
-    edges = np.append(0, np.cumsum(lengths))
+    edges = offsets(lengths)
     starts = np.union1d(edges[:-1], cuts[cuts < edges[-1]])
     seq = np.searchsorted(edges, starts, "right") - 1
     a = starts - edges[seq]

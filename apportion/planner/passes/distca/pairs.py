@@ -3,15 +3,11 @@ Their geometry, and what a server has of them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from apportion.ir.arrays import Ints
 from apportion.ir.jit import jit, lean
 from apportion.planner.passes.distca.board import Lists, Servers
-
-Ints = NDArray[np.integer[Any]]
 
 
 class Pairs(NamedTuple):

@@ -14,11 +14,10 @@ a head and its mirror image: steps of the walk from both ends, along which work 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Floats, Ints, changes, group_of, within
 from apportion.ir.sorting import ranked, stable_order
 from apportion.planner.passes.cells import Cells, cut_columns
 from apportion.planner.passes.distca.balance import Ended, Limits, fill
@@ -29,10 +28,6 @@ from apportion.planner.passes.distca.homes import Ranges, token_ranges
 from apportion.planner.passes.distca.pairs import Board, Holding, Index, Pairs, Shares, first_work
 from apportion.planner.passes.shard import rows_of_blocks
 from apportion.planner.problem import exact_sums
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
 
 # Room for shares, times the number of ranks; doubled when it is used up.
 ROOM = 16
@@ -169,8 +164,8 @@ def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _State:
 
 def _find_index(pairs: Pairs, home: Ints, ranks: int) -> Index:
     blocks, counts = np.arange(len(home) + 1), pairs.k_end - pairs.k
-    pair = np.repeat(np.arange(len(counts)), counts)
-    k = np.arange(len(pair)) - np.repeat(np.cumsum(counts) - counts, counts) + pairs.k[pair]
+    pair = group_of(counts)
+    k = within(counts) + pairs.k[pair]
     by_k, by_home = np.argsort(k, kind="stable"), np.argsort(home, kind="stable")
     of_k, of_home = np.searchsorted(k[by_k], blocks), np.searchsorted(home[by_home], np.arange(ranks + 1))
     return Index(np.searchsorted(pairs.q, blocks), pair[by_k], of_k, by_home, of_home)
@@ -198,7 +193,7 @@ def _find_pairs(site: Site) -> Pairs:
     by_key = np.zeros_like(k) if site.whole else k
     order = stable_order(columns[0] * len(site.starts) + by_key)
     (q, q0, q1, k0, k1, dmin, dmax, length), by_key = columns[:, order], by_key[order]
-    new = np.append(True, (q[1:] != q[:-1]) | (by_key[1:] != by_key[:-1]))[: len(q)]
+    new = changes(q, by_key)
     first = np.flatnonzero(new)
     hull = np.minimum.reduceat(k[order], first), np.maximum.reduceat(k_last[order], first) + 1
     return Pairs(

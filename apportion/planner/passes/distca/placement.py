@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.sorting import ranked, stable_order
@@ -30,9 +30,6 @@ from apportion.planner.passes.shard import row_weights
 from apportion.planner.passes.tasks import hulls
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.solvers.status import Status, Termination
-
-Ints = NDArray[np.integer[Any]]
-Bools = NDArray[np.bool_]
 
 #: (low, high, rank): global tokens [low, high) of a rank, int64, sorted
 Map = tuple[Ints, Ints, Ints]
@@ -227,7 +224,7 @@ def sending_seconds(problem: Problem, placement: Placement) -> float:
         key = found.tile * (cluster.nodes + cluster.ranks) + place
         rate = 1e9 * np.where(of == to, cluster.intra_gbs, cluster.inter_gbs_per_rank)
         order = stable_order(key)
-        first = np.flatnonzero(np.append(True, np.diff(key[order]) != 0)[: len(order)])
+        first = np.flatnonzero(changes(key[order]))
         if len(first):
             once = np.maximum.reduceat((found.bytes / rate)[order], first)
             seconds += float(np.bincount(found.src[order[first]], once, problem.ranks).max())

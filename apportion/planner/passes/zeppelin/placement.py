@@ -12,19 +12,17 @@ above, and the level starts over. What has several ranks is cut zig-zag in the o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.passes.refusals import refuse_home_ranks
 from apportion.planner.passes.zigzag import placed
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
-
-Ints = NDArray[np.integer[Any]]
 
 # a quotient this little above a whole number is that number, rounded
 _WHOLE = 1e-9

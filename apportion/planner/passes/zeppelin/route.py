@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from apportion.ir.arrays import Ints, changes
 from apportion.ir.jit import jit
 from apportion.planner.passes.route import Routed, RoutePass, Site
 from apportion.planner.passes.rows import Rows
 from apportion.planner.passes.tasks import Edges
-
-Ints = NDArray[np.integer[Any]]
 
 #: queues in the order in which they run: rings over several nodes, rings inside a node, whole sequences
 INTER, INTRA, LOCAL = range(3)
@@ -118,7 +116,7 @@ def _tiles(rows: Rows, rings: Rings, parts: int) -> Ints:
     between nodes are divided into up to `parts` of about as many rows, tile t being part t % parts."""
     order = rows.order
     home, ring, lengths = rows.home[order], rings.of[order], rows.lengths[order]
-    fresh = np.append(True, (home[1:] != home[:-1]) | (ring[1:] != ring[:-1]))
+    fresh = changes(home, ring)
     first, run = np.flatnonzero(fresh), np.cumsum(fresh) - 1
     middle = np.cumsum(lengths) - (lengths + 1) // 2
     begin = np.cumsum(lengths)[first] - lengths[first]
