@@ -103,7 +103,7 @@ class Layout:
     @cached_property
     def rows_per_rank(self) -> Ints:
         """[ranks] rows that each rank holds."""
-        sums = np.concatenate([[0], np.cumsum(self.spans["length"], dtype=np.int64)])
+        sums = offsets(self.spans["length"])
         rows: Ints = sums[self.spans.ptr[1:]] - sums[self.spans.ptr[:-1]]
         return rows
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.backends.torch.stage.tiles import Keyed, Tiles, cut_tiles, shelves, waves
-from apportion.ir.arrays import Ints, group_of, within
+from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.fusion import RowRanges
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
 from apportion.ir.ops import instruction_of
@@ -159,7 +159,7 @@ def work_list(
     numbers = np.arange(len(tiles.key))
     first, last = np.searchsorted(of_tile, numbers), np.searchsorted(of_tile, numbers, "right")
     sample = tasks.of_key[tiles.key]
-    work = np.concatenate([[0], np.cumsum(entries[:, 1] - entries[:, 0], dtype=np.int64)])
+    work = offsets(entries[:, 1] - entries[:, 0])
     launch = tasks.launch[sample]
     order = np.lexsort((work[first] - work[last], launch))  # longest first
     order = order[(tiles.fresh | tiles.complete | tiles.stated | (last > first))[order]]
