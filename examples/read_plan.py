@@ -1,7 +1,12 @@
-"""Prints a rank's program and checks the plan's id, on msgpack alone: python read_plan.py P.plan [rank]
+"""Reads plans, on msgpack alone, and checks their bytes as apportion/schemas/FORMAT.md asks of a reader.
 
-Written from apportion/schemas/FORMAT.md; it shares no code with the package."""
+    python read_plan.py P.plan [rank]      prints a rank's layouts and programs
+    python read_plan.py read P.plan        prints everything as JSON, for the conformance suite
+    python read_plan.py check P.plan       exits with 1 where the plan must be refused
 
+Written from the prose; it shares no code with the package."""
+
+import json
 import sys
 from hashlib import blake2b
 
@@ -25,7 +30,26 @@ grads: q NEW, kv NEW, do WITH q, delta WITH q, dq WITH q, dkv NEW, dmin KEYS kv,
 rowops: a FOLLOW, b LAST, c NEW, d LAST, first LAST
 """
 TABLES = {line.split(":")[0]: line.split(": ")[1].split(", ") for line in RULES.strip().splitlines()}
+#: columns in the order of the plan, where they are written in another one
+ORDERS = {"spans": "row token length sequence position", "operands": "tensor space row rows col heads"}
+ORDERS["moves"] = "send peer row rows"
+#: what a column is at least, and at most: else 0, and 2**48
+LEAST = dict.fromkeys(["arenas.tensor", "arenas.rows", "instructions.op", "spans.length", "moves.rows"], 1)
+LEAST |= dict.fromkeys(["tasks.dmin", "tasks.dmax", "grads.dmin", "grads.dmax"], -(2**48))
+MOST = {"tensor": 9, "space": 1, "col": 2**16, "op": 13, "mode": 3, "send": 1, "first": 1, "grads.first": 3}
+MOST["arenas.heads"] = 2**16
+DTYPES = {"bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64}
+SECTIONS = ("header", "request", "layouts", "moves", "report")
 PROGRAM = ("arenas", "operands", "instructions", "transfers", "tasks", "grads", "rowops")
+
+
+class Refused(Exception):
+    """What a reader must refuse: FORMAT.md lists it."""
+
+
+def require(holds, what):
+    if not holds:
+        raise Refused(what)
 
 
 def digest(data):
@@ -37,7 +61,7 @@ def plan_id(plan):
     while len(level) > 1:
         pairs = [digest(b"\1" + a + b) for a, b in zip(level[::2], level[1::2], strict=False)]
         level = pairs + level[2 * len(pairs) :]
-    sections = [digest(plan[name]) for name in ("header", "request", "layouts", "moves", "report")]
+    sections = [digest(plan[name]) for name in SECTIONS]
     return digest(b"apportion.plan\0" + b"".join(sections) + level[0])
 
 
@@ -50,6 +74,7 @@ class Cell:
     def number(self):
         number = shift = 0
         while True:
+            require(self.at < len(self.data) and shift < 56, "cells: a number does not end")
             byte = self.data[self.at]
             number |= (byte & 127) << shift
             self.at, shift = self.at + 1, shift + 7
@@ -63,15 +88,29 @@ class Cell:
     def differences(self, rows):
         """How much the rows of the next column are above what is expected."""
         form, found, at = self.number(), [0] * rows, -1
+        require(form <= 3, "cells: no such form")
         if form == 1:
             for _ in range(self.number()):
                 at += self.number() + 1
+                require(at < rows, "cells: differences beyond the rows")
                 found[at] = self.difference()
         if form == 2:
             self.at += (rows + 7) // 8
             bits = int.from_bytes(self.data[self.at - (rows + 7) // 8 : self.at], "little")
+            require(self.at <= len(self.data) and not bits >> rows, "cells: bits beyond the rows")
             found = [self.difference() if bits >> row & 1 else 0 for row in range(rows)]
         return [self.difference() for _ in range(rows)] if form == 3 else found
+
+    def count(self):
+        """How many rows it has, which its bytes bound."""
+        rows = self.number() if self.data else 0
+        require(rows <= min(2 * len(self.data), 1 << 24) and (rows or not self.data), "cells: too many rows")
+        return rows
+
+    def end(self, rows):
+        """Zeros, as few as give it half a byte for a row."""
+        zeros = (rows + 1) // 2 - self.at
+        require(self.data[self.at :] == bytes(max(zeros, 0)), "cells: bytes are left over")
 
 
 def read_program(cells, others):
@@ -85,7 +124,7 @@ def read_program(cells, others):
 def read_table(name, data, program):
     """The rows of a table: the number in each column by its name."""
     cell = Cell(data)
-    rows = [{} for _ in range(cell.number() if data else 0)]
+    rows = [{} for _ in range(cell.count())]
     if name == "operands":
         program["first"] = len(program["others"])
         program["others"] += rows
@@ -97,8 +136,11 @@ def read_table(name, data, program):
             key = row[words[0]] if kind in ("BY", "RISE") else before[column]
             expected = expect(kind, column, words, row, before, memory.get(key), i, program)
             row[column] = memory[key] = expected + differences[i]
+            if kind == "BACK":
+                require(0 <= row[column] <= program["first"] + i, "cells: a source before the first operand")
             if kind == "NEW" or (name == "rowops" and kind == "FOLLOW"):
                 program["newest"] = max(program["newest"], row[column])
+    cell.end(len(rows))
     return rows
 
 
@@ -144,6 +186,115 @@ def read_part(part):
     return part
 
 
+def read_plan(data):
+    """The plan with sections and parts as plain data, rows in place of cells. Raises Refused."""
+    plan = msgpack.unpackb(data)
+    require(isinstance(plan, dict) and plan["format"] == "apportion.plan", "envelope: not a plan")
+    require(plan["version"][0] == 2 and plan["version"][1] >= 0, f"version: {plan['version']}, 2.x is read")
+    kinds = [*(plan[name] for name in (*SECTIONS, "id")), *plan["parts"]]
+    require(all(isinstance(item, bytes) for item in kinds), "envelope: sections, parts and id are bin")
+    real = plan_id(plan)
+    require(
+        plan["id"] == real, f"id: stored is {plan['id'].hex()}, which is not that of the bytes, {real.hex()}"
+    )
+    header, layouts, moves = (msgpack.unpackb(plan[name]) for name in ("header", "layouts", "moves"))
+    check_header(header, plan["version"])
+    require(set(layouts) == set(header["layouts"]), "sections: not the layouts of the header")
+    require(len({layout["tokens"] for layout in layouts.values()}) == 1, "sections: layouts of other tokens")
+    require(all(set(pair) <= set(layouts) for pair in moves), "sections: moves of no layout")
+    require(len(plan["parts"]) == header["ranks"], "parts: not as many as ranks")
+    parts = [read_part(part) for part in plan["parts"]]
+    for rank, part in enumerate(parts):
+        require(
+            part["rank"] == rank and len(part["moves"]) == len(moves),
+            "parts: of another rank, or other moves",
+        )
+        require(len(part["layouts"]) == len(layouts), "parts: not the layouts of the header")
+        require([*part["programs"]] == header["kinds"], "parts: not the kinds of the header")
+        check_part(part, header, layouts[header["home_layout"]]["tokens"])
+    return {"id": plan["id"].hex(), "header": header, "layouts": layouts, "moves": moves, "parts": parts}
+
+
+def check_header(header, version):
+    sizes = [header[name] for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")]
+    require(header["version"] == version, "sections: another version than outside")
+    require(1 <= header["ranks"] <= 65535 and all(1 <= size <= 2**16 for size in sizes), "sections: sizes")
+    require(sizes[0] % sizes[1] == 0, "sections: q_heads is no multiple of kv_heads")
+    require(
+        header["dtype"] in DTYPES and header["kinds"] and header["layouts"], "sections: dtype, kinds, layouts"
+    )
+    narrow = header.get("sent_gradients")
+    require(
+        narrow is None or (narrow == "model" and DTYPES[header["dtype"]] == 16), "sections: sent_gradients"
+    )
+    require(header["home_layout"] in header["layouts"], "sections: home_layout is no layout")
+    for heads in header["head_sets"]:
+        require(heads and len(set(heads)) == len(heads), "sections: a head set must hold distinct heads")
+        require(all(0 <= head < header["q_heads"] for head in heads), "sections: a head that is not there")
+
+
+def check_part(part, header, tokens):
+    """Numbers are in their ranges, and lists are used up."""
+    for spans in part["layouts"]:
+        check_rows("spans", spans, {})
+        require(all(span["token"] + span["length"] <= tokens for span in spans), "values: beyond the tokens")
+    limits = {"peer": header["ranks"] - 1, "operands.heads": len(header["head_sets"])}
+    for moves in part["moves"]:
+        check_rows("moves", moves, limits)
+    for phases in part["programs"].values():
+        require(list(phases) in (["forward"], ["backward"], ["forward", "backward"]), "parts: phases")
+        for program in phases.values():
+            for name, rows in program.items():
+                check_rows(name, rows, limits | dict.fromkeys(INDEXES, len(program["operands"]) - 1))
+            check_program(program, header)
+
+
+def check_rows(table, rows, limits):
+    most = MOST | limits
+    for row in rows:
+        for column, value in row.items():
+            name = f"{table}.{column}"
+            high = most.get(name, most.get(column, 2**48))
+            require(LEAST.get(name, 0) <= value <= high, f"values: {name} = {value} cannot be")
+
+
+def check_program(program, header):
+    tensors = [arena["tensor"] for arena in program["arenas"]]
+    require(len(set(tensors)) == len(tensors), "values: two arenas of a tensor")
+    for number, operand in enumerate(program["operands"]):
+        none = [operand["tensor"] == 0, operand["rows"] == 0]
+        right = not any(none) if number else not any(operand[name] for name in ORDERS["operands"].split())
+        require(right, "values: operand 0 is none, and no other is")
+        heads = header["head_sets"][operand["heads"] - 1] if operand["heads"] else [0]
+        fits = operand["tensor"] not in (3, 7) or max(heads) < header["kv_heads"]
+        require(fits, "indexes: a KV head that is not there")
+    used = dict.fromkeys(PROGRAM[3:], 0)
+    for step in program["instructions"]:
+        stray = step["channel"] or step["mode"] or (step["op"] != 2 and step["round"])
+        require(step["op"] == 1 or not stray, "values: round, channel and mode are for launch")
+        if LISTS.get(step["op"], "rowops"):
+            used[LISTS.get(step["op"], "rowops")] += step["count"]
+        else:
+            require(step["count"] == 0, "values: wait takes no list")
+    require(all(used[name] == len(program[name]) for name in used), "counts: they do not add up to the lists")
+
+
+def plain(plan):
+    """With lists in place of rows, columns in the order of the plan."""
+
+    def rows_of(name, rows):
+        order = ORDERS[name].split() if name in ORDERS else [rule.split()[0] for rule in TABLES[name]]
+        return [[row[column] for column in order] for row in rows]
+
+    for part in plan["parts"]:
+        part["layouts"] = [rows_of("spans", spans) for spans in part["layouts"]]
+        part["moves"] = [rows_of("moves", moves) for moves in part["moves"]]
+        for phases in part["programs"].values():
+            for phase, program in phases.items():
+                phases[phase] = [rows_of(name, program[name]) for name in PROGRAM]
+    return plan
+
+
 def show_operand(tensor, space, row, rows, heads, **_):
     where = f"{TENSORS[tensor]}.{('home', 'work')[space]}[{row}:{row + rows})"
     return (where + f" head set {heads}" if heads else where) if tensor else "none"
@@ -159,21 +310,33 @@ def show_program(tables):
             print("         ", *(f"{name}={value}" for name, value in shown.items()))
 
 
-def main(path, rank=0):
-    with open(path, "rb") as file:
-        plan = msgpack.unpackb(file.read())
-    if plan["format"] != "apportion.plan" or plan["version"][0] != 2:
-        sys.exit(f"not a plan of version 2: {plan['format']} {plan['version']}")
-    part = read_part(plan["parts"][int(rank)])
-    for name, spans in zip(msgpack.unpackb(plan["header"])["layouts"], part["layouts"], strict=True):
+def show(plan, rank):
+    part = plan["parts"][rank]
+    for name, spans in zip(plan["header"]["layouts"], part["layouts"], strict=True):
         print(f"layout {name}:", *(tuple(span.values()) for span in spans))
     for kind, phases in part["programs"].items():
         for phase, tables in phases.items():
             print(f"program {kind} {phase} of rank {part['rank']}")
             show_program(tables)
-    if plan["id"] != plan_id(plan):
-        sys.exit(f"the stored id {plan['id'].hex()} is not that of the bytes, {plan_id(plan).hex()}")
-    print("id", plan["id"].hex(), "matches")
+    print("id", plan["id"], "matches")
+
+
+def main(*words):
+    verb = words[0] if words[0] in ("read", "check") else None
+    with open(words[1] if verb else words[0], "rb") as file:
+        data = file.read()
+    try:
+        plan = read_plan(data)
+    except Refused as error:
+        sys.exit(str(error))
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        sys.exit(
+            f"envelope: {type(error).__name__}: {error}"
+        )  # of msgpack, or where something else was expected
+    if verb == "read":
+        print(json.dumps(plain(plan)))
+    elif verb is None:
+        show(plan, int(words[1]) if len(words) > 1 else 0)
 
 
 if __name__ == "__main__":

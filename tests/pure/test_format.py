@@ -155,8 +155,9 @@ def test_a_reader_written_from_the_prose_agrees(name: str) -> None:
 
 def test_the_example_is_short_and_refuses_a_damaged_plan(tmp_path: Path) -> None:
     source = (ROOT / "examples/read_plan.py").read_text()
-    assert len(source.splitlines()) <= 180
+    assert len(source.splitlines()) <= 340
     assert re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE) == [
+        "json",
         "sys",
         "hashlib",
         "msgpack",
