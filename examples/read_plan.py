@@ -87,8 +87,9 @@ class Cell:
 
     def differences(self, rows):
         """How much the rows of the next column are above what is expected."""
-        form, found, at = self.number(), [0] * rows, -1
+        form, found, at = self.data[self.at] if self.at < len(self.data) else 4, [0] * rows, -1
         require(form <= 3, "cells: no such form")
+        self.at += 1
         if form == 1:
             for _ in range(self.number()):
                 at += self.number() + 1
