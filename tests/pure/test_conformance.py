@@ -106,13 +106,13 @@ def compiled(folder: Path, *options: str) -> str:
     if compiler is None:
         pytest.skip("no C compiler")
     strict = ["-Wall", "-Wextra", "-Werror", "-std=c99"]
-    source = str(ROOT / "examples/execute_plan.c")
+    sources = sorted(map(str, (ROOT / "examples/c").glob("*.c")))
     (folder / "empty.c").write_text("int main(void) { return 0; }\n")
     probe = [compiler, *options, str(folder / "empty.c"), "-o", str(folder / "empty")]
     if options and subprocess.run(probe, capture_output=True, check=False).returncode:
         pytest.skip(f"the C compiler has no {' '.join(options)}")
     done = subprocess.run(
-        [compiler, "-O2", *strict, *options, source, "-o", str(program), "-lm"],
+        [compiler, "-O2", *strict, *options, *sources, "-o", str(program), "-lm"],
         capture_output=True,
         text=True,
         check=False,
