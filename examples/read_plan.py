@@ -1,4 +1,4 @@
-"""Reads plans, on msgpack alone, and checks their bytes as apportion/schemas/FORMAT.md asks of a reader.
+"""Reads plans and slices, on msgpack alone, and checks their bytes as apportion/schemas/FORMAT.md asks of a reader.
 
     python read_plan.py P.plan [rank]      prints a rank's layouts and programs
     python read_plan.py read P.plan        prints everything as JSON, for the conformance suite
@@ -39,6 +39,7 @@ LEAST |= dict.fromkeys(["tasks.dmin", "tasks.dmax", "grads.dmin", "grads.dmax"],
 MOST = {"tensor": 9, "space": 1, "col": 2**16, "op": 13, "mode": 3, "send": 1, "first": 1, "grads.first": 3}
 MOST["arenas.heads"] = 2**16
 DTYPES = {"bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64}
+SLICED = ("header", "layouts", "moves")
 SECTIONS = ("header", "request", "layouts", "moves", "report")
 PROGRAM = ("arenas", "operands", "instructions", "transfers", "tasks", "grads", "rowops")
 
@@ -187,33 +188,57 @@ def read_part(part):
     return part
 
 
-def read_plan(data):
-    """The plan with sections and parts as plain data, rows in place of cells. Raises Refused."""
-    plan = msgpack.unpackb(data)
-    require(isinstance(plan, dict) and plan["format"] == "apportion.plan", "envelope: not a plan")
-    require(plan["version"][0] == 2 and plan["version"][1] >= 0, f"version: {plan['version']}, 2.x is read")
-    kinds = [*(plan[name] for name in (*SECTIONS, "id")), *plan["parts"]]
-    require(all(isinstance(item, bytes) for item in kinds), "envelope: sections, parts and id are bin")
-    real = plan_id(plan)
+def slice_id(held):
+    """The id that a slice proves to belong to: up the tree from its part, and beside the other sections."""
+    node, i, n, path = digest(b"\0" + held["part"]), held["rank"], held["ranks"], list(held["path"])
     require(
-        plan["id"] == real, f"id: stored is {plan['id'].hex()}, which is not that of the bytes, {real.hex()}"
+        0 <= i < n <= 65535 and len(held["digests"]) == 2, "parts: a slice of no rank, or without digests"
     )
-    header, layouts, moves = (msgpack.unpackb(plan[name]) for name in ("header", "layouts", "moves"))
-    check_header(header, plan["version"])
-    require(set(layouts) == set(header["layouts"]), "sections: not the layouts of the header")
+    require(all(len(one) == 32 for one in path + held["digests"]), "id: a digest has 32 bytes")
+    while n > 1:
+        if i ^ 1 < n:
+            require(path, "id: the path is too short")
+            beside = path.pop(0)
+            node = digest(b"\1" + (beside + node if i % 2 else node + beside))
+        i, n = i // 2, (n + 1) // 2
+    require(not path, "id: the path is too long")
+    request, report = held["digests"]
+    sections = [digest(held["header"]), request, digest(held["layouts"]), digest(held["moves"]), report, node]
+    return digest(b"apportion.plan\0" + b"".join(sections))
+
+
+def read_plan(data):
+    """A plan, or a slice, with sections and parts as plain data, rows in place of cells. Raises Refused."""
+    held = msgpack.unpackb(data)
+    known = isinstance(held, dict) and held["format"] in ("apportion.plan", "apportion.slice")
+    require(known, "envelope: neither a plan nor a slice")
+    require(held["version"][0] == 2 and held["version"][1] >= 0, f"version: {held['version']}, 2.x is read")
+    whole = held["format"] == "apportion.plan"
+    parts = held["parts"] if whole else [held["part"]]
+    bins = [*(held[name] for name in (SECTIONS if whole else SLICED)), *parts, held["id"]]
+    bins += [] if whole else [*held["digests"], *held["path"]]
+    require(all(isinstance(item, bytes) for item in bins), "envelope: sections, parts and digests are bin")
+    real = plan_id(held) if whole else slice_id(held)
+    require(
+        held["id"] == real, f"id: stored is {held['id'].hex()}, which is not that of the bytes, {real.hex()}"
+    )
+    found = {"id": held["id"].hex(), **{name: msgpack.unpackb(held[name]) for name in SLICED}}
+    check_sections(found, held["version"])
+    ranks = len(parts) if whole else held["ranks"]
+    require(ranks == found["header"]["ranks"], "parts: not as many as ranks")
+    parts = [read_part(part) for part in parts]
+    for rank, part in enumerate(parts, 0 if whole else held["rank"]):
+        require(part["rank"] == rank, "parts: of another rank")
+        check_part(part, parts[0], found)
+    return found | ({"parts": parts} if whole else {"rank": held["rank"], "part": parts[0]})
+
+
+def check_sections(found, version):
+    check_header(found["header"], version)
+    layouts = found["layouts"]
+    require(set(layouts) == set(found["header"]["layouts"]), "sections: not the layouts of the header")
     require(len({layout["tokens"] for layout in layouts.values()}) == 1, "sections: layouts of other tokens")
-    require(all(set(pair) <= set(layouts) for pair in moves), "sections: moves of no layout")
-    require(len(plan["parts"]) == header["ranks"], "parts: not as many as ranks")
-    parts = [read_part(part) for part in plan["parts"]]
-    for rank, part in enumerate(parts):
-        require(
-            part["rank"] == rank and len(part["moves"]) == len(moves),
-            "parts: of another rank, or other moves",
-        )
-        require(len(part["layouts"]) == len(layouts), "parts: not the layouts of the header")
-        require([*part["programs"]] == header["kinds"], "parts: not the kinds of the header")
-        check_part(part, header, layouts[header["home_layout"]]["tokens"])
-    return {"id": plan["id"].hex(), "header": header, "layouts": layouts, "moves": moves, "parts": parts}
+    require(all(set(pair) <= set(layouts) for pair in found["moves"]), "sections: moves of no layout")
 
 
 def check_header(header, version):
@@ -234,8 +259,14 @@ def check_header(header, version):
         require(all(0 <= head < header["q_heads"] for head in heads), "sections: a head that is not there")
 
 
-def check_part(part, header, tokens):
-    """Numbers are in their ranges, and lists are used up."""
+def check_part(part, first, found):
+    """It has what the sections and the first part say, numbers are in their ranges, and lists are used up."""
+    header, tokens = found["header"], found["layouts"][found["header"]["home_layout"]]["tokens"]
+    require(len(part["moves"]) == len(found["moves"]), "parts: not the moves of the plan")
+    require(len(part["layouts"]) == len(header["layouts"]), "parts: not the layouts of the header")
+    require([*part["programs"]] == header["kinds"], "parts: not the kinds of the header")
+    for kind, phases in part["programs"].items():
+        require(list(phases) == list(first["programs"][kind]), "parts: phases that others have not")
     for spans in part["layouts"]:
         check_rows("spans", spans, {})
         require(all(span["token"] + span["length"] <= tokens for span in spans), "values: beyond the tokens")
@@ -287,7 +318,7 @@ def plain(plan):
         order = ORDERS[name].split() if name in ORDERS else [rule.split()[0] for rule in TABLES[name]]
         return [[row[column] for column in order] for row in rows]
 
-    for part in plan["parts"]:
+    for part in plan.get("parts") or [plan["part"]]:
         part["layouts"] = [rows_of("spans", spans) for spans in part["layouts"]]
         part["moves"] = [rows_of("moves", moves) for moves in part["moves"]]
         for phases in part["programs"].values():
@@ -312,7 +343,7 @@ def show_program(tables):
 
 
 def show(plan, rank):
-    part = plan["parts"][rank]
+    part = plan["parts"][rank] if "parts" in plan else plan["part"]
     for name, spans in zip(plan["header"]["layouts"], part["layouts"], strict=True):
         print(f"layout {name}:", *(tuple(span.values()) for span in spans))
     for kind, phases in part["programs"].items():
@@ -331,9 +362,8 @@ def main(*words):
     except Refused as error:
         sys.exit(str(error))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        sys.exit(
-            f"envelope: {type(error).__name__}: {error}"
-        )  # of msgpack, or where something else was expected
+        # of msgpack, or where something else was expected
+        sys.exit(f"envelope: {type(error).__name__}: {error}")
     if verb == "read":
         print(json.dumps(plain(plan)))
     elif verb is None:

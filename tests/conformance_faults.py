@@ -72,7 +72,7 @@ def _span(plan: Plan, column: str, value: int) -> bytes:
 def malformed() -> Faults:
     """name -> (what a reader refuses, as FORMAT.md lists it; bytes)."""
     plan = text.parse(broken_plans.GOOD)
-    return _envelopes(plan) | _sections(plan) | _parts(plan) | _cells(plan) | _values(plan)
+    return _envelopes(plan) | _sections(plan) | _parts(plan) | _cells(plan) | _values(plan) | _slices(plan)
 
 
 def _envelopes(plan: Plan) -> Faults:
@@ -100,6 +100,23 @@ def _envelopes(plan: Plan) -> Faults:
             codec.encode_wire(replace(sealed, parts=[*sealed.parts[1::-1], sealed.parts[2]])),
         ),
     }
+
+
+def _slices(plan: Plan) -> Faults:
+    """Slices that do not prove themselves."""
+    held, other = (msgpack.unpackb(plan.for_rank(rank).encode()) for rank in (0, 1))
+    changes = {
+        "slice_with_the_path_of_another": ("id", {"path": other["path"]}),
+        "slice_with_the_part_of_another": ("id", {"part": other["part"]}),
+        "slice_with_a_short_path": ("id", {"path": held["path"][:1]}),
+        "slice_with_a_long_path": ("id", {"path": [*held["path"], bytes(32)]}),
+        "slice_with_a_short_digest": ("id", {"path": [held["path"][0][:31], held["path"][1]]}),
+        "slice_of_another_rank": ("id", {"rank": 1}),
+        "slice_of_no_rank": ("parts", {"rank": 3}),
+        "slice_of_more_ranks": ("id", {"ranks": 5}),
+        "slice_without_a_digest": ("parts", {"digests": held["digests"][:1]}),
+    }
+    return {name: (rule, msgpack.packb(held | change)) for name, (rule, change) in changes.items()}
 
 
 def _sections(plan: Plan) -> Faults:
@@ -132,6 +149,10 @@ def _parts(plan: Plan) -> Faults:
         "part_without_phases": (
             "parts",
             _with_part(plan, lambda part: part.update(programs={"default": {}})),
+        ),
+        "part_phase_missing": (
+            "parts",
+            _with_part(plan, lambda part: part["programs"]["default"].pop("forward")),
         ),
         "part_phases_swapped": ("parts", _with_part(plan, _swap_phases)),
         "part_table_missing": (

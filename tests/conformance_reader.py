@@ -12,7 +12,7 @@ from conformance_suite import Weights, tables_of
 
 from apportion.backends import reference
 from apportion.ir import codec
-from apportion.ir.codec import Plan
+from apportion.ir.codec import Plan, Slice
 from apportion.ir.errors import DecodeError
 from apportion.ir.verify import check
 
@@ -83,13 +83,18 @@ def _run_kind(plan: Plan, kind: str, inputs: _Inputs, weights: Weights | None) -
     return found
 
 
+def opened(data: bytes, check_id: bool = True) -> Plan | Slice:
+    """A plan or a slice. Raises DecodeError."""
+    return Slice.decode(data) if b"apportion.slice" in data[:32] else codec.decode(data, check_id)
+
+
 def main(verb: str, path: str, outputs: str = "") -> int:
     """The exit code."""
     if verb == "run":
         Path(outputs).write_bytes(run(Path(path)))
         return 0
     try:
-        plan = codec.decode(Path(path).read_bytes(), check_id=verb != "verify")
+        plan = opened(Path(path).read_bytes(), check_id=verb != "verify")
     except DecodeError as error:
         print(error, file=sys.stderr)
         return 1

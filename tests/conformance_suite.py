@@ -28,7 +28,7 @@ import apportion as ap
 from apportion.backends import reference
 from apportion.ir import bands, masks, text
 from apportion.ir.batch import Sequence
-from apportion.ir.codec import Plan
+from apportion.ir.codec import Plan, Slice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
 from apportion.ir.plan import Table
 
@@ -37,6 +37,8 @@ SUITE = ROOT / "apportion/schemas/conformance"
 TOLERANCE = 1e-9
 #: seeds of plans that mean nothing: only to be read
 _RANDOM = (1, 2, 5, 11)
+#: cases of which the suite has a slice, and the rank of it
+_SLICES = {"one_rank": 0, "reshuffle": 1, "questions": 2, "zeppelin": 3, "few_tokens": 3, "mixed_kinds": 1}
 #: what one rounding of a gradient to bf16 may change, relative to the largest one
 _ROUNDED = 2.0**-6
 _HIDDEN = 3  # width of X
@@ -287,27 +289,27 @@ def packed(arrays: Arrays) -> bytes:
 # ---------------------------------------------------------------------------------------------- what is read
 
 
-def tables_of(plan: Plan) -> dict[str, Any]:
-    """The plan with rows in place of cells, as `read` prints it."""
-    sealed = plan.sealed()
+def tables_of(held: Plan | Slice) -> dict[str, Any]:
+    """A plan or a slice with rows in place of cells, as `read` prints it."""
+    sealed = held.wire if isinstance(held, Slice) else held.sealed()
     sections = {name: msgpack.unpackb(getattr(sealed, name)) for name in ("header", "layouts", "moves")}
-    return {
-        "id": plan.id.hex(),
-        **sections,
-        "parts": [_part(plan, rank) for rank in range(plan.header.ranks)],
-    }
+    found = {"id": held.id.hex(), **sections}
+    if isinstance(held, Slice):
+        return found | {"rank": held.rank, "part": _part(held, held.rank, 0)}
+    return found | {"parts": [_part(held, rank, rank) for rank in range(held.header.ranks)]}
 
 
-def _part(plan: Plan, rank: int) -> dict[str, Any]:
+def _part(held: Plan | Slice, rank: int, row: int) -> dict[str, Any]:
+    """Of a rank, which is `row` in the tables."""
     programs: dict[str, Any] = {}
-    for (kind, phase), program in plan.programs.items():
-        held = {name: program[name].rank(rank) for name in TABLES}
-        programs.setdefault(kind, {})[phase] = [_rows(held[name], TABLES[name]) for name in TABLES]
+    for (kind, phase), program in held.programs.items():
+        tables = [_rows(program[name].rank(row), TABLES[name]) for name in TABLES]
+        programs.setdefault(kind, {})[phase] = tables
     return {
         "rank": rank,
-        "layouts": [_rows(layout.spans.rank(rank), SPAN_COLUMNS) for layout in plan.layouts.values()],
+        "layouts": [_rows(layout.spans.rank(row), SPAN_COLUMNS) for layout in held.layouts.values()],
         "programs": programs,
-        "moves": [_rows(move.table.rank(rank), MOVE_COLUMNS) for move in plan.moves],
+        "moves": [_rows(move.table.rank(row), MOVE_COLUMNS) for move in held.moves],
     }
 
 
@@ -334,7 +336,13 @@ def lines(data: dict[str, list[dict[str, Any]]]) -> bytes:
 def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
     """The files, by their paths. plans: of the cases."""
     files: dict[str, bytes] = {}
-    index: dict[str, list[dict[str, Any]]] = {"cases": [], "reading": [], "malformed": [], "broken": []}
+    index: dict[str, list[dict[str, Any]]] = {
+        "cases": [],
+        "reading": [],
+        "slices": [],
+        "malformed": [],
+        "broken": [],
+    }
     for name, case in CASES.items():
         plan = plans[name]
         inputs, outputs = inputs_of(plan, case), outputs_of(plan, case)
@@ -351,6 +359,10 @@ def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
         plan, name = random_plan(seed), f"random_{seed}"
         files[f"reading/{name}.plan"], files[f"reading/{name}.json"] = plan.encode(), compact(tables_of(plan))
         index["reading"].append({"name": name, "what": "any numbers that a plan may hold; it means nothing"})
+    for name, rank in _SLICES.items():
+        held = plans[name].for_rank(rank)
+        files[f"slices/{name}.plan"], files[f"slices/{name}.json"] = held.encode(), compact(tables_of(held))
+        index["slices"].append({"name": name, "what": f"what rank {rank} gets"})
     for group, found in (("malformed", malformed()), ("broken", broken())):
         for name, (rule, data) in found.items():
             files[f"{group}/{name}.plan"] = data

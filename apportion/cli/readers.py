@@ -110,7 +110,7 @@ def questions(suite: Suite, level: str, only: str = "") -> list[Question]:
 
 
 def _of_cases(suite: Suite) -> Iterator[Question]:
-    for group in ("cases", "reading"):
+    for group in ("cases", "reading", "slices"):
         for entry in suite.index[group]:
             name = f"{group}/{entry['name']}"
             folder = suite.folder / name

@@ -2,7 +2,7 @@
  *
  *   cc -O2 -std=c99 -o execute_plan main.c plan.c execute.c -lm
  *
- *   execute_plan read PLAN            its tables as JSON
+ *   execute_plan read PLAN            tables of a plan or a slice as JSON
  *   execute_plan check PLAN           exit 1 where a reader must refuse it
  *   execute_plan run CASE OUTPUTS     a case of the conformance suite: CASE/case.plan on CASE/inputs.f64
  *
@@ -76,6 +76,23 @@ static void print_programs(const Plan *plan, const Part *part) {
     }
 }
 
+static void print_part(const Plan *plan, int64_t rank) {
+    const Part *part = plan->parts + rank;
+    printf("{\"rank\":%lld,\"layouts\":[", (long long)rank);
+    for (int64_t i = 0; i < plan->layout_count; i++) {
+        if (i) putchar(',');
+        print_table(SPANS, part->spans + i);
+    }
+    printf("],\"programs\":{");
+    print_programs(plan, part);
+    printf("},\"moves\":[");
+    for (int64_t i = 0; i < plan->move_count; i++) {
+        if (i) putchar(',');
+        print_table(MOVES, part->moves + i);
+    }
+    printf("]}");
+}
+
 static void print_plan(const Plan *plan) {
     Value id = get(plan->map, "id", BIN, "envelope");
     printf("{\"id\":\"");
@@ -84,24 +101,15 @@ static void print_plan(const Plan *plan) {
     print_section("header", plan);
     print_section("layouts", plan);
     print_section("moves", plan);
-    printf("\"parts\":[");
-    for (int64_t rank = 0; rank < plan->ranks; rank++) {
-        const Part *part = plan->parts + rank;
-        printf("%s{\"rank\":%lld,\"layouts\":[", rank ? ",\n" : "", (long long)rank);
-        for (int64_t i = 0; i < plan->layout_count; i++) {
-            if (i) putchar(',');
-            print_table(SPANS, part->spans + i);
-        }
-        printf("],\"programs\":{");
-        print_programs(plan, part);
-        printf("},\"moves\":[");
-        for (int64_t i = 0; i < plan->move_count; i++) {
-            if (i) putchar(',');
-            print_table(MOVES, part->moves + i);
-        }
-        printf("]}");
+    if (plan->rank >= 0) {
+        printf("\"rank\":%lld,\n\"part\":", (long long)plan->rank);
+        print_part(plan, plan->rank);
     }
-    printf("]}\n");
+    for (int64_t rank = 0; rank < plan->ranks && plan->rank < 0; rank++) {
+        printf(rank ? ",\n" : "\"parts\":[");
+        print_part(plan, rank);
+    }
+    printf(plan->rank < 0 ? "]}\n" : "}\n");
 }
 
 /* ------------------------------------------------------------------------------------------ a case of the suite */
@@ -220,6 +228,7 @@ static void run_move(const Plan *plan, FILE *out, int64_t move) {
 static void run_case(const char *folder, const char *outputs) {
     Plan plan = read_plan(read_file(folder, "/case.plan"));
     Bytes in = read_file(folder, "/inputs.f64");
+    if (plan.rank >= 0) refuse("a slice is of one rank: all ranks are run");
     Machine m = {.plan = &plan};
     double hidden = *take(&in, 1);
     if (!(hidden >= 0 && hidden <= 65536)) refuse("inputs.f64: a width of X that cannot be");

@@ -185,17 +185,46 @@ static Bytes bytes_of(const void *data, size_t size) {
     return bytes;
 }
 
-static Digest plan_id(const Bytes sections[5], const Bytes *parts, int64_t ranks) {
+/* The id of sections' digests and the root of the tree over parts. */
+static Digest id_of(const Digest sections[5], Digest root) {
     static const char MAGIC[] = "apportion.plan"; /* with the zero behind it */
-    Digest *level = allot(ranks, sizeof *level), fixed[6];
+    Digest six[6];
+    memcpy(six, sections, 5 * sizeof *six);
+    six[5] = root;
+    return hash(MAGIC, sizeof MAGIC, bytes_of(six, sizeof six));
+}
+
+static Digest root_of(const Bytes *parts, int64_t ranks) {
+    Digest *level = allot(ranks, sizeof *level);
     for (int64_t rank = 0; rank < ranks; rank++) level[rank] = hash("\0", 1, parts[rank]);
     for (int64_t n = ranks; n > 1; n = (n + 1) / 2) {
         for (int64_t i = 0; 2 * i + 1 < n; i++) level[i] = hash("\1", 1, bytes_of(level + 2 * i, 64));
         if (n & 1) level[n / 2] = level[n - 1];
     }
-    for (int i = 0; i < 5; i++) fixed[i] = hash("", 0, sections[i]);
-    fixed[5] = level[0];
-    return hash(MAGIC, sizeof MAGIC, bytes_of(fixed, sizeof fixed));
+    return level[0];
+}
+
+static Digest next_digest(Bytes *list) {
+    Value value = whole(list, 0);
+    Digest digest;
+    if (value.type != BIN || value.number != 32) refuse("id: a digest has 32 bytes");
+    memcpy(digest.bytes, value.bytes.at, 32);
+    return digest;
+}
+
+/* Section 10: the root, from the part of a rank and the hashes beside its way up. */
+static Digest climb(Bytes part, int64_t rank, int64_t ranks, Value path) {
+    Digest node = hash("\0", 1, part);
+    for (int64_t i = rank, n = ranks; n > 1; i /= 2, n = (n + 1) / 2) {
+        Digest pair[2];
+        if ((i ^ 1) >= n) continue;
+        if (!path.number--) refuse("id: the path is too short");
+        pair[i & 1] = node;
+        pair[~i & 1] = next_digest(&path.bytes);
+        node = hash("\1", 1, bytes_of(pair, sizeof pair));
+    }
+    if (path.number) refuse("id: the path is too long");
+    return node;
 }
 
 /* ------------------------------------------------------------------------------------------ 4: cells */
@@ -468,7 +497,7 @@ static Bytes cell_of(Bytes *list, const char *what) {
     return cell.bytes;
 }
 
-static void read_programs(Plan *plan, Part *part, Value kinds, int64_t rank) {
+static void read_programs(Plan *plan, Part *part, Value kinds) {
     Context context = {plan->ranks, plan->head_sets, 0, {0, {0}}, 0};
     if (kinds.number != plan->kinds) refuse("parts: other kinds than the header");
     part->programs = allot(plan->kinds, sizeof *part->programs);
@@ -491,7 +520,7 @@ static void read_programs(Plan *plan, Part *part, Value kinds, int64_t rank) {
             }
             check_program(plan, part->programs[kind] + number);
         }
-        if (!rank) plan->phases[kind] = has;
+        if (!plan->phases[kind]) plan->phases[kind] = has; /* of the first part that there is */
         if (!has || plan->phases[kind] != has) refuse("parts: phases that others have not");
     }
 }
@@ -515,7 +544,7 @@ static void read_part(Plan *plan, Bytes bytes, int64_t rank) {
         }
     }
     for (int64_t i = 0; i < moves.number; i++) part->moves[i] = read_cell(MOVES, cell_of(&moves.bytes, "moves"), &context);
-    read_programs(plan, part, get(map, "programs", MAP, "parts"), rank);
+    read_programs(plan, part, get(map, "programs", MAP, "parts"));
 }
 
 Bytes read_file(const char *folder, const char *name) {
@@ -533,33 +562,60 @@ Bytes read_file(const char *folder, const char *name) {
     return bytes_of(data, (size_t)size);
 }
 
-Plan read_plan(Bytes file) {
-    static const char *const NAMES[5] = {"header", "request", "layouts", "moves", "report"};
-    Plan plan = {.map = alone(file, MAP, "envelope")};
-    Value version = get(plan.map, "version", ARRAY, "envelope"), parts, id;
-    Bytes sections[5], *part, numbers = version.bytes;
-    if (!is(get(plan.map, "format", STR, "envelope"), "apportion.plan")) refuse("envelope: it is no plan");
-    Value major = version.number == 2 ? whole(&numbers, 0) : version, minor = version.number == 2 ? whole(&numbers, 0) : version;
-    if (major.type != INT || minor.type != INT || major.number != 2 || minor.number < 0) refuse("version: only 2.x is read");
-    for (int i = 0; i < 5; i++) sections[i] = get(plan.map, NAMES[i], BIN, "envelope").bytes;
-    parts = get(plan.map, "parts", ARRAY, "envelope");
-    part = allot(parts.number, sizeof *part);
+static void check_id(Value map, Digest real) {
+    Value id = get(map, "id", BIN, "envelope");
+    if (id.number != 32 || memcmp(id.bytes.at, real.bytes, 32)) refuse("id: it is not that of the bytes");
+}
+
+static const char *const NAMES[5] = {"header", "request", "layouts", "moves", "report"};
+
+/* The parts of a plan, once its id was found to be that of its bytes. */
+static Bytes *open_plan(Value map, int64_t *count) {
+    Value parts = get(map, "parts", ARRAY, "envelope");
+    Bytes *part = allot(*count = parts.number, sizeof *part);
+    Digest sections[5];
+    for (int i = 0; i < 5; i++) sections[i] = hash("", 0, get(map, NAMES[i], BIN, "envelope").bytes);
     for (int64_t i = 0; i < parts.number; i++) {
         Value bytes = whole(&parts.bytes, 0);
         if (bytes.type != BIN) refuse("envelope: parts are bin");
         part[i] = bytes.bytes;
     }
     if (!parts.number) refuse("parts: there are none");
-    id = get(plan.map, "id", BIN, "envelope");
-    Digest real = plan_id(sections, part, parts.number);
-    if (id.number != 32 || memcmp(id.bytes.at, real.bytes, 32)) refuse("id: it is not that of the bytes");
-    plan.header = alone(sections[0], MAP, "sections");
-    plan.layouts = alone(sections[2], MAP, "sections");
-    plan.moves = alone(sections[3], ARRAY, "sections");
+    check_id(map, id_of(sections, root_of(part, parts.number)));
+    return part;
+}
+
+/* The part of a slice, once it was proven to belong to its id. */
+static Bytes *open_slice(Value map, int64_t *rank, int64_t *ranks) {
+    Value digests = get(map, "digests", ARRAY, "envelope"), path = get(map, "path", ARRAY, "envelope");
+    Bytes *part = allot(1, sizeof *part);
+    Digest sections[5];
+    *part = get(map, "part", BIN, "envelope").bytes;
+    *rank = get(map, "rank", INT, "envelope").number, *ranks = get(map, "ranks", INT, "envelope").number;
+    if (*rank < 0 || *rank >= *ranks || *ranks > 65535 || digests.number != 2) refuse("parts: a slice of no rank");
+    for (int i = 0; i < 5; i++)
+        sections[i] = i == 1 || i == 4 ? next_digest(&digests.bytes) : hash("", 0, get(map, NAMES[i], BIN, "envelope").bytes);
+    check_id(map, id_of(sections, climb(*part, *rank, *ranks, path)));
+    return part;
+}
+
+Plan read_plan(Bytes file) {
+    Plan plan = {.map = alone(file, MAP, "envelope"), .rank = -1};
+    Value version = get(plan.map, "version", ARRAY, "envelope"), format = get(plan.map, "format", STR, "envelope");
+    Bytes numbers = version.bytes, *part;
+    int64_t count, is_plan = is(format, "apportion.plan");
+    if (!is_plan && !is(format, "apportion.slice")) refuse("envelope: neither a plan nor a slice");
+    Value major = version.number == 2 ? whole(&numbers, 0) : version, minor = version.number == 2 ? whole(&numbers, 0) : version;
+    if (major.type != INT || minor.type != INT || major.number != 2 || minor.number < 0) refuse("version: only 2.x is read");
+    part = is_plan ? open_plan(plan.map, &count) : open_slice(plan.map, &plan.rank, &count);
+    plan.header = alone(get(plan.map, "header", BIN, "envelope").bytes, MAP, "sections");
+    plan.layouts = alone(get(plan.map, "layouts", BIN, "envelope").bytes, MAP, "sections");
+    plan.moves = alone(get(plan.map, "moves", BIN, "envelope").bytes, ARRAY, "sections");
     read_header(&plan, version);
-    if (plan.ranks != parts.number) refuse("parts: not as many as ranks");
+    if (plan.ranks != count) refuse("parts: not as many as ranks");
     read_names(&plan);
     plan.parts = allot(plan.ranks, sizeof(Part));
-    for (int64_t rank = 0; rank < plan.ranks; rank++) read_part(&plan, part[rank], rank);
+    if (!is_plan) read_part(&plan, *part, plan.rank);
+    for (int64_t rank = 0; rank < plan.ranks && is_plan; rank++) read_part(&plan, part[rank], rank);
     return plan;
 }

@@ -49,13 +49,13 @@ extern const Form FORMS[];
 extern const char *const PHASES[2];
 extern const int LIST_OF_OP[14];
 
-/* Sections 3 and 4. programs: of each kind, forward and backward. */
+/* Sections 3 and 4. programs: of each kind, forward and backward. rank: of a slice, which has that part alone; else -1. */
 typedef struct { int64_t count, *head; } Heads;
 typedef struct { Table table[TABLES]; } Program;
 typedef struct { Table *spans, *moves; Program (*programs)[2]; } Part;
 typedef struct {
     Value map, header, layouts, moves;
-    int64_t ranks, q_heads, kv_heads, head_dim, v_head_dim, head_sets, kinds, layout_count, move_count, tokens, home;
+    int64_t rank, ranks, q_heads, kv_heads, head_dim, v_head_dim, head_sets, kinds, layout_count, move_count, tokens, home;
     int narrow, *phases; /* narrow: 1 bf16, 2 fp16: gradients are rounded on their way; phases: of each kind, as bits */
     Value *kind_name, *layout_name;
     Heads *heads;
@@ -66,7 +66,7 @@ typedef struct {
 int64_t place_of(Value name, const Value *names, int64_t count, const char *what);
 /* A file, by its folder and the rest of its path. */
 Bytes read_file(const char *folder, const char *name);
-/* The plan in a file, all of it checked as section 16 asks. */
+/* The plan or the slice in a file, all of it checked as section 16 asks. */
 Plan read_plan(Bytes file);
 
 #endif

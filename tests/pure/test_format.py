@@ -160,7 +160,7 @@ def test_a_reader_written_from_the_prose_agrees(name: str) -> None:
 
 def test_the_example_is_short_and_refuses_a_damaged_plan(tmp_path: Path) -> None:
     source = (ROOT / "examples/read_plan.py").read_text()
-    assert len(source.splitlines()) <= 350
+    assert len(source.splitlines()) <= 400
     assert re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE) == [
         "json",
         "sys",
