@@ -239,6 +239,7 @@ def check_sections(found, version):
     require(set(layouts) == set(found["header"]["layouts"]), "sections: not the layouts of the header")
     require(len({layout["tokens"] for layout in layouts.values()}) == 1, "sections: layouts of other tokens")
     require(all(set(pair) <= set(layouts) for pair in found["moves"]), "sections: moves of no layout")
+    require(len(set(map(tuple, found["moves"]))) == len(found["moves"]), "sections: a move twice")
 
 
 def check_header(header, version):
@@ -254,6 +255,15 @@ def check_header(header, version):
         narrow is None or (narrow == "model" and DTYPES[header["dtype"]] == 16), "sections: sent_gradients"
     )
     require(header["home_layout"] in header["layouts"], "sections: home_layout is no layout")
+    names = [*header["kinds"], *header["layouts"]]
+    require(all(0 < len(name) <= 128 for name in names), "sections: a name has 1 to 128 characters")
+    for group in (header["kinds"], header["layouts"]):
+        require(len(set(group)) == len(group), "sections: a name twice")
+    require(set(header["diagonals"]) == set(header["kinds"]), "sections: diagonals must be of each kind")
+    for pairs in header["diagonals"].values():
+        rises = len(pairs) <= 8 and pairs == sorted(map(list, set(map(tuple, pairs))))
+        right = rises and all(-(2**62) <= low <= high <= 2**62 for low, high in pairs)
+        require(right, "sections: such diagonals cannot be")
     for heads in header["head_sets"]:
         require(heads and len(set(heads)) == len(heads), "sections: a head set must hold distinct heads")
         require(all(0 <= head < header["q_heads"] for head in heads), "sections: a head that is not there")

@@ -132,6 +132,17 @@ def _sections(plan: Plan) -> Faults:
             _with_section(plan, "header", head_sets=[[0, 0], [0], [2, 3], [1]]),
         ),
         "header_dtype": ("sections", _with_section(plan, "header", dtype="int8")),
+        "header_kind_twice": ("sections", _with_section(plan, "header", kinds=["default", "default"])),
+        "header_without_a_name": ("sections", _with_section(plan, "header", layouts=[""], home_layout="")),
+        "header_diagonals": ("sections", _with_section(plan, "header", diagonals={"default": [[1, 0]]})),
+        "header_diagonals_fall": (
+            "sections",
+            _with_section(plan, "header", diagonals={"default": [[0, 9], [0, 3]]}),
+        ),
+        "header_diagonals_of_others": (
+            "sections",
+            _with_section(plan, "header", diagonals={"local": [[0, 9]]}),
+        ),
         "header_home": ("sections", _with_section(plan, "header", home_layout="linear")),
         "header_narrow_fp64": ("sections", _with_section(plan, "header", sent_gradients="model")),
         "layouts_of_others": ("sections", rebuilt(plan, layouts=msgpack.packb({"linear": {"tokens": 24}}))),

@@ -383,7 +383,7 @@ static Value *names_of(Value header, const char *key, int64_t *count) {
     if (!list.number) refuse("sections: no %s", key);
     for (int64_t i = 0; i < list.number; i++) {
         names[i] = whole(&list.bytes, 0);
-        if (names[i].type != STR || !names[i].number) refuse("sections: %s must be names", key);
+        if (names[i].type != STR || !names[i].number || names[i].number > 512) /* 128 characters */ refuse("sections: %s must be names", key);
         for (int64_t j = 0; j < i; j++)
             if (equal(names[i], names[j])) refuse("sections: a name of %s twice", key);
     }
@@ -415,6 +415,29 @@ static void read_head_sets(Plan *plan) {
     }
 }
 
+static void check_diagonals(const Plan *plan) {
+    Value map = get(plan->header, "diagonals", MAP, "sections");
+    const int64_t most = (int64_t)1 << 62;
+    if (map.number != plan->kinds) refuse("sections: diagonals must be of each kind");
+    for (int64_t kind = 0; kind < plan->kinds; kind++) {
+        int64_t at = place_of(whole(&map.bytes, 0), plan->kind_name, plan->kinds, "sections: diagonals of no kind");
+        Value list = whole(&map.bytes, 0);
+        int64_t before[2] = {INT64_MIN, INT64_MIN}, found[2];
+        if (list.type != ARRAY || list.number > 8) refuse("sections: at most 8 diagonals of kind %d", (int)at);
+        for (int64_t i = 0; i < list.number; i++, before[0] = found[0], before[1] = found[1]) {
+            Value pair = whole(&list.bytes, 0);
+            if (pair.type != ARRAY || pair.number != 2) refuse("sections: a diagonal has dmin and dmax");
+            for (int n = 0; n < 2; n++) {
+                Value number = whole(&pair.bytes, 0);
+                if (number.type != INT) refuse("sections: diagonals are integers");
+                found[n] = number.number;
+            }
+            int rises = found[0] > before[0] || (found[0] == before[0] && found[1] > before[1]);
+            if (found[0] < -most || found[0] > found[1] || found[1] > most || !rises) refuse("sections: such diagonals cannot be");
+        }
+    }
+}
+
 static void read_header(Plan *plan, Value version) {
     Value header = plan->header, dtype = get(header, "dtype", STR, "sections"), sent;
     Value inner = get(header, "version", ARRAY, "sections"), home = get(header, "home_layout", STR, "sections");
@@ -430,7 +453,6 @@ static void read_header(Plan *plan, Value version) {
     get(header, "recipe", STR, "sections");
     get(header, "seed", INT, "sections");
     get(header, "engines", MAP, "sections");
-    get(header, "diagonals", MAP, "sections");
     sent = find(header, "sent_gradients", &found);
     if (found && (!is(sent, "model") || !half)) refuse("sections: sent_gradients cannot be that");
     plan->narrow = found ? half : 0;
@@ -439,6 +461,7 @@ static void read_header(Plan *plan, Value version) {
     plan->phases = allot(plan->kinds, sizeof *plan->phases);
     plan->home = place_of(home, plan->layout_name, plan->layout_count, "sections: home_layout is no layout");
     read_head_sets(plan);
+    check_diagonals(plan);
 }
 
 static void read_names(Plan *plan) {
