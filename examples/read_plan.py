@@ -110,14 +110,15 @@ class Cell:
         return rows
 
     def end(self, rows):
-        """Zeros, as few as give it half a byte for a row."""
+        """Behind the last column come zeros, as few as give it half a byte for a row."""
         zeros = (rows + 1) // 2 - self.at
         require(self.data[self.at :] == bytes(max(zeros, 0)), "cells: bytes are left over")
 
 
-def read_program(cells, others):
+def read_program(cells, others, lenient):
     """Tables by name, each a list of rows; others: the operands of the part's programs so far, to which these come."""
-    program = {"newest": 0, "operands": [], "others": others}
+    program = {"newest": 0, "operands": [], "others": others, "lenient": lenient}
+    require(len(cells) == 7 or (lenient and len(cells) > 7), "parts: there are 7 tables")
     for name, cell in zip(PROGRAM, cells, strict=False):
         program[name] = read_table(name, cell, program)
     return {name: program[name] for name in PROGRAM}
@@ -142,7 +143,8 @@ def read_table(name, data, program):
                 require(0 <= row[column] <= program["first"] + i, "cells: a source before the first operand")
             if kind == "NEW" or (name == "rowops" and kind == "FOLLOW"):
                 program["newest"] = max(program["newest"], row[column])
-    cell.end(len(rows))
+    if not program.get("lenient"):
+        cell.end(len(rows))
     return rows
 
 
@@ -176,15 +178,15 @@ def expect(kind, column, words, row, before, remembered, i, program):
     return before["row"] + before["rows"] if follows else 0
 
 
-def read_part(part):
-    """A part with rows in place of cells."""
-    part = msgpack.unpackb(part)
-    part["layouts"] = [read_table("spans", cell, {}) for cell in part["layouts"]]
-    part["moves"] = [read_table("moves", cell, {}) for cell in part["moves"]]
+def read_part(part, lenient=False):
+    """A part with rows in place of cells; lenient: of a newer minor version, which may have more of everything."""
+    part, facts = msgpack.unpackb(part), {"lenient": lenient}
+    part["layouts"] = [read_table("spans", cell, facts) for cell in part["layouts"]]
+    part["moves"] = [read_table("moves", cell, facts) for cell in part["moves"]]
     others = []
     for phases in part["programs"].values():
         for phase, cells in phases.items():
-            phases[phase] = read_program(cells, others)
+            phases[phase] = read_program(cells, others, lenient)
     return part
 
 
@@ -226,7 +228,7 @@ def read_plan(data):
     check_sections(found, held["version"])
     ranks = len(parts) if whole else held["ranks"]
     require(ranks == found["header"]["ranks"], "parts: not as many as ranks")
-    parts = [read_part(part) for part in parts]
+    parts = [read_part(part, lenient=held["version"][1] > 0) for part in parts]
     for rank, part in enumerate(parts, 0 if whole else held["rank"]):
         require(part["rank"] == rank, "parts: of another rank")
         check_part(part, parts[0], found)
@@ -334,6 +336,8 @@ def plain(plan):
         for phases in part["programs"].values():
             for phase, program in phases.items():
                 phases[phase] = [rows_of(name, program[name]) for name in PROGRAM]
+        for name in part.keys() - {"rank", "layouts", "programs", "moves"}:
+            del part[name]  # of a newer version
     return plan
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from apportion.ir import codec, text
 from apportion.ir.codec import Plan
-from apportion.ir.isa import TABLES
+from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.plan import Layout, Table
 from apportion.ir.verify import check
 
@@ -29,6 +29,22 @@ def rebuilt(plan: Plan, **sections: Any) -> bytes:
     """The plan with other sections, and the id of these."""
     changed = replace(plan.sealed(), id=b"", **sections)
     return codec.encode_wire(replace(changed, id=codec.section_id(changed)))
+
+
+def newer(plan: Plan) -> bytes:
+    """The plan as a later minor version might write it, with more of everything."""
+    version = [VERSION[0], VERSION[1] + 7]
+    parts = [msgpack.unpackb(part) for part in plan.sealed().parts]
+    for part in parts:
+        part["extra"] = {"more": [1, 2]}
+        part["layouts"] = [cell and cell + b"\0column" for cell in part["layouts"]]
+        for phases in part["programs"].values():
+            for cells in phases.values():
+                cells[:] = [*(cell and cell + b"\0column" for cell in cells), b"table"]
+    header = msgpack.unpackb(plan.sealed().header) | {"version": version, "novel": 1}
+    sections = {"header": msgspec.msgpack.encode(header, order="deterministic")}
+    outer = msgpack.unpackb(rebuilt(plan, parts=[msgpack.packb(part) for part in parts], **sections))
+    return bytes(msgpack.packb(outer | {"version": version, "novel": b"more"}))
 
 
 def _with_part(plan: Plan, edit: Callable[..., Any]) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import oracle
-from conformance_faults import broken, malformed
+from conformance_faults import broken, malformed, newer
 from random_plans import random_plan
 from strategies import STRATEGIES, steps
 
@@ -359,6 +359,11 @@ def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
         plan, name = random_plan(seed), f"random_{seed}"
         files[f"reading/{name}.plan"], files[f"reading/{name}.json"] = plan.encode(), compact(tables_of(plan))
         index["reading"].append({"name": name, "what": "any numbers that a plan may hold; it means nothing"})
+    data = newer(plans["reshuffle"])
+    files["reading/newer.plan"], files["reading/newer.json"] = data, compact(tables_of(Plan.decode(data)))
+    index["reading"].append(
+        {"name": "newer", "what": "a newer minor version, with more keys, tables and columns"}
+    )
     for name, rank in _SLICES.items():
         held = plans[name].for_rank(rank)
         files[f"slices/{name}.plan"], files[f"slices/{name}.json"] = held.encode(), compact(tables_of(held))

@@ -250,7 +250,7 @@ const Form FORMS[] = {
                    {"row", AFTER, M_ROWS, 0, 0, LIMIT, 2}}}};
 
 /* What a cell is read with. held: the operands of the part's programs before this one. */
-typedef struct { int64_t ranks, head_sets, newest; Table held, *operands; } Context;
+typedef struct { int64_t ranks, head_sets, newest; int newer; Table held, *operands; } Context;
 
 static int64_t number(Bytes *cell) {
     uint64_t found = 0;
@@ -362,7 +362,7 @@ static Table read_cell(int kind, Bytes cell, Context *context) {
             if (names_operands && values[i] > context->newest) context->newest = values[i];
         }
     }
-    for (; cell.at < cell.end; cell.at++)
+    for (; cell.at < cell.end && !context->newer; cell.at++)
         if (*cell.at || 2 * (cell.at - begin) >= table.rows) refuse("cells: bytes are left over");
     return table;
 }
@@ -521,7 +521,7 @@ static Bytes cell_of(Bytes *list, const char *what) {
 }
 
 static void read_programs(Plan *plan, Part *part, Value kinds) {
-    Context context = {plan->ranks, plan->head_sets, 0, {0, {0}}, 0};
+    Context context = {plan->ranks, plan->head_sets, 0, plan->newer, {0, {0}}, 0};
     if (kinds.number != plan->kinds) refuse("parts: other kinds than the header");
     part->programs = allot(plan->kinds, sizeof *part->programs);
     for (int64_t kind = 0; kind < plan->kinds; kind++) {
@@ -531,7 +531,8 @@ static void read_programs(Plan *plan, Part *part, Value kinds) {
         for (int64_t n = 0; n < phases.number; n++) {
             Value phase = whole(&phases.bytes, 0), cells = whole(&phases.bytes, 0);
             int number = is(phase, PHASES[1]);
-            if ((!number && !is(phase, PHASES[0])) || has >> number || cells.type != ARRAY || cells.number != TABLES)
+            if ((!number && !is(phase, PHASES[0])) || has >> number || cells.type != ARRAY || cells.number < TABLES ||
+                (cells.number > TABLES && !plan->newer))
                 refuse("parts: phases are forward and backward, of 7 tables");
             has |= 1 << number;
             context.newest = 0;
@@ -552,7 +553,7 @@ static void read_part(Plan *plan, Bytes bytes, int64_t rank) {
     Value map = alone(bytes, MAP, "parts"), layouts = get(map, "layouts", ARRAY, "parts");
     Value moves = get(map, "moves", ARRAY, "parts");
     Part *part = plan->parts + rank;
-    Context context = {plan->ranks, plan->head_sets, 0, {0, {0}}, 0};
+    Context context = {plan->ranks, plan->head_sets, 0, plan->newer, {0, {0}}, 0};
     if (get(map, "rank", INT, "parts").number != rank) refuse("parts: a part of another rank");
     if (layouts.number != plan->layout_count || moves.number != plan->move_count) refuse("parts: other layouts or moves");
     part->spans = allot(layouts.number, sizeof(Table));
@@ -634,6 +635,7 @@ Plan read_plan(Bytes file) {
     plan.header = alone(get(plan.map, "header", BIN, "envelope").bytes, MAP, "sections");
     plan.layouts = alone(get(plan.map, "layouts", BIN, "envelope").bytes, MAP, "sections");
     plan.moves = alone(get(plan.map, "moves", BIN, "envelope").bytes, ARRAY, "sections");
+    plan.newer = minor.number > 0;
     read_header(&plan, version);
     if (plan.ranks != count) refuse("parts: not as many as ranks");
     read_names(&plan);

@@ -56,6 +56,7 @@ typedef struct { Table *spans, *moves; Program (*programs)[2]; } Part;
 typedef struct {
     Value map, header, layouts, moves;
     int64_t rank, ranks, q_heads, kv_heads, head_dim, v_head_dim, head_sets, kinds, layout_count, move_count, tokens, home;
+    int newer; /* of a minor version that may have more of everything */
     int narrow, *phases; /* narrow: 1 bf16, 2 fp16: gradients are rounded on their way; phases: of each kind, as bits */
     Value *kind_name, *layout_name;
     Heads *heads;
