@@ -19,6 +19,7 @@
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
 #   make wheel    a wheel with compiled loops, for this Python, numba and kind of CPU, in dist/; RECIPES=fcp CHECK=1: of
 #                 one recipe, installed and started in a new environment
+#   make suite    the conformance suite of the plan format, made anew from its plans
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
 #   make clean    remove the environment and every cache
 
@@ -35,7 +36,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test test-trainers lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
-  replay wheel conformance clean
+  replay wheel suite conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -116,6 +117,9 @@ replay: $(READY)
 
 wheel: $(READY)
 	@$(BIN)/python benchmarks/wheel.py $(if $(RECIPES),--recipes $(RECIPES)) $(if $(CHECK),--check)
+
+suite: $(READY)
+	@$(BIN)/python tests/conformance_suite.py
 
 conformance: $(READY)
 	$(BIN)/pytest tests/torch/stage --full -n 2

@@ -17,6 +17,7 @@ import typer
 from apportion.cli import (
     bench,
     catalogue,
+    conformance,
     forecast,
     hardware,
     house,
@@ -53,6 +54,7 @@ for name, command in (
     ("precompute", precompute.precompute),
     ("profile", hardware.profile),
     ("recipes", catalogue.recipes),
+    ("conformance", conformance.conformance),
     ("demo", house.demo),
     ("selftest", house.selftest),
     ("warmup", house.warmup),

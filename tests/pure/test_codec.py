@@ -397,7 +397,7 @@ def test_bytes_do_not_depend_on_the_process() -> None:
     )
     ids = {
         subprocess.run(
-            [sys.executable, "-c", code, str(Path(__file__).parent)],
+            [sys.executable, "-c", code, str(Path(__file__).parents[1])],
             env=os.environ | {"PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

@@ -15,20 +15,25 @@ import pytest
 from random_plans import random_plan
 from stand_alone import read_plan as reader
 
-from apportion.ir import codec, masks, numbers, predictions
+from apportion.ir import codec, masks, numbers, predictions, structure, verify
 from apportion.ir.bands import INF
 from apportion.ir.codec import Plan, Slice
 from apportion.ir.columns import DENSEST, MAX_ROWS
 from apportion.ir.diff import diff
 from apportion.ir.isa import (
+    LIMIT,
     MOVE_COLUMNS,
     OP_NAMES,
+    OPERAND_COLUMNS,
+    PHASES,
     SPAN_COLUMNS,
     TABLES,
     TENSOR_NAMES,
     VERSION,
+    Argument,
     Op,
     Tensor,
+    Use,
 )
 from apportion.ir.text import format_plan, parse
 from apportion.ir.wire import MAX_BYTES
@@ -155,8 +160,9 @@ def test_a_reader_written_from_the_prose_agrees(name: str) -> None:
 
 def test_the_example_is_short_and_refuses_a_damaged_plan(tmp_path: Path) -> None:
     source = (ROOT / "examples/read_plan.py").read_text()
-    assert len(source.splitlines()) <= 180
+    assert len(source.splitlines()) <= 400
     assert re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE) == [
+        "json",
         "sys",
         "hashlib",
         "msgpack",
@@ -262,23 +268,117 @@ def test_the_prose_says_how_every_column_is_written() -> None:
     for number, form in enumerate(FORMS):
         assert getattr(numbers, form) == number
         assert f"| {number} | {form.lower()} |" in FORMAT
-    assert (
-        f"cells of\nmore than 2^{MAX_ROWS.bit_length() - 1} rows, or of more than {DENSEST} for each of their bytes"
-        in FORMAT
-    )
     assert f"have n / {DENSEST} bytes" in FORMAT
 
 
 def test_the_prose_lists_every_code() -> None:
-    for op in Op:
-        assert f"| {int(op)} | {OP_NAMES[op]} | {op.rule.list or '-'} |" in FORMAT
-    numbers = "|".join(f" {int(t)} " for t in Tensor if t)
-    assert f"| tensor |{numbers}|" in FORMAT
-    assert "| " + " | ".join(TENSOR_NAMES[t] for t in Tensor if t) + " |" in FORMAT
     for field in random_plan(0).header.__dataclass_fields__:
         assert f"`{field}`" in FORMAT
     for size in MAX_BYTES.values():
         assert f"{size >> 20} MiB" in FORMAT
+
+
+def section(title: str) -> str:
+    """The text of a section of the prose."""
+    return FORMAT.split(f". {title}\n")[1].split("\n## ")[0]
+
+
+def rows_of(title: str, head: str) -> list[list[str]]:
+    """The cells of a table in a section, by the beginning of its first line."""
+    lines = section(title).split(f"\n{head}")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+_PHASES = {PHASES: "both", ("forward",): "forward", ("backward",): "backward"}
+
+
+def test_the_prose_says_what_tensors_hold() -> None:
+    names = {"head_dim": "D", "v_head_dim": "Dv", "hidden": "E"}
+    sides = {"query": "query", "key": "KV", None: "none"}
+    for tensor, row in zip(list(Tensor)[1:], rows_of("Memory", "| code |"), strict=True):
+        held = tensor.contents
+        parts = ", ".join(p.name + (f" [{names[p.width]}]" if p.width else "") for p in held.parts)
+        dtype = "sum" if held.wide else "model"
+        assert row == [str(int(tensor)), held.name, sides[held.side], parts, dtype, _PHASES[held.phases]]
+
+
+_USES = {
+    Use.READ: "reads",
+    Use.TAKE: "takes",
+    Use.MOVE: "moves",
+    Use.WRITE: "writes",
+    Use.ONCE: "writes once",
+    Use.ADD: "adds to",
+    Use.CLEAR: "clears",
+    Use.FINISH: "finishes",
+    Use.TRAVEL: "sends or receives",
+}
+
+
+def in_words(argument: Argument) -> str:
+    names = " or ".join(TENSOR_NAMES[tensor] for tensor in argument.tensors)
+    tensors = "any tensor" if len(argument.tensors) == len(Tensor) - 1 else names
+    place = " at home" if argument.at_home else ""
+    like = f" like `{argument.like}`" if argument.like else ""
+    absent = " (may be none)" if argument.optional else ""
+    return f"`{argument.column}` {_USES[argument.use]} {tensors}{place}{like}{absent}"
+
+
+def test_the_prose_says_what_ops_do_with_their_operands() -> None:
+    for op, row in zip(Op, rows_of("Instructions", "| op | name |"), strict=True):
+        operands = ", ".join(map(in_words, op.rule.arguments)) or "-"
+        assert row == [str(int(op)), OP_NAMES[op], op.rule.list or "-", _PHASES[op.rule.phases], operands]
+
+
+def test_the_prose_says_which_sums_first_overwrites() -> None:
+    sums = [(op, a) for op in Op for a in op.rule.arguments if a.use is Use.ADD]
+    flags = [[f"`{OP_NAMES[op]}`", f"`{a.column}`", str(a.flag)] for op, a in sums]
+    assert rows_of("Instructions", "| op | target |") == flags
+
+
+def test_the_prose_says_the_range_of_every_column() -> None:
+    tables = {"layouts": SPAN_COLUMNS, "moves": MOVE_COLUMNS, **TABLES}
+    rows = rows_of("The tables", "| table |")
+    assert [(table.strip("`"), column.strip("`")) for table, column, *_ in rows] == [
+        (table, column) for table, columns in tables.items() for column in columns
+    ]
+    special = {"operand": "operand", "peer": "0 to ranks - 1", "operands.heads": "0 to head sets"}
+    for table, column, values, _ in ([cell.strip("`") for cell in row] for row in rows):
+        name = "spans" if table == "layouts" else table
+        kind = "operand" if column in OPERAND_COLUMNS.get(table, ()) else column
+        low, high = structure._RANGES.get((name, column), (0, LIMIT))
+        known = special.get(f"{table}.{column}") or special.get(kind)
+        free = "" if (low, high) == (0, LIMIT) else f"{low} to {high}".replace(str(LIMIT), "2^48")
+        assert values == (known or free), (table, column)
+
+
+def test_the_prose_lists_every_rule_of_the_verifier() -> None:
+    rows = rows_of("The rules of a valid plan", "| rule |")
+    assert [name.strip("`") for name, _ in rows] == [rule.name for rule in verify.RULES]
+
+
+def test_the_prose_lists_what_readers_refuse() -> None:
+    rows = rows_of("What a reader refuses", "| check |")
+    suite = json.loads((SCHEMAS / "conformance/suite.json").read_text())
+    assert [name.strip("`") for name, _ in rows] == list(dict.fromkeys(e["breaks"] for e in _by_check(suite)))
+    assert f"cells of more than 2^{MAX_ROWS.bit_length() - 1} rows, or of more than {DENSEST} for" in FORMAT
+
+
+def _by_check(suite: dict[str, Any]) -> list[dict[str, Any]]:
+    order = ["envelope", "version", "id", "sections", "parts", "cells", "values", "indexes", "counts"]
+    return sorted(suite["malformed"], key=lambda entry: order.index(entry["breaks"]))
+
+
+def test_the_prose_says_which_masks_have_positions_of_their_own() -> None:
+    named = {name.strip("`") for name, _ in rows_of("Layouts, moves and positions", "| mask |")}
+    assert named - {"every other"} == {name for name, spec in masks.SPECS.items() if spec.structured}
+
+
+def test_the_prose_names_sections_that_are_there() -> None:
+    there = [int(number) for number in re.findall(r"^## (\d+)\. ", FORMAT, re.MULTILINE)]
+    assert there == list(range(1, len(there) + 1))
+    named = re.findall(r"[Ss]ections? (\d+)(?: (?:to|and) (\d+))?(?: and (\d+))?", FORMAT)
+    assert {int(number) for numbers in named for number in numbers if number} <= set(there)
 
 
 # ---------------------------------------------------------------------------------------------- diff

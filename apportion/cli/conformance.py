@@ -1,0 +1,105 @@
+"""`apportion conformance`: whether a reader in another language reads and executes plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apportion.cli import options
+from apportion.cli.output import FAILED, OK, count, emit, progress
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apportion.cli.readers import Answer, Suite
+
+_MOST = 20  # failures that are shown
+
+
+def conformance(
+    path: Annotated[
+        Path, typer.Argument(help="The suite's folder. Where there is none, it is written.", metavar="PATH")
+    ],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The reader's command, behind --. Default: only write the suite.", metavar="COMMAND..."
+        ),
+    ] = None,
+    level: Annotated[
+        str, typer.Option("--level", help="read, run (default: read and execute) or verify.", metavar="LEVEL")
+    ] = "run",
+    only: Annotated[
+        str, typer.Option("--only", help="Only entries whose names hold this.", metavar="TEXT")
+    ] = "",
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", help="Of outputs, for readers that do not compute in float64.", min=0.0),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", help="For each call of the command.", min=0.1)
+    ] = 60.0,
+    as_json: options.AsJson = False,
+) -> None:
+    """Hold a reader of plans to the conformance suite: files that say what every plan means. Exit code 1 if it fails.
+
+    The command is called with `read PLAN`, `check PLAN`, `run CASE OUTPUTS` and `verify PLAN`; the README in the suite
+    says what it must do then.
+
+    [bold]Examples[/bold]
+
+      apportion conformance suite/
+
+      apportion conformance suite/ --level read -- python examples/read_plan.py
+
+      apportion conformance suite/ -- ./execute_plan
+    """
+    from apportion.cli.readers import LEVELS, Reader, Suite, questions
+
+    if level not in LEVELS:
+        raise ConfigError("--level", level, f"must be one of {', '.join(LEVELS)}", "name one of these")
+    suite = Suite.open(path)
+    asked = questions(suite, level, only) if command else []
+    if command and not asked:
+        raise ConfigError("--only", only, "no entry of the suite has such a name", "see its suite.json")
+    answers: list[Answer] = []
+    reader = Reader(command or (), timeout_s, tolerance)
+    with progress("asking", len(asked), not as_json) as step:
+        for question in asked:
+            answers.append(reader.ask(question))
+            step(question.name)
+    record = _record(suite, command, level, answers)
+    emit(record, as_json, lambda: _headline(record), *(lambda line=line: line for line in _failures(answers)))
+    raise typer.Exit(OK if record["ok"] else FAILED)
+
+
+def _record(suite: Suite, command: list[str] | None, level: str, answers: list[Answer]) -> dict[str, Any]:
+    failed = [answer.to_data() for answer in answers if answer.why]
+    return {
+        "suite": str(suite.folder),
+        "version": suite.index["version"],
+        "counts": suite.counts,
+        "command": command,
+        "level": level if command else None,
+        "asked": len(answers),
+        "ok": not failed,
+        "failed": failed,
+    }
+
+
+def _headline(record: dict[str, Any]) -> str:
+    held = ", ".join(f"{number} {name}" for name, number in record["counts"].items())
+    if not record["command"]:
+        return f"{record['suite']}: the suite of format {'.'.join(map(str, record['version']))}: {held}"
+    asked = count(record["asked"], "answer")
+    verdict = "all right" if record["ok"] else f"{len(record['failed'])} wrong"
+    return f"{' '.join(record['command'])}: level {record['level']}, {asked}, {verdict}"
+
+
+def _failures(answers: list[Answer]) -> list[str]:
+    wrong = [
+        f"  {answer.question.verb} {answer.question.name}: {answer.why}" for answer in answers if answer.why
+    ]
+    rest = len(wrong) - _MOST
+    return [*wrong[:_MOST], *([f"  and {rest} more"] if rest > 0 else [])]

@@ -1,0 +1,246 @@
+"""A reader's command, held to the conformance suite: `schemas/conformance/README.md` says what it is asked.
+
+COMMAND read PLAN           prints the tables as JSON
+COMMAND check PLAN          exits with 0 where the bytes are well formed, else with 1
+COMMAND run CASE OUTPUTS    executes a plan on the case's inputs
+COMMAND verify PLAN         exits with 0, or with 1 and the name of the rule that the plan breaks first
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apportion.ir.errors import ConfigError
+
+#: what is asked at each level, which asks all that those before it do
+LEVELS = {
+    "read": ("read", "check"),
+    "run": ("read", "check", "run"),
+    "verify": ("read", "check", "run", "verify"),
+}
+#: rules that bytes break which a reader refuses: they are no plan
+_REFUSED = ("digests",)
+_SHOWN = 300  # characters of what a command says
+_INDEX = "suite.json"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A folder of plans and what they are to give. index: its `suite.json`."""
+
+    folder: Path
+    index: Mapping[str, Any]
+
+    @staticmethod
+    def open(folder: Path) -> Suite:
+        """The suite in a folder; where there is no such folder, this release's is written there first. Raises
+        ConfigError."""
+        if not folder.exists():
+            shutil.copytree(packaged(), folder)
+        return Suite(folder, _index_of(folder))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many entries each group has."""
+        return {name: len(entries) for name, entries in self.index.items() if name != "version"}
+
+
+def packaged() -> Path:
+    """The folder of this release's suite."""
+    from apportion import schemas
+
+    return Path(str(schemas.__file__)).parent / "conformance"
+
+
+def _index_of(folder: Path) -> Mapping[str, Any]:
+    remedy = "name a folder that is not there, and the suite is written to it"
+    if not (folder / _INDEX).is_file():
+        raise ConfigError("PATH", str(folder), f"must hold a suite, which has a {_INDEX}", remedy)
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        ours = json.loads((packaged() / _INDEX).read_text(encoding="utf-8"))
+        known = index.keys() == ours.keys() and index["version"] == ours["version"]
+    except (ValueError, AttributeError):
+        known = False
+    if not known:
+        raise ConfigError("PATH", str(folder), f"its {_INDEX} is not of this release's format", remedy)
+    return dict(index)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a command is asked. name: of the entry, with its group. path: the plan, or the folder of a case. expected:
+    the exit code; rule: what must be named."""
+
+    verb: str
+    name: str
+    path: Path
+    expected: int = 0
+    rule: str = ""
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether it was right; else why not, in one paragraph."""
+
+    question: Question
+    why: str = ""
+
+    def to_data(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"ask": self.question.verb, "of": self.question.name, "ok": not self.why, "why": self.why}
+
+
+def questions(suite: Suite, level: str, only: str = "") -> list[Question]:
+    """All that is asked at a level; only: of entries whose names hold this text."""
+    every = [
+        *_of_cases(suite),
+        *_of_bytes(suite, "malformed"),
+        *_of_bytes(suite, "broken"),
+    ]
+    return [one for one in every if one.verb in LEVELS[level] and only in one.name]
+
+
+def _of_cases(suite: Suite) -> Iterator[Question]:
+    for group in ("cases", "reading", "slices"):
+        for entry in suite.index[group]:
+            name = f"{group}/{entry['name']}"
+            folder = suite.folder / name
+            plan = folder / "case.plan" if group == "cases" else folder.with_suffix(".plan")
+            yield Question("read", name, plan)
+            yield Question("check", name, plan)
+            if group == "cases":
+                yield Question("run", name, folder, tolerance=float(entry["tolerance"]))
+                yield Question("verify", name, plan)
+
+
+def _of_bytes(suite: Suite, group: str) -> Iterator[Question]:
+    for entry in suite.index[group]:
+        name, rule = f"{group}/{entry['name']}", entry["breaks"]
+        path = suite.folder / f"{name}.plan"
+        yield Question("check", name, path, int(group == "malformed" or rule in _REFUSED), rule)
+        if group == "broken":
+            yield Question("verify", name, path, 1, rule)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A command that speaks the protocol. timeout_s: for one question. tolerance: instead of the cases' own."""
+
+    command: Sequence[str]
+    timeout_s: float = 60.0
+    tolerance: float | None = None
+
+    def ask(self, question: Question) -> Answer:
+        """One question, in a process of its own. Raises ConfigError where the command cannot be started."""
+        with tempfile.TemporaryDirectory(prefix="apportion-") as folder:
+            outputs = Path(folder) / "outputs.f64"
+            words = [question.verb, str(question.path), *([str(outputs)] if question.verb == "run" else [])]
+            try:
+                done = self._start(words)
+            except subprocess.TimeoutExpired:
+                return Answer(question, f"no answer in {self.timeout_s:g} s")
+            return Answer(question, _exit_fault(question, done) or self._fault(question, done, outputs))
+
+    def _start(self, words: list[str]) -> subprocess.CompletedProcess[bytes]:
+        try:
+            return subprocess.run(
+                [*self.command, *words],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=self.timeout_s,
+                check=False,
+            )
+        except OSError as error:
+            rule = f"cannot be started: {error.strerror}"
+            raise ConfigError("COMMAND", self.command[0], rule, "name a program, with its path") from None
+
+    def _fault(self, question: Question, done: subprocess.CompletedProcess[bytes], outputs: Path) -> str:
+        if question.verb == "read":
+            return _read_fault(question.path, done.stdout)
+        if question.verb == "run":
+            return _run_fault(
+                question, outputs, question.tolerance if self.tolerance is None else self.tolerance
+            )
+        if question.verb == "verify" and question.rule:
+            named = done.stdout.decode(errors="replace").split("\n")[0].strip()
+            return (
+                "" if named == question.rule else f"expected the rule {question.rule}, got {named[:_SHOWN]!r}"
+            )
+        return ""
+
+
+def _exit_fault(question: Question, done: subprocess.CompletedProcess[bytes]) -> str:
+    """Where it ended in another way than it must: a signal, or another code than 0 and 1, is a crash."""
+    if done.returncode == question.expected:
+        return ""
+    said = done.stderr.decode(errors="replace").strip()[-_SHOWN:]
+    breaks = f" of a plan that breaks {question.rule}" if question.rule else ""
+    ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    return f"{ended}{breaks}, expected exit code {question.expected}{': ' + said if said else ''}"
+
+
+def _read_fault(plan: Path, said: bytes) -> str:
+    path = plan.with_name("tables.json") if plan.name == "case.plan" else plan.with_suffix(".json")
+    try:
+        found = json.loads(said)
+    except ValueError as error:
+        return f"stdout is no JSON: {error}"
+    return difference(json.loads(path.read_text(encoding="utf-8")), found)
+
+
+def difference(expected: Any, found: Any, where: str = "") -> str:
+    """The first place where plain data differs, in words; empty where it does not."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if list(expected) != list(found) and set(expected) != set(found):
+            return f"{where or 'the map'}: expected the keys {list(expected)}, got {list(found)}"
+        inner = (difference(expected[key], found[key], f"{where}.{key}".lstrip(".")) for key in expected)
+        return next(filter(None, inner), "")
+    if isinstance(expected, list) and isinstance(found, list):
+        if len(expected) != len(found):
+            return f"{where}: expected {len(expected)} items, got {len(found)}"
+        pairs = enumerate(zip(expected, found, strict=True))
+        return next(filter(None, (difference(a, b, f"{where}[{i}]") for i, (a, b) in pairs)), "")
+    same = type(expected) is type(found) and expected == found
+    return "" if same else f"{where}: expected {str(expected)[:_SHOWN]}, got {str(found)[:_SHOWN]}"
+
+
+def _run_fault(question: Question, outputs: Path, tolerance: float) -> str:
+    import numpy as np
+
+    if not outputs.is_file():
+        return "it wrote no outputs"
+    expected = np.fromfile(question.path / "outputs.f64", "<f8")
+    if outputs.stat().st_size != expected.nbytes:
+        return f"outputs have {outputs.stat().st_size} bytes, expected {expected.nbytes}"
+    found = np.fromfile(outputs, "<f8")
+    with np.errstate(invalid="ignore"):
+        near = (found == expected) | (np.abs(found - expected) <= tolerance * (1 + np.abs(expected)))
+    if near.all():
+        return ""
+    place = int(np.flatnonzero(~near)[0])
+    listed = json.loads((question.path / "arrays.json").read_text(encoding="utf-8"))["outputs"]
+    return (
+        f"{_place(listed, place)}: expected {expected[place]:.17g}, got {found[place]:.17g}; {int((~near).sum())} of "
+        f"{len(near)} numbers are farther off than {tolerance:g} * (1 + |expected|)"
+    )
+
+
+def _place(listed: list[dict[str, Any]], place: int) -> str:
+    """The array that a number of the outputs is in, and where in it: `dk of global, rank 1, [3, 0, 2]`."""
+    array = [one for one in listed if one["offset"] <= place and one["shape"].count(0) == 0][-1]
+    index, rest = [], place - array["offset"]
+    for size in reversed(array["shape"]):
+        index.append(rest % size)
+        rest //= size
+    of = array.get("kind") or array.get("move")
+    rank = f", rank {array['rank']}" if "rank" in array else ""
+    return f"{array['name']} of {of}{rank}, {index[::-1]}"

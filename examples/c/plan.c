@@ -1,0 +1,646 @@
+/* Reads a plan from hostile bytes: whatever they say, the program ends with a message and exit code 1, and touches no
+ * memory that is not its own. Written from apportion/schemas/FORMAT.md, whose sections the comments name. */
+#include "plan.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+void refuse(const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    vfprintf(stderr, format, values);
+    va_end(values);
+    fputc('\n', stderr);
+    exit(1);
+}
+
+typedef struct Block { struct Block *next; double aligned[]; } Block;
+static Block *blocks;
+static size_t allotted;
+
+void give_back(void) {
+    while (blocks) {
+        Block *next = blocks->next;
+        free(blocks);
+        blocks = next;
+    }
+}
+
+void *allot(int64_t count, size_t size) {
+    if (count < 0 || (uint64_t)count > (MAX_MEMORY - allotted) / size) refuse("this takes too much memory");
+    Block *block = calloc(1, sizeof(Block) + (size_t)count * size);
+    if (!block) refuse("out of memory");
+    allotted += (size_t)count * size;
+    block->next = blocks;
+    blocks = block;
+    return block->aligned;
+}
+
+/* ------------------------------------------------------------------------------------------ MessagePack */
+
+static uint64_t big_endian(Bytes *in, int size) {
+    uint64_t number = 0;
+    if (in->end - in->at < size) refuse("envelope: it ends too soon");
+    while (size--) number = number << 8 | *in->at++;
+    return number;
+}
+
+static Value sized(Bytes *in, Type type, uint64_t size) {
+    Value value = {type, (int64_t)size, {in->at, in->at}};
+    if (size > (uint64_t)(in->end - in->at)) refuse("envelope: a length goes beyond the end"); /* an item has a byte */
+    if (type == STR || type == BIN) value.bytes.end = in->at += size;
+    return value;
+}
+
+static Value integer(uint64_t bits, int bytes, int is_signed) {
+    if (!is_signed && bits > INT64_MAX) refuse("values: an integer is too large");
+    if (is_signed && bytes < 8 && bits >> (8 * bytes - 1)) bits |= ~(uint64_t)0 << 8 * bytes;
+    Value value = {INT, 0, {0, 0}};
+    memcpy(&value.number, &bits, 8);
+    return value;
+}
+
+/* The next value; of arrays and maps its head: their items follow. */
+Value next(Bytes *in) {
+    uint8_t head = (uint8_t)big_endian(in, 1);
+    Value value = {NIL, 0, {0, 0}};
+    if (head < 0x80) return integer(head, 8, 0);
+    if (head < 0x90) return sized(in, MAP, head & 15);
+    if (head < 0xa0) return sized(in, ARRAY, head & 15);
+    if (head < 0xc0) return sized(in, STR, head & 31);
+    if (head >= 0xe0) return integer(head, 1, 1);
+    if (head >= 0xc4 && head <= 0xc6) return sized(in, BIN, big_endian(in, 1 << (head - 0xc4)));
+    if (head >= 0xcc && head <= 0xcf) return integer(big_endian(in, 1 << (head - 0xcc)), 8, 0);
+    if (head >= 0xd0 && head <= 0xd3) return integer(big_endian(in, 1 << (head - 0xd0)), 1 << (head - 0xd0), 1);
+    if (head >= 0xd9 && head <= 0xdb) return sized(in, STR, big_endian(in, 1 << (head - 0xd9)));
+    if (head == 0xdc || head == 0xdd) return sized(in, ARRAY, big_endian(in, 2 << (head - 0xdc)));
+    if (head == 0xde || head == 0xdf) return sized(in, MAP, big_endian(in, 2 << (head - 0xde)));
+    if (head == 0xc2 || head == 0xc3) value.type = BOOL, value.number = head & 1;
+    else if (head == 0xca || head == 0xcb) value.type = FLOAT, big_endian(in, 4 << (head - 0xca));
+    else if (head != 0xc0) refuse("envelope: unknown MessagePack type %d", head);
+    return value;
+}
+
+/* The value as a whole: `bytes` of arrays and maps are their items. */
+Value whole(Bytes *in, int depth) {
+    Value value = next(in);
+    int64_t items = value.type == ARRAY ? value.number : value.type == MAP ? 2 * value.number : 0;
+    if (depth > 32) refuse("envelope: it is nested too deeply");
+    for (; items; items--) whole(in, depth + 1);
+    if (value.type >= ARRAY) value.bytes.end = in->at;
+    return value;
+}
+
+static Value alone(Bytes in, Type type, const char *what) {
+    Value value = whole(&in, 0);
+    if (value.type != type || in.at != in.end) refuse("%s: another type, or bytes behind it", what);
+    return value;
+}
+
+static int is(Value text, const char *other) {
+    size_t size = (size_t)(text.bytes.end - text.bytes.at);
+    return text.type == STR && strlen(other) == size && memcmp(text.bytes.at, other, size) == 0;
+}
+
+static int equal(Value a, Value b) {
+    size_t size = (size_t)(a.bytes.end - a.bytes.at);
+    return a.type == b.type && (size_t)(b.bytes.end - b.bytes.at) == size && memcmp(a.bytes.at, b.bytes.at, size) == 0;
+}
+
+/* The value of a key of a map; found: whether it is there. */
+static Value find(Value map, const char *key, int *found) {
+    Bytes in = map.bytes;
+    Value value = {NIL, 0, {0, 0}};
+    *found = 0;
+    for (int64_t n = 0; n < map.number && !*found; n++) {
+        *found = is(whole(&in, 0), key);
+        value = whole(&in, 0);
+    }
+    return value;
+}
+
+Value get(Value map, const char *key, Type type, const char *what) {
+    int found;
+    Value value = find(map, key, &found);
+    if (!found || value.type != type) refuse("%s: `%s` is missing or of another type", what, key);
+    return value;
+}
+
+/* ------------------------------------------------------------------------------------------ 2: the id */
+
+static const uint8_t SIGMA[10][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, {14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3},
+    {11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4}, {7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8},
+    {9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13}, {2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9},
+    {12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11}, {13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10},
+    {6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5}, {10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0}};
+static const uint64_t IV[8] = {0x6a09e667f3bcc908, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1,
+                               0x510e527fade682d1, 0x9b05688c2b3e6c1f, 0x1f83d9abfb41bd6b, 0x5be0cd19137e2179};
+
+static uint64_t rotated(uint64_t x, int by) { return x >> by | x << (64 - by); }
+
+static void mix(uint64_t v[16], int a, int b, int c, int d, uint64_t x, uint64_t y) {
+    v[a] += v[b] + x, v[d] = rotated(v[d] ^ v[a], 32), v[c] += v[d], v[b] = rotated(v[b] ^ v[c], 24);
+    v[a] += v[b] + y, v[d] = rotated(v[d] ^ v[a], 16), v[c] += v[d], v[b] = rotated(v[b] ^ v[c], 63);
+}
+
+static void compress(uint64_t h[8], const uint8_t block[128], uint64_t count, int last) {
+    uint64_t m[16], v[16];
+    memset(m, 0, sizeof m);
+    for (int i = 0; i < 128; i++) m[i / 8] |= (uint64_t)block[i] << 8 * (i % 8);
+    for (int i = 0; i < 8; i++) v[i] = h[i], v[i + 8] = IV[i];
+    v[12] ^= count, v[14] ^= last ? ~(uint64_t)0 : 0;
+    for (int round = 0; round < 12; round++)
+        for (int i = 0; i < 8; i++) {
+            const uint8_t *s = SIGMA[round % 10] + 2 * i;
+            int turn = i / 4; /* columns, then diagonals */
+            mix(v, i & 3, 4 + ((i + turn) & 3), 8 + ((i + 2 * turn) & 3), 12 + ((i + 3 * turn) & 3), m[s[0]], m[s[1]]);
+        }
+    for (int i = 0; i < 8; i++) h[i] ^= v[i] ^ v[i + 8];
+}
+
+typedef struct { uint8_t bytes[32]; } Digest;
+
+/* BLAKE2b of `prefix` and then `data`. */
+static Digest hash(const char *prefix, size_t before, Bytes data) {
+    uint64_t h[8], size = before + (uint64_t)(data.end - data.at), done = 0;
+    Digest digest;
+    for (int i = 0; i < 8; i++) h[i] = IV[i];
+    h[0] ^= 0x01010020;
+    do {
+        uint8_t block[128] = {0};
+        uint64_t count = size - done < 128 ? size - done : 128;
+        for (uint64_t i = 0; i < count; i++, done++)
+            block[i] = done < before ? (uint8_t)prefix[done] : data.at[done - before];
+        compress(h, block, done, done == size);
+    } while (done < size);
+    for (int i = 0; i < 32; i++) digest.bytes[i] = (uint8_t)(h[i / 8] >> 8 * (i % 8));
+    return digest;
+}
+
+static Bytes bytes_of(const void *data, size_t size) {
+    Bytes bytes = {data, (const uint8_t *)data + size};
+    return bytes;
+}
+
+/* The id of sections' digests and the root of the tree over parts. */
+static Digest id_of(const Digest sections[5], Digest root) {
+    static const char MAGIC[] = "apportion.plan"; /* with the zero behind it */
+    Digest six[6];
+    memcpy(six, sections, 5 * sizeof *six);
+    six[5] = root;
+    return hash(MAGIC, sizeof MAGIC, bytes_of(six, sizeof six));
+}
+
+static Digest root_of(const Bytes *parts, int64_t ranks) {
+    Digest *level = allot(ranks, sizeof *level);
+    for (int64_t rank = 0; rank < ranks; rank++) level[rank] = hash("\0", 1, parts[rank]);
+    for (int64_t n = ranks; n > 1; n = (n + 1) / 2) {
+        for (int64_t i = 0; 2 * i + 1 < n; i++) level[i] = hash("\1", 1, bytes_of(level + 2 * i, 64));
+        if (n & 1) level[n / 2] = level[n - 1];
+    }
+    return level[0];
+}
+
+static Digest next_digest(Bytes *list) {
+    Value value = whole(list, 0);
+    Digest digest;
+    if (value.type != BIN || value.number != 32) refuse("id: a digest has 32 bytes");
+    memcpy(digest.bytes, value.bytes.at, 32);
+    return digest;
+}
+
+/* Section 10: the root, from the part of a rank and the hashes beside its way up. */
+static Digest climb(Bytes part, int64_t rank, int64_t ranks, Value path) {
+    Digest node = hash("\0", 1, part);
+    for (int64_t i = rank, n = ranks; n > 1; i /= 2, n = (n + 1) / 2) {
+        Digest pair[2];
+        if ((i ^ 1) >= n) continue;
+        if (!path.number--) refuse("id: the path is too short");
+        pair[i & 1] = node;
+        pair[~i & 1] = next_digest(&path.bytes);
+        node = hash("\1", 1, bytes_of(pair, sizeof pair));
+    }
+    if (path.number) refuse("id: the path is too long");
+    return node;
+}
+
+/* ------------------------------------------------------------------------------------------ 4: cells */
+
+const Form FORMS[] = {
+    [ARENAS] = {3, {{"tensor", LAST, 0, 0, 1, 9, 0}, {"rows", LAST, 0, 0, 1, LIMIT, 1}, {"heads", LAST, 0, 0, 0, 65536, 2}}},
+    [OPERAND] = {7, {{"source", LAST, 0, 0, 0, BELOW, -1}, {"tensor", LAST, 0, 0, 0, 9, 0}, {"space", LAST, 0, 0, 0, 1, 1},
+                     {"rows", LIKE, 0, 0, 0, LIMIT, 3}, {"row", ROW, 0, 0, 0, LIMIT, 2}, {"col", LIKE, 0, 0, 0, 65536, 4},
+                     {"heads", LIKE, 0, 0, 0, HEAD_SETS, 5}}},
+    [INSTRUCTIONS] = {5, {{"op", FOLLOW, 0, 0, 1, 13, 0}, {"round", RISE, I_OP, 0, 0, LIMIT, 1}, {"channel", BY, I_OP, 0, 0, LIMIT, 2},
+                          {"mode", BY, I_OP, 0, 0, 3, 3}, {"count", BY, I_OP, 0, 0, LIMIT, 4}}},
+    [TRANSFERS] = {3, {{"send", LAST, 0, 0, 0, 1, 0}, {"peer", FOLLOW, 0, 0, 0, PEERS, 1}, {"operand", NEW, 0, 0, 0, OPERANDS, 2}}},
+    [TASKS] = {6, {{"q", NEW, 0, 0, 0, OPERANDS, 0}, {"kv", NEW, 0, 0, 0, OPERANDS, 1}, {"o", WITH, 0, 0, 0, OPERANDS, 2},
+                   {"dmin", KEYS, 1, 0, -LIMIT, LIMIT, 3}, {"dmax", QUERIES, 0, 0, -LIMIT, LIMIT, 4}, {"first", LAST, 0, 0, 0, 1, 5}}},
+    [GRADS] = {9, {{"q", NEW, 0, 0, 0, OPERANDS, 0}, {"kv", NEW, 0, 0, 0, OPERANDS, 1}, {"do", WITH, 0, 0, 0, OPERANDS, 2},
+                   {"delta", WITH, 0, 0, 0, OPERANDS, 3}, {"dq", WITH, 0, 0, 0, OPERANDS, 4}, {"dkv", NEW, 0, 0, 0, OPERANDS, 5},
+                   {"dmin", KEYS, 1, 0, -LIMIT, LIMIT, 6}, {"dmax", QUERIES, 0, 0, -LIMIT, LIMIT, 7}, {"first", FOLLOW, 0, 0, 0, 3, 8}}},
+    [ROWOPS] = {5, {{"a", FOLLOW, 0, 0, 0, OPERANDS, 0}, {"b", LAST, 0, 0, 0, OPERANDS, 1}, {"c", NEW, 0, 0, 0, OPERANDS, 2},
+                    {"d", LAST, 0, 0, 0, OPERANDS, 3}, {"first", LAST, 0, 0, 0, 1, 4}}},
+    [SPANS] = {5, {{"length", LAST, 0, 0, 1, LIMIT, 2}, {"row", AFTER, S_LENGTH, 0, 0, LIMIT, 0}, {"token", AFTER, S_LENGTH, 0, 0, LIMIT, 1},
+                   {"sequence", LAST, 0, 0, 0, LIMIT, 3}, {"position", PLACE, S_TOKEN, S_SEQUENCE, 0, LIMIT, 4}}},
+    [MOVES] = {4, {{"send", LAST, 0, 0, 0, 1, 0}, {"peer", FOLLOW, 0, 0, 0, PEERS, 1}, {"rows", LAST, 0, 0, 1, LIMIT, 3},
+                   {"row", AFTER, M_ROWS, 0, 0, LIMIT, 2}}}};
+
+/* What a cell is read with. held: the operands of the part's programs before this one. */
+typedef struct { int64_t ranks, head_sets, newest; int newer; Table held, *operands; } Context;
+
+static int64_t number(Bytes *cell) {
+    uint64_t found = 0;
+    for (int shift = 0; shift < 56; shift += 7) {
+        if (cell->at == cell->end) break;
+        uint8_t byte = *cell->at++;
+        found |= (uint64_t)(byte & 127) << shift;
+        if (byte < 128) return (int64_t)found;
+    }
+    refuse("cells: a number does not end, or has more than 8 bytes");
+}
+
+static int64_t difference(Bytes *cell) {
+    int64_t found = number(cell);
+    return found & 1 ? -(found / 2) - 1 : found / 2;
+}
+
+/* How much the rows of the next column are above what is expected. */
+static void differences(Bytes *cell, int64_t rows, int64_t *found) {
+    int64_t form = cell->at < cell->end ? *cell->at++ : 9, row = -1, bits = (rows + 7) / 8;
+    const uint8_t *bit = cell->at;
+    memset(found, 0, (size_t)rows * sizeof *found);
+    if (form > 3) refuse("cells: no such form of a column");
+    if (form == 1) {
+        int64_t count = number(cell);
+        if (count > rows) refuse("cells: more differences than rows");
+        while (count--) {
+            int64_t zeros = number(cell);
+            if (zeros >= rows - row - 1) refuse("cells: a difference beyond the rows");
+            row += zeros + 1;
+            found[row] = difference(cell);
+        }
+    }
+    if (form == 2) {
+        if (bits > cell->end - cell->at || (rows % 8 && bit[bits - 1] >> rows % 8)) refuse("cells: bits beyond the rows");
+        cell->at += bits;
+        for (row = 0; row < rows; row++)
+            if (bit[row / 8] >> row % 8 & 1) found[row] = difference(cell);
+    }
+    if (form == 3)
+        for (row = 0; row < rows; row++) found[row] = difference(cell);
+}
+
+static int64_t row_of_operand(const Table *table, const Table *held, int64_t at, int64_t i) {
+    int64_t *const *column = table->column, source = column[O_SOURCE][i];
+    int follows = i > 0 && column[O_TENSOR][i - 1] == column[O_TENSOR][i] && column[O_SPACE][i - 1] == column[O_SPACE][i];
+    if (source && held->column[O_SPACE][at - source] == column[O_SPACE][i]) {
+        int shifts = i > 0 && column[O_SOURCE][i - 1] == source;
+        int64_t shift = shifts ? column[O_ROW][i - 1] - held->column[O_ROW][at - 1 - source] : 0;
+        return held->column[O_ROW][at - source] + shift;
+    }
+    return follows ? column[O_ROW][i - 1] + column[O_ROWS][i - 1] : 0;
+}
+
+/* What is expected of a row of a column; seen: 1 more than what followed each number, 0: nothing yet. */
+static int64_t expected(const Form *form, int c, const Table *table, Context *context, int64_t i, const int64_t *seen) {
+    const Column *column = form->column + c;
+    int64_t *const *v = table->column, *a = v[column->a], *b = v[column->b], zero = 0;
+    int64_t last = i ? v[c][i - 1] : 0, a_last = i ? a[i - 1] : zero, at = context->held.rows + i;
+    switch (column->rule) {
+    case LAST: return last;
+    case WITH: return last + a[i] - a_last;
+    case AFTER: return last + a_last;
+    case PLACE: return i && b[i] == b[i - 1] ? last + a[i] - a_last : 0;
+    case BY: return seen[a[i]] ? seen[a[i]] - 1 : 0;
+    case RISE: return (seen[a[i]] ? seen[a[i]] - 1 : 0) + (a[i] <= 2);
+    case FOLLOW: return seen[last] ? seen[last] - 1 : last + 1;
+    case NEW: return seen[last] ? seen[last] - 1 : context->newest + 1;
+    case KEYS: return 1 - context->operands->column[O_ROWS][a[i]];
+    case QUERIES: return context->operands->column[O_ROWS][a[i]] - 1;
+    case LIKE: return v[O_SOURCE][i] ? context->held.column[c][at - v[O_SOURCE][i]] : last;
+    default: return row_of_operand(table, &context->held, at, i);
+    }
+}
+
+static int64_t bound(int64_t most, const Context *context, int64_t i) {
+    if (most == HEAD_SETS) return context->head_sets;
+    if (most == PEERS) return context->ranks - 1;
+    if (most == OPERANDS) return context->operands->rows - 1;
+    return most == BELOW ? context->held.rows + i : most;
+}
+
+static Table read_cell(int kind, Bytes cell, Context *context) {
+    const Form *form = FORMS + kind;
+    int64_t size = cell.end - cell.at, names = context->ranks + 256 + (context->operands ? context->operands->rows : 0);
+    const uint8_t *begin = cell.at;
+    Table table = {size ? number(&cell) : 0, {0}};
+    if (table.rows > 1 << 24 || table.rows > 2 * size || (size && !table.rows)) refuse("cells: so few bytes have no such rows");
+    int64_t *off = allot(table.rows, sizeof *off), *seen = allot(names, sizeof *seen);
+    for (int c = 0; c < form->columns; c++) {
+        /* operands are read behind those of the programs before, which their sources are among */
+        int64_t skip = kind == OPERAND ? context->held.rows : 0, *values = allot(skip + table.rows, sizeof *values);
+        if (skip) memcpy(values, context->held.column[c], (size_t)skip * sizeof *values);
+        if (kind == OPERAND) context->held.column[c] = values;
+        table.column[c] = values + skip;
+    }
+    for (int c = 0; c < form->columns && size; c++) {
+        const Column *column = form->column + c;
+        int64_t *values = table.column[c];
+        int names_operands = column->rule == NEW || (kind == ROWOPS && column->rule == FOLLOW);
+        memset(seen, 0, (size_t)names * sizeof *seen);
+        differences(&cell, table.rows, off);
+        for (int64_t i = 0; i < table.rows; i++) {
+            int64_t key = column->rule == BY || column->rule == RISE ? table.column[column->a][i] : i ? values[i - 1] : 0;
+            values[i] = expected(form, c, &table, context, i, seen) + off[i];
+            if (values[i] < column->least || values[i] > bound(column->most, context, i))
+                refuse("values: %s = %lld cannot be", column->name, (long long)values[i]);
+            if (column->rule >= BY && column->rule <= NEW) seen[key] = values[i] + 1;
+            if (names_operands && values[i] > context->newest) context->newest = values[i];
+        }
+    }
+    for (; cell.at < cell.end && !context->newer; cell.at++)
+        if (*cell.at || 2 * (cell.at - begin) >= table.rows) refuse("cells: bytes are left over");
+    return table;
+}
+
+/* ------------------------------------------------------------------------------------------ 3 and 4: the plan */
+
+const char *const PHASES[2] = {"forward", "backward"};
+const int LIST_OF_OP[14] = {0, TRANSFERS, 0, TASKS, GRADS, ROWOPS, ROWOPS, ROWOPS, ROWOPS, ROWOPS, ROWOPS, ROWOPS, ROWOPS, ROWOPS};
+
+static int64_t whole_number(Value map, const char *key, int64_t least, int64_t most) {
+    int64_t found = get(map, key, INT, "sections").number;
+    if (found < least || found > most) refuse("sections: %s = %lld cannot be", key, (long long)found);
+    return found;
+}
+
+static Value *names_of(Value header, const char *key, int64_t *count) {
+    Value list = get(header, key, ARRAY, "sections"), *names = allot(*count = list.number, sizeof *names);
+    if (!list.number) refuse("sections: no %s", key);
+    for (int64_t i = 0; i < list.number; i++) {
+        names[i] = whole(&list.bytes, 0);
+        if (names[i].type != STR || !names[i].number || names[i].number > 512) /* 128 characters */ refuse("sections: %s must be names", key);
+        for (int64_t j = 0; j < i; j++)
+            if (equal(names[i], names[j])) refuse("sections: a name of %s twice", key);
+    }
+    return names;
+}
+
+int64_t place_of(Value name, const Value *names, int64_t count, const char *what) {
+    for (int64_t i = 0; i < count; i++)
+        if (equal(name, names[i])) return i;
+    refuse("%s", what);
+}
+
+static void read_head_sets(Plan *plan) {
+    Value list = get(plan->header, "head_sets", ARRAY, "sections");
+    plan->head_sets = list.number;
+    plan->heads = allot(list.number, sizeof(Heads));
+    for (int64_t i = 0; i < list.number; i++) {
+        Value set = whole(&list.bytes, 0);
+        uint8_t *used = allot(plan->q_heads, 1);
+        if (set.type != ARRAY || !set.number) refuse("sections: a head set must hold heads");
+        plan->heads[i].count = set.number;
+        plan->heads[i].head = allot(set.number, sizeof(int64_t));
+        for (int64_t n = 0; n < set.number; n++) {
+            Value head = whole(&set.bytes, 0);
+            if (head.type != INT || head.number < 0 || head.number >= plan->q_heads || used[head.number]++)
+                refuse("sections: head sets must hold distinct heads");
+            plan->heads[i].head[n] = head.number;
+        }
+    }
+}
+
+static void check_diagonals(const Plan *plan) {
+    Value map = get(plan->header, "diagonals", MAP, "sections");
+    const int64_t most = (int64_t)1 << 62;
+    if (map.number != plan->kinds) refuse("sections: diagonals must be of each kind");
+    for (int64_t kind = 0; kind < plan->kinds; kind++) {
+        int64_t at = place_of(whole(&map.bytes, 0), plan->kind_name, plan->kinds, "sections: diagonals of no kind");
+        Value list = whole(&map.bytes, 0);
+        int64_t before[2] = {INT64_MIN, INT64_MIN}, found[2];
+        if (list.type != ARRAY || list.number > 8) refuse("sections: at most 8 diagonals of kind %d", (int)at);
+        for (int64_t i = 0; i < list.number; i++, before[0] = found[0], before[1] = found[1]) {
+            Value pair = whole(&list.bytes, 0);
+            if (pair.type != ARRAY || pair.number != 2) refuse("sections: a diagonal has dmin and dmax");
+            for (int n = 0; n < 2; n++) {
+                Value number = whole(&pair.bytes, 0);
+                if (number.type != INT) refuse("sections: diagonals are integers");
+                found[n] = number.number;
+            }
+            int rises = found[0] > before[0] || (found[0] == before[0] && found[1] > before[1]);
+            if (found[0] < -most || found[0] > found[1] || found[1] > most || !rises) refuse("sections: such diagonals cannot be");
+        }
+    }
+}
+
+static void read_header(Plan *plan, Value version) {
+    Value header = plan->header, dtype = get(header, "dtype", STR, "sections"), sent;
+    Value inner = get(header, "version", ARRAY, "sections"), home = get(header, "home_layout", STR, "sections");
+    int half = is(dtype, "bf16") ? 1 : is(dtype, "fp16") ? 2 : 0, found;
+    if (!equal(version, inner)) refuse("sections: another version than outside");
+    if (!half && !is(dtype, "fp32") && !is(dtype, "fp64")) refuse("sections: unknown dtype");
+    plan->ranks = whole_number(header, "ranks", 1, 65535);
+    plan->q_heads = whole_number(header, "q_heads", 1, 65536);
+    plan->kv_heads = whole_number(header, "kv_heads", 1, 65536);
+    plan->head_dim = whole_number(header, "head_dim", 1, 65536);
+    plan->v_head_dim = whole_number(header, "v_head_dim", 1, 65536);
+    if (plan->q_heads % plan->kv_heads) refuse("sections: q_heads is no multiple of kv_heads");
+    get(header, "recipe", STR, "sections");
+    get(header, "seed", INT, "sections");
+    get(header, "engines", MAP, "sections");
+    sent = find(header, "sent_gradients", &found);
+    if (found && (!is(sent, "model") || !half)) refuse("sections: sent_gradients cannot be that");
+    plan->narrow = found ? half : 0;
+    plan->kind_name = names_of(header, "kinds", &plan->kinds);
+    plan->layout_name = names_of(header, "layouts", &plan->layout_count);
+    plan->phases = allot(plan->kinds, sizeof *plan->phases);
+    plan->home = place_of(home, plan->layout_name, plan->layout_count, "sections: home_layout is no layout");
+    read_head_sets(plan);
+    check_diagonals(plan);
+}
+
+static void read_names(Plan *plan) {
+    Value layouts = plan->layouts, moves = plan->moves;
+    if (layouts.number != plan->layout_count) refuse("sections: not the layouts of the header");
+    for (int64_t i = 0; i < layouts.number; i++) {
+        Value name = whole(&layouts.bytes, 0), of = whole(&layouts.bytes, 0);
+        place_of(name, plan->layout_name, plan->layout_count, "sections: not the layouts of the header");
+        int64_t tokens = of.type == MAP ? whole_number(of, "tokens", 0, LIMIT) : -1;
+        if (of.type != MAP || (i && tokens != plan->tokens)) refuse("sections: layouts of other tokens");
+        plan->tokens = tokens;
+    }
+    plan->move_count = moves.number;
+    for (int64_t i = 0; i < moves.number; i++) {
+        Value pair = whole(&moves.bytes, 0);
+        if (pair.type != ARRAY || pair.number != 2) refuse("sections: a move has a source and a target");
+        for (int n = 0; n < 2; n++)
+            place_of(whole(&pair.bytes, 0), plan->layout_name, plan->layout_count, "sections: a move of no layout");
+    }
+}
+
+static void check_operands(const Plan *plan, const Table *table) {
+    for (int64_t i = 0; i < table->rows; i++) {
+        int64_t tensor = table->column[O_TENSOR][i], heads = table->column[O_HEADS][i], any = 0;
+        for (int c = O_TENSOR; c <= O_HEADS; c++) any |= table->column[c][i];
+        if (!i && any) refuse("values: operand 0 is none");
+        if (i && (!tensor || !table->column[O_ROWS][i])) refuse("values: only operand 0 is none");
+        if ((tensor == 3 || tensor == 7) && heads)
+            for (int64_t n = 0; n < plan->heads[heads - 1].count; n++)
+                if (plan->heads[heads - 1].head[n] >= plan->kv_heads) refuse("indexes: no such KV head");
+    }
+}
+
+static void check_program(const Plan *plan, const Program *program) {
+    const Table *arenas = program->table + ARENAS, *steps = program->table + INSTRUCTIONS;
+    int64_t used[TABLES] = {0}, seen = 0;
+    for (int64_t i = 0; i < arenas->rows; i++) {
+        if (seen >> arenas->column[A_TENSOR][i] & 1) refuse("values: two arenas of a tensor");
+        seen |= 1 << arenas->column[A_TENSOR][i];
+    }
+    check_operands(plan, program->table + OPERAND);
+    for (int64_t i = 0; i < steps->rows; i++) {
+        int64_t op = steps->column[I_OP][i], count = steps->column[I_COUNT][i];
+        int64_t rest = steps->column[I_CHANNEL][i] | steps->column[I_MODE][i] | (op == 2 ? 0 : steps->column[I_ROUND][i]);
+        if ((op != 1 && rest) || (op == 2 && count)) refuse("values: that is not for op %d", (int)op);
+        used[LIST_OF_OP[op]] += op == 2 ? 0 : count;
+        if (used[LIST_OF_OP[op]] > 1 << 24) refuse("counts: beyond the lists");
+    }
+    for (int list = TRANSFERS; list < TABLES; list++)
+        if (used[list] != program->table[list].rows) refuse("counts: they do not add up to the list");
+}
+
+static Bytes cell_of(Bytes *list, const char *what) {
+    Value cell = whole(list, 0);
+    if (cell.type != BIN) refuse("parts: %s must be cells", what);
+    return cell.bytes;
+}
+
+static void read_programs(Plan *plan, Part *part, Value kinds) {
+    Context context = {plan->ranks, plan->head_sets, 0, plan->newer, {0, {0}}, 0};
+    if (kinds.number != plan->kinds) refuse("parts: other kinds than the header");
+    part->programs = allot(plan->kinds, sizeof *part->programs);
+    for (int64_t kind = 0; kind < plan->kinds; kind++) {
+        Value name = whole(&kinds.bytes, 0), phases = whole(&kinds.bytes, 0);
+        int has = 0;
+        if (!equal(name, plan->kind_name[kind]) || phases.type != MAP) refuse("parts: other kinds than the header");
+        for (int64_t n = 0; n < phases.number; n++) {
+            Value phase = whole(&phases.bytes, 0), cells = whole(&phases.bytes, 0);
+            int number = is(phase, PHASES[1]);
+            if ((!number && !is(phase, PHASES[0])) || has >> number || cells.type != ARRAY || cells.number < TABLES ||
+                (cells.number > TABLES && !plan->newer))
+                refuse("parts: phases are forward and backward, of 7 tables");
+            has |= 1 << number;
+            context.newest = 0;
+            context.operands = 0;
+            for (int t = 0; t < TABLES; t++) {
+                Table *table = part->programs[kind][number].table + t;
+                *table = read_cell(t, cell_of(&cells.bytes, "tables"), &context);
+                if (t == OPERAND) context.operands = table, context.held.rows += table->rows;
+            }
+            check_program(plan, part->programs[kind] + number);
+        }
+        if (!plan->phases[kind]) plan->phases[kind] = has; /* of the first part that there is */
+        if (!has || plan->phases[kind] != has) refuse("parts: phases that others have not");
+    }
+}
+
+static void read_part(Plan *plan, Bytes bytes, int64_t rank) {
+    Value map = alone(bytes, MAP, "parts"), layouts = get(map, "layouts", ARRAY, "parts");
+    Value moves = get(map, "moves", ARRAY, "parts");
+    Part *part = plan->parts + rank;
+    Context context = {plan->ranks, plan->head_sets, 0, plan->newer, {0, {0}}, 0};
+    if (get(map, "rank", INT, "parts").number != rank) refuse("parts: a part of another rank");
+    if (layouts.number != plan->layout_count || moves.number != plan->move_count) refuse("parts: other layouts or moves");
+    part->spans = allot(layouts.number, sizeof(Table));
+    part->moves = allot(moves.number, sizeof(Table));
+    for (int64_t i = 0; i < layouts.number; i++) {
+        Table *spans = part->spans + i;
+        *spans = read_cell(SPANS, cell_of(&layouts.bytes, "layouts"), &context);
+        int64_t total = 0;
+        for (int64_t n = 0; n < spans->rows; n++) {
+            if (spans->column[S_TOKEN][n] + spans->column[S_LENGTH][n] > plan->tokens) refuse("values: a span beyond the tokens");
+            if ((total += spans->column[S_LENGTH][n]) > LIMIT) refuse("values: spans of too many rows");
+        }
+    }
+    for (int64_t i = 0; i < moves.number; i++) part->moves[i] = read_cell(MOVES, cell_of(&moves.bytes, "moves"), &context);
+    read_programs(plan, part, get(map, "programs", MAP, "parts"));
+}
+
+Bytes read_file(const char *folder, const char *name) {
+    char path[4096];
+    int64_t size = 0, room = 1 << 16;
+    if (snprintf(path, sizeof path, "%s%s", folder, name) >= (int)sizeof path) refuse("the path is too long");
+    FILE *file = fopen(path, "rb");
+    if (!file) refuse("%s cannot be read", path);
+    uint8_t *data = allot(room, 1);
+    for (size_t got; (got = fread(data + size, 1, (size_t)(room - size), file)) > 0;) {
+        size += (int64_t)got;
+        if (size == room) data = memcpy(allot(room *= 2, 1), data, (size_t)size);
+    }
+    fclose(file);
+    return bytes_of(data, (size_t)size);
+}
+
+static void check_id(Value map, Digest real) {
+    Value id = get(map, "id", BIN, "envelope");
+    if (id.number != 32 || memcmp(id.bytes.at, real.bytes, 32)) refuse("id: it is not that of the bytes");
+}
+
+static const char *const NAMES[5] = {"header", "request", "layouts", "moves", "report"};
+
+/* The parts of a plan, once its id was found to be that of its bytes. */
+static Bytes *open_plan(Value map, int64_t *count) {
+    Value parts = get(map, "parts", ARRAY, "envelope");
+    Bytes *part = allot(*count = parts.number, sizeof *part);
+    Digest sections[5];
+    for (int i = 0; i < 5; i++) sections[i] = hash("", 0, get(map, NAMES[i], BIN, "envelope").bytes);
+    for (int64_t i = 0; i < parts.number; i++) {
+        Value bytes = whole(&parts.bytes, 0);
+        if (bytes.type != BIN) refuse("envelope: parts are bin");
+        part[i] = bytes.bytes;
+    }
+    if (!parts.number) refuse("parts: there are none");
+    check_id(map, id_of(sections, root_of(part, parts.number)));
+    return part;
+}
+
+/* The part of a slice, once it was proven to belong to its id. */
+static Bytes *open_slice(Value map, int64_t *rank, int64_t *ranks) {
+    Value digests = get(map, "digests", ARRAY, "envelope"), path = get(map, "path", ARRAY, "envelope");
+    Bytes *part = allot(1, sizeof *part);
+    Digest sections[5];
+    *part = get(map, "part", BIN, "envelope").bytes;
+    *rank = get(map, "rank", INT, "envelope").number, *ranks = get(map, "ranks", INT, "envelope").number;
+    if (*rank < 0 || *rank >= *ranks || *ranks > 65535 || digests.number != 2) refuse("parts: a slice of no rank");
+    for (int i = 0; i < 5; i++)
+        sections[i] = i == 1 || i == 4 ? next_digest(&digests.bytes) : hash("", 0, get(map, NAMES[i], BIN, "envelope").bytes);
+    check_id(map, id_of(sections, climb(*part, *rank, *ranks, path)));
+    return part;
+}
+
+Plan read_plan(Bytes file) {
+    Plan plan = {.map = alone(file, MAP, "envelope"), .rank = -1};
+    Value version = get(plan.map, "version", ARRAY, "envelope"), format = get(plan.map, "format", STR, "envelope");
+    Bytes numbers = version.bytes, *part;
+    int64_t count, is_plan = is(format, "apportion.plan");
+    if (!is_plan && !is(format, "apportion.slice")) refuse("envelope: neither a plan nor a slice");
+    Value major = version.number == 2 ? whole(&numbers, 0) : version, minor = version.number == 2 ? whole(&numbers, 0) : version;
+    if (major.type != INT || minor.type != INT || major.number != 2 || minor.number < 0) refuse("version: only 2.x is read");
+    part = is_plan ? open_plan(plan.map, &count) : open_slice(plan.map, &plan.rank, &count);
+    plan.header = alone(get(plan.map, "header", BIN, "envelope").bytes, MAP, "sections");
+    plan.layouts = alone(get(plan.map, "layouts", BIN, "envelope").bytes, MAP, "sections");
+    plan.moves = alone(get(plan.map, "moves", BIN, "envelope").bytes, ARRAY, "sections");
+    plan.newer = minor.number > 0;
+    read_header(&plan, version);
+    if (plan.ranks != count) refuse("parts: not as many as ranks");
+    read_names(&plan);
+    plan.parts = allot(plan.ranks, sizeof(Part));
+    if (!is_plan) read_part(&plan, *part, plan.rank);
+    for (int64_t rank = 0; rank < plan.ranks && is_plan; rank++) read_part(&plan, part[rank], rank);
+    return plan;
+}

@@ -1,0 +1,307 @@
+"""Bytes that a reader refuses, and plans that break a rule of the verifier, for the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import broken_plans
+import msgpack
+import msgspec
+import numpy as np
+
+from apportion.ir import codec, text
+from apportion.ir.codec import Plan
+from apportion.ir.isa import TABLES, VERSION
+from apportion.ir.plan import Layout, Table
+from apportion.ir.verify import check
+
+PLANS = Path(__file__).resolve().parent / "plans"
+
+#: name -> (what is broken, bytes)
+Faults = dict[str, tuple[str, bytes]]
+
+
+def rebuilt(plan: Plan, **sections: Any) -> bytes:
+    """The plan with other sections, and the id of these."""
+    changed = replace(plan.sealed(), id=b"", **sections)
+    return codec.encode_wire(replace(changed, id=codec.section_id(changed)))
+
+
+def newer(plan: Plan) -> bytes:
+    """The plan as a later minor version might write it, with more of everything."""
+    version = [VERSION[0], VERSION[1] + 7]
+    parts = [msgpack.unpackb(part) for part in plan.sealed().parts]
+    for part in parts:
+        part["extra"] = {"more": [1, 2]}
+        part["layouts"] = [cell and cell + b"\0column" for cell in part["layouts"]]
+        for phases in part["programs"].values():
+            for cells in phases.values():
+                cells[:] = [*(cell and cell + b"\0column" for cell in cells), b"table"]
+    header = msgpack.unpackb(plan.sealed().header) | {"version": version, "novel": 1}
+    sections = {"header": msgspec.msgpack.encode(header, order="deterministic")}
+    outer = msgpack.unpackb(rebuilt(plan, parts=[msgpack.packb(part) for part in parts], **sections))
+    return bytes(msgpack.packb(outer | {"version": version, "novel": b"more"}))
+
+
+def _with_part(plan: Plan, edit: Callable[..., Any]) -> bytes:
+    """With the part of rank 1 changed."""
+    part = msgpack.unpackb(plan.sealed().parts[1])
+    edit(part)
+    return rebuilt(plan, parts=[plan.sealed().parts[0], msgpack.packb(part), *plan.sealed().parts[2:]])
+
+
+def _with_cell(plan: Plan, table: str, edit: Callable[..., Any]) -> bytes:
+    def change(part: dict[str, Any]) -> None:
+        cells, at = part["programs"]["default"]["forward"], list(TABLES).index(table)
+        cells[at] = edit(cells[at])
+
+    return _with_part(plan, change)
+
+
+def _with_section(plan: Plan, name: str, **fields: Any) -> bytes:
+    data = msgpack.unpackb(getattr(plan.sealed(), name))
+    changed = {key: value for key, value in (data | fields).items() if value is not None}
+    return rebuilt(plan, **{name: msgspec.msgpack.encode(changed, order="deterministic")})
+
+
+def _with_value(plan: Plan, table: str, column: str, value: int, row: int = -1) -> bytes:
+    program = plan.programs["default", "forward"]
+    columns = {name: np.array(values, np.int64) for name, values in program[table].columns.items()}
+    columns[column][row] = value
+    programs = {**program.tables, table: Table(program[table].ptr, columns)}
+    changed = {**plan.programs, ("default", "forward"): replace(program, tables=programs)}
+    return rebuilt(plan, parts=codec.encode_parts(plan.layouts, changed, plan.moves, plan.header.ranks))
+
+
+def _span(plan: Plan, column: str, value: int) -> bytes:
+    spans = plan.layouts["attention"].spans
+    columns = {name: np.array(values, np.int64) for name, values in spans.columns.items()}
+    columns[column][-1] = value
+    layouts = {"attention": Layout("attention", Table(spans.ptr, columns))}
+    return rebuilt(plan, parts=codec.encode_parts(layouts, plan.programs, plan.moves, plan.header.ranks))
+
+
+def malformed() -> Faults:
+    """name -> (what a reader refuses, as FORMAT.md lists it; bytes)."""
+    plan = text.parse(broken_plans.GOOD)
+    return _envelopes(plan) | _sections(plan) | _parts(plan) | _cells(plan) | _values(plan) | _slices(plan)
+
+
+def _envelopes(plan: Plan) -> Faults:
+    """What is no plan, of another version, or has another id."""
+    data, sealed = plan.encode(), plan.sealed()
+    outer = msgpack.unpackb(data)
+    return {
+        "empty": ("envelope", b""),
+        "no_map": ("envelope", b"\x93\x01\x02\x03"),
+        "nested_arrays": ("envelope", b"\x91" * 4096),
+        "length_beyond_the_end": ("envelope", b"\xdf\xff\xff\xff\xff"),
+        "cut_in_the_middle": ("envelope", data[: len(data) // 2]),
+        "cut_by_one": ("envelope", data[:-1]),
+        "bytes_behind": ("envelope", data + b"\0"),
+        "another_format": ("envelope", msgpack.packb(outer | {"format": "apportion.plane"})),
+        "a_key_missing": ("envelope", msgpack.packb({key: outer[key] for key in outer if key != "moves"})),
+        "parts_as_text": ("envelope", msgpack.packb(outer | {"parts": ["a", "b", "c"]})),
+        "another_version": ("version", msgpack.packb(outer | {"version": [3, 0]})),
+        "a_negative_version": ("version", msgpack.packb(outer | {"version": [2, -1]})),
+        "id_of_zeros": ("id", codec.encode_wire(sealed.with_id(bytes(32)))),
+        "id_too_short": ("id", codec.encode_wire(sealed.with_id(sealed.id[:31]))),
+        "report_changed": ("id", codec.encode_wire(replace(sealed, report=b"\x81\xa1a\x01"))),
+        "parts_exchanged": (
+            "id",
+            codec.encode_wire(replace(sealed, parts=[*sealed.parts[1::-1], sealed.parts[2]])),
+        ),
+    }
+
+
+def _slices(plan: Plan) -> Faults:
+    """Slices that do not prove themselves."""
+    held, other = (msgpack.unpackb(plan.for_rank(rank).encode()) for rank in (0, 1))
+    changes = {
+        "slice_with_the_path_of_another": ("id", {"path": other["path"]}),
+        "slice_with_the_part_of_another": ("id", {"part": other["part"]}),
+        "slice_with_a_short_path": ("id", {"path": held["path"][:1]}),
+        "slice_with_a_long_path": ("id", {"path": [*held["path"], bytes(32)]}),
+        "slice_with_a_short_digest": ("id", {"path": [held["path"][0][:31], held["path"][1]]}),
+        "slice_of_another_rank": ("id", {"rank": 1}),
+        "slice_of_no_rank": ("parts", {"rank": 3}),
+        "slice_of_more_ranks": ("id", {"ranks": 5}),
+        "slice_without_a_digest": ("parts", {"digests": held["digests"][:1]}),
+    }
+    return {name: (rule, msgpack.packb(held | change)) for name, (rule, change) in changes.items()}
+
+
+def _sections(plan: Plan) -> Faults:
+    """Header, layouts and moves."""
+    return {
+        "header_version": ("sections", _with_section(plan, "header", version=[2, 1])),
+        "header_without_kinds": ("sections", _with_section(plan, "header", kinds=None)),
+        "header_no_ranks": ("sections", _with_section(plan, "header", ranks=0)),
+        "header_heads": ("sections", _with_section(plan, "header", q_heads=5)),
+        "header_head_set": ("sections", _with_section(plan, "header", head_sets=[[0, 4], [0], [2, 3], [1]])),
+        "header_head_twice": (
+            "sections",
+            _with_section(plan, "header", head_sets=[[0, 0], [0], [2, 3], [1]]),
+        ),
+        "header_dtype": ("sections", _with_section(plan, "header", dtype="int8")),
+        "header_kind_twice": ("sections", _with_section(plan, "header", kinds=["default", "default"])),
+        "header_without_a_name": ("sections", _with_section(plan, "header", layouts=[""], home_layout="")),
+        "header_diagonals": ("sections", _with_section(plan, "header", diagonals={"default": [[1, 0]]})),
+        "header_diagonals_fall": (
+            "sections",
+            _with_section(plan, "header", diagonals={"default": [[0, 9], [0, 3]]}),
+        ),
+        "header_diagonals_of_others": (
+            "sections",
+            _with_section(plan, "header", diagonals={"local": [[0, 9]]}),
+        ),
+        "header_home": ("sections", _with_section(plan, "header", home_layout="linear")),
+        "header_narrow_fp64": ("sections", _with_section(plan, "header", sent_gradients="model")),
+        "layouts_of_others": ("sections", rebuilt(plan, layouts=msgpack.packb({"linear": {"tokens": 24}}))),
+        "moves_of_others": ("sections", rebuilt(plan, moves=msgpack.packb([["attention", "linear"]]))),
+    }
+
+
+def _parts(plan: Plan) -> Faults:
+    """Parts that have other things than the header says."""
+    return {
+        "a_part_less": ("parts", rebuilt(plan, parts=plan.sealed().parts[:2])),
+        "part_of_another_rank": ("parts", _with_part(plan, lambda part: part.update(rank=0))),
+        "part_without_layouts": ("parts", _with_part(plan, lambda part: part.pop("layouts"))),
+        "part_of_other_kinds": ("parts", _with_part(plan, _rename_kind)),
+        "part_without_phases": (
+            "parts",
+            _with_part(plan, lambda part: part.update(programs={"default": {}})),
+        ),
+        "part_phase_missing": (
+            "parts",
+            _with_part(plan, lambda part: part["programs"]["default"].pop("forward")),
+        ),
+        "part_phases_swapped": ("parts", _with_part(plan, _swap_phases)),
+        "part_table_missing": (
+            "parts",
+            _with_part(plan, lambda part: part["programs"]["default"]["forward"].pop()),
+        ),
+        "part_with_a_move": ("parts", _with_part(plan, lambda part: part["moves"].append(b""))),
+    }
+
+
+def _cells(plan: Plan) -> Faults:
+    """Cells that are not written as the format says."""
+    cell = partial(_with_cell, plan)
+    return {
+        "cell_without_rows": ("cells", cell("operands", lambda old: b"\0")),
+        "cell_too_many_rows": ("cells", cell("operands", lambda old: bytes([255] * 3 + [7]) + bytes(7))),
+        "cell_number_does_not_end": ("cells", cell("operands", lambda old: b"\x80" * 3)),
+        "cell_number_too_long": ("cells", cell("operands", lambda old: b"\x80" * 8 + old)),
+        "cell_form_4": ("cells", cell("operands", lambda old: old[:1] + b"\4" + old[2:])),
+        "cell_cut": ("cells", cell("operands", lambda old: old[:-1])),
+        "cell_byte_left_over": ("cells", cell("operands", lambda old: old + b"\0")),
+        "cell_few_too_many": ("cells", cell("arenas", lambda old: b"\1\1\2\0\2\0\2" + bytes(8))),
+        "cell_few_beyond_the_rows": ("cells", cell("arenas", lambda old: b"\1\1\1\5\2" + bytes(8))),
+        "cell_bits_beyond_the_rows": ("cells", cell("arenas", lambda old: b"\1\2\x03\2\2" + bytes(8))),
+        "operand_source_before_the_first": (
+            "cells",
+            cell("operands", lambda old: old[:1] + b"\1\1\0\x12" + old[2:]),
+        ),
+    }
+
+
+def _values(plan: Plan) -> Faults:
+    """Numbers that cannot be."""
+    return {
+        "unknown_tensor": ("values", _with_value(plan, "operands", "tensor", 10)),
+        "unknown_space": ("values", _with_value(plan, "operands", "space", 2)),
+        "unknown_op": ("values", _with_value(plan, "instructions", "op", 14)),
+        "negative_row": ("values", _with_value(plan, "operands", "row", -1)),
+        "send_2": ("values", _with_value(plan, "transfers", "send", 2)),
+        "first_2": ("values", _with_value(plan, "tasks", "first", 2)),
+        "span_beyond_the_tokens": ("values", _span(plan, "length", 9)),
+        "span_without_rows": ("values", _span(plan, "length", 0)),
+        "operand_0_is_not_none": ("values", _with_value(plan, "operands", "rows", 1, 0)),
+        "an_operand_without_rows": ("values", _with_value(plan, "operands", "rows", 0)),
+        "wait_with_a_count": ("values", _with_value(plan, "instructions", "count", 1, 2)),
+        "finish_in_a_round": ("values", _with_value(plan, "instructions", "round", 1)),
+        "operand_that_is_not_there": ("indexes", _with_value(plan, "tasks", "kv", 99)),
+        "peer_that_is_not_there": ("indexes", _with_value(plan, "transfers", "peer", 3)),
+        "head_set_that_is_not_there": ("indexes", _with_value(plan, "operands", "heads", 5)),
+        "kv_head_that_is_not_there": (
+            "indexes",
+            _with_value(plan, "operands", "heads", 3, _row_of_keys(plan)),
+        ),
+        "count_too_large": ("counts", _with_value(plan, "instructions", "count", 2)),
+        "count_too_small": ("counts", _with_value(plan, "instructions", "count", 0)),
+        "an_arena_twice": ("values", _arena_twice(plan)),
+    }
+
+
+def _swap_phases(part: dict[str, Any]) -> None:
+    part["programs"]["default"] = dict(reversed(part["programs"]["default"].items()))
+
+
+def _rename_kind(part: dict[str, Any]) -> None:
+    part["programs"] = {"local": part["programs"]["default"]}
+
+
+def _arena_twice(plan: Plan) -> bytes:
+    """The first two arenas of rank 1 are of one tensor."""
+    second = int(plan.programs["default", "forward"]["arenas"]["tensor"][1])
+    return _with_value(plan, "arenas", "tensor", second, 0)
+
+
+def _row_of_keys(plan: Plan) -> int:
+    """An operand of KV."""
+    return int(np.flatnonzero(plan.programs["default", "forward"]["operands"]["tensor"] == 3)[0])
+
+
+# ---------------------------------------------------------------------------------------------- broken plans
+
+
+def broken() -> Faults:
+    """name -> (the rule of the verifier that the plan breaks first, bytes)."""
+    found = {
+        name.replace(" ", "_"): broken_plans.broken(edit, rank=rank, phase=phase)
+        for name, (_, rank, phase, _, edit, _) in broken_plans.CASES.items()
+    }
+    good = text.parse(broken_plans.GOOD)
+    found |= {f"layout_{column}": _with_span(good, column, value) for column, value in _SPANS.items()}
+    found |= {f"policy_{field}": _with_policy(good, field, value) for field, value in _LIMITS.items()}
+    forward = {key: program for key, program in good.programs.items() if key[1] == "forward"}
+    found |= {
+        "no_backward": codec.seal(replace(good, programs=forward)),
+        "report_of_other_ranks": codec.seal(replace(good, report={"ranks": 4})),
+        "id_of_zeros": replace(good, sections=good.sealed().with_id(bytes(32))),
+        "results_added_to": _results("wait 1\n  finish", f"wait 1\n  merge {_OUTPUTS}\n  finish"),
+        "results_at_home_twice": _results(f"deliver {_OUTPUTS}", f"copy {_OUTPUTS}"),
+    }
+    return {name: (check(plan)[0].rule, codec.encode_wire(plan.sealed())) for name, plan in found.items()}
+
+
+_SPANS = {"token": 9, "row": 1, "position": 3, "sequence": 1, "length": 7}
+_LIMITS = {"token_cap": 7, "memory_cap_gib": 1e-7, "tolerance": 0.2}
+
+
+def _with_span(plan: Plan, column: str, value: int) -> Plan:
+    spans = plan.layouts["attention"].spans
+    columns = {name: np.array(values, np.int64) for name, values in spans.columns.items()}
+    columns[column][1] = value
+    return codec.seal(replace(plan, layouts={"attention": Layout("attention", Table(spans.ptr, columns))}))
+
+
+def _with_policy(plan: Plan, field: str, value: float) -> Plan:
+    policy = replace(plan.request.policy, **{field: value})
+    return codec.seal(replace(plan, request=replace(plan.request, policy=policy)))
+
+
+_OUTPUTS = "O.work[0:8).h1 -> O.home[0:8).h1"
+
+
+def _results(old: str, new: str) -> Plan:
+    """The plan of results by hand, another way."""
+    written = (PLANS / "results.txt").read_text()
+    assert old in written
+    return text.parse(written.replace(old, new, 1))

@@ -1,0 +1,110 @@
+"""The package as a reader of the conformance suite: conformance_reader.py read|check|run|verify PATH [OUTPUTS]"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from conformance_suite import Weights, tables_of
+
+from apportion.backends import reference
+from apportion.ir import codec
+from apportion.ir.codec import Plan, Slice
+from apportion.ir.errors import DecodeError
+from apportion.ir.verify import check
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """The suite's projection, for some of the heads."""
+
+    all: Weights
+
+    def project(self, hidden, position_ids, q_heads, kv_heads):
+        return self._some(q_heads, kv_heads).project(hidden, position_ids)
+
+    def gradient(self, hidden, position_ids, q_heads, kv_heads, grads):
+        return self._some(q_heads, kv_heads).gradient(position_ids, grads)
+
+    def _some(self, q_heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Weights:
+        return Weights(self.all.q[list(q_heads)], self.all.k[list(kv_heads)], self.all.v[list(kv_heads)])
+
+
+class _Inputs:
+    """The numbers of a case, taken one array after another."""
+
+    def __init__(self, path: Path) -> None:
+        self._numbers, self._at = np.fromfile(path, "<f8"), 0
+
+    def take(self, *shape: int) -> Array:
+        begin, self._at = self._at, self._at + int(np.prod(shape))
+        return self._numbers[begin : self._at].reshape(shape)
+
+
+def run(folder: Path) -> bytes:
+    """What the reference backend makes of a case."""
+    plan, inputs = Plan.decode((folder / "case.plan").read_bytes()), _Inputs(folder / "inputs.f64")
+    head, hidden = plan.header, int(inputs.take(1)[0])
+    shapes = ((head.q_heads, head.head_dim), (head.kv_heads, head.head_dim), (head.kv_heads, head.v_head_dim))
+    weights = Weights(*(inputs.take(heads, hidden, width) for heads, width in shapes)) if hidden else None
+    found: list[Array] = []
+    for kind in head.kinds:
+        found += _run_kind(plan, kind, inputs, weights)
+    for number, move in enumerate(plan.moves):
+        source = plan.layout(move.source)
+        found += reference.remap(plan, number, [source.tokens(rank) for rank in range(head.ranks)])
+    return b"".join(np.ascontiguousarray(array, "<f8").tobytes() for array in found)
+
+
+def _run_kind(plan: Plan, kind: str, inputs: _Inputs, weights: Weights | None) -> list[Array]:
+    head, home = plan.header, plan.layout(plan.header.home_layout)
+    q, k = (head.q_heads, head.head_dim), (head.kv_heads, head.head_dim)
+    v, do = (head.kv_heads, head.v_head_dim), (head.q_heads, head.v_head_dim)
+    scale, softcap = inputs.take(2).tolist()
+    sinks = inputs.take(head.q_heads)
+    shapes = (q, k, v, do) if weights is None else ((weights.q.shape[1],), do)
+    parts = [[inputs.take(int(rows), *shape) for shape in shapes] for rows in home.rows_per_rank]
+    *given, do_all = (reference.gather(home, part) for part in zip(*parts, strict=True))
+    layer = {"scale": scale, "softcap": softcap or None, "sinks": None if np.isinf(sinks).all() else sinks}
+    if weights is None:
+        o, lse, saved = reference.run_forward(plan, kind, *given, **layer)
+        *grads, dsinks = reference.run_backward(plan, kind, saved, do_all)
+    else:
+        o, lse, saved = reference.run_block_forward(plan, kind, *given, _Projection(weights), **layer)
+        *grads, dsinks = reference.run_block_backward(plan, kind, saved, do_all)
+    found = [np.zeros(head.q_heads) if dsinks is None else dsinks]
+    for rank in range(head.ranks):
+        found += [array[home.tokens(rank)] for array in (o, lse, *grads)]
+    return found
+
+
+def opened(data: bytes, check_id: bool = True) -> Plan | Slice:
+    """A plan or a slice. Raises DecodeError."""
+    return Slice.decode(data) if b"apportion.slice" in data[:32] else codec.decode(data, check_id)
+
+
+def main(verb: str, path: str, outputs: str = "") -> int:
+    """The exit code."""
+    if verb == "run":
+        Path(outputs).write_bytes(run(Path(path)))
+        return 0
+    try:
+        plan = opened(Path(path).read_bytes(), check_id=verb != "verify")
+    except DecodeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if verb == "read":
+        print(json.dumps(tables_of(plan)))
+    violations = check(plan) if verb == "verify" else ()
+    for violation in violations[:1]:
+        print(violation.rule)
+    return int(bool(violations))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
