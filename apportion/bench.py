@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, ConfigError
-from apportion.ir.masks import Mask
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.spec import Mask
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
+from apportion.ir.request.workload import Workload, lognormal_lengths, sample
 from apportion.ir.verify import verify
-from apportion.ir.workload import Workload, lognormal_lengths, sample
 from apportion.planner import api
 
 if TYPE_CHECKING:
-    from apportion.ir.hardware import Hardware
+    from apportion.ir.request.hardware import Hardware
 
 RANKS_PER_NODE = 8
 

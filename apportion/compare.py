@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from apportion.bench import Job, Times, timed_plan, timed_verify, warm_up
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, ConfigError, VerifyError
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
 from apportion.planner.simulate import simulate
 
 if TYPE_CHECKING:
-    from apportion.ir.hardware import Hardware
+    from apportion.ir.request.hardware import Hardware
 
 #: called after each plan with what was planned
 Progress = Callable[[str], None]

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.codec import Plan
-from apportion.ir.plan import ProgramSet
-from apportion.ir.totals import pairs
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.plan.totals import pairs
 
 Record = Mapping[str, Any]
 

@@ -21,12 +21,12 @@ import numpy as np
 from apportion.bench import Source, cluster_of, warm_up
 from apportion.cli.house import versions
 from apportion.compare import Refusal, Setting, Trial, attempt
-from apportion.ir.batch import Batch
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
-from apportion.ir.workload import read_workload
-from apportion.planner.recipes import entries, find_recipe
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
+from apportion.ir.request.workload import read_workload
+from apportion.planner.recipe.recipes import entries, find_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/auto.json"

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from apportion.bench import Job, Source, cluster_of, counted, planned
-from apportion.ir.jit import COMPILES
-from apportion.ir.model import Model
-from apportion.planner.recipes import find_recipe, with_block
+from apportion.ir.loops.jit import COMPILES
+from apportion.ir.request.model import Model
+from apportion.planner.recipe.recipes import find_recipe, with_block
 
 RESULTS = Path(__file__).parent / "results" / "ceilings.json"
 RECIPES = ("fcp_paper", "fcp", "blend", "distca", "dcp", "zeppelin", "mixed", "ulysses", "upipe", "ring")

@@ -43,8 +43,8 @@ from torch.multiprocessing import spawn
 
 import apportion as ap
 from apportion.cli.house import machine, versions
-from apportion.ir.codec import Plan
-from apportion.ir.hardware import Hardware
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.request.hardware import Hardware
 from apportion.planner.forecast.result import Row
 from apportion.trainer import demo, demo_rank
 from apportion.trainer.attention import Communicator, PlanHandle

@@ -24,15 +24,15 @@ from apportion.bench import Source, cluster_of
 from apportion.cli.house import versions
 from apportion.cli.tables import COLUMNS, comparison_cells, remarks
 from apportion.compare import Setting, compare
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.batch import Sequence as Sample
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
-from apportion.ir.workload import lognormal_lengths, read_workload
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.batch import Sequence as Sample
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
+from apportion.ir.request.workload import lognormal_lengths, read_workload
 from apportion.planner.cost import CostModel
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 from benchmarks import published, sensitivity
 from benchmarks.published import PUBLISHED, Published
 from benchmarks.sensitivity import Sensitivity

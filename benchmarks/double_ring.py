@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.hardware import Hardware
-from apportion.ir.policy import Recipe
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.policy import Recipe
 from apportion.planner.api import plan
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
 from benchmarks.comparison import LLAMA_8B, lognormal, one_document
 

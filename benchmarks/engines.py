@@ -19,10 +19,10 @@ from typing import Any
 
 from apportion.bench import Source, cluster_of
 from apportion.cli.house import versions
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner import api
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import Simulation, simulate
 from benchmarks.targets import write_tables
 

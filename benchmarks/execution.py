@@ -19,8 +19,8 @@ import torch
 from apportion.bench import Job, Source, cluster_of, planned
 from apportion.cli.house import machine, versions
 from apportion.ir.errors import ApportionError
-from apportion.ir.model import Model
-from apportion.planner.recipes import entries
+from apportion.ir.request.model import Model
+from apportion.planner.recipe.recipes import entries
 from apportion.trainer.attention import Communicator
 from apportion.trainer.bench import Bench
 from apportion.trainer.timing import on_host

@@ -24,17 +24,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.planner.passes.flexsp import feasible_degrees, grouping_problem
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.place.flexsp import feasible_degrees, grouping_problem
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import find_recipe
-from apportion.planner.solvers import ilp
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.solvers.contracts import GroupingProblem
-from apportion.planner.solvers.kit_cases import GroupingCases
+from apportion.planner.solvers.grouping import ilp
+from apportion.planner.solvers.kit.cases import GroupingCases
 from apportion.planner.solvers.status import Budget
 
 GOAL = 1.01

@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError
 from apportion.ir.isa import TABLES, TASK_LIST
-from apportion.ir.model import Model
-from apportion.ir.ops import LIST_OF_OP, LISTS
-from apportion.ir.plan import ProgramSet, Table
+from apportion.ir.plan.ops import LIST_OF_OP, LISTS
+from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.ir.verify import RULES
 from apportion.ir.verify.subject import Subject
 from apportion.planner import api
-from apportion.planner.recipes import find_recipe, with_block
+from apportion.planner.recipe.recipes import find_recipe, with_block
 
 RECIPES = (
     "fcp_paper",

@@ -27,12 +27,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from apportion.ir import codec
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.ir.isa import LIMIT
-from apportion.ir.plan import Layout, Move, Table
+from apportion.ir.plan.tables import Layout, Move, Table
+from apportion.ir.request.cluster import Cluster
 from apportion.ir.verify import check
 
 GOLDEN = Path(__file__).resolve().parents[1] / "apportion/schemas/golden"

@@ -29,14 +29,15 @@ from torch.multiprocessing import spawn
 
 from apportion.backends.torch.profile import profile
 from apportion.backends.torch.profile_links import profile_links, with_links
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe, Step
-from apportion.planner import api, recipes
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe, Step
+from apportion.planner import api
+from apportion.planner.recipe import recipes
 from apportion.planner.simulate import simulate
 from apportion.trainer.attention import Communicator, PlanHandle, planned_attention
 

@@ -30,14 +30,14 @@ from torch.multiprocessing import spawn
 from apportion.backends import reference
 from apportion.bench import cluster_of
 from apportion.compare import Refusal, Setting, Trial, attempt
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
-from apportion.ir.hardware import Hardware
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import SENT_GRADIENTS
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner import api
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.attention import Communicator, PlanHandle, planned_attention
 from benchmarks.auto import MODEL, batch_of
 from benchmarks.targets import line

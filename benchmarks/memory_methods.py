@@ -11,14 +11,14 @@ from functools import cache
 from pathlib import Path
 
 import apportion as ap
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner.forecast.choices import recipe_parallelisms
 from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers
 from apportion.planner.forecast.memory import Activations, activations, attention_row, output_row
 from apportion.planner.forecast.training import Training
-from apportion.planner.pipeline import attention_bytes
+from apportion.planner.pipeline.pipeline import attention_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/comparison.md"

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from apportion.ir.batch import Batch
 from apportion.ir.errors import ApportionError
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.training import Training
+from apportion.planner.iteration.ticks import TickTable, plan_tick, tick_table
 from apportion.planner.simulate import simulate
-from apportion.planner.ticks import TickTable, plan_tick, tick_table
 from benchmarks.comparison import LLAMA_8B, with_steps
 from benchmarks.paper_runs import ENOUGH, GROUP, K, Row, Run, Theirs, part, row, seconds
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ApportionError
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
 from apportion.planner.forecast.attention import plan_attention
 from apportion.planner.forecast.choices import static_grids
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.result import KEPT
 from apportion.planner.forecast.step import Setting, Step, step
 from apportion.planner.forecast.training import Training
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 
 K = 1024
 GROUP = 8  # GPUs of a node, in all papers

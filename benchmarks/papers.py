@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 
 from apportion.cli.house import versions
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.batch import Sequence as Sample
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
-from apportion.ir.workload import lognormal_lengths
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.batch import Sequence as Sample
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
+from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.forecast.parallelism import Degrees
 from apportion.planner.forecast.step import Step
 from apportion.planner.forecast.training import Training
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 from benchmarks import paper_distca
 from benchmarks.comparison import FCP_TRACES, LLAMA_8B, LLAMA_70B, ZEPPELIN, ulysses, with_steps, zeppelin
 from benchmarks.paper_runs import GROUP, K, Row, Run, Theirs, part, row, seconds

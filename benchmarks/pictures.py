@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from apportion.cli.pictures import draw
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
 from apportion.planner.api import plan
-from apportion.planner.recipes import entries, find_recipe
+from apportion.planner.recipe.recipes import entries, find_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs/pictures"

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from apportion.bench import Source, cluster_of
-from apportion.ir.batch import Batch
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.model import Model
 from apportion.planner import api
-from apportion.planner.nano import nano_batches
+from apportion.planner.iteration.nano import nano_batches
 from apportion.planner.simulate.pair import Pair, simulate_pair
 
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, ffn=14336, layers=32)

@@ -83,10 +83,10 @@ def _variant(
     from test_reference_matrix import LAYERS, SEQUENCES
 
     import apportion as ap
-    from apportion.ir import masks
-    from apportion.ir.batch import Batch, Sequence
-    from apportion.ir.model import Model
-    from apportion.ir.policy import Policy, Recipe
+    from apportion.ir.masks import specs as masks
+    from apportion.ir.request.batch import Batch, Sequence
+    from apportion.ir.request.model import Model
+    from apportion.ir.request.policy import Policy, Recipe
 
     own = [SEQUENCES[name] for name in chosen] + [(64, masks.causal())]
     kinds = [(length, {"global": mask, "local": masks.sliding_window(7)}) for length, mask in own]
@@ -100,8 +100,8 @@ def _defaults() -> Iterator[Case]:
     from strategies import cluster
 
     import apportion as ap
-    from apportion.ir.model import Model
-    from apportion.planner.recipes import entries
+    from apportion.ir.request.model import Model
+    from apportion.planner.recipe.recipes import entries
 
     model = Model(8, 4, 64, hidden=512, layers=2)
     for recipe in [name for name in entries() if name != "round_robin"]:  # which a plug-in of the tests adds

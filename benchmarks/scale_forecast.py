@@ -21,12 +21,12 @@ from typing import Any
 import apportion as ap
 from apportion.bench import Source, cluster_of, warm_up
 from apportion.cli.house import versions
-from apportion.ir.batch import Batch
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
-from apportion.planner.recipes import find_recipe, with_block, with_pods
+from apportion.planner.recipe.recipes import find_recipe, with_block, with_pods
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/scale_forecast.json", ROOT / "docs/forecast.md"

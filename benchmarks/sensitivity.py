@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from apportion.bench import cluster_of
-from apportion.ir.batch import Batch
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.scenarios import SCENARIOS, Scenario, applied

@@ -14,11 +14,11 @@ from time import perf_counter
 from typing import Any
 
 from apportion.bench import Source, cluster_of
-from apportion.ir.codec import Plan
-from apportion.ir.jit import HAS_NUMBA
-from apportion.ir.model import Model
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.loops.jit import HAS_NUMBA
+from apportion.ir.request.model import Model
 from apportion.planner import api
-from apportion.planner.recipes import find_recipe, with_block
+from apportion.planner.recipe.recipes import find_recipe, with_block
 from apportion.planner.simulate import Simulation, simulate
 
 BLOCK = 2048

@@ -22,18 +22,18 @@ from typing import Any
 
 from apportion.bench import Source, warm_up
 from apportion.cli.house import versions
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError
-from apportion.ir.hardware import Hardware
-from apportion.ir.masks import Mask
-from apportion.ir.model import Model
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.spec import Mask
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.workload import lognormal_lengths, read_workload, sample
 from apportion.ir.verify import verify
-from apportion.ir.workload import lognormal_lengths, read_workload, sample
 from apportion.planner import api
-from apportion.planner.recipes import entries, find_recipe
+from apportion.planner.recipe.recipes import entries, find_recipe
 from apportion.planner.simulate import Simulation, simulate
 from benchmarks.targets import line, write_tables
 

@@ -20,12 +20,12 @@ from typing import Any
 
 from apportion.bench import Job, Source, Times, cluster_of, timed_plan, timed_verify
 from apportion.cli.house import versions
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, UnknownNameError
 from apportion.ir.isa import PHASES
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe, Step
-from apportion.planner.recipes import find_recipe, with_block
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe, Step
+from apportion.planner.recipe.recipes import find_recipe, with_block
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/targets.json"

@@ -32,11 +32,11 @@ from apportion.bench import Job, Source, cluster_of, timed_plan, timed_verify, w
 from apportion.cli.house import versions
 from apportion.compare import UNVERIFIED
 from apportion.ir.errors import ApportionError, VerifyError
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.workload import read_workload
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.workload import read_workload
 from apportion.planner.plugins import found as found_plugins
-from apportion.planner.recipes import entries
+from apportion.planner.recipe.recipes import entries
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/verify_recipes.json"

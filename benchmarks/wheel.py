@@ -27,7 +27,7 @@ imported = time.perf_counter()
 batch = ap.Batch.from_lengths([5000, 900, 3000, 200, 1800, 700, 2400, 384])
 ap.verify(ap.plan(batch, ap.Cluster(1, 8), ap.Model(8, 4, 64), recipe="fcp"))
 done = time.perf_counter()
-from apportion.ir.jit import compiling
+from apportion.ir.loops.jit import compiling
 print(compiling.loops, imported - begun, done - begun)
 """
 

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from apportion.ir import text
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.parse import parse
 
 # Three ranks of eight tokens, one causal document. Rank 0 computes all that its keys are in, rank 1 gets the keys of
 # rank 0, rank 2 sends its queries to rank 1 and gets a partial back; two head sets, the first of them moved apart.
@@ -100,7 +100,7 @@ def broken(*edits: tuple[str, str], rank: int, phase: str = "forward") -> Plan:
         assert part.count(old) == 1, old
         part = part.replace(old, new)
     section = "program default backward".join((part, backward) if phase == "forward" else (forward, part))
-    return text.parse(f"\nrank {rank + 1}\n".join([f"{before}\nrank {rank}\n{section}", *after]))
+    return parse(f"\nrank {rank + 1}\n".join([f"{before}\nrank {rank}\n{section}", *after]))
 
 
 # rule, rank, phase, instruction at which it is found, the edit, words of the message

@@ -13,10 +13,11 @@ import msgpack
 import msgspec
 import numpy as np
 
-from apportion.ir import codec, text
-from apportion.ir.codec import Plan
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import TABLES, VERSION
-from apportion.ir.plan import Layout, Table
+from apportion.ir.parse import parse
+from apportion.ir.plan.tables import Layout, Table
 from apportion.ir.verify import check
 
 PLANS = Path(__file__).resolve().parent / "plans"
@@ -87,7 +88,7 @@ def _span(plan: Plan, column: str, value: int) -> bytes:
 
 def malformed() -> Faults:
     """name -> (what a reader refuses, as FORMAT.md lists it; bytes)."""
-    plan = text.parse(broken_plans.GOOD)
+    plan = parse(broken_plans.GOOD)
     return _envelopes(plan) | _sections(plan) | _parts(plan) | _cells(plan) | _values(plan) | _slices(plan)
 
 
@@ -267,7 +268,7 @@ def broken() -> Faults:
         name.replace(" ", "_"): broken_plans.broken(edit, rank=rank, phase=phase)
         for name, (_, rank, phase, _, edit, _) in broken_plans.CASES.items()
     }
-    good = text.parse(broken_plans.GOOD)
+    good = parse(broken_plans.GOOD)
     found |= {f"layout_{column}": _with_span(good, column, value) for column, value in _SPANS.items()}
     found |= {f"policy_{field}": _with_policy(good, field, value) for field, value in _LIMITS.items()}
     forward = {key: program for key, program in good.programs.items() if key[1] == "forward"}
@@ -304,4 +305,4 @@ def _results(old: str, new: str) -> Plan:
     """The plan of results by hand, another way."""
     written = (PLANS / "results.txt").read_text()
     assert old in written
-    return text.parse(written.replace(old, new, 1))
+    return parse(written.replace(old, new, 1))

@@ -11,8 +11,8 @@ import numpy as np
 from conformance_suite import Weights, tables_of
 
 from apportion.backends import reference
-from apportion.ir import codec
-from apportion.ir.codec import Plan, Slice
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan, Slice
 from apportion.ir.errors import DecodeError
 from apportion.ir.verify import check
 

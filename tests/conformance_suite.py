@@ -26,11 +26,13 @@ from strategies import STRATEGIES, steps
 
 import apportion as ap
 from apportion.backends import reference
-from apportion.ir import bands, masks, text
-from apportion.ir.batch import Sequence
-from apportion.ir.codec import Plan, Slice
+from apportion.ir.bytes.codec import Plan, Slice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
-from apportion.ir.plan import Table
+from apportion.ir.masks import bands
+from apportion.ir.masks import specs as masks
+from apportion.ir.parse import parse
+from apportion.ir.plan.tables import Table
+from apportion.ir.request.batch import Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = ROOT / "apportion/schemas/conformance"
@@ -67,7 +69,7 @@ class Case:
 
     def plan(self) -> Plan:
         if self.text:
-            return text.parse((ROOT / f"tests/plans/{self.text}.txt").read_text())
+            return parse((ROOT / f"tests/plans/{self.text}.txt").read_text())
         batch = ap.Batch.from_sequences([Sequence(length, self.mask) for length in self.lengths])
         recipe = ap.Recipe(self.strategy, STRATEGIES.get(self.strategy) or steps(self.strategy))
         return ap.plan(batch, self.cluster, self.model, recipe=recipe)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from apportion.planner.checks import checked_steps
+from apportion.planner.pipeline.checks import checked_steps
 
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
 settings.load_profile("steady")

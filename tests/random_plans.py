@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import MOVE_COLUMNS, OPERAND_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, Op, Tensor
-from apportion.ir.model import Model
-from apportion.ir.plan import Header, Layout, Move, ProgramSet, Request, Table
-from apportion.ir.policy import Policy, Recipe
-from apportion.ir.sections import diagonals_of
+from apportion.ir.plan.plain import diagonals_of
+from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Request, Table
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 
 Rng = np.random.Generator
 HEAD_SETS = ((0,), (1, 0), (3, 2))  # the last one holds query heads only

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from apportion.ir.cluster import Cluster
-from apportion.planner.recipes import find_recipe
+from apportion.ir.request.cluster import Cluster
+from apportion.planner.recipe.recipes import find_recipe
 
 BLOCKS = {"shard": {"blocks": {"block": 5}}, "place": {"lpt": {}}}
 MATCHINGS = {"schedule": {"matchings": {"coalesce": 2, "buffers": 2}}}

@@ -34,9 +34,9 @@ from apportion.ir.isa import (
     Space,
     Tensor,
 )
-from apportion.ir.ops import starts_of
-from apportion.ir.plan import Header, ProgramSet
-from apportion.ir.segments import Cuts, own_cuts, segment_ends
+from apportion.ir.plan.ops import starts_of
+from apportion.ir.plan.segments import Cuts, own_cuts, segment_ends
+from apportion.ir.plan.tables import Header, ProgramSet
 
 View = TypeVar("View")
 

@@ -28,10 +28,10 @@ from apportion.backends.numpy_kernels import Scores
 from apportion.ir.arrays import Floats
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Tensor
-from apportion.ir.plan import Layout
+from apportion.ir.plan.tables import Layout
 
 if TYPE_CHECKING:
-    from apportion.ir.codec import Plan  # which loads compiled loops; executing has none
+    from apportion.ir.bytes.codec import Plan  # which loads compiled loops; executing has none
 
 __all__ = [
     "Kernels",

@@ -147,7 +147,7 @@ def _engines(name: str) -> tuple[str, ...]:
 def _rows(job: Job, bench: Bench) -> list[dict[str, Any]]:
     """The rows of one plan; none, and why, where the recipe cannot make it."""
     from apportion.bench import planned
-    from apportion.planner.recipes import find_recipe
+    from apportion.planner.recipe.recipes import find_recipe
 
     title = f"{find_recipe(job.recipe).name}, {count(job.cluster.ranks, 'rank')}"
     try:
@@ -163,7 +163,7 @@ def _rows(job: Job, bench: Bench) -> list[dict[str, Any]]:
 
 def _source(workload: Path | None) -> Source:
     from apportion.bench import Source
-    from apportion.ir.workload import read_workload
+    from apportion.ir.request.workload import read_workload
 
     return Source(None if workload is None else read_workload(workload))
 

@@ -12,8 +12,8 @@ from apportion.cli import options
 from apportion.cli.output import emit, note, progress
 
 if TYPE_CHECKING:
-    from apportion.ir.policy import Recipe
-    from apportion.planner.recipes import Entry
+    from apportion.ir.request.policy import Recipe
+    from apportion.planner.recipe.recipes import Entry
     from apportion.planner.solvers import registry
 
 
@@ -43,8 +43,8 @@ def recipes(
       apportion recipes --schema > recipe.schema.json
     """
     from apportion.cli import tables
-    from apportion.planner import recipes
-    from apportion.planner.recipes import entries, find_recipe
+    from apportion.planner.recipe import recipes
+    from apportion.planner.recipe.recipes import entries, find_recipe
 
     if schema and name is not None:
         raise typer.BadParameter("is of all recipes, leave the name out", param_hint="--schema")
@@ -69,7 +69,7 @@ def _recipe(entry: Entry) -> dict[str, Any]:
 def _parameters(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Step -> what its pass may be told: defaults, and the values that it takes; switches have nothing."""
     from apportion.planner.options import parameters
-    from apportion.planner.registry import find_pass
+    from apportion.planner.recipe.registry import find_pass
 
     passes = {step.step: step.name for step in recipe if step.name not in ("on", "off")}
     return {
@@ -103,7 +103,7 @@ def list_all(context: typer.Context, as_json: options.AsJson = False) -> None:
             raise typer.BadParameter("write it behind compare", param_hint="--json")
         return
     from apportion.cli import tables
-    from apportion.planner.registry import users_of
+    from apportion.planner.recipe.registry import users_of
     from apportion.planner.solvers.registry import list_solvers
 
     rows = [_solver(entry) | {"steps": users_of(entry.kind)} for entry in list_solvers()]
@@ -135,8 +135,8 @@ def compare(
     """
     from apportion.cli import tables
     from apportion.ir.fields import choice
-    from apportion.planner.solvers.comparison import compare as compared
     from apportion.planner.solvers.contracts import KINDS
+    from apportion.planner.solvers.kit.comparison import compare as compared
     from apportion.planner.solvers.registry import list_solvers
 
     if kind is not None:

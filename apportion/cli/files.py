@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
-    from apportion.ir.codec import Plan
+    from apportion.ir.bytes.codec import Plan
 
 
 def read_plan(path: Path, check_id: bool = True) -> Plan:
     """The plan of a file. Raises DecodeError, which names the file."""
-    from apportion.ir.codec import decode
+    from apportion.ir.bytes.codec import decode
     from apportion.ir.errors import DecodeError
 
     try:

@@ -12,9 +12,9 @@ from apportion.cli.output import FAILED, OK, emit, progress
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
-    from apportion.ir.cluster import Cluster
-    from apportion.ir.model import Model
-    from apportion.ir.policy import Recipe
+    from apportion.ir.request.cluster import Cluster
+    from apportion.ir.request.model import Model
+    from apportion.ir.request.policy import Recipe
     from apportion.planner.forecast.parallelism import Degrees, Parallelism
     from apportion.planner.forecast.training import Training
 

@@ -12,7 +12,7 @@ from apportion.cli import files, inputs, options
 from apportion.cli.output import emit, progress
 
 if TYPE_CHECKING:
-    from apportion.ir.hardware import Hardware
+    from apportion.ir.request.hardware import Hardware
 
 
 def profile(

@@ -88,12 +88,12 @@ def warmup(
     if into:
         inputs.need("numba", "numba", "compiling")
         from apportion.ir.errors import ConfigError
-        from apportion.ir.jit import COMPILES, shelf
+        from apportion.ir.loops.jit import COMPILES, shelf
 
         if not COMPILES:
             raise ConfigError("--into", str(into), "nothing is compiled under NUMBA_DISABLE_JIT", "unset it")
         shelf.write_into(into)
-    from apportion.ir.jit import compiling
+    from apportion.ir.loops.jit import compiling
     from apportion.planner import warm
 
     cases = warm.cases_of(inputs.recipes_of(recipes))

@@ -9,12 +9,12 @@ from apportion.cli.output import count, note
 from apportion.ir.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from apportion.ir.batch import Batch
-    from apportion.ir.cluster import Cluster
-    from apportion.ir.hardware import Hardware
-    from apportion.ir.masks import Mask
-    from apportion.ir.model import Model
-    from apportion.ir.policy import Recipe
+    from apportion.ir.masks.spec import Mask
+    from apportion.ir.request.batch import Batch
+    from apportion.ir.request.cluster import Cluster
+    from apportion.ir.request.hardware import Hardware
+    from apportion.ir.request.model import Model
+    from apportion.ir.request.policy import Recipe
 
 MAX_WORKERS = 4096
 
@@ -31,7 +31,7 @@ def hardware_of(name: str | None) -> Hardware | None:
     """The hardware of that name or file, None where none is named."""
     if name is None:
         return None
-    from apportion.ir.hardware import Hardware
+    from apportion.ir.request.hardware import Hardware
 
     return Hardware.load(name)
 
@@ -44,7 +44,7 @@ def cluster_of(
     Where both are given, the file counts, and what the hardware says otherwise is a warning.
     """
     from apportion import bench
-    from apportion.ir.cluster import Cluster
+    from apportion.ir.request.cluster import Cluster
 
     if file is None:
         ranks = 64 if ranks is None else ranks
@@ -68,7 +68,7 @@ def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
 
 
 def model_of(file: Path | None) -> Model:
-    from apportion.ir.model import Model
+    from apportion.ir.request.model import Model
 
     return Model() if file is None else Model.load(file)
 
@@ -89,7 +89,7 @@ def mask_of(text: str | None) -> Mask | None:
     """The mask of a name, or of YAML as batch files have it; None where nothing is given. Raises ConfigError."""
     import yaml
 
-    from apportion.ir import masks
+    from apportion.ir.masks import specs as masks
 
     if text is None:
         return None
@@ -106,8 +106,8 @@ def batch_of(
     batch: Path | None, lengths: Path | None, workload: Path | None, tokens: int, seed: int
 ) -> tuple[Batch, int]:
     """The batch, and how many samples were larger than `tokens` and so skipped."""
-    from apportion.ir.batch import Batch
-    from apportion.ir.workload import read_lengths, read_workload, sample
+    from apportion.ir.request.batch import Batch
+    from apportion.ir.request.workload import read_lengths, read_workload, sample
 
     given = [path for path in (batch, lengths, workload) if path is not None]
     if len(given) != 1:
@@ -134,7 +134,7 @@ def batches_of(
     """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its own
     seed; and how many samples were too large. Raises ConfigError."""
     from apportion.bench import Source
-    from apportion.ir.workload import read_lengths, read_workload
+    from apportion.ir.request.workload import read_lengths, read_workload
 
     if batch is not None:
         _refuse_with_batch(batch, workload, lengths, mask, tokens_per_rank, batches)
@@ -174,7 +174,7 @@ def warn_of_skipped(skipped: int, tokens: int) -> None:
 
 def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
     """The recipes of a comma-separated list of names and files, each once, or `all` that there are."""
-    from apportion.planner.recipes import entries
+    from apportion.planner.recipe.recipes import entries
 
     names = list(entries()) if text == "all" else [name.strip() for name in text.split(",")]
     chosen = list(dict.fromkeys(recipe_of(name) for name in names))
@@ -187,7 +187,7 @@ def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
 def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> Recipe:
     """The recipe of that name or file, with another block size where `block` is given, and with pods."""
     from apportion.ir import fields
-    from apportion.planner import recipes
+    from apportion.planner.recipe import recipes
 
     is_file = Path(name).suffix in (".yaml", ".yml", ".json")
     recipe = recipes.find_recipe(fields.load(name) if is_file else name)
@@ -198,7 +198,7 @@ def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> R
 
 def with_deadline(recipe: Recipe, deadline_ms: float | None) -> Recipe:
     """The recipe with a deadline for its search. Raises ConfigError where it does not search."""
-    from apportion.ir.policy import Recipe, Step
+    from apportion.ir.request.policy import Recipe, Step
 
     search = recipe.step("search")
     if deadline_ms is None:

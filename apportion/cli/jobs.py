@@ -75,8 +75,8 @@ def create(
 
       apportion job create run1 --ranks 64 --model Llama-3.1-8B/config.json
     """
-    from apportion.ir.job import Job
-    from apportion.ir.policy import Policy
+    from apportion.ir.bytes.job import Job
+    from apportion.ir.request.policy import Policy
     from apportion.service.client import create_job
 
     the_hardware = inputs.hardware_of(hardware)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from apportion.cli.svg import NOBODY
-from apportion.ir import bands as algebra
 from apportion.ir.arrays import Bools, Ints, group_of, within
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError
+from apportion.ir.masks import bands as algebra
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import HeadSets
 

@@ -12,10 +12,10 @@ from apportion.cli import svg
 from apportion.cli.mask_cells import Axis, axis_of, owners
 from apportion.cli.output import count
 from apportion.ir.arrays import Bools, Floats, Ints
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
-from apportion.ir.hardware import Hardware
 from apportion.ir.isa import ATTENTION, PHASES, Op
+from apportion.ir.request.hardware import Hardware
 from apportion.planner.simulate import Run, simulate
 
 CELLS = 112  # of the mask, a side

@@ -16,7 +16,7 @@ from apportion.ir.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from apportion.ir.codec import Plan
+    from apportion.ir.bytes.codec import Plan
 
 
 def plan(

@@ -31,9 +31,9 @@ from apportion.ir.errors import ConfigError
 if TYPE_CHECKING:
     from rich.progress import Task
 
-    from apportion.ir.job import Job
-    from apportion.ir.sampling import MaskSpec
-    from apportion.ir.workload import Workload
+    from apportion.ir.bytes.job import Job
+    from apportion.ir.request.sampling import MaskSpec
+    from apportion.ir.request.workload import Workload
     from apportion.service.precompute import Summary, Work
 
 LINE_S = 30.0  # a line of progress so often, where stderr is a file
@@ -94,8 +94,8 @@ def precompute(
       apportion precompute --lengths lengths.jsonl --cluster cluster.yaml --model model.yaml --recipe wlb
       --microbatches 4 --iterations 100000 --out plans/ --workers 16
     """
-    from apportion.ir.job import Job
-    from apportion.ir.policy import Policy
+    from apportion.ir.bytes.job import Job
+    from apportion.ir.request.policy import Policy
     from apportion.service.precompute import precompute as run
     from apportion.service.workers import Planner
 
@@ -117,7 +117,7 @@ def precompute(
 
 
 def _samples(lengths: Path | None, workload: Path | None) -> Workload:
-    from apportion.ir.workload import read_lengths, read_workload
+    from apportion.ir.request.workload import read_lengths, read_workload
 
     given = [path for path in (lengths, workload) if path is not None]
     if len(given) != 1:
@@ -140,7 +140,7 @@ def _masks_of(text: str | None) -> MaskSpec | None:
     """The mask of a name or of YAML, or {kind: mask} of YAML. Raises ConfigError."""
     import yaml
 
-    from apportion.ir import masks
+    from apportion.ir.masks import specs as masks
 
     if text is None:
         return None

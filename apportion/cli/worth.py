@@ -13,7 +13,7 @@ from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
     from apportion.compare import Setting
-    from apportion.ir.policy import Recipe
+    from apportion.ir.request.policy import Recipe
 
 BATCHES = 5  # drawn where the option is not given
 WIDE = 280  # columns of the table that has everything

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import OP_NAMES, TABLES, Op
-from apportion.ir.listing import instruction_lines
-from apportion.ir.plan import ProgramSet, Table, empty_programs
-from apportion.ir.sections import header_data, request_data
+from apportion.ir.plan.plain import header_data, request_data
+from apportion.ir.plan.tables import ProgramSet, Table, empty_programs
+from apportion.ir.text.listing import instruction_lines
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ A rate in bytes/s is of these bytes, whatever the kernels that ran really moved.
 
 from __future__ import annotations
 
-from apportion.ir.model import Model
+from apportion.ir.request.model import Model
 
 #: backward over forward, of products and of row work
 BACKWARD = 2

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
-from apportion.ir.threads import checked_threads
+from apportion.ir.loops.threads import checked_threads
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.verify import verify as verify_plan
-from apportion.planner.pipeline import Made, Watch, check_request, draft, place, seal
+from apportion.planner.pipeline.pipeline import Made, Watch, check_request, draft, place, seal
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import find_recipe, passes_of, search_of
+from apportion.planner.recipe.recipes import find_recipe, passes_of, search_of
 
 
 def plan(

@@ -20,12 +20,12 @@ from typing import Protocol
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.bands import area, tighten
 from apportion.ir.fields import choice
-from apportion.ir.figures import Grid
-from apportion.ir.hardware import Hardware
 from apportion.ir.layer_work import linear_parameters
-from apportion.ir.model import Model
+from apportion.ir.masks.bands import area, tighten
+from apportion.ir.request.figures import Grid
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 
 Count = int | Ints
 

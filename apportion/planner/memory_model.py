@@ -22,9 +22,9 @@ from typing import NamedTuple
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
 from apportion.ir.isa import TRAVELLING, Tensor
-from apportion.ir.model import Model
-from apportion.planner.passes.groups import HeadStages
-from apportion.planner.passes.upipe import UPipe
+from apportion.ir.request.model import Model
+from apportion.planner.inner.groups import HeadStages
+from apportion.planner.inner.upipe import UPipe
 
 METHODS = ("ulysses", "ulysses_offload", "fpdt", "upipe")
 

@@ -11,14 +11,14 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.bands import area, joined
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.hardware import Hardware
-from apportion.ir.jit import jit
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
+from apportion.ir.loops.jit import jit
+from apportion.ir.masks.bands import area, joined
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
 from apportion.planner.cost import CostModel
 from apportion.planner.solvers.contracts import Partition
 from apportion.planner.solvers.status import Limit, Termination

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.iteration import encode_slices
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import MissingDependencyError
-from apportion.ir.iteration import encode_slices
-from apportion.ir.iteration_slice import IterationSlice
-from apportion.ir.jit import COMPILES, compiling
-from apportion.ir.job import Job
-from apportion.ir.messages import find_messages
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
-from apportion.planner import recipes
-from apportion.planner.jobs import lower_job, plan_job
+from apportion.ir.loops.jit import COMPILES, compiling
+from apportion.ir.masks import specs as masks
+from apportion.ir.plan.messages import find_messages
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.planner.iteration.jobs import lower_job, plan_job
+from apportion.planner.recipe import recipes
 from apportion.planner.simulate import simulate
 
 _MODEL = Model(8, 4, 64)

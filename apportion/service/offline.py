@@ -20,17 +20,18 @@ from typing import Annotated, Any, Self
 import msgspec
 import numpy as np
 
-from apportion.ir import wire
-from apportion.ir.batch import DEFAULT_KIND
+from apportion.ir.bytes import wire
+from apportion.ir.bytes.iteration import IterationPlan
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer
 from apportion.ir.hashing import digest
 from apportion.ir.isa import VERSION
-from apportion.ir.iteration import IterationPlan
-from apportion.ir.iteration_slice import IterationSlice
-from apportion.ir.job import Job
-from apportion.ir.masks import Mask, causal, to_data
-from apportion.ir.sampling import Masks, MaskSpec, Sampling
+from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.specs import causal, to_data
+from apportion.ir.request.batch import DEFAULT_KIND
+from apportion.ir.request.sampling import Masks, MaskSpec, Sampling
 from apportion.ir.version import __version__
 from apportion.service.store import Store, open_store
 
@@ -284,7 +285,7 @@ class Offline:
         return IterationSlice.decode(part.data)
 
     def _lower(self, key: bytes, assignment: bytes) -> IterationPlan:
-        from apportion.planner.jobs import lower_job
+        from apportion.planner.iteration.jobs import lower_job
 
         plan = self._lowered[key] = lower_job(assignment)
         while len(self._lowered) > _LOWERED:

@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from apportion.ir.arrays import Ints
-from apportion.ir.batch import Batch
+from apportion.ir.bytes.job import Job, encode_request
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError, DecodeError
 from apportion.ir.fields import integer
 from apportion.ir.hashing import SIZE
-from apportion.ir.job import Job, encode_request
-from apportion.ir.sampling import Masks, Sampling, batches_of
-from apportion.planner.recipes import is_deterministic
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sampling import Masks, Sampling, batches_of
+from apportion.planner.recipe.recipes import is_deterministic
 from apportion.service import offline
 from apportion.service.offline import Facts
 from apportion.service.packs import Pack, pack_of

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 from torch._utils import ExceptionWrapper
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.ir.iteration_slice import IterationSlice
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.service.client import PlanTimeoutError
 from apportion.trainer.rows import Rows
 from apportion.trainer.sources import Feed

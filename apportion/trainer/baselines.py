@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from apportion.ir import bands as algebra
 from apportion.ir.arrays import Ints
-from apportion.ir.batch import Batch
 from apportion.ir.isa import Tensor
-from apportion.ir.model import Model
+from apportion.ir.masks import bands as algebra
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.model import Model
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.arrays import Ints, group_of
-from apportion.ir.batch import Batch
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
+from apportion.ir.request.batch import Batch
 from apportion.trainer.rows import WEIGHTS
 
 

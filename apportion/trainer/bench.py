@@ -26,12 +26,12 @@ from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Floats
-from apportion.ir.codec import Plan, Slice
+from apportion.ir.bytes.codec import Plan, Slice
 from apportion.ir.errors import ConfigError
-from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES, Op
-from apportion.ir.masks import Causal
-from apportion.ir.plan import Header
+from apportion.ir.masks.windows import Causal
+from apportion.ir.plan.tables import Header
+from apportion.ir.request.hardware import Hardware
 from apportion.planner.simulate import simulate
 from apportion.trainer import bare
 from apportion.trainer.attention import Communicator, PlanHandle

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import read_text
+from apportion.ir.request.cluster import Cluster
 from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.loader import PlannedLoader
 

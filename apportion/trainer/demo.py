@@ -35,17 +35,17 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError, ExecutionError, VerifyError
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.ir.request.workload import Workload, read_workload, sample
 from apportion.ir.verify import verify
-from apportion.ir.workload import Workload, read_workload, sample
-from apportion.planner.jobs import plan_job
-from apportion.planner.recipes import find_recipe
+from apportion.planner.iteration.jobs import plan_job
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import create_job
 from apportion.service.http.child import serving
 from apportion.trainer import demo_rank

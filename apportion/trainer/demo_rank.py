@@ -19,8 +19,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apportion.ir import masks
 from apportion.ir.arrays import Ints
+from apportion.ir.masks import specs as masks
 from apportion.trainer.attention import planned_attention
 from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.decoder import Decoder, DecoderConfig

@@ -19,7 +19,7 @@ from torch.nn.functional import one_hot
 
 from apportion.backends.torch.arrays import DTYPES
 from apportion.ir.errors import ConfigError, MissingDependencyError
-from apportion.ir.hf_config import masks_of, model_of
+from apportion.ir.request.hf_config import masks_of, model_of
 from apportion.trainer.attention import PlanHandle, planned_attention
 from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.loader import PlannedLoader

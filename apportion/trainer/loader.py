@@ -24,17 +24,17 @@ from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.arrays import Ints
-from apportion.ir.bands import MAX_TOKENS
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Slice
+from apportion.ir.bytes.codec import Slice
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice, integer, integers, name, number
-from apportion.ir.iteration_slice import IterationSlice
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
-from apportion.ir.sampling import Masks
-from apportion.planner.recipes import is_deterministic
+from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
+from apportion.ir.request.sampling import Masks
+from apportion.planner.recipe.recipes import is_deterministic
 from apportion.service.client import PlanTimeoutError
 from apportion.trainer.agreement import Agreement
 from apportion.trainer.ahead import DEPTH, Fetched, Fetching, Progress, Stopwatch, Threads, Waits, submit
@@ -297,7 +297,7 @@ class PlannedLoader:
             self._meters.compiled_s += waited.compiled_s
 
     def _planned_here(self, wanted: Wanted) -> Fetched:
-        from apportion.planner.jobs import plan_job
+        from apportion.planner.iteration.jobs import plan_job
 
         return Fetched(plan_job(self._source.job, wanted.batches).plan.slice_for(self._rank))
 

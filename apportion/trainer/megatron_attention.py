@@ -13,8 +13,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from apportion.ir.errors import ExecutionError
-from apportion.ir.masks import causal, sliding_window
-from apportion.ir.model import Model
+from apportion.ir.masks.specs import causal, sliding_window
+from apportion.ir.request.model import Model
 from apportion.trainer.attention import planned_attention
 
 

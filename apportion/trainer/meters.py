@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.ir.totals import pairs
+from apportion.ir.plan.totals import pairs
 from apportion.trainer.rows import Rows
 
 

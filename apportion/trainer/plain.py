@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from apportion.ir import bands as algebra
-from apportion.ir.batch import Batch
+from apportion.ir.masks import bands as algebra
+from apportion.ir.request.batch import Batch
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: str) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ExecutionError
-from apportion.ir.iteration_slice import IterationSlice
 from apportion.trainer.ahead import Fetched, Late, Progress, Stopwatch, Waits
 from apportion.trainer.rows import Dataset, Form, Rows, rows_of
 from apportion.trainer.sources import Source

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from apportion.backends.torch.profile import Effort, Progress, profile
 from apportion.backends.torch.profile_links import profile_links, with_links
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.trainer.attention import Communicator
 from apportion.trainer.selftest import process_group
 

@@ -12,7 +12,7 @@ import numpy as np
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer
 from apportion.ir.hashing import digest
-from apportion.ir.sampling import Masks, Sampling
+from apportion.ir.request.sampling import Masks, Sampling
 from apportion.trainer.wanted import Asked
 
 VERSION = 1

@@ -17,10 +17,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from apportion.ir.arrays import Ints
-from apportion.ir.batch import Batch
-from apportion.ir.codec import Slice
+from apportion.ir.bytes.codec import Slice
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.iteration_slice import IterationSlice
+from apportion.ir.request.batch import Batch
 from apportion.trainer.loss import IGNORED
 from apportion.trainer.wanted import Wanted
 

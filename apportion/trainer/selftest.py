@@ -25,12 +25,12 @@ from rich.table import Table
 from torch import Tensor
 
 from apportion.backends.torch.engines import ENGINES
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Slice
-from apportion.ir.model import Model
-from apportion.ir.plan import Header
+from apportion.ir.bytes.codec import Slice
+from apportion.ir.masks import specs as masks
+from apportion.ir.plan.tables import Header
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.trainer.attention import Communicator, PlanHandle, planned_attention
 from apportion.trainer.plain import plain_attention
 
@@ -110,7 +110,7 @@ class _Problem(NamedTuple):
 
 def _problem(kind: str, dtype: str, communicator: Communicator, device: torch.device) -> _Problem:
     from apportion.planner.api import plan
-    from apportion.planner.recipes import find_recipe, with_block
+    from apportion.planner.recipe.recipes import find_recipe, with_block
 
     batch = Batch.from_lengths(LENGTHS, {"causal": masks.causal(), "window": masks.sliding_window(WINDOW)})
     model = Model(HEADS, KV_HEADS, HEAD_DIM, dtype=dtype, layers={"causal": 1, "window": 1})

@@ -20,19 +20,19 @@ from threading import Lock
 from typing import Any, ClassVar, Protocol, Self
 
 from apportion.ir.arrays import Ints
-from apportion.ir.batch import DEFAULT_KIND, Batch
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job, encode_request
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.isa import SENT_GRADIENTS
-from apportion.ir.iteration_slice import IterationSlice
-from apportion.ir.jit import compiling
-from apportion.ir.job import Job, encode_request
-from apportion.ir.masks import Mask
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
-from apportion.ir.sampling import Masks, Sampling
-from apportion.ir.sections import MODEL_FACTS
-from apportion.planner.recipes import find_recipe
+from apportion.ir.loops.jit import compiling
+from apportion.ir.masks.spec import Mask
+from apportion.ir.plan.plain import MODEL_FACTS
+from apportion.ir.request.batch import DEFAULT_KIND, Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sampling import Masks, Sampling
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import Client, ServiceProblem, UnreachableError
 from apportion.service.offline import Offline, open_offline
 from apportion.service.protocol import TRAIN

@@ -15,8 +15,8 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
-from apportion.ir.masks import causal, sliding_window
-from apportion.ir.model import Model
+from apportion.ir.masks.specs import causal, sliding_window
+from apportion.ir.request.model import Model
 from apportion.trainer.attention import planned_attention
 
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # kinds of attention, as Titan calls them

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.batch import Batch
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integers
-from apportion.ir.job import Job
-from apportion.ir.sampling import Masks, Sampling, batches_of
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sampling import Masks, Sampling, batches_of
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.policy import Recipe
-from apportion.planner.passes.refusals import obey_token_cap, refuse_home_ranks
-from apportion.planner.passes.shard import row_weights
+from apportion.ir.request.policy import Recipe
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
-from apportion.planner.recipes import Entry as RecipeEntry
+from apportion.planner.recipe.recipes import Entry as RecipeEntry
+from apportion.planner.shard.blocks import row_weights
+from apportion.planner.shard.refusals import obey_token_cap, refuse_home_ranks
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.registry import Entry
 from apportion.planner.solvers.status import Budget, Status, Termination

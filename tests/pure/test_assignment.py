@@ -14,18 +14,19 @@ import numpy as np
 import pytest
 from strategies import STRATEGIES, WIDE, cluster
 
-from apportion.ir import masks, wire
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes import wire
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError, VersionError
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
-from apportion.planner import assignment as compact
-from apportion.planner import jobs
-from apportion.planner.jobs import lower_job, plan_job
-from apportion.planner.passes.cells import cut_cells
-from apportion.planner.recipes import find_recipe
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.planner.iteration import assignment as compact
+from apportion.planner.iteration import jobs
+from apportion.planner.iteration.jobs import lower_job, plan_job
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.planner.tasks.cells import cut_cells
 
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=16, layers=2)
 LENGTHS = [33, 20, 7, 1]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 import apportion as ap
-from apportion.ir import masks
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import find_recipe, is_deterministic
+from apportion.planner.recipe.recipes import find_recipe, is_deterministic
 from apportion.planner.search.candidates import Candidate
 from apportion.planner.search.loop import SAME_TIME, Portfolio, Trial, _Search
 from apportion.planner.search.price import Price

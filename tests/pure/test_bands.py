@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.ir import bands as algebra
-from apportion.ir.bands import INF
 from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.masks import bands as algebra
+from apportion.ir.masks.bands import INF
 
 SIDE = 10
 property_test = settings(max_examples=150, derandomize=True, deadline=None, database=None)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.ir import bands as algebra
-from apportion.ir import masks
-from apportion.ir.bands import INF
-from apportion.ir.batch import Batch, Sequence
 from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
+from apportion.ir.masks import bands as algebra
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.bands import INF
+from apportion.ir.request.batch import Batch, Sequence
 
 DATA = Path(__file__).parent.parent / "data"
 property_test = settings(max_examples=60, derandomize=True, deadline=None, database=None)

@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 from test_reference_matrix import LAYERS, SEQUENCES, compare
 
 import apportion as ap
-from apportion.ir.batch import Sequence
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.policy import Step
-from apportion.ir.workload import lognormal_lengths
-from apportion.planner.passes.blend.placement import UNEVEN, Blend, token_shares
-from apportion.planner.passes.blend.profile import profile
-from apportion.planner.passes.blend.repair import repair
-from apportion.planner.passes.place import Lpt, busiest
-from apportion.planner.passes.sequences import Sequences
-from apportion.planner.passes.shard import Blocks, row_areas, row_weights
+from apportion.ir.request.batch import Sequence
+from apportion.ir.request.policy import Step
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.place.blend.placement import UNEVEN, Blend, token_shares
+from apportion.planner.place.blend.profile import profile
+from apportion.planner.place.blend.repair import repair
+from apportion.planner.place.lpt import Lpt, busiest
 from apportion.planner.problem import Placement, Problem
-from apportion.planner.registry import build
+from apportion.planner.recipe.registry import build
+from apportion.planner.shard.blocks import Blocks, row_areas, row_weights
+from apportion.planner.shard.sequences import Sequences
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import apportion as ap
-from apportion.ir.bands import dense
 from apportion.ir.isa import Tensor
+from apportion.ir.masks.bands import dense
 from apportion.planner.bounds import (
     Bound,
     foreign_kv_tokens,
@@ -22,9 +22,9 @@ from apportion.planner.bounds import (
     remote_pairs_bytes,
     slots,
 )
-from apportion.planner.recipes import entries
-from apportion.planner.solvers.lpt import makespan_bound
-from apportion.planner.solvers.matching import max_degree
+from apportion.planner.recipe.recipes import entries
+from apportion.planner.solvers.colouring.matching import max_degree
+from apportion.planner.solvers.partition.lpt import makespan_bound
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=1)
 MASKS = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from apportion.bench import Job, Source, cluster_of, counted
-from apportion.ir.jit import COMPILES
-from apportion.ir.model import Model
+from apportion.ir.loops.jit import COMPILES
+from apportion.ir.request.model import Model
 from benchmarks import ceilings
 
 ROOT = Path(__file__).resolve().parents[2]

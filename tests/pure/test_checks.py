@@ -9,16 +9,16 @@ import pytest
 
 import apportion as ap
 from apportion.ir.errors import VerifyError
-from apportion.planner import pipeline
-from apportion.planner.checks import Checks, checked_steps
-from apportion.planner.passes.place import Lpt
-from apportion.planner.passes.route import Node, Routed, Site
-from apportion.planner.passes.schedule import Matchings, Schedule
-from apportion.planner.passes.shard import Blocks
-from apportion.planner.passes.tasks import Edges, Tasks
-from apportion.planner.pipeline import SILENT, Placed
+from apportion.planner.pipeline import pipeline
+from apportion.planner.pipeline.checks import Checks, checked_steps
+from apportion.planner.pipeline.pipeline import SILENT, Placed
+from apportion.planner.place.lpt import Lpt
 from apportion.planner.problem import Placement, PlacePass, Problem, ShardPass, Shards
-from apportion.planner.recipes import passes_of
+from apportion.planner.recipe.recipes import passes_of
+from apportion.planner.route.trees import Node, Routed, Site
+from apportion.planner.schedule.rounds import Matchings, Schedule
+from apportion.planner.shard.blocks import Blocks
+from apportion.planner.tasks.tasks import Edges, Tasks
 
 RECIPE = ap.Recipe(
     "mine",

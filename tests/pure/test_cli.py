@@ -17,8 +17,8 @@ import pytest
 
 from apportion import bench, cli, views
 from apportion.cli import files
-from apportion.ir.codec import Plan
-from apportion.ir.plan import ProgramSet, Table
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.plan.tables import ProgramSet, Table
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROW = {

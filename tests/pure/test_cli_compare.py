@@ -16,9 +16,9 @@ import yaml
 import apportion as ap
 from apportion import cli
 from apportion.cli import hardware as profiling
-from apportion.ir.hardware import Hardware
-from apportion.ir.policy import Recipe
-from apportion.planner.recipes import entries, find_recipe
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.policy import Recipe
+from apportion.planner.recipe.recipes import entries, find_recipe
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ("--ranks", 4, "--tokens-per-rank", 1024, "--batches", 2)

@@ -16,16 +16,17 @@ from apportion import cli, views
 from apportion.cli import pictures, svg
 from apportion.cli.mask_cells import Axis, axis_of, owners
 from apportion.cli.pictures import CELLS, Colours, draw
-from apportion.ir import bands, masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.model import Model
+from apportion.ir.masks import bands
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.verify.subject import Subject
-from apportion.ir.workload import lognormal_lengths
 from apportion.planner.api import plan as make_plan
-from apportion.planner.recipes import entries
+from apportion.planner.recipe.recipes import entries
 
 SVG = "{http://www.w3.org/2000/svg}"
 MODEL = Model(q_heads=8, kv_heads=4, head_dim=64, layers=2)

@@ -20,17 +20,18 @@ from hypothesis import strategies as st
 from random_plans import random_plan
 from stand_alone import read_plan
 
-from apportion.ir import codec, hashing, wire
-from apportion.ir.codec import Plan, Sections, Slice
-from apportion.ir.columns import DENSEST, MAX_ROWS, Cell, Cells
+from apportion.ir import hashing
+from apportion.ir.bytes import codec, wire
+from apportion.ir.bytes.codec import Plan, Sections, Slice
+from apportion.ir.bytes.columns import DENSEST, MAX_ROWS, Cell, Cells
+from apportion.ir.bytes.numbers import BITS, EACH, FEW, SAME, read_numbers, write_numbers
+from apportion.ir.bytes.parts import encode_table, encoder
+from apportion.ir.bytes.predictions import RULES, Named, Rule, rules_of
+from apportion.ir.bytes.sources import room_for
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
 from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
-from apportion.ir.jit import COMPILES
-from apportion.ir.numbers import BITS, EACH, FEW, SAME, read_numbers, write_numbers
-from apportion.ir.parts import encode_table, encoder
-from apportion.ir.plan import Layout, ProgramSet, Table, empty_table
-from apportion.ir.predictions import RULES, Named, Rule, rules_of
-from apportion.ir.sources import room_for
+from apportion.ir.loops.jit import COMPILES
+from apportion.ir.plan.tables import Layout, ProgramSet, Table, empty_table
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -14,15 +14,15 @@ import pytest
 from apportion import compare as engine
 from apportion.bench import Source, cluster_of
 from apportion.compare import Comparison, Refusal, Row, Setting, Trial, compare
-from apportion.ir import masks
-from apportion.ir.batch import Batch
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
-from apportion.ir.workload import workload_from_data
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
+from apportion.ir.request.workload import workload_from_data
 from apportion.planner.api import plan
-from apportion.planner.recipes import find_recipe, with_block
+from apportion.planner.recipe.recipes import find_recipe, with_block
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.scenarios import SCENARIOS
 from benchmarks import comparison, published, sensitivity

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
 from apportion.ir.isa import Tensor
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe, Step
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe, Step
 
 SCHEMAS = Path(__file__).parents[2] / "apportion" / "schemas"
 FCP = {

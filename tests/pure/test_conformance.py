@@ -20,10 +20,12 @@ import pytest
 from apportion import cli
 from apportion.cli import readers
 from apportion.cli.readers import Answer, Question, Reader, Suite, difference, questions
-from apportion.ir import codec, text, verify
-from apportion.ir.codec import Plan
+from apportion.ir import verify
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import PHASES, Op
+from apportion.ir.parse import parse
 
 ROOT = Path(__file__).parents[2]
 FOLDER = conformance_suite.SUITE
@@ -134,7 +136,7 @@ def test_the_example_in_c_touches_no_memory_of_others(tmp_path: Path) -> None:
     program = compiled(tmp_path, *SANITIZERS)
     folder = tmp_path / "case"
     folder.mkdir()
-    good = text.parse(broken_plans.GOOD)
+    good = parse(broken_plans.GOOD)
     inputs = conformance_suite.inputs_of(good, conformance_suite.Case("broken"))
     (folder / "inputs.f64").write_bytes(conformance_suite.packed(inputs))
     paths = sorted((FOLDER / "broken").glob("*.plan")) + sorted((FOLDER / "malformed").glob("*.plan"))

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.ir.chips import AXIS, CHIPS
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.figures import Figure
-from apportion.ir.hardware import MAX_FILE_BYTES, Hardware, Measured
-from apportion.ir.model import Model
+from apportion.ir.request.chips import AXIS, CHIPS
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import MAX_FILE_BYTES, Hardware, Measured
+from apportion.ir.request.model import Model
 from apportion.planner.cost import PHASES, CostModel, causal_pairs
 
 LLAMA70 = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, layers=80)
@@ -378,7 +378,7 @@ def test_digest_is_of_the_figures_alone() -> None:
 
 
 def test_digest_is_the_same_in_another_process() -> None:
-    code = "from apportion.ir.hardware import Hardware; print(Hardware.load('h100').digest())"
+    code = "from apportion.ir.request.hardware import Hardware; print(Hardware.load('h100').digest())"
     env = os.environ | {"PYTHONHASHSEED": "77"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert done.stdout.strip() == H100.digest()

@@ -10,27 +10,27 @@ from strategies import cluster
 from test_reference_matrix import LAYERS, SEQUENCES, batch_of, compare
 
 import apportion as ap
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import PHASES, RESULTS, Tensor
-from apportion.ir.model import Model
-from apportion.ir.ops import instruction_of
-from apportion.ir.policy import Policy, Recipe, Step
-from apportion.planner.passes.cells import cut_cells
-from apportion.planner.passes.dcp import placement as dcp
-from apportion.planner.passes.dcp.cells import Heads, Pairs, divide, hyperedges, traffic
-from apportion.planner.passes.dcp.homes import FEW_PAIRS, PAIRS, joined, movable
-from apportion.planner.passes.dcp.homes import Blocks as Homes
-from apportion.planner.passes.dcp.links import exchanged, link_gbs, traffic_of
-from apportion.planner.passes.dcp.placement import Dcp
-from apportion.planner.passes.shard import Blocks
+from apportion.ir.masks import specs as masks
+from apportion.ir.plan.ops import instruction_of
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe, Step
+from apportion.planner.place.dcp import placement as dcp
+from apportion.planner.place.dcp.cells import Heads, Pairs, divide, hyperedges, traffic
+from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, joined, movable
+from apportion.planner.place.dcp.homes import Blocks as Homes
+from apportion.planner.place.dcp.links import exchanged, link_gbs, traffic_of
+from apportion.planner.place.dcp.placement import Dcp
 from apportion.planner.problem import Placement, Problem
-from apportion.planner.recipes import find_recipe
-from apportion.planner.registry import build
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.planner.recipe.registry import build
+from apportion.planner.shard.blocks import Blocks
 from apportion.planner.solvers.status import Budget, Limit
 from apportion.planner.solvers.use import HypergraphSolver
+from apportion.planner.tasks.cells import cut_cells
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=16, dtype="bf16", layers=1)
 # tokens: 16, a float32 output row with its LSE: 4 x (16 + 1), and so on, for each of the heads

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.declared import NO_WINDOW, Declared, in_words
 from apportion.ir.errors import ConfigError
-from apportion.ir.masks import Mask
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.declared import NO_WINDOW, Declared, in_words
+from apportion.ir.masks.spec import Mask
+from apportion.ir.request.batch import Batch, Sequence
 
 SPANS = [(1, 3)]
 MASKS: dict[str, Mask] = {

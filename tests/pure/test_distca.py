@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 from test_reference_matrix import LAYERS, SEQUENCES, compare
 
 import apportion as ap
-from apportion.ir.batch import Sequence
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 from apportion.ir.isa import Tensor
-from apportion.ir.policy import Step
-from apportion.ir.workload import lognormal_lengths
-from apportion.planner.passes.cells import cut_cells
-from apportion.planner.passes.distca import parts
-from apportion.planner.passes.distca.candidates import note_price
-from apportion.planner.passes.distca.greedy import _price
-from apportion.planner.passes.distca.placement import CROWDED, Distca, forward_bytes, sending_seconds
-from apportion.planner.passes.sequences import Sequences
+from apportion.ir.request.batch import Sequence
+from apportion.ir.request.policy import Step
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.place.distca import parts
+from apportion.planner.place.distca.candidates import note_price
+from apportion.planner.place.distca.greedy import _price
+from apportion.planner.place.distca.placement import CROWDED, Distca, forward_bytes, sending_seconds
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import find_recipe
-from apportion.planner.registry import build
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.planner.recipe.registry import build
+from apportion.planner.shard.sequences import Sequences
 from apportion.planner.simulate import simulate
+from apportion.planner.tasks.cells import cut_cells
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})

@@ -16,11 +16,11 @@ import yaml
 
 from apportion import cli
 from apportion.backends import reference
-from apportion.ir import bands
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
+from apportion.ir.masks import bands
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
 from apportion.planner.api import plan as make_plan
 
 ROOT = Path(__file__).resolve().parents[2]

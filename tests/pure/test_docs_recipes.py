@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from apportion.planner import options, recipes, registry
+from apportion.planner import options
+from apportion.planner.recipe import recipes, registry
 from benchmarks import pictures
 
 ROOT = Path(__file__).resolve().parents[2]

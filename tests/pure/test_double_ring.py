@@ -11,13 +11,14 @@ from test_recipes import model_of, pairs
 from test_reference_matrix import LAYERS, SEQUENCES, batch_of, compare
 
 import apportion as ap
-from apportion.ir import masks, verify
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir import verify
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import PHASES, Op, Tensor
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 
 ZIGZAG = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}}
 LONG = Batch.from_lengths([96])

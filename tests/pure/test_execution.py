@@ -11,17 +11,17 @@ import pytest
 from test_recipe_mix import HEADS, random_batch
 from test_reference_matrix import LAYERS, compare
 
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import PHASES
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
-from apportion.planner import registry
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner.api import plan as make_plan
-from apportion.planner.passes.cells import cut_cells
-from apportion.planner.passes.place import Lpt
+from apportion.planner.place.lpt import Lpt
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards
+from apportion.planner.recipe import registry
 from apportion.planner.simulate import simulate
+from apportion.planner.tasks.cells import cut_cells
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import apportion as ap
-from apportion.ir.workload import lognormal_lengths
-from apportion.planner.passes.shard import _affordable
+from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import find_recipe, passes_of, with_block
+from apportion.planner.recipe.recipes import find_recipe, passes_of, with_block
+from apportion.planner.shard.blocks import _affordable
 from apportion.planner.solvers.use import PartitionSolver
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
@@ -201,7 +201,7 @@ import sys
 if sys.argv[1] == "plain":
     sys.modules["numba"] = None
 import apportion as ap
-from apportion.ir.jit import HAS_NUMBA
+from apportion.ir.loops.jit import HAS_NUMBA
 assert HAS_NUMBA == (sys.argv[1] != "plain")
 batch = ap.Batch.from_lengths([700, 90, 3, 3, 1, 450, 20], mask=ap.masks.sliding_window(130))
 plan = ap.plan(batch, ap.Cluster(nodes=1, ranks_per_node=5), ap.Model(), recipe=sys.argv[2])

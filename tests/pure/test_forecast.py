@@ -14,13 +14,13 @@ import pytest
 
 import apportion as ap
 from apportion import cli
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.figures import Figure
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner.forecast.choices import recipe_parallelisms, search_space, static_grids
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.grids import groups_of
@@ -32,8 +32,8 @@ from apportion.planner.forecast.result import Forecast, Row
 from apportion.planner.forecast.schedule import makespan_us, orders
 from apportion.planner.forecast.step import PARTS
 from apportion.planner.forecast.training import Training
-from apportion.planner.pipeline import attention_bytes
-from apportion.planner.recipes import find_recipe
+from apportion.planner.pipeline.pipeline import attention_bytes
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
 
 H100 = Hardware.load("h100")

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.ir import bands, masks
-from apportion.ir.batch import Batch, Sequence
 from apportion.ir.errors import ConfigError
-from apportion.ir.forest import Forest, Saving, fold
+from apportion.ir.masks import bands
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.forest import Forest, Saving, fold
+from apportion.ir.request.batch import Batch, Sequence
 
 ROLLOUTS = Path(__file__).resolve().parents[2] / "examples/rollouts"
 property_test = settings(max_examples=150, derandomize=True, deadline=None, database=None)

@@ -15,10 +15,11 @@ import pytest
 from random_plans import random_plan
 from stand_alone import read_plan as reader
 
-from apportion.ir import codec, masks, numbers, predictions, structure, verify
-from apportion.ir.bands import INF
-from apportion.ir.codec import Plan, Slice
-from apportion.ir.columns import DENSEST, MAX_ROWS
+from apportion.ir import verify
+from apportion.ir.bytes import codec, numbers, predictions
+from apportion.ir.bytes.codec import Plan, Slice
+from apportion.ir.bytes.columns import DENSEST, MAX_ROWS
+from apportion.ir.bytes.wire import MAX_BYTES
 from apportion.ir.diff import diff
 from apportion.ir.isa import (
     LIMIT,
@@ -35,8 +36,11 @@ from apportion.ir.isa import (
     Tensor,
     Use,
 )
-from apportion.ir.text import format_plan, parse
-from apportion.ir.wire import MAX_BYTES
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.bands import INF
+from apportion.ir.parse import parse
+from apportion.ir.plan import wellformed as structure
+from apportion.ir.text import format_plan
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "apportion/schemas"

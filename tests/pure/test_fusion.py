@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
-from apportion.ir.fusion import Complete, RowRanges, find_complete
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import OPERAND_COLUMNS, PHASES, TASK_LIST, Op, Space, Tensor
-from apportion.ir.model import Model
-from apportion.ir.ops import instruction_of
-from apportion.ir.plan import ProgramSet
+from apportion.ir.masks import specs as masks
+from apportion.ir.plan.fusion import Complete, RowRanges, find_complete
+from apportion.ir.plan.ops import instruction_of
+from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.planner import api
 
 SUMS = {"o": (Tensor.O, ("q",)), "dq": (Tensor.DQ, ("q", "do", "delta")), "dkv": (Tensor.DKV, ("kv",))}

@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 from random_plans import random_plan
 
-from apportion.ir import codec
-from apportion.ir.codec import Slice
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Slice
 from apportion.ir.errors import DecodeError
-from apportion.ir.text import parse
+from apportion.ir.parse import parse
 from apportion.ir.verify import check
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.hf_config import masks_of, model_of
-from apportion.ir.masks import Causal, Chunked, Mask, SlidingWindow
-from apportion.ir.model import Model
+from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.windows import Causal, Chunked, SlidingWindow
+from apportion.ir.request.hf_config import masks_of, model_of
+from apportion.ir.request.model import Model
 
 LLAMA = """{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
   "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16"}"""

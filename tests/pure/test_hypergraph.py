@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
-from apportion.planner.solvers import hypergraph, mtkahypar
 from apportion.planner.solvers.contracts import HypergraphProblem
-from apportion.planner.solvers.hypergraph_graph import graph_of
-from apportion.planner.solvers.hypergraph_moves import board_of, refine, regroup
-from apportion.planner.solvers.hypergraph_tokens import place_tokens
-from apportion.planner.solvers.kit_cases import HypergraphCases
+from apportion.planner.solvers.hypergraph import mtkahypar
+from apportion.planner.solvers.hypergraph import solver as hypergraph
+from apportion.planner.solvers.hypergraph.graph import graph_of
+from apportion.planner.solvers.hypergraph.moves import board_of, refine, regroup
+from apportion.planner.solvers.hypergraph.tokens import place_tokens
+from apportion.planner.solvers.kit.cases import HypergraphCases
 from apportion.planner.solvers.registry import SOLVERS
 from apportion.planner.solvers.status import NEVER, Budget, Limit, Status
 
@@ -184,7 +185,7 @@ def test_without_an_answer_the_greedy_decides_and_it_is_said(monkeypatch, code, 
 
 def test_an_answer_out_of_balance_is_repaired(monkeypatch):
     everything_on_one = (
-        "from apportion.planner.solvers.mtkahypar_child import *\n"
+        "from apportion.planner.solvers.hypergraph.mtkahypar_child import *\n"
         "held = BytesIO(sys.stdin.buffer.read())\n"
         "(jobs,) = read(held, 1)\n"
         "for _ in range(int(jobs[0])):\n"
@@ -215,7 +216,7 @@ def test_the_engine_is_named_where_it_is_missing(monkeypatch):
 
 def test_planning_imports_no_engine():
     code = (
-        "import sys, apportion.planner.solvers.mtkahypar, apportion.planner.passes.dcp\n"
+        "import sys, apportion.planner.solvers.hypergraph.mtkahypar, apportion.planner.place.dcp\n"
         "print('mtkahypar' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,12 +19,12 @@ import pytest
 
 from apportion.backends import numpy_kernels, reference
 from apportion.backends.numpy_kernels import Band, Gradients, Partial, Scores
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
-from apportion.ir.model import Model
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.planner.api import plan as make_plan
-from apportion.planner.recipes import find_recipe, with_block
+from apportion.planner.recipe.recipes import find_recipe, with_block
 
 DATA = Path(__file__).parent.parent / "data" / "mask_instances.jsonl.gz"
 MODEL = Model(q_heads=1, kv_heads=1, head_dim=4, v_head_dim=4, dtype="fp64", layers=1)

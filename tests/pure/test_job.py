@@ -15,20 +15,20 @@ import pytest
 import referencing
 
 import apportion
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.iteration import IterationPlan, encode_slices
+from apportion.ir.bytes.iteration_slice import MOST_IMPLIED, IterationSlice
+from apportion.ir.bytes.job import Job, decode_request, encode_request
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError, VersionError
-from apportion.ir.hardware import Hardware
-from apportion.ir.iteration import IterationPlan, encode_slices
-from apportion.ir.iteration_slice import MOST_IMPLIED, IterationSlice
-from apportion.ir.job import Job, decode_request, encode_request
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.ir.sampling import Sampling, batches_of
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.ir.request.sampling import Sampling, batches_of
 from apportion.planner.api import plan
-from apportion.planner.iterate import plan_iteration
-from apportion.planner.recipes import find_recipe
+from apportion.planner.iteration.iterate import plan_iteration
+from apportion.planner.recipe.recipes import find_recipe
 
 CLUSTER, MODEL = Cluster(1, 4), Model(q_heads=4, kv_heads=2, head_dim=16, layers=2)
 SCHEMAS = Path(apportion.__file__).parent / "schemas"

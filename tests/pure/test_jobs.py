@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from strategies import STRATEGIES, WIDE, cluster
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.hardware import Hardware
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.iterate import plan_iteration
-from apportion.planner.jobs import lower_job, plan_job
-from apportion.planner.recipes import find_recipe
+from apportion.planner.iteration.iterate import plan_iteration
+from apportion.planner.iteration.jobs import lower_job, plan_job
+from apportion.planner.recipe.recipes import find_recipe
 
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=16, layers={"global": 1, "local": 3})
 KINDS = {"global": masks.causal(), "local": masks.sliding_window(7)}

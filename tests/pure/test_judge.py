@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 from apportion.ir.arrays import Ints
-from apportion.ir.jit import COMPILES
-from apportion.ir.verify import check, judge
-from apportion.ir.verify.coverage import Tasks
+from apportion.ir.loops.jit import COMPILES
+from apportion.ir.verify import check
+from apportion.ir.verify.attended import Tasks
 from apportion.ir.verify.subject import Subject
+from apportion.ir.verify.walk import judge
 
 ROOT = Path(__file__).parents[2]
 

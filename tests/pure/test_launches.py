@@ -12,13 +12,13 @@ from test_fusion import walked
 from test_simulate import PLANS, STRATEGIES, Unit, plan_of
 from test_statistics import walked as statistics_walked
 
-from apportion.ir import text
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import HEADLESS, KV_SIDE, Op, Space, Tensor
-from apportion.ir.messages import find_messages
-from apportion.ir.model import Model
+from apportion.ir.parse import parse
+from apportion.ir.plan.messages import find_messages
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.simulate import Run, simulate, simulate_with
 
@@ -251,7 +251,7 @@ def check_messages(plan: Plan, key: tuple[str, str], wanted: list[Any]) -> None:
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_plans_by_hand_are_counted_as_they_run(path: Any) -> None:
-    check(text.parse(path.read_text()))
+    check(parse(path.read_text()))
 
 
 @pytest.mark.parametrize("sent", ["wide", "model"])

@@ -7,26 +7,26 @@ import pytest
 from test_reference_matrix import LAYERS, SEQUENCES, compare
 
 import apportion as ap
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import Op, Space, Tensor
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
-from apportion.ir.workload import lognormal_lengths
-from apportion.planner import pipeline
-from apportion.planner.assignment import decode_assignment, encode_assignment, restored
-from apportion.planner.checks import checked_steps
-from apportion.planner.passes.groups import Groups
-from apportion.planner.passes.lone import Lone, find_lone
-from apportion.planner.passes.rows import Rows
-from apportion.planner.pipeline import SILENT
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.inner.groups import Groups
+from apportion.planner.inner.lone import Lone, find_lone
+from apportion.planner.iteration.assignment import decode_assignment, encode_assignment, restored
+from apportion.planner.pipeline import pipeline
+from apportion.planner.pipeline.checks import checked_steps
+from apportion.planner.pipeline.pipeline import SILENT
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import find_recipe, passes_of
+from apportion.planner.recipe.recipes import find_recipe, passes_of
 from apportion.planner.search.price import least_placed_us
+from apportion.planner.tasks.rows import Rows
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=64)
 FIRST = np.array([0, 4, 8])

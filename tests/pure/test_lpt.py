@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
-from apportion.ir.workload import lognormal_lengths
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
+from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.api import plan
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.solvers.contracts import PartitionProblem
-from apportion.planner.solvers.lpt import makespan_bound, solve, solve_near
+from apportion.planner.solvers.partition.lpt import makespan_bound, solve, solve_near
 from apportion.planner.solvers.status import Budget, Status
 
 

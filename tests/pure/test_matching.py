@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.planner.solvers.matching import matchings, max_degree
+from apportion.planner.solvers.colouring.matching import matchings, max_degree
 
 
 def check(src: np.ndarray, dst: np.ndarray, ranks: int) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers
 from apportion.planner.forecast.memory import activations

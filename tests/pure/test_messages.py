@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from strategies import STRATEGIES, cluster
 
-from apportion.ir import text
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
-from apportion.ir.messages import find_messages
-from apportion.ir.model import Model
-from apportion.ir.plan import ProgramSet, Table
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.parse import parse
+from apportion.ir.plan.messages import find_messages
+from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import has_own_cap
+from apportion.planner.recipe.recipes import has_own_cap
 
 ROOT = Path(__file__).parents[1]
 MODEL = Model(4, 2, 8, dtype="fp32")
@@ -94,7 +94,7 @@ def test_what_every_rank_exchanges_is_staged():
 
 @pytest.mark.parametrize(("heads", "is_staged"), [((0, 1), False), ((1, 0), True), ((0,), True)])
 def test_home_rows_whose_heads_travel_in_another_order_are_staged(heads, is_staged):
-    plan = text.parse((ROOT / "plans" / "q_moves.txt").read_text())
+    plan = parse((ROOT / "plans" / "q_moves.txt").read_text())
     programs = plan.programs["default", "forward"].rank(2)  # sends its queries, to both others
     table = programs["operands"]
     named = {**table.columns, "heads": (table["tensor"] == Tensor.Q).astype(np.int64)}

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.planner.nano import nano_batches
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.planner.iteration.nano import nano_batches
 
 
 def difference(sizes, side):

@@ -15,12 +15,12 @@ from test_newcomers import CHANGES
 from apportion.backends import reference
 from apportion.backends.interp import Machine, Operand, Step, compile_program
 from apportion.backends.local_ranks import Rank
-from apportion.ir import text
 from apportion.ir.errors import ExecutionError
-from apportion.ir.forms import form_of
 from apportion.ir.isa import OPERAND_COLUMNS, PARTIALS, RULES, Argument, Op, Rule, Tensor, Use
-from apportion.ir.ops import LISTS, list_table
-from apportion.ir.verify.machine import write_script
+from apportion.ir.parse import parse
+from apportion.ir.plan.ops import LISTS, list_table
+from apportion.ir.text.words import form_of
+from apportion.ir.verify.interpreter.machine import write_script
 from apportion.ir.verify.scan import allowed, rule_table
 from apportion.planner.simulate.durations import pass_table
 from apportion.planner.simulate.launches import kernel_table
@@ -83,7 +83,7 @@ def test_a_machine_names_the_op_that_it_does_not_know() -> None:
 
         wait = attend = launch
 
-    plan = text.parse(PLAN.read_text())
+    plan = parse(PLAN.read_text())
     program = compile_program(plan.programs["default", "forward"].rank(0), plan.header)
     with pytest.raises(ExecutionError, match="Poor has no handler for the op clear, which the program uses"):
         Poor(program)
@@ -95,16 +95,17 @@ import sys
 from pathlib import Path
 import numpy as np
 from apportion.backends import reference
-from apportion.ir import codec, text, verify
+from apportion.ir.bytes import codec
+from apportion.ir import text, verify
 from apportion.planner.simulate import simulate
 
 source = Path(sys.argv[1]).read_text()
 def written(line):
-    return text.parse(source.replace("merge O.work[0:8) -> O.home[0:8) first", line))
+    return parse(source.replace("merge O.work[0:8) -> O.home[0:8) first", line))
 
-added, plan = text.parse(source), written("give O.work[0:8) -> O.home[0:8)")
+added, plan = parse(source), written("give O.work[0:8) -> O.home[0:8)")
 assert "give O.work[0:8) -> O.home[0:8)" in plan.text()
-assert text.parse(plan.text()) == plan == codec.decode(plan.encode())
+assert parse(plan.text()) == plan == codec.decode(plan.encode())
 verify.verify(plan)
 spans = simulate(plan).runs["default", "forward"].spans
 (took,) = (spans.end_us - spans.start_us)[spans.op == 14]
@@ -138,6 +139,6 @@ def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
 
 def test_what_the_diff_replaces_runs_as_it_is() -> None:
     assert "merge O.work[0:8) -> O.home[0:8) first" in PLAN.read_text()
-    plan = text.parse(PLAN.read_text())
+    plan = parse(PLAN.read_text())
     q, k, v = (np.ones((16, heads, width)) for heads, width in ((8, 4), (1, 4), (1, 2)))
     assert reference.run(plan, "default", q, k, v).o.shape == (16, 8, 2)

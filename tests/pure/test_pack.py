@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import apportion as ap
-from apportion.ir.policy import Step
-from apportion.planner.passes.pack import Balanced, Packing, Sequential, Wlb, capacity, work
-from apportion.planner.passes.shard import row_weights
+from apportion.ir.request.policy import Step
+from apportion.planner.pack import Balanced, Packing, Sequential, Wlb, capacity, work
 from apportion.planner.problem import Problem
-from apportion.planner.registry import build
+from apportion.planner.recipe.registry import build
+from apportion.planner.shard.blocks import row_weights
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=2)
 RECIPE = ap.Recipe("none", {})

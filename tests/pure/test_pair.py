@@ -11,20 +11,20 @@ from strategies import STRATEGIES as OTHERS
 from strategies import cluster, steps
 from test_simulate import Unit, plan_of, work
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.figures import Figure
-from apportion.ir.hardware import Hardware
 from apportion.ir.isa import Op
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
-from apportion.ir.segments import Cuts, agreed_cuts, own_cuts, segment_ends
+from apportion.ir.masks import specs as masks
+from apportion.ir.plan.segments import Cuts, agreed_cuts, own_cuts, segment_ends
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.cost import CostModel
-from apportion.planner.nano import nano_batches
-from apportion.planner.recipes import find_recipe, has_own_cap
+from apportion.planner.iteration.nano import nano_batches
+from apportion.planner.recipe.recipes import find_recipe, has_own_cap
 from apportion.planner.simulate import pair, simulate
 from apportion.planner.simulate.pair import simulate_pair, simulate_pair_with
 

@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import apportion as ap
-from apportion.ir import bands as band_algebra
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.policy import Step
-from apportion.ir.workload import lognormal_lengths
-from apportion.planner.passes import wlb
-from apportion.planner.passes.contiguous import Contiguous
-from apportion.planner.passes.hybrid import HybridDp, MegatronHybrid
-from apportion.planner.passes.sequences import Sequences
-from apportion.planner.passes.shard import row_weights
-from apportion.planner.passes.whole import Whole
-from apportion.planner.passes.wlb import Wlb, busiest_us, query_pieces
-from apportion.planner.passes.zigzag import ZigZag
+from apportion.ir.masks import bands as band_algebra
+from apportion.ir.request.policy import Step
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.place import wlb
+from apportion.planner.place.contiguous import Contiguous
+from apportion.planner.place.hybrid import HybridDp, MegatronHybrid
+from apportion.planner.place.whole import Whole
+from apportion.planner.place.wlb import Wlb, busiest_us, query_pieces
+from apportion.planner.place.zigzag import ZigZag
 from apportion.planner.problem import Problem
-from apportion.planner.registry import build
+from apportion.planner.recipe.registry import build
+from apportion.planner.shard.blocks import row_weights
+from apportion.planner.shard.sequences import Sequences
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})

@@ -8,10 +8,10 @@ import pytest
 import apportion as ap
 from apportion.ir.fields import load
 from apportion.planner import plugins
-from apportion.planner.passes.route import RoutePass
 from apportion.planner.problem import PlacePass
-from apportion.planner.recipes import entries, find_recipe
-from apportion.planner.registry import STEPS, broken, find_pass, names
+from apportion.planner.recipe.recipes import entries, find_recipe
+from apportion.planner.recipe.registry import STEPS, broken, find_pass, names
+from apportion.planner.route.trees import RoutePass
 from apportion.planner.solvers import kit
 from apportion.planner.solvers.registry import GROUP, SOLVERS, find_solver, list_solvers
 

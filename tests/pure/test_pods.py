@@ -10,11 +10,11 @@ import apportion as ap
 from apportion.backends import reference
 from apportion.cli.inputs import recipe_of
 from apportion.ir.errors import ConfigError
-from apportion.ir.workload import lognormal_lengths
-from apportion.planner.checks import checked_steps
-from apportion.planner.passes.pods import Documents
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.pipeline.checks import checked_steps
+from apportion.planner.pods import Documents
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import find_recipe, with_pods
+from apportion.planner.recipe.recipes import find_recipe, with_pods
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=4, dtype="fp64")
 # each twice, so that pods can be even; shuffled, so that sequences of one pod do not lie side by side

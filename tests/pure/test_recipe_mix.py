@@ -8,11 +8,11 @@ import pytest
 from test_reference_matrix import LAYERS, SEQUENCES, compare
 
 import apportion as ap
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 
 #: with heads that divide unevenly: six query heads on three KV heads, or on two
 HEADS = [*LAYERS, (6, 3, 4, 4, True, None), (4, 4, 4, 2, False, None), (6, 2, 2, 4, False, None)]

@@ -13,15 +13,15 @@ from test_reference_matrix import LAYERS, SEQUENCES, batch_of, compare
 from test_upipe import compare_block
 
 import apportion as ap
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import ALL_TO_ALL, PHASES, RESULTS, Op, Tensor
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe, Step
-from apportion.planner import recipes
-from apportion.planner.recipes import entries, find_recipe, has_own_cap, passes_of
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe, Step
+from apportion.planner.recipe import recipes
+from apportion.planner.recipe.recipes import entries, find_recipe, has_own_cap, passes_of
 
 #: heads of every recipe: MHA, GQA 2, 4 and 8
 HEADS = [*LAYERS, (8, 4, 4, 6, False, None)]

@@ -11,10 +11,13 @@ import pytest
 
 from apportion.backends import null, reference
 from apportion.backends.interp import compile_program
-from apportion.ir import bands, codec, text, verify
-from apportion.ir.codec import Plan
+from apportion.ir import verify
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import ALL_TO_ALL, Op
+from apportion.ir.masks import bands
+from apportion.ir.parse import parse
 
 PLANS = sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))
 EXACT = 1e-10
@@ -22,7 +25,7 @@ EXACT = 1e-10
 
 def load(name: str) -> Plan:
     path = next(path for path in PLANS if path.stem == name)
-    return text.parse(path.read_text())
+    return parse(path.read_text())
 
 
 def projects(plan: Plan) -> bool:
@@ -32,7 +35,7 @@ def projects(plan: Plan) -> bool:
 CASES = [
     (path.stem, kind)
     for path in PLANS
-    for plan in [text.parse(path.read_text())]
+    for plan in [parse(path.read_text())]
     if not projects(plan)
     for kind in plan.header.kinds
 ]
@@ -72,7 +75,7 @@ def test_hand_written_plan_equals_dense_attention(
 
 
 def test_hand_written_plans_use_every_op() -> None:
-    plans = [text.parse(path.read_text()) for path in PLANS]
+    plans = [parse(path.read_text()) for path in PLANS]
     tables = [programs["instructions"] for plan in plans for programs in plan.programs.values()]
     assert {op for table in tables for op in table["op"].tolist()} == set(Op)
     assert any(ALL_TO_ALL in table["mode"] for table in tables)
@@ -81,9 +84,9 @@ def test_hand_written_plans_use_every_op() -> None:
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_hand_written_plan_verifies_and_survives_its_encodings(path: Path) -> None:
-    plan = text.parse(path.read_text())
+    plan = parse(path.read_text())
     assert codec.decode(plan.encode()) == plan
-    assert text.parse(plan.text()) == plan
+    assert parse(plan.text()) == plan
     assert verify.check(plan) == ()
 
 
@@ -201,7 +204,7 @@ def broken(name: str, old: str, new: str, count: int = 1) -> Plan:
     """A hand-written plan with `count` occurrences of `old` replaced, re-sealed by the parser."""
     source = next(path for path in PLANS if path.stem == name).read_text()
     assert old in source
-    return text.parse(source.replace(old, new, count))
+    return parse(source.replace(old, new, count))
 
 
 def fails(plan: Plan, pattern: str) -> None:

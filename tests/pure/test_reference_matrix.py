@@ -9,13 +9,14 @@ import oracle
 import pytest
 
 from apportion.backends import reference
-from apportion.ir import bands, masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
-from apportion.ir.masks import Mask
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.masks import bands
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.spec import Mask
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner.api import plan as make_plan
 
 EXACT = 1e-10

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 import apportion as ap
 from apportion.backends import reference
-from apportion.ir import codec, text
+from apportion.ir.bytes import codec
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.plan import Move, Table
-from apportion.ir.policy import Step
+from apportion.ir.parse import parse
+from apportion.ir.plan.tables import Move, Table
+from apportion.ir.request.policy import Step
 from apportion.ir.verify import verify
-from apportion.planner.passes.remap import LINEAR, Flow, even_parameters, even_tokens, row_costs
-from apportion.planner.passes.rows import Rows
 from apportion.planner.problem import Problem
-from apportion.planner.registry import build
+from apportion.planner.recipe.registry import build
+from apportion.planner.remap import LINEAR, Flow, even_parameters, even_tokens, row_costs
+from apportion.planner.tasks.rows import Rows
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
@@ -112,7 +113,7 @@ def test_plans_carry_moves_that_verify_and_run(objective, nodes, ranks):
     plan = planned([61, 30, 9, 7, 1], nodes, ranks, {"objective": objective})
     assert plan.report["remap"]["used"]
     assert ap.Plan.decode(plan.encode()) == plan
-    assert text.parse(plan.text()) == plan
+    assert parse(plan.text()) == plan
     x = np.random.default_rng(0).standard_normal((plan.request.batch.tokens, 3))
     home, even = plan.layout("attention"), plan.layout(LINEAR)
     there = reference.remap(plan, 0, reference.scatter(home, x))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.ir.codec import Plan
-from apportion.ir.plan import Table
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.plan.tables import Table
 from benchmarks import replay
 
 

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.ir import masks, text, totals, verify
-from apportion.ir.batch import Sequence
-from apportion.ir.codec import Plan
-from apportion.ir.fusion import find_complete, result_ranges
+from apportion.ir import verify
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import PHASES, RESULTS, Op, Space, Tensor
-from apportion.ir.messages import find_messages
-from apportion.ir.ops import instruction_of
+from apportion.ir.masks import specs as masks
+from apportion.ir.parse import parse
+from apportion.ir.plan import totals
+from apportion.ir.plan.fusion import find_complete, result_ranges
+from apportion.ir.plan.messages import find_messages
+from apportion.ir.plan.ops import instruction_of
+from apportion.ir.request.batch import Sequence
 
 PLAN = (Path(__file__).resolve().parents[1] / "plans/results.txt").read_text()
 
@@ -29,7 +32,7 @@ def broken(*changes: tuple[str, str]) -> str:
     for old, new in changes:
         assert old in written
         written = written.replace(old, new)
-    return " ".join(map(str, verify.check(text.parse(written))))
+    return " ".join(map(str, verify.check(parse(written))))
 
 
 # ---- what travels
@@ -105,7 +108,7 @@ def test_rows_of_a_tile_return_as_results_where_nothing_else_touches_them(mask: 
 
 
 def test_result_ranges_are_cut_to_what_is_asked() -> None:
-    program = text.parse(PLAN).programs["default", "forward"].rank(1)
+    program = parse(PLAN).programs["default", "forward"].rank(1)
     within = result_ranges(program, Tensor.O)
     assert within(0, 8) == [(0, 8)]
     assert within(3, 5) == [(3, 5)]
@@ -122,9 +125,9 @@ def test_results_are_staged() -> None:
 
 
 def test_text_says_results() -> None:
-    plan = text.parse(PLAN)
+    plan = parse(PLAN)
     assert "launch 1 all_to_all results: send O.work" in plan.text()
-    assert text.parse(plan.text()) == plan
+    assert parse(plan.text()) == plan
     assert {int(op) for op in plan.programs["default", "forward"]["instructions"]["op"]} >= {Op.DELIVER}
 
 
@@ -142,7 +145,7 @@ def test_nothing_is_added_to_results() -> None:
     )
     first = PLAN.index(merged[0])
     written = PLAN[:first] + merged[1] + PLAN[first + len(merged[0]) :]
-    found = " ".join(map(str, verify.check(text.parse(written))))
+    found = " ".join(map(str, verify.check(parse(written))))
     assert "[results] rank 0" in found
     assert "uses O home rows [0, 8) of head set 1, which arrive as results" in found
 
@@ -173,7 +176,7 @@ def test_results_go_from_work_rows_home() -> None:
 def test_ranks_agree_on_results() -> None:
     first = PLAN.index("launch 1 all_to_all results")
     written = PLAN[:first] + PLAN[first:].replace(" results", "", 1)
-    found = " ".join(map(str, verify.check(text.parse(written))))
+    found = " ".join(map(str, verify.check(parse(written))))
     assert "[transfers]" in found
     assert "with mode 3, but rank 0 with mode 1" in found
 
@@ -187,14 +190,14 @@ def test_what_is_no_sum_cannot_be_delivered() -> None:
 
 def test_random_rows_keep_their_sums() -> None:
     """Numbers through a plan by hand, against one task for each document."""
-    plan = text.parse(PLAN)
+    plan = parse(PLAN)
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.normal(size=(16, h, w)) for h, w in ((4, 4), (2, 4), (2, 6), (4, 6)))
     from apportion.backends import reference
 
     found = reference.run(plan, "default", q, k, v, do)
     copied = reference.run(
-        text.parse(PLAN.replace(" results", "").replace("  deliver ", "  copy ")), "default", q, k, v, do
+        parse(PLAN.replace(" results", "").replace("  deliver ", "  copy ")), "default", q, k, v, do
     )
     for one, other in zip(found[:5], copied[:5], strict=True):
         assert np.array_equal(one, other)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from test_simulate import CLUSTER, Unit, plan_of, run_invariants, transfers, work
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
-from apportion.ir.figures import Figure
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import simulate, simulate_with

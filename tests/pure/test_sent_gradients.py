@@ -13,11 +13,14 @@ import pytest
 import apportion as ap
 from apportion.backends import reference
 from apportion.backends.numpy_kernels import rounded
-from apportion.ir import bands, codec, sections, text, totals
-from apportion.ir.codec import Plan
+from apportion.ir.bytes import codec, sections
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import GRADIENTS, PHASES, Op, Tensor
-from apportion.ir.messages import find_messages
+from apportion.ir.masks import bands
+from apportion.ir.parse import parse
+from apportion.ir.plan import plain, totals
+from apportion.ir.plan.messages import find_messages
 from apportion.ir.verify import check
 from apportion.planner.bounds import remote_bytes
 
@@ -42,21 +45,21 @@ def test_the_default_is_not_written() -> None:
     assert ap.Model.from_data(NARROW.to_data()) == NARROW
     assert ap.Model.from_data(MODEL.to_data() | {"sent_gradients": "wide"}) == MODEL
     plan = planned("fcp", MODEL)
-    assert "sent_gradients" not in sections.header_data(plan.header)
+    assert "sent_gradients" not in plain.header_data(plan.header)
     assert b"sent_gradients" not in plan.encode()
     assert planned("fcp").id != plan.id
 
 
 def test_a_header_that_writes_the_default_is_refused() -> None:
     plan = planned("fcp", MODEL)
-    data = dict(sorted((sections.header_data(plan.header) | {"sent_gradients": "wide"}).items()))
+    data = dict(sorted((plain.header_data(plan.header) | {"sent_gradients": "wide"}).items()))
     with pytest.raises(DecodeError, match="header"):
         sections.read_header(msgspec.msgpack.encode(data), plan.header.version)
 
 
 def test_unknown_values_in_a_header_are_refused() -> None:
     plan = planned("fcp", MODEL)
-    data = dict(sorted((sections.header_data(plan.header) | {"sent_gradients": "fp8"}).items()))
+    data = dict(sorted((plain.header_data(plan.header) | {"sent_gradients": "fp8"}).items()))
     with pytest.raises(DecodeError, match="sent_gradients = 'fp8', known are wide, model"):
         sections.read_header(msgspec.msgpack.encode(data), plan.header.version)
 
@@ -65,7 +68,7 @@ def test_unknown_values_in_a_header_are_refused() -> None:
 def test_plans_say_it_and_keep_it(recipe: str) -> None:
     plan = planned(recipe)
     assert plan.header.sent_gradients == "model"
-    assert codec.decode(plan.encode()) == plan == text.parse(plan.text())
+    assert codec.decode(plan.encode()) == plan == parse(plan.text())
     assert '"sent_gradients": "model"' in plan.text()
     assert codec.Slice.decode(plan.for_rank(1).encode()).header.narrows(Tensor.DKV)
     assert check(plan) == ()
@@ -74,7 +77,7 @@ def test_plans_say_it_and_keep_it(recipe: str) -> None:
 def test_a_text_without_a_header_field_takes_the_models() -> None:
     written = planned("fcp").text()
     assert '"sent_gradients": "model", "v_head_dim"' in written
-    found = text.parse("\n".join(_without_header_field(written)))
+    found = parse("\n".join(_without_header_field(written)))
     assert found.header.sent_gradients == "model"
 
 

@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.ir import masks, text
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.figures import Figure
-from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES, Op, Tensor
-from apportion.ir.model import Model
+from apportion.ir.masks import specs as masks
+from apportion.ir.parse import parse
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import Run, Simulation, simulate, simulate_with
@@ -95,7 +96,7 @@ def plan_of(*programs: str, phase: str = "forward", model: dict[str, Any] = MODE
         f"program default {phase}\n{program}\n"
         for rank, program in enumerate(programs)
     ]
-    return text.parse(head + "\n".join(ranks))
+    return parse(head + "\n".join(ranks))
 
 
 def forward(*programs: str, costs: Unit = Unit(), **cluster: Any) -> Run:
@@ -603,7 +604,7 @@ def path_invariants(run: Run) -> None:
 
 @pytest.fixture(params=PLANS, ids=lambda path: path.stem)
 def by_hand(request: pytest.FixtureRequest) -> Plan:
-    return text.parse(request.param.read_text())
+    return parse(request.param.read_text())
 
 
 def test_plans_by_hand(by_hand: Plan) -> None:
@@ -812,15 +813,15 @@ from dataclasses import replace
 from pathlib import Path
 {before}
 from apportion.ir import text
-from apportion.ir.jit import HAS_NUMBA
-from apportion.ir.figures import Figure
-from apportion.ir.hardware import Hardware
+from apportion.ir.loops.jit import HAS_NUMBA
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
 from apportion.planner.simulate import simulate
 digests = []
 h100 = Hardware.load("h100")
 for path, contention in ((path, contention) for path in {paths} for contention in (0.0, 0.07)):
     hardware = replace(h100, contention=Figure(contention, "made up"))
-    for run in simulate(text.parse(Path(path).read_text()), hardware).runs.values():
+    for run in simulate(parse(Path(path).read_text()), hardware).runs.values():
         columns = [*run.times, *run.spans, run.finish_us, run.exposed_us, run.slowed_us]
         digests.append(hashlib.sha256(b"".join(column.tobytes() for column in columns)).hexdigest())
 print(json.dumps([HAS_NUMBA, digests]))
@@ -850,7 +851,7 @@ def test_times_are_the_same_with_and_without_numba() -> None:
 @pytest.fixture(scope="module")
 def relayed() -> Simulation:
     path = next(path for path in PLANS if path.stem == "relay")
-    return simulate(text.parse(path.read_text()), Hardware.load("a100"))
+    return simulate(parse(path.read_text()), Hardware.load("a100"))
 
 
 def test_figures_of_a_simulation(relayed: Simulation) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from apportion.ir.errors import ConfigError, MissingDependencyError, UnknownNameError
-from apportion.planner.registry import users_of
+from apportion.planner.recipe.registry import users_of
 from apportion.planner.solvers import kit, registry
 from apportion.planner.solvers.contracts import (
     KINDS,
@@ -18,8 +18,8 @@ from apportion.planner.solvers.contracts import (
     TransportProblem,
     TwoLevelCost,
 )
-from apportion.planner.solvers.kit_cases import CASES
-from apportion.planner.solvers.lpt import solve as lpt_solve
+from apportion.planner.solvers.kit.cases import CASES
+from apportion.planner.solvers.partition.lpt import solve as lpt_solve
 from apportion.planner.solvers.registry import SOLVERS, Entry, find_solver
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
@@ -64,7 +64,7 @@ def test_flow_without_scipy_still_has_its_closed_form():
         "import sys; sys.modules['scipy'] = None\n"
         "import numpy as np\n"
         "from apportion.planner.solvers.contracts import TransportProblem, TwoLevelCost\n"
-        "from apportion.planner.solvers.flow import solve\n"
+        "from apportion.planner.solvers.transport import solve\n"
         "from apportion.planner.solvers.status import Budget\n"
         "cost = TwoLevelCost(2, 1.0, 3.0)\n"
         "print(solve(TransportProblem(np.array([2, -1, -1, 0]), cost), Budget()).termination.value)\n"

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.ir.policy import Step
-from apportion.planner.passes.flexsp import FlexSp, feasible_degrees, grouping_problem
+from apportion.ir.request.policy import Step
+from apportion.planner.place.flexsp import FlexSp, feasible_degrees, grouping_problem
 from apportion.planner.problem import Placement, Problem, Shards
-from apportion.planner.recipes import find_recipe
-from apportion.planner.registry import build
-from apportion.planner.solvers import ilp
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.planner.recipe.registry import build
+from apportion.planner.solvers.grouping import ilp
 
 LENGTHS = np.rint(2000 * np.exp(1.2 * np.random.default_rng(0).standard_normal(24))).astype(int).tolist()
 

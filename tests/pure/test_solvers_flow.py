@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
-from apportion.planner.solvers.flow import flow_value, solve
 from apportion.planner.solvers.status import Budget, Limit, Status
+from apportion.planner.solvers.transport import flow_value, solve
 
 
 def net(problem: TransportProblem, flows: Transport) -> list[int]:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from apportion.ir.errors import CapacityError, MissingDependencyError
-from apportion.planner.solvers import ilp, mixing
 from apportion.planner.solvers.contracts import GroupingProblem, PartitionProblem
-from apportion.planner.solvers.kit_cases import GroupingCases
-from apportion.planner.solvers.lpt import makespan_bound
-from apportion.planner.solvers.lpt import solve as solve_lpt
+from apportion.planner.solvers.grouping import ilp, mixing
+from apportion.planner.solvers.kit.cases import GroupingCases
+from apportion.planner.solvers.partition.lpt import makespan_bound
+from apportion.planner.solvers.partition.lpt import solve as solve_lpt
 from apportion.planner.solvers.status import Budget, Limit, Status
 
 
@@ -122,7 +122,7 @@ def test_steps_cut_and_repeat():
 
 def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch):
     """Programs do not grow with the sequences, and there are few of them and of spreadings."""
-    from apportion.planner.solvers import mixed_programs
+    from apportion.planner.solvers.grouping import programs as mixed_programs
 
     programs, spreads = [], []
     solve_model, spread = mixed_programs.solve_model, mixing.spread
@@ -145,7 +145,7 @@ def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_kinds_of_sequences_never_refute_what_can_be_done(seed, monkeypatch):
-    from apportion.planner.solvers import mixed_programs
+    from apportion.planner.solvers.grouping import programs as mixed_programs
 
     problem, clock = drawn(seed, 60, 16), Budget().start()
     start = ilp.greedy(problem).termination
@@ -165,7 +165,7 @@ def test_without_pulp_it_names_the_extra():
     code = (
         "import sys; sys.modules['pulp'] = None\n"
         "from apportion.planner.solvers import ilp\n"
-        "from apportion.planner.solvers.kit_cases import GroupingCases\n"
+        "from apportion.planner.solvers.kit.cases import GroupingCases\n"
         "from apportion.planner.solvers.status import Budget\n"
         "import numpy as np\n"
         "try:\n    ilp.solve(GroupingCases().medium(np.random.default_rng(0)), Budget())\n"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from apportion.ir import jit, sorting
+from apportion.ir.loops import jit, sorting
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import apportion as ap
-from apportion.ir import codec
-from apportion.ir.codec import Plan
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.verify import check
-from apportion.planner.checks import checked_steps
-from apportion.planner.passes.groups import Groups, virtual_problem
-from apportion.planner.passes.rows import Rows
+from apportion.planner.inner.groups import Groups, virtual_problem
+from apportion.planner.pipeline.checks import checked_steps
 from apportion.planner.problem import Problem
+from apportion.planner.tasks.rows import Rows
 
 MODEL = ap.Model(8, 8, 16, dtype="fp32", hidden=128, ffn=256, layers=1)
 FCP = ap.Recipe("fcp", {"shard": {"blocks": {}}, "place": {"lpt": {}}, "schedule": {"matchings": {}}})

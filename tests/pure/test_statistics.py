@@ -7,16 +7,16 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
-from apportion.ir.fusion import RowRanges
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import OPERAND_COLUMNS, Op, Space, Tensor
-from apportion.ir.model import Model
-from apportion.ir.ops import instruction_of
-from apportion.ir.plan import ProgramSet, Table
-from apportion.ir.statistics import find_statistics
+from apportion.ir.masks import specs as masks
+from apportion.ir.plan.fusion import RowRanges
+from apportion.ir.plan.ops import instruction_of
+from apportion.ir.plan.row_statistics import find_statistics
+from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.planner import api
 
 RECIPES = ("fcp", "blend", "ring", "usp", "dcp", "distca", "zeppelin", "upipe", "ulysses", "mixed", "magi")

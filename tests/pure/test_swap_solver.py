@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.planner.solvers import lpt, swap
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
+from apportion.planner.solvers.partition import lpt, swap
 from apportion.planner.solvers.status import Budget, Limit, Status
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apportion.ir.errors import CapacityError
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 from benchmarks import targets
 from benchmarks.targets import PROMISES, Effort, Figure, merged, promised
 

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import random_plan
 
-from apportion.ir import codec
-from apportion.ir.codec import Plan
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, DecodeError, VersionError
 from apportion.ir.isa import TABLES, Op
-from apportion.ir.text import excerpt, format_instruction, format_plan, parse
+from apportion.ir.parse import parse
+from apportion.ir.text import excerpt, format_instruction, format_plan
 
 GOLDEN = Path(__file__).parents[2] / "apportion/schemas/golden"
 

@@ -11,10 +11,10 @@ import pytest
 import apportion as ap
 from apportion import cli
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.threads import spread
-from apportion.ir.workload import lognormal_lengths
-from apportion.planner.passes import cells
-from apportion.planner.recipes import find_recipe, with_pods
+from apportion.ir.loops.threads import spread
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.recipe.recipes import find_recipe, with_pods
+from apportion.planner.tasks import cells
 
 
 @pytest.mark.parametrize("name", ["fcp", "distca", "mixed", "ulysses", "upipe", "ring"])

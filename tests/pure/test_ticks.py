@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 import apportion as ap
 from apportion.backends import reference
 from apportion.backends.reference import Saved
-from apportion.ir import bands, masks
-from apportion.ir.batch import DEFAULT_KIND, Batch, Sequence
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Tensor
-from apportion.planner.passes.cells import cut_cells
-from apportion.planner.simulate import simulate
-from apportion.planner.ticks import (
+from apportion.ir.masks import bands
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import DEFAULT_KIND, Batch, Sequence
+from apportion.planner.iteration.ticks import (
     BACKWARD,
     FORWARD,
     IDLE,
@@ -27,6 +26,8 @@ from apportion.planner.ticks import (
     tick_batch,
     tick_table,
 )
+from apportion.planner.simulate import simulate
+from apportion.planner.tasks.cells import cut_cells
 
 MODEL = ap.Model(
     q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=8, layers={"full": 2, "near": 2}

@@ -7,10 +7,10 @@ import pytest
 from strategies import STRATEGIES, cluster
 
 import apportion as ap
-from apportion.ir import bands
-from apportion.ir.areas import area_of
-from apportion.ir.policy import Policy, Recipe
-from apportion.ir.totals import in_all, loads, moved
+from apportion.ir.masks import bands
+from apportion.ir.masks.areas import area_of
+from apportion.ir.plan.totals import in_all, loads, moved
+from apportion.ir.request.policy import Policy, Recipe
 
 RNG = np.random.default_rng(0)
 

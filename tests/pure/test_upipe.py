@@ -12,17 +12,19 @@ import oracle
 import pytest
 
 from apportion.backends import local_ranks, reference
-from apportion.ir import bands, masks, verify
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir import verify
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TABLES, Op, Space, Tensor
-from apportion.ir.masks import Mask
-from apportion.ir.model import Model
+from apportion.ir.masks import bands
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.spec import Mask
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.planner import memory_model as memory
 from apportion.planner.api import plan as make_plan
-from apportion.planner.passes.upipe import UPipe, stage_lists
+from apportion.planner.inner.upipe import UPipe, stage_lists
 
 EXACT = 1e-10
 WHOLE = {"place": {"whole": {}}, "schedule": {"gather": {}}}

@@ -11,11 +11,12 @@ import pytest
 from broken_plans import CASES, GOOD, broken
 
 import apportion as ap
-from apportion.ir import codec, text
-from apportion.ir.codec import Plan
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.isa import Tensor
-from apportion.ir.plan import Layout, Move, ProgramSet, Table
+from apportion.ir.parse import parse
+from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table
 from apportion.ir.verify import RULES, Violation, check, verify
 
 PLANS = Path(__file__).parent.parent / "plans"
@@ -29,12 +30,12 @@ def first(plan: Plan) -> Violation:
 
 
 def test_the_good_plan_verifies() -> None:
-    verify(text.parse(GOOD))
+    verify(parse(GOOD))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hand_written_plans_of_all_ops_verify(name: str) -> None:
-    plan = text.parse((PLANS / f"{name}.txt").read_text())
+    plan = parse((PLANS / f"{name}.txt").read_text())
     assert check(plan) == ()
     assert check(codec.decode(plan.encode())) == ()
 
@@ -92,13 +93,13 @@ def with_spans(plan: Plan, column: str, span: int, value: int) -> Plan:
     ],
 )
 def test_layouts(column: str, value: int, words: str) -> None:
-    found = check(with_spans(text.parse(GOOD), column, 1, value))
+    found = check(with_spans(parse(GOOD), column, 1, value))
     assert found[0].rule == "layouts"
     assert any(words in violation.message for violation in found)
 
 
 def test_a_span_across_a_restart_of_positions() -> None:
-    plan = text.parse((PLANS / "heads.txt").read_text())
+    plan = parse((PLANS / "heads.txt").read_text())
     spans = plan.layouts["attention"].spans
     rows = {"row": [0, 0], "token": [0, 8], "length": [8, 8], "sequence": [0, 0], "position": [0, 8]}
     columns = {name: np.array(values) for name, values in rows.items()}
@@ -110,7 +111,7 @@ def test_a_span_across_a_restart_of_positions() -> None:
 
 
 def test_moves_make_the_target_layout() -> None:
-    plan = text.parse((PLANS / "reshuffle.txt").read_text())
+    plan = parse((PLANS / "reshuffle.txt").read_text())
     (move,) = plan.moves
     columns = {name: np.array(values) for name, values in move.table.columns.items()}
     receives = np.flatnonzero(columns["send"] == 0)[:2]
@@ -135,18 +136,18 @@ def with_policy(plan: Plan, **fields: object) -> Plan:
     ],
 )
 def test_limits(fields: dict[str, object], rank: int, words: str) -> None:
-    found = first(with_policy(text.parse(GOOD), **fields))
+    found = first(with_policy(parse(GOOD), **fields))
     assert found.rule == "limits"
     assert words in found.message
     assert found.rank is not None
 
 
 def test_limits_that_hold() -> None:
-    assert check(with_policy(text.parse(GOOD), token_cap=8, memory_cap_gib=1.0, tolerance=1.0)) == ()
+    assert check(with_policy(parse(GOOD), token_cap=8, memory_cap_gib=1.0, tolerance=1.0)) == ()
 
 
 def test_digests() -> None:
-    plan = text.parse(GOOD)
+    plan = parse(GOOD)
     forged = replace(plan, sections=replace(plan.sections, id=bytes(32)))
     assert first(forged).rule == "digests"
     parts = [plan.sections.parts[0], plan.sections.parts[1], plan.sections.parts[1]]
@@ -163,10 +164,10 @@ def test_a_head_that_nobody_computes() -> None:
         .replace(", send O.work[0:8).h3.c2 to 2", "")
         .replace(", receive O.work[8:16).h3 from 1", "")
     )
-    found = first(text.parse(whole.replace(", O.work[8:16).h3 -> O.home[0:8).h3", "") + "\n"))
+    found = first(parse(whole.replace(", O.work[8:16).h3 -> O.home[0:8).h3", "") + "\n"))
     assert found.rule == "coverage"
     assert "of query heads 2, 3 leave out 64 of 300" in found.message
-    plan = text.parse(GOOD)
+    plan = parse(GOOD)
     operands = plan.programs["default", "forward"]["operands"]
     narrow = {Tensor.Q: 1, Tensor.KV: 2, Tensor.O: 1}
     heads = np.array([narrow.get(Tensor(int(tensor)), 0) for tensor in operands["tensor"]])
@@ -186,7 +187,7 @@ def test_an_overwritten_tile_is_named_where_a_task_then_reads_something_else() -
     plan = (PLANS / "reshuffle.txt").read_text()
     assert plan.count("receive KV.work[8:16) from 1\n") >= 1
     late = plan.replace("receive KV.work[8:16) from 1\n", "receive KV.work[4:12) from 1\n", 1)
-    found = first(text.parse(late))
+    found = first(parse(late))
     assert found.rule in ("dataflow", "coverage")
     assert found.rank == 0
 

@@ -9,13 +9,13 @@ import msgpack
 import numpy as np
 import pytest
 
-from apportion.ir import codec
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import MOVE_COLUMNS
-from apportion.ir.model import Model
-from apportion.ir.plan import Layout, Move, Table, empty_table
+from apportion.ir.plan.tables import Layout, Move, Table, empty_table
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.ir.verify import check
 from apportion.planner.api import plan as make
 

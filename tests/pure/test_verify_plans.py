@@ -12,13 +12,14 @@ import pytest
 
 import apportion as ap
 from apportion.backends import reference
-from apportion.ir import codec, text
-from apportion.ir.bands import intersect_area, overlaps
-from apportion.ir.codec import Plan
-from apportion.ir.plan import ProgramSet, Table
-from apportion.ir.sorting import stable_order
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.loops.sorting import stable_order
+from apportion.ir.masks.bands import intersect_area
+from apportion.ir.parse import parse
+from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.verify import check
-from apportion.ir.verify.coverage import pairs
+from apportion.ir.verify.attended import pairs
 
 PLANS = Path(__file__).parent.parent / "plans"
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=1)
@@ -36,7 +37,7 @@ MASKS = {
 
 
 def written(name: str) -> Plan:
-    return text.parse((PLANS / f"{name}.txt").read_text())
+    return parse((PLANS / f"{name}.txt").read_text())
 
 
 def recipe(block: int | str, reshuffle: bool) -> ap.Recipe:
@@ -105,7 +106,7 @@ def test_a_mutation_is_refused_or_harmless(name: str) -> None:
     whole = (
         planned(ap.masks.causal(), [40, 17], 3, 8)
         if name == "fcp"
-        else text.parse((PLANS / f"{name}.txt").read_text())
+        else parse((PLANS / f"{name}.txt").read_text())
     )
     good, draw = computed(whole), np.random.default_rng(len(name))
     refused = 0
@@ -145,7 +146,7 @@ def test_pairs_of_a_band_by_counting() -> None:
 
 
 def test_sweep_finds_what_the_band_algebra_finds() -> None:
-    from apportion.ir.verify.coverage import _overlaps
+    from apportion.ir.verify.attended import overlaps
 
     draw = np.random.default_rng(1)
     for _ in range(60):
@@ -154,7 +155,7 @@ def test_sweep_finds_what_the_band_algebra_finds() -> None:
         dmin = corners[:, 0] - corners[:, 1] + draw.integers(-4, 2, 6)
         columns = [corners[:, 0], corners[:, 0] + sizes[:, 0], corners[:, 1], corners[:, 1] + sizes[:, 1]]
         bands = np.column_stack([*columns, dmin, dmin + draw.integers(0, 6, 6)]).astype(np.int64)
-        found = _overlaps(np.ascontiguousarray(bands.T))
+        found = overlaps(np.ascontiguousarray(bands.T))
         pairs_found = sorted(map(tuple, found[:, :2].tolist()))
         assert pairs_found == sorted(map(tuple, overlaps(bands).tolist()))
         for i, j, shared in found.tolist():
@@ -173,13 +174,13 @@ if sys.argv[1] == "plain":
     sys.modules["numba"] = None
 from pathlib import Path
 from apportion.ir import text
-from apportion.ir.jit import HAS_NUMBA
+from apportion.ir.loops.jit import HAS_NUMBA
 from apportion.ir.verify import check
 print(HAS_NUMBA, file=sys.stderr)
 for path in sys.argv[2:]:
     good = Path(path).read_text()
     for old, new in (("", ""), (" full", " full first"), (" first_dkv", ""), ("  wait 0\\n", "")):
-        print(*check(text.parse(good.replace(old, new, 1))))
+        print(*check(parse(good.replace(old, new, 1))))
 """
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import apportion as ap
-from apportion.ir.codec import seal
+from apportion.ir.bytes.codec import seal
 from apportion.ir.verify import check
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)

@@ -11,8 +11,8 @@ import pytest
 from strategies import STRATEGIES, cluster
 
 import apportion as ap
-from apportion.ir import text
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.parse import parse
 from apportion.ir.verify import Violation, check
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=1)
@@ -216,7 +216,7 @@ def test_every_strategy_verifies(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_broken_is_named(name: str) -> None:
     *_, rule, words = CASES[name]
-    violation = first(text.parse(case(name)))
+    violation = first(parse(case(name)))
     assert violation.rule == rule, str(violation)
     assert any(word in violation.message for word in words.split("|")), str(violation)
 
@@ -228,7 +228,7 @@ if sys.argv[1] == "plain":
 from apportion.ir import text
 from apportion.ir.verify import check
 for plan in json.load(sys.stdin):
-    print(*check(text.parse(plan)))
+    print(*check(parse(plan)))
 """
 
 
@@ -245,8 +245,8 @@ def test_the_same_verdicts_without_numba() -> None:
 def test_no_task_with_known_tokens_is_an_answer_too() -> None:
     """Where every read of a program fails, coverage has nothing to list by head."""
     plan = good("ulysses").replace("Q.home", "O.home").replace("KV.home", "O.home")
-    assert check(text.parse(plan))
+    assert check(parse(plan))
     lines = [
         line for line in good("ulysses").split("\n") if not line.startswith(("  copy", "  launch", "  wait"))
     ]
-    assert first(text.parse("\n".join(lines))).rule == "dataflow"
+    assert first(parse("\n".join(lines))).rule == "dataflow"

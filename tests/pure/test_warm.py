@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +17,14 @@ from rich.console import Console
 
 from apportion import cli
 from apportion.cli import output
-from apportion.ir import jit, shelf
+from apportion.ir.loops import jit, shelf
 from apportion.planner import warm
-from apportion.planner.recipes import entries, find_recipe
+from apportion.planner.recipe.recipes import entries, find_recipe
 
 SORT = """
 import numpy as np
-from apportion.ir.jit import compiling
-from apportion.ir.sorting import stable_order
+from apportion.ir.loops.jit import compiling
+from apportion.ir.loops.sorting import stable_order
 stable_order(np.arange(5000))
 print(compiling.loops, compiling.seconds)
 """
@@ -33,7 +34,7 @@ SHELF = """
 import sys
 from pathlib import Path
 import numpy as np
-from apportion.ir.jit import compiling, shelf
+from apportion.ir.loops.jit import compiling, shelf
 root, how = Path(sys.argv[1]), sys.argv[2]
 if how == "write":
     shelf.write_into(root)
@@ -42,7 +43,7 @@ elif how == "old CPU":
 elif how == "edited":
     shelf.sources = b"others"
 shelf.root = root
-from apportion.ir.sorting import counting_order
+from apportion.ir.loops.sorting import counting_order
 counting_order(np.array([2, 0, 1]), 3)
 print(compiling.loops)
 """
@@ -119,6 +120,26 @@ def test_compiling_is_counted_and_reading_the_cache_is_not(tmp_path: Path) -> No
     assert [float(part) for part in loaded] == [0, 0]
 
 
+@pytest.mark.skipif(not jit.COMPILES, reason="needs numba")
+@pytest.mark.parametrize(
+    "broken", [b"capportion.ir.gone\nRows\n.", b"\x80\x04", b""], ids=["type gone", "cut", "empty"]
+)
+def test_a_cache_that_cannot_be_read_is_made_anew(broken: bytes, tmp_path: Path) -> None:
+    def compiled() -> int:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", SORT]
+        return int(
+            subprocess.run(command, env=environment, capture_output=True, check=True).stdout.split()[0]
+        )
+
+    assert compiled() >= 1
+    for index in tmp_path.rglob("*.nbi"):
+        version = io.BytesIO(index.read_bytes())
+        pickle.load(version)  # numba's own; what follows is the index
+        index.write_bytes(index.read_bytes()[: version.tell()] + broken)
+    assert [compiled(), compiled()] == [1, 0]
+
+
 @pytest.mark.skipif(
     not jit.COMPILES or shelf.level_here() is None, reason="needs numba, and a CPU of a level"
 )
@@ -176,6 +197,6 @@ def test_it_is_said_once_and_only_where_it_takes_long(caplog: pytest.LogCaptureF
             found.end()
         assert 60 <= found.seconds < 70
         found.end()
-    assert [record.name for record in caplog.records] == ["apportion.ir.jit"]
+    assert [record.name for record in caplog.records] == ["apportion.ir.loops.jit"]
     assert "apportion warmup" in caplog.text
     assert (found.loops, 60 <= found.seconds < 70) == (4, True)

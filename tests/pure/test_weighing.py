@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
-from apportion.ir.masks import Mask
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.ir.workload import lognormal_lengths
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.spec import Mask
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner import api
-from apportion.planner.passes.blend.placement import pair_times
-from apportion.planner.passes.shard import row_times, row_weights
+from apportion.planner.place.blend.placement import pair_times
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.search.candidates import SHORT, SPARSE, portfolio
+from apportion.planner.shard.blocks import row_times, row_weights
 from apportion.planner.simulate import simulate
 
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, layers=2)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError
-from apportion.ir.workload import (
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.workload import (
     lognormal_lengths,
     read_lengths,
     read_workload,

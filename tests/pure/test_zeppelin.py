@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 import apportion as ap
 from apportion.backends import reference
-from apportion.ir import bands
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES
-from apportion.ir.policy import Step
-from apportion.ir.workload import lognormal_lengths
-from apportion.planner.passes.queues import Queues
-from apportion.planner.passes.route import Site
-from apportion.planner.passes.rows import Rows
-from apportion.planner.passes.sequences import Sequences
-from apportion.planner.passes.tasks import find_tasks
-from apportion.planner.passes.zeppelin.placement import Zeppelin
-from apportion.planner.passes.zeppelin.route import INTER, INTRA, LOCAL, QueueRings
+from apportion.ir.masks import bands
+from apportion.ir.request.policy import Step
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.place.zeppelin import Zeppelin
 from apportion.planner.problem import Problem
-from apportion.planner.registry import build
+from apportion.planner.recipe.registry import build
+from apportion.planner.route.rings import INTER, INTRA, LOCAL, QueueRings
+from apportion.planner.route.trees import Site
+from apportion.planner.schedule.queues import Queues
+from apportion.planner.shard.sequences import Sequences
+from apportion.planner.tasks.rows import Rows
+from apportion.planner.tasks.tasks import find_tasks
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})

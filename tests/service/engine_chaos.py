@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engines import JOB, KEY, DownStore, LocalPool, Rig, batch, run, until
 
-from apportion.planner.jobs import plan_job
+from apportion.planner.iteration.jobs import plan_job
 from apportion.service.engine import Engine
 from apportion.service.errors import ServiceError
 from apportion.service.limits import Limits

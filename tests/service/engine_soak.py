@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engines import Rig, begin, run, take
 
-from apportion.ir.batch import Batch
+from apportion.ir.request.batch import Batch
 from apportion.service.engine import Engine
 from apportion.service.limits import Limits
 from apportion.service.store import open_store

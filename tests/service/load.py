@@ -32,15 +32,15 @@ import urllib3
 from numpy.typing import NDArray
 
 from apportion import bench
-from apportion.ir.batch import Batch
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ApportionError
-from apportion.ir.iteration_slice import IterationSlice
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.ir.workload import lognormal_lengths
-from apportion.planner.jobs import plan_job
-from apportion.planner.recipes import find_recipe, with_block
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.iteration.jobs import plan_job
+from apportion.planner.recipe.recipes import find_recipe, with_block
 from apportion.service import protocol
 from apportion.service.client import Client, create_job
 from apportion.service.frames import FrameReader, Kind

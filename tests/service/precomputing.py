@@ -16,11 +16,11 @@ from typing import IO
 import numpy as np
 
 from apportion import bench
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.ir.sampling import Masks
-from apportion.planner.recipes import find_recipe
+from apportion.ir.bytes.job import Job
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.ir.request.sampling import Masks
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.precompute import Work
 
 DEADLINE_S = 300.0

@@ -23,15 +23,15 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.iteration import IterationPlan
+from apportion.ir.bytes.job import Job
 from apportion.ir.hashing import digest
-from apportion.ir.iteration import IterationPlan
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
 from apportion.planner.api import plan
-from apportion.planner.recipes import find_recipe
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.service import protocol
 from apportion.service.frames import Kind, encode_frame, encode_head
 

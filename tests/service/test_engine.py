@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from engines import JOB, KEY, Clock, LocalPool, Rig, batch, begin, raised, run, submit, take, until
 
-from apportion.ir.batch import Batch
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.iteration_slice import IterationSlice
-from apportion.planner.jobs import plan_job
+from apportion.ir.request.batch import Batch
+from apportion.planner.iteration.jobs import plan_job
 from apportion.service.engine import Engine, IterationState
 from apportion.service.errors import (
     ConflictError,

@@ -14,10 +14,10 @@ import engine_soak
 import pytest
 from engines import JOB, KEY, DownStore, LocalPool, Rig, batch, begin, raised, run, submit, take, until
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import DecodeError
-from apportion.planner.jobs import plan_job
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.planner.iteration.jobs import plan_job
 from apportion.service.engine.journal import Journal
 from apportion.service.engine.records import IterationRecord, JobRecord, decode, encode
 from apportion.service.errors import (

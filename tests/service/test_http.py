@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from apportion.ir.iteration_slice import IterationSlice
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.service.engine import Engine
 from apportion.service.http.auth import key_digest
 from apportion.service.limits import Limits

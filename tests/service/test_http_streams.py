@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from apportion.ir.iteration_slice import IterationSlice
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.service.frames import Frame, FrameReader, Kind
 from apportion.service.limits import Limits
 from tests.service.engines import LocalPool

@@ -12,7 +12,7 @@ import pytest
 
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, VersionError
 from apportion.ir.isa import VERSION
-from apportion.planner.jobs import plan_job
+from apportion.planner.iteration.jobs import plan_job
 from apportion.service.offline import FACTS, Facts, open_offline
 from apportion.service.packs import Pack
 from apportion.service.precompute import Work, precompute

@@ -17,11 +17,11 @@ import pytest
 
 from apportion import cli
 from apportion.cli import precompute as command_line
-from apportion.ir import masks
 from apportion.ir.errors import ConfigError
-from apportion.ir.policy import Policy, Recipe
-from apportion.ir.sampling import Masks
-from apportion.planner.jobs import plan_job
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sampling import Masks
+from apportion.planner.iteration.jobs import plan_job
 from apportion.service.errors import StoreError
 from apportion.service.offline import open_offline
 from apportion.service.precompute import IterationError, Work, precompute

@@ -8,8 +8,8 @@ import pytest
 import ray_cases as cases
 from worker_cases import DEADLINE_S, launchers, plan_task, until
 
-from apportion.ir.job import decode_request
-from apportion.planner.jobs import plan_job
+from apportion.ir.bytes.job import decode_request
+from apportion.planner.iteration.jobs import plan_job
 from apportion.service.workers import (
     ClosedError,
     DeadlineError,

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 from stores import contents, key_of, opened, pack_bytes
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import VersionError
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.planner.jobs import plan_job
-from apportion.planner.recipes import find_recipe
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.iteration.jobs import plan_job
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.errors import StoreError
 from apportion.service.packs import Pack
 from apportion.service.store import check_store, finish, open_store

@@ -14,10 +14,10 @@ import uvloop
 import worker_cases as cases
 from worker_cases import DEADLINE_S, launchers, plan_task, pooled, until
 
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import decode_request
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.iteration_slice import IterationSlice
-from apportion.ir.job import decode_request
-from apportion.planner.jobs import plan_job
+from apportion.planner.iteration.jobs import plan_job
 from apportion.service.workers import (
     ClosedError,
     DeadlineError,

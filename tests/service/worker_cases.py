@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.job import Job, encode_request
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.planner.recipes import find_recipe
+from apportion.ir.bytes.job import Job, encode_request
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.workers import Done, Planner, ProcessPool, Supervisor, Task
 from apportion.service.workers import worker as real
 

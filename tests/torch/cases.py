@@ -10,9 +10,10 @@ import numpy as np
 import oracle
 import torch
 
-from apportion.ir import bands, masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.model import Model
+from apportion.ir.masks import bands
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.model import Model
 from apportion.planner import api
 
 # name -> sequences of every family of masks, about 60 tokens, with queries that see no key in the last two

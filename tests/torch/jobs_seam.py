@@ -8,10 +8,10 @@ import torch.distributed as dist
 from loading import HereSource, Recorded, job, seen
 
 import apportion as ap
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ExecutionError
-from apportion.ir.job import Job
-from apportion.ir.policy import Policy
-from apportion.planner.recipes import find_recipe
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loader import PlannedLoader
 from apportion.trainer.loss import IGNORED
 from apportion.trainer.projection import HeadProjection

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from loading import HereSource
 
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.planner.recipes import find_recipe
+from apportion.ir.bytes.job import Job
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import trees
 from apportion.trainer.attention import planned_attention
 from apportion.trainer.decoder import Decoder, DecoderConfig

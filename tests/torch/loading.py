@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
-from apportion.ir.job import Job
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.planner.jobs import plan_job
-from apportion.planner.recipes import find_recipe
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.iteration.jobs import plan_job
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.sources import LocalSource
 
 LENGTHS = [40, 9, 33, 1, 25, 60, 12]

@@ -6,10 +6,10 @@ import torch
 from cases import model, recipe
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
 from apportion.planner import api
 from apportion.trainer.attention import PlanHandle, planned_attention
 

@@ -17,12 +17,13 @@ from cases import batch_of, make_plan
 from apportion.backends.interp import Operand
 from apportion.backends.torch import autograd, executor
 from apportion.backends.torch.autograd import attend_op
-from apportion.ir import masks, text
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import Space
 from apportion.ir.isa import Tensor as Name
+from apportion.ir.masks import specs as masks
+from apportion.ir.parse import parse
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
 from apportion.trainer.attention import PlanHandle, planned_attention
 
 COVER = cases.pairwise()
@@ -46,7 +47,7 @@ def test_pairwise_cover(pool, case):
 @pytest.mark.parametrize("extra", ["", "sinks"])
 @pytest.mark.parametrize("name", [name for name in BY_HAND if name != "heads"])
 def test_plans_written_by_hand(pool, name, extra):
-    plan = text.parse(BY_HAND[name].read_text())
+    plan = parse(BY_HAND[name].read_text())
     problem = cases.problem_of(plan, 2, sinks=extra == "sinks")
     for kind in plan.header.kinds:
         got = cases.run(pool, plan, problem, kind)
@@ -89,7 +90,7 @@ def run_block(pool, plan, weights, hidden, positions, do):
 
 
 def test_block_projects_head_groups_where_the_plan_says_so(pool):
-    plan = text.parse(BY_HAND["heads"].read_text())
+    plan = parse(BY_HAND["heads"].read_text())
     given = projected(plan)
     want = plain_block(*given, cases.allowed(plan.request.batch))
     for a, b in zip(run_block(pool, plan, *given), want, strict=True):
@@ -106,7 +107,7 @@ def test_block_projects_all_heads_where_the_plan_does_not(pool):
 
 
 def test_remap_moves_rows_and_their_gradients_back(pool):
-    plan = text.parse(BY_HAND["reshuffle"].read_text())
+    plan = parse(BY_HAND["reshuffle"].read_text())
     (move,) = plan.moves
     assert (move.source, move.target) == ("attention", "linear")
     x = np.random.default_rng(0).standard_normal((plan.request.batch.tokens, 2, 3))
@@ -146,7 +147,7 @@ def test_lse_and_its_gradient(pool, name, ranks, reshuffle, extra):
 
 @pytest.mark.parametrize("name", ["clear", "q_moves"])
 def test_lse_of_plans_written_by_hand(pool, name):
-    plan = text.parse(BY_HAND[name].read_text())
+    plan = parse(BY_HAND[name].read_text())
     problem = with_dlse(cases.problem_of(plan, 8, sinks=True))
     mask = cases.allowed(plan.request.batch)
     got, lse = cases.run_with_lse(pool, plan, problem)

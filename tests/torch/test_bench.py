@@ -10,11 +10,12 @@ import torch
 
 from apportion import cli
 from apportion.bench import Job, Source, cluster_of, planned
-from apportion.ir import bands, masks
-from apportion.ir.batch import Batch
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Op
-from apportion.ir.model import Model
+from apportion.ir.masks import bands
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.model import Model
 from apportion.trainer import bare, bench, timing
 from apportion.trainer.attention import Communicator
 from apportion.trainer.plain import plain_attention

@@ -10,10 +10,10 @@ import pytest
 import torch
 from loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
 
-from apportion.ir import masks
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
-from apportion.planner.recipes import find_recipe
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.cluster import Cluster
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import PlanTimeoutError
 from apportion.trainer.loader import PlannedLoader
 from apportion.trainer.loss import IGNORED

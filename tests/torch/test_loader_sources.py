@@ -18,12 +18,12 @@ import pytest
 import trustme
 from loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
-from apportion.ir.jit import compiling
-from apportion.ir.model import Model
-from apportion.ir.sampling import Sampling
+from apportion.ir.loops.jit import compiling
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.sampling import Sampling
 from apportion.service.client import PlanTimeoutError, ServiceProblem, UnreachableError, create_job
 from apportion.service.http.child import serving
 from apportion.service.offline import FACTS, read_facts
@@ -156,7 +156,7 @@ def test_an_iterator_that_is_still_held_does_not_keep_the_process():
         told = "Cluster(1, 1), MODEL, 64, source='local'" if source == "local" else f"source={source}"
         program = (
             "from loading import MODEL, HereSource, Recorded, job\n"
-            "from apportion.ir.cluster import Cluster\n"
+            "from apportion.ir.request.cluster import Cluster\n"
             "from apportion.trainer.loader import PlannedLoader\n"
             f"batches = iter(PlannedLoader(Recorded(), {told}))\n"
             "print(next(batches).iteration)"

@@ -12,13 +12,13 @@ import pytest
 from strategies import STRATEGIES as OTHERS
 from strategies import cluster, steps
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.cluster import Cluster
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.nano import nano_batches
-from apportion.planner.recipes import has_own_cap
+from apportion.planner.iteration.nano import nano_batches
+from apportion.planner.recipe.recipes import has_own_cap
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 MASKS = tuple(cases.BATCHES)

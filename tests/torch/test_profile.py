@@ -10,9 +10,9 @@ import torch
 from apportion.backends.torch.profile import LAYER_FIGURES, Effort, _peak_tflops, profile
 from apportion.backends.torch.profile_links import Line, Links, fit, profile_links, with_links
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
-from apportion.ir.figures import Figure
-from apportion.ir.hardware import MOST_CONTENTION, Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import MOST_CONTENTION, Hardware
+from apportion.ir.request.model import Model
 from apportion.planner.cost import CostModel
 
 SMALL = {"hidden": 32, "ffn": 64, "tokens": 128, "vocab": 64}  # layers that take no time

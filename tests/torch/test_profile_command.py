@@ -11,7 +11,7 @@ import pytest
 from apportion import cli
 from apportion.backends.torch.profile import Effort
 from apportion.backends.torch.profile_links import Line, Links
-from apportion.ir.hardware import Hardware
+from apportion.ir.request.hardware import Hardware
 from apportion.trainer import profiling
 
 told: list[Effort] = []

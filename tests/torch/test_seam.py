@@ -11,8 +11,8 @@ import torch
 from loading import LENGTHS, HereSource, Recorded, job
 
 import apportion as ap
-from apportion.ir import masks
 from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.masks import specs as masks
 from apportion.trainer import loader as loader_module
 from apportion.trainer import meters
 from apportion.trainer.loader import PlannedLoader

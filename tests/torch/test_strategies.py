@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from strategies import STRATEGIES, WIDE, cluster
 
-from apportion.ir.batch import Batch, Sequence
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import has_own_cap
+from apportion.planner.recipe.recipes import has_own_cap
 
 MASKS = tuple(cases.BATCHES)
 MATRIX = STRATEGIES | WIDE

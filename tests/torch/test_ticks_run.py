@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.ir import masks
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.model import Model
-from apportion.planner.ticks import plan_tick, stage_ranks, tick_table
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.planner.iteration.ticks import plan_tick, stage_ranks, tick_table
 
 HEADS, WIDTH = jobs_ticks.HEADS, jobs_ticks.WIDTH
 MODEL = Model(HEADS, 1, WIDTH, dtype="fp64", hidden=HEADS * WIDTH, ffn=16)

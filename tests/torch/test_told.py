@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from loading import MODEL, job
 
-from apportion.ir import masks
 from apportion.ir.errors import ConfigError
+from apportion.ir.masks import specs as masks
 from apportion.trainer.sources import Told, check_kinds
 
 KINDS = {"global": masks.causal(), "local": masks.sliding_window(4)}

@@ -14,12 +14,12 @@ from apportion.backends.torch.kernels import Score
 from apportion.backends.torch.memory import Pool
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.isa import PHASES, Op
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.trainer.attention import PlanHandle, planned_attention
 

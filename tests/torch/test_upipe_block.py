@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.planner.api import plan as make_plan
+from apportion.planner.inner.upipe import UPipe
 from apportion.planner.memory_model import Member, peak_rows
-from apportion.planner.passes.upipe import UPipe
 
 WHOLE = {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}}
 RING = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}

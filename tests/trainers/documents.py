@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from apportion.ir.sampling import Sampling
+from apportion.ir.request.sampling import Sampling
 
 LENGTHS = (40, 9, 33, 1, 25, 60, 12, 21, 8, 50, 5, 17, 30, 2, 44, 19)
 VOCABULARY = 16

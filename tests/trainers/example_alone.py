@@ -19,7 +19,7 @@ def hf():
     import jobs_hf
     from jobs_hf_trainer import Plain
 
-    from apportion.ir.sampling import Sampling
+    from apportion.ir.request.sampling import Sampling
 
     def packs(documents, model, microbatches=1, tokens_per_rank=512, **options):
         drawn = list(Sampling(documents.lengths, 2 * tokens_per_rank, microbatches, 0).epoch(0))

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import apportion as ap
-from apportion.ir.hf_config import model_of
-from apportion.ir.job import Job
-from apportion.ir.policy import Policy
-from apportion.planner.recipes import find_recipe
+from apportion.ir.bytes.job import Job
+from apportion.ir.request.hf_config import model_of
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import hf
 
 LENGTHS = [40, 1, 97, 23, 64, 9, 130, 33]

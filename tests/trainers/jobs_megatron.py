@@ -26,11 +26,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ApportionError
-from apportion.ir.job import Job
-from apportion.ir.policy import Policy
-from apportion.planner.recipes import find_recipe
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.megatron import (
     endless,
     forward_step,

@@ -32,11 +32,11 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear,
 from torchtitan.trainer import Trainer
 
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ApportionError
-from apportion.ir.job import Job
-from apportion.ir.policy import Policy
-from apportion.planner.recipes import find_recipe
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.titan_attention import model_of
 from apportion.trainer.torchtitan import planned
 

@@ -15,7 +15,7 @@ import torch
 from apportion.backends.interp import Component, components
 from apportion.ir.isa import HEADLESS, Space
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.plan import Header
+from apportion.ir.plan.tables import Header
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

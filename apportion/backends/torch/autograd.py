@@ -24,7 +24,7 @@ from apportion.backends.torch.kernels import Score
 from apportion.backends.torch.memory import Memory, Parts
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.messages import ALIGNMENT
+from apportion.ir.plan.messages import ALIGNMENT
 
 Home = Mapping[Name, Parts]
 

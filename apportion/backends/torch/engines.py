@@ -24,7 +24,7 @@ from apportion.backends.torch.memory import Arenas
 from apportion.backends.torch.rounds import find_rounds
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
-from apportion.ir.plan import Header, ProgramSet
+from apportion.ir.plan.tables import Header, ProgramSet
 
 if TYPE_CHECKING:
     from apportion.backends.torch.stage.launcher import Launcher

@@ -17,12 +17,12 @@ from apportion.backends.torch.arrays import DTYPES
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
-from apportion.ir.codec import Slice
-from apportion.ir.declared import Declared
+from apportion.ir.bytes.codec import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import choice, integer
 from apportion.ir.isa import PHASES
-from apportion.ir.segments import Cuts, agreed_cuts
+from apportion.ir.masks.declared import Declared
+from apportion.ir.plan.segments import Cuts, agreed_cuts
 
 # torch.compile sees a plan as its number, a tensor, so that another plan is no reason to compile again.
 # Numbers are never used twice; the table keeps no handle alive.

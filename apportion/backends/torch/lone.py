@@ -18,7 +18,7 @@ from apportion.backends.torch.stage.machine import StageMachine
 from apportion.backends.torch.stage.program import load
 from apportion.ir.isa import KV_SIDE, TABLES, Op, Space, Use
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.plan import Header, ProgramSet, Table
+from apportion.ir.plan.tables import Header, ProgramSet, Table
 
 
 class Shape(NamedTuple):

@@ -31,13 +31,13 @@ from apportion.backends.torch.clock import Runs, Work, best_us
 from apportion.backends.torch.kernels import Band, Score, attend, attend_grad
 from apportion.backends.torch.profile_layers import Layer
 from apportion.backends.torch.stage import device_obstacle
-from apportion.ir.chips import CHIPS, CONTENTION, POST
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
-from apportion.ir.figures import Figure, Grid
-from apportion.ir.hardware import Hardware, Measured
-from apportion.ir.model import Model
+from apportion.ir.request.chips import CHIPS, CONTENTION, POST
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure, Grid
+from apportion.ir.request.hardware import Hardware, Measured
+from apportion.ir.request.model import Model
 from apportion.ir.version import __version__
 
 Progress = Callable[[int, int], None]

@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy, linear, rms_norm, silu
 
 from apportion.backends.torch.arrays import DTYPES
 from apportion.backends.torch.clock import Runs, Work, best_us
-from apportion.ir.figures import Figure
 from apportion.ir.layer_work import BACKWARD, LOSS, adam_bytes, linear_parameters, row_numbers
-from apportion.ir.model import Model
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.model import Model
 
 BOTH = 1 + BACKWARD  # forward and backward over forward
 ROTARY_BASE = 10_000.0

@@ -25,8 +25,8 @@ from apportion.backends.torch.clock import beside_us, wall_us
 from apportion.backends.torch.memory import Post
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ExecutionError
-from apportion.ir.figures import Figure
-from apportion.ir.hardware import MOST_CONTENTION, Hardware
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import MOST_CONTENTION, Hardware
 
 MESSAGES = tuple(2**i for i in range(10, 25, 2))  # bytes, 1 KiB to 16 MiB
 POSTS = (1, 4, 16, 64)  # messages each way of one round

@@ -10,7 +10,7 @@ from torch import Tensor
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.memory import Post
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.plan import Move
+from apportion.ir.plan.tables import Move
 
 
 class Rows(NamedTuple):

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from apportion.backends.interp import Operand, Program, Step, components
 from apportion.backends.torch.arrays import DTYPES, Array, arrays_of, wire_dtype
 from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op, Space
-from apportion.ir.messages import ALIGNMENT, find_messages
-from apportion.ir.plan import Header, ProgramSet
+from apportion.ir.plan.messages import ALIGNMENT, find_messages
+from apportion.ir.plan.tables import Header, ProgramSet
 
 #: where the staging of a round's messages begins: a multiple of this
 PAGE = 256

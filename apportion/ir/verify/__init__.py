@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from apportion.ir import text
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, CapacityError, VerifyError
-from apportion.ir.threads import checked_threads
-from apportion.ir.verify import (
+from apportion.ir.loops.threads import checked_threads
+from apportion.ir.verify.report import Violation, first_few
+from apportion.ir.verify.rules import (
     coverage,
     dataflow,
     digests,
@@ -32,7 +33,6 @@ from apportion.ir.verify import (
     structure,
     transfers,
 )
-from apportion.ir.verify.report import Violation, first_few
 from apportion.ir.verify.subject import Subject
 
 __all__ = ["RULES", "Rule", "Violation", "check", "verify"]

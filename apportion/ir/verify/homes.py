@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.plan import Layout
+from apportion.ir.plan.tables import Layout
 
 _SHOWN = 3
 

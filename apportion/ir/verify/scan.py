@@ -9,8 +9,8 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.isa import HEADLESS, OPERAND_COLUMNS, RULES, TABLES, Argument, Rule, Tensor
-from apportion.ir.jit import lean
-from apportion.ir.ops import LIST_OF_OP, LISTS
+from apportion.ir.loops.jit import lean
+from apportion.ir.plan.ops import LIST_OF_OP, LISTS
 from apportion.ir.verify.view import HOME, Program
 
 _COLUMNS = 6

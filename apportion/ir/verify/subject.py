@@ -10,18 +10,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Op, Tensor
-from apportion.ir.plan import Layout
-from apportion.ir.totals import Moved, moved
-from apportion.ir.verify import cells, coverage, judge
-from apportion.ir.verify import flow as interpreter
+from apportion.ir.plan.tables import Layout
+from apportion.ir.plan.totals import Moved, moved
 from apportion.ir.verify import scan as scanner
+from apportion.ir.verify.attended import Tasks, tasks_of
 from apportion.ir.verify.homes import Homes, find_homes
-from apportion.ir.verify.lists import MOST_TOKENS, Lists
-from apportion.ir.verify.report import Violation, first_few
+from apportion.ir.verify.interpreter import cells
+from apportion.ir.verify.interpreter import flow as interpreter
 from apportion.ir.verify.view import Program, head_sets
+from apportion.ir.verify.walk import judge
+from apportion.ir.verify.walk.lists import MOST_TOKENS, Lists
 
 T = TypeVar("T")
 
@@ -89,15 +90,15 @@ class Subject:
         return moved(plan.programs, plan.header.head_sets, plan.request.model, plan.request.cluster)
 
     def scan(self, program: Program) -> scanner.Scan:
-        return self._once("scan", program, scanner.scan)
+        return self.once("scan", program, scanner.scan)
 
     def flow(self, program: Program) -> interpreter.Flow:
         """What happens when the program runs. Raises CapacityError."""
-        return self._once("flow", program, self._flow)
+        return self.once("flow", program, self._flow)
 
     def exact_flow(self, program: Program) -> interpreter.Flow:
         """The same, with all that it suspects. Raises CapacityError."""
-        return self._once("exact flow", program, lambda p: self._run(p, lazy=False))
+        return self.once("exact flow", program, lambda p: self._run(p, lazy=False))
 
     def _flow(self, program: Program) -> interpreter.Flow:
         found = self._run(program, lazy=True)
@@ -151,15 +152,9 @@ class Subject:
         inputs = frozenset({Tensor.X} if first.uses(Op.PROJECT) else {Tensor.Q, Tensor.KV})
         return inputs if program is first else inputs | {Tensor.O, Tensor.DO}
 
-    def tasks(self, program: Program) -> coverage.Tasks:
+    def tasks(self, program: Program) -> Tasks:
         """Its tasks in global tokens. Raises CapacityError."""
-        return self._once("tasks", program, lambda p: coverage.tasks_of(p, self.flow(p), self.homes))
-
-    def coverage(self, program: Program) -> tuple[Violation, ...]:
-        """Violations of the rule `coverage` in the program. Raises CapacityError."""
-        return self._once(
-            "coverage", program, lambda p: () if self.repeats(p) else first_few(coverage.find(self, p))
-        )
+        return self.once("tasks", program, lambda p: tasks_of(p, self.flow(p), self.homes))
 
     def repeats(self, program: Program) -> bool:
         """Whether its tasks are those of the forward program of its kind, one by one, which cover the mask."""
@@ -194,7 +189,8 @@ class Subject:
         memory = self.flow(program).memory
         return given | {tensor for tensor in (Tensor.Q, Tensor.KV) if memory.all_at_home(tensor)}
 
-    def _once(self, what: str, program: Program, make: Callable[[Program], T]) -> T:
+    def once(self, what: str, program: Program, make: Callable[[Program], T]) -> T:
+        """What `make` says of the program, under that name, made where it is asked for first."""
         key = (what, program.kind, program.phase)
         if key not in self._cache:
             self._cache[key] = make(program)

@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
-from apportion.ir.hardware import Hardware
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import Op
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
 from apportion.planner.api import plan
 from apportion.planner.forecast.grids import groups_of
 from apportion.planner.forecast.parallelism import Parallelism
-from apportion.planner.passes.pack import Sequential
-from apportion.planner.passes.remap import LINEAR, even_parameters
-from apportion.planner.pipeline import attention_bytes
-from apportion.planner.recipes import pack_of
+from apportion.planner.pack import Sequential
+from apportion.planner.pipeline.pipeline import attention_bytes
+from apportion.planner.recipe.recipes import pack_of
+from apportion.planner.remap import LINEAR, even_parameters
 from apportion.planner.simulate import simulate
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
 from apportion.planner.forecast.parallelism import PACKINGS, Degrees, Parallelism
-from apportion.planner.recipes import entries, find_recipe
+from apportion.planner.recipe.recipes import entries, find_recipe
 
 #: recipes that a team without a planner runs, at every degree, as static grids
 GRID_RECIPES = ("ring", "allgather", "ulysses", "usp")

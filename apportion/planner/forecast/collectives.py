@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, log2
 
-from apportion.ir.cluster import Cluster
+from apportion.ir.request.cluster import Cluster
 
 
 def gather_us(gathered_bytes: float, cluster: Cluster) -> float:

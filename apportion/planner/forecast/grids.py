@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from apportion.ir.batch import Batch, Kind
 from apportion.ir.errors import CapacityError
-from apportion.ir.masks import Causal, SlidingWindow
+from apportion.ir.masks.windows import Causal, SlidingWindow
+from apportion.ir.request.batch import Batch, Kind
 
 
 def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:

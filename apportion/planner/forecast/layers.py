@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apportion.ir.cluster import Cluster
-from apportion.ir.hardware import Hardware
 from apportion.ir.layer_work import GATED, LOSS, adam_bytes, row_numbers
-from apportion.ir.model import Model
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner.cost import CostModel
 from apportion.planner.forecast.training import Training
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice, integer
-from apportion.ir.model import Model
-from apportion.ir.policy import Recipe
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
 
 #: how a static grid gives sequences to its groups
 PACKINGS: tuple[Literal["order", "balanced"], ...] = ("order", "balanced")

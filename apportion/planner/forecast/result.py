@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from apportion.ir.cluster import Cluster
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner.forecast.memory import Memory
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.step import PARTS, Step

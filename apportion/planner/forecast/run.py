@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ApportionError, ConfigError
-from apportion.ir.hardware import Hardware
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner.forecast.attention import Planned, plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
 from apportion.planner.forecast.parallelism import Parallelism

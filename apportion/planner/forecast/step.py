@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import ConfigError
-from apportion.ir.hardware import Hardware
 from apportion.ir.layer_work import BACKWARD
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
 from apportion.planner.forecast.attention import Attended, Planned, attend, even_share, largest
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.host import copies

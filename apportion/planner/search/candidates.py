@@ -9,7 +9,7 @@ from functools import partial
 from math import gcd
 from typing import Any
 
-from apportion.ir.policy import Recipe
+from apportion.ir.request.policy import Recipe
 from apportion.planner.problem import Problem
 
 # Rounds and buffers that candidates start with. Simulated on 64 and 256 ranks (documents of docs/performance.md): few
@@ -111,7 +111,7 @@ def last_resort() -> Candidate:
 
 
 def _named(name: str) -> Candidate:
-    from apportion.planner.recipes import find_recipe
+    from apportion.planner.recipe.recipes import find_recipe
 
     return Candidate(find_recipe(name))
 

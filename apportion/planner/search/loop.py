@@ -14,16 +14,16 @@ from msgspec import Meta
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError, VerifyError
 from apportion.ir.hashing import digest
 from apportion.ir.isa import PHASES
-from apportion.ir.policy import Recipe
-from apportion.planner import pipeline
+from apportion.ir.request.policy import Recipe
+from apportion.planner.inner.groups import Ulysses
+from apportion.planner.lower.inputs import Lowered, held_tokens
 from apportion.planner.options import Count, Positive
-from apportion.planner.passes.groups import Ulysses
-from apportion.planner.passes.lowering import Lowered, held_tokens
-from apportion.planner.passes.schedule import Matchings
-from apportion.planner.pipeline import SILENT, Draft, Made, Placed, SearchPass, Watch
+from apportion.planner.pipeline import pipeline
+from apportion.planner.pipeline.pipeline import SILENT, Draft, Made, Placed, SearchPass, Watch
+from apportion.planner.pipeline.report import compute_imbalance
 from apportion.planner.problem import Problem
-from apportion.planner.recipes import find_recipe, is_deterministic, passes_of
-from apportion.planner.report import compute_imbalance
+from apportion.planner.recipe.recipes import find_recipe, is_deterministic, passes_of
+from apportion.planner.schedule.rounds import Matchings
 from apportion.planner.search.candidates import (
     Candidate,
     in_more_rounds,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import PHASES
-from apportion.planner.passes.lowering import Lowered
-from apportion.planner.pipeline import Placed, splits_all
+from apportion.planner.lower.inputs import Lowered
+from apportion.planner.pipeline.pipeline import Placed, splits_all
 from apportion.planner.problem import Problem
 from apportion.planner.simulate import prepare, run_all
 from apportion.planner.simulate.losses import attainable_us

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.jit import inlined, lean
+from apportion.ir.loops.jit import inlined, lean
 from apportion.planner.simulate.events import Events, Numbers, append, no_events, no_numbers, pop, push, sort
 from apportion.planner.simulate.ports import (
     NONE,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.jit import lean
+from apportion.ir.loops.jit import lean
 
 #: up to here insertion sorts faster
 _SHORT = 24

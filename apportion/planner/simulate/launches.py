@@ -20,8 +20,8 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.isa import OP_NAMES, RULES, Op, Rule, Tensor
-from apportion.ir.jit import jit
-from apportion.ir.messages import Groups, group_tiles
+from apportion.ir.loops.jit import jit
+from apportion.ir.plan.messages import Groups, group_tiles
 from apportion.planner.simulate.program import Tiles, View
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from apportion.ir.arrays import Floats
-from apportion.ir.bands import joined
-from apportion.ir.batch import Batch
-from apportion.ir.model import Model
+from apportion.ir.masks.bands import joined
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.model import Model
 from apportion.planner.cost import bands_us
 from apportion.planner.simulate.durations import Costs, Work
 

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints, group_of, offsets
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.fields import integer
-from apportion.ir.hardware import Hardware
 from apportion.ir.isa import PHASES, Op
-from apportion.ir.segments import agreed_cuts, own_cuts, segment_ends
+from apportion.ir.plan.segments import agreed_cuts, own_cuts, segment_ends
+from apportion.ir.request.hardware import Hardware
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import busy_us, engine, prepare_program
 from apportion.planner.simulate.durations import Costs

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints, changes
-from apportion.ir.jit import lean
-from apportion.ir.sorting import stable_order
+from apportion.ir.loops.jit import lean
+from apportion.ir.loops.sorting import stable_order
 from apportion.planner.simulate.program import Traffic
 
 NONE = -1

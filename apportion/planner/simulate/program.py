@@ -17,16 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints, offsets
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError
-from apportion.ir.fusion import Complete, find_complete
 from apportion.ir.isa import RESULTS, Op, Tensor
-from apportion.ir.model import Model
-from apportion.ir.plan import ProgramSet
-from apportion.ir.programs import ProgramView, head_table
-from apportion.ir.sorting import sort_order
-from apportion.ir.statistics import Statistics, find_statistics
+from apportion.ir.loops.sorting import sort_order
+from apportion.ir.plan.fusion import Complete, find_complete
+from apportion.ir.plan.programs import ProgramView, head_table
+from apportion.ir.plan.row_statistics import Statistics, find_statistics
+from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 
 #: what an instruction is to the event loop
 WORK, LAUNCH, WAIT = range(3)

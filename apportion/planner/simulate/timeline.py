@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.cluster import Cluster
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
+from apportion.ir.request.cluster import Cluster
 from apportion.planner.simulate.durations import Costs, Work
 from apportion.planner.simulate.engine import Times, idle_until
 from apportion.planner.simulate.launches import CAST, PACK, UNPACK

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.codec import Plan
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TENSOR_NAMES, Tensor
 from apportion.planner.simulate.launches import WORK_NAMES

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.cluster import Cluster
 from apportion.ir.errors import VerifyError
-from apportion.ir.jit import jit
-from apportion.ir.sorting import stable_order
+from apportion.ir.loops.jit import jit
+from apportion.ir.loops.sorting import stable_order
+from apportion.ir.request.cluster import Cluster
 from apportion.planner.simulate.program import Tiles, Traffic, View
 
 #: bytes that 1 GB/s moves in a microsecond

@@ -73,7 +73,7 @@ _BUILT_IN = (
     Entry(
         "lpt",
         "partition",
-        f"{_HERE}.lpt:solve",
+        f"{_HERE}.partition.lpt:solve",
         "Graham 1969; FCP, section 4.1",
         "longest processing time first under a size cap, bins of unequal speed",
         heuristic=True,
@@ -82,7 +82,7 @@ _BUILT_IN = (
     Entry(
         "lpt_near",
         "partition",
-        f"{_HERE}.lpt:solve_near",
+        f"{_HERE}.partition.lpt:solve_near",
         "Graham 1969; the bins about as light are ours",
         "LPT; of the bins that are about as light, one near to where items of the same family are",
         heuristic=True,
@@ -91,7 +91,7 @@ _BUILT_IN = (
     Entry(
         "swap",
         "partition",
-        f"{_HERE}.swap:solve",
+        f"{_HERE}.partition.swap:solve",
         "LPT; local search after Finn and Horowitz 1979",
         "LPT, then items of the heaviest bin change places with none, one or two of a lighter one",
         heuristic=True,
@@ -100,7 +100,7 @@ _BUILT_IN = (
     Entry(
         "ilp",
         "partition",
-        f"{_HERE}.partition_ilp:solve",
+        f"{_HERE}.partition.ilp:solve",
         "the assignment program of makespan scheduling; Huangfu and Hall 2018 (HiGHS)",
         "exact for small problems, in seconds for others: HiGHS, started from LPT",
         ("pulp", "solvers"),
@@ -108,7 +108,7 @@ _BUILT_IN = (
     Entry(
         "matching",
         "colouring",
-        f"{_HERE}.matching:solve",
+        f"{_HERE}.colouring.matching:solve",
         "König 1916; FCP, section 4.2",
         "a bipartite multigraph into exactly as many matchings as its largest degree",
         limits=(),
@@ -116,7 +116,7 @@ _BUILT_IN = (
     Entry(
         "flow",
         "colouring",
-        f"{_HERE}.colouring_flow:solve",
+        f"{_HERE}.colouring.flow:solve",
         "repeated min-cost flows, as FCP, section 4.2, repeats maximum matchings",
         "as few matchings, each with as many edges as can be, so that the last ones are the emptiest",
         ("scipy", "solvers"),
@@ -125,7 +125,7 @@ _BUILT_IN = (
     Entry(
         "flow",
         "transport",
-        f"{_HERE}.flow:solve",
+        f"{_HERE}.transport:solve",
         "Zeppelin, section 3 (remapping); Huangfu and Hall 2018 (HiGHS)",
         "surplus rows to deficit rows: closed form for two-level costs, HiGHS LP for any other",
         limits=("deadline_s",),
@@ -133,7 +133,7 @@ _BUILT_IN = (
     Entry(
         "ilp",
         "grouping",
-        f"{_HERE}.ilp:solve",
+        f"{_HERE}.grouping.ilp:solve",
         "FlexSP, section 4",
         "group sizes and sequences to groups: greedy mix, local search, PuLP model on HiGHS, with its own bound",
         ("pulp", "solvers"),
@@ -142,7 +142,7 @@ _BUILT_IN = (
     Entry(
         "greedy",
         "hypergraph",
-        f"{_HERE}.hypergraph:solve",
+        f"{_HERE}.hypergraph.solver:solve",
         "DCP, section 4.2; moves after Fiduccia and Mattheyses 1982",
         "two constraints, nodes then ranks: greedy with affinity, repair of both balances, moves that gain",
         heuristic=True,
@@ -151,7 +151,7 @@ _BUILT_IN = (
     Entry(
         "mtkahypar",
         "hypergraph",
-        f"{_HERE}.mtkahypar:solve",
+        f"{_HERE}.hypergraph.mtkahypar:solve",
         "DCP, section 4.2; Gottesbüren et al. 2022 (Mt-KaHyPar)",
         "tokens placed by our greedy and fixed, compute partitioned by Mt-KaHyPar in a child process, our repair",
         ("mtkahypar", "solvers"),

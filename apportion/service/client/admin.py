@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from apportion.ir.bytes.job import Job
 from apportion.ir.fields import integer
 from apportion.ir.fields import name as checked_name
-from apportion.ir.job import Job
 from apportion.service import protocol
 from apportion.service.client import answers, arguments
 from apportion.service.client.answers import JobSummary

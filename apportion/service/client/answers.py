@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import msgspec
 from urllib3 import HTTPHeaderDict
 
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.hashing import digest
-from apportion.ir.iteration_slice import IterationSlice
 from apportion.service import protocol
 from apportion.service.client.errors import (
     BadAnswerError,

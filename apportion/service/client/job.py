@@ -6,11 +6,11 @@ import re
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from apportion.ir.batch import Batch
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, name
-from apportion.ir.iteration_slice import IterationSlice
-from apportion.ir.job import Job
+from apportion.ir.request.batch import Batch
 from apportion.service import protocol
 from apportion.service.client import answers, arguments
 from apportion.service.client.answers import EpochState, Received

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from urllib.parse import urlencode
 
-from apportion.ir.iteration_slice import IterationSlice
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.service import protocol
 from apportion.service.client import answers
 from apportion.service.client.answers import Received

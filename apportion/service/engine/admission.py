@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apportion.ir.batch import Batch
+from apportion.ir.bytes.job import Job as Spec
+from apportion.ir.bytes.job import encode_request
+from apportion.ir.bytes.wire import encode_section
 from apportion.ir.hashing import digest
-from apportion.ir.job import Job as Spec
-from apportion.ir.job import encode_request
-from apportion.ir.wire import encode_section
+from apportion.ir.request.batch import Batch
 from apportion.service.engine.library import Library
 from apportion.service.engine.metrics import Counters
 from apportion.service.engine.state import Epoch, Job

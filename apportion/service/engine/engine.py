@@ -18,10 +18,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from apportion.ir.batch import Batch
+from apportion.ir.bytes.job import Job as Spec
 from apportion.ir.fields import integer
 from apportion.ir.fields import name as checked_name
-from apportion.ir.job import Job as Spec
+from apportion.ir.request.batch import Batch
 from apportion.service.engine.admission import Admission, Asked, asked
 from apportion.service.engine.journal import Journal
 from apportion.service.engine.library import Body, Entry, Library

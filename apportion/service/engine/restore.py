@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from apportion.ir.bytes.job import Job as Spec
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.job import Job as Spec
 from apportion.service.engine.library import Library
 from apportion.service.engine.records import (
     EpochRecord,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from apportion.ir.job import Job as Spec
+from apportion.ir.bytes.job import Job as Spec
 from apportion.service.engine.library import Entry
 from apportion.service.engine.records import (
     EpochRecord,

@@ -17,11 +17,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from pydantic import BeforeValidator
 from starlette.exceptions import HTTPException
 
-from apportion.ir.batch import Batch
+from apportion.ir.bytes.job import Job as Spec
 from apportion.ir.errors import ApportionError, ConfigError
-from apportion.ir.job import Job as Spec
+from apportion.ir.request.batch import Batch
 from apportion.ir.version import __version__
-from apportion.planner.recipes import check as check_recipe
+from apportion.planner.recipe.recipes import check as check_recipe
 from apportion.service.engine import Engine, IterationState, JobState
 from apportion.service.http import models
 from apportion.service.http.auth import Keys, given, key_digest, new_key

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from apportion.ir.sequences import MAX_MICROBATCHES
+from apportion.ir.bytes.sequences import MAX_MICROBATCHES
 from apportion.service.http.auth import KEY
 from apportion.service.protocol import TRAIN
 

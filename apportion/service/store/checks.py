@@ -85,7 +85,7 @@ def _fault(key: bytes, path: Path, verify: bool) -> str | None:
 def _claims(pack: Pack, verify: bool) -> Iterator[tuple[bytes, int]]:
     """(id, ranks) that each body says. Raises ApportionError."""
     if pack.form == "slices":
-        from apportion.ir.iteration_slice import IterationSlice
+        from apportion.ir.bytes.iteration_slice import IterationSlice
 
         for rank, body in enumerate(pack.bodies):
             piece = IterationSlice.decode(body)
@@ -94,7 +94,7 @@ def _claims(pack: Pack, verify: bool) -> Iterator[tuple[bytes, int]]:
             yield piece.id, piece.ranks
     elif verify:
         from apportion.ir.verify import verify as verify_plan
-        from apportion.planner.jobs import lower_job
+        from apportion.planner.iteration.jobs import lower_job
 
         plan = lower_job(pack.bodies[0])
         for microbatch in plan.plans:

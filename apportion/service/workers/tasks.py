@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from apportion.ir.bytes.wire import encode_struct, unpack
 from apportion.ir.errors import DecodeError
-from apportion.ir.wire import encode_struct, unpack
 from apportion.service.workers.errors import RefusedError, WorkerDiedError
 
 HEAD = struct.Struct("<I")

@@ -8,16 +8,16 @@ import time
 import traceback
 from collections.abc import Callable
 
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
+from apportion.ir.bytes.iteration import encode_slices
+from apportion.ir.bytes.job import Job, decode_request, encode_request
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError
-from apportion.ir.iteration import encode_slices
-from apportion.ir.jit import compiling
-from apportion.ir.job import Job, decode_request, encode_request
-from apportion.ir.model import Model
-from apportion.ir.policy import Policy
-from apportion.planner.jobs import Planned, lower_job, plan_job
-from apportion.planner.recipes import find_recipe
+from apportion.ir.loops.jit import compiling
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.iteration.jobs import Planned, lower_job, plan_job
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.workers.pipes import dies_with, receive, send
 from apportion.service.workers.tasks import MAX_REPLY, Done, Refused, Reply, Task, encode, read_task
 

@@ -8,12 +8,12 @@ import torch
 from strategies import STRATEGIES, WIDE, cluster
 
 from apportion.backends.torch.recording import RecordingDevice
-from apportion.ir.batch import Batch, Sequence
 from apportion.ir.isa import PHASES
-from apportion.ir.messages import ALIGNMENT
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.plan.messages import ALIGNMENT
+from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import has_own_cap
+from apportion.planner.recipe.recipes import has_own_cap
 from apportion.planner.simulate import simulate
 from apportion.trainer.attention import PlanHandle, planned_attention
 

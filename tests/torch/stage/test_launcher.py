@@ -10,9 +10,9 @@ from triton.runtime import driver
 from apportion.backends.torch.engines import StageEngine
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage.launcher import KERNELS, DeviceLauncher
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.model import Model
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.trainer.attention import PlanHandle, planned_attention
 

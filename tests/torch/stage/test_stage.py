@@ -17,12 +17,12 @@ import pytest
 import torch
 from strategies import STRATEGIES, WIDE, cluster
 
-from apportion.ir import text
-from apportion.ir.batch import Batch
-from apportion.ir.cluster import Cluster
-from apportion.ir.policy import Policy, Recipe
+from apportion.ir.parse import parse
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import has_own_cap
+from apportion.planner.recipe.recipes import has_own_cap
 
 MATRIX = STRATEGIES | WIDE
 MASKS = tuple(cases.BATCHES)
@@ -115,7 +115,7 @@ BY_HAND = sorted((Path(__file__).parents[2] / "plans").glob("*.txt"))
     "path", [path for path in BY_HAND if path.stem != "heads"], ids=lambda path: path.stem
 )
 def test_plans_written_by_hand(interpreted, path, extra):
-    plan = text.parse(path.read_text().replace('"dtype": "fp64"', '"dtype": "fp16"'))
+    plan = parse(path.read_text().replace('"dtype": "fp64"', '"dtype": "fp16"'))
     problem = cases.problem_of(plan, 2, sinks=extra == "sinks")
     for kind in plan.header.kinds:
         got = cases.run(interpreted, plan, problem, kind)
@@ -143,7 +143,7 @@ def test_nothing_is_read_that_was_not_written(interpreted, name, check):
     """Rows that a task completes never are in accumulators; nor do those who look behind kernels read them there."""
     if (made := UNWRITTEN[name]) is None:
         path = next(path for path in BY_HAND if path.stem == name)
-        plan = text.parse(path.read_text().replace('"dtype": "fp64"', '"dtype": "fp16"'))
+        plan = parse(path.read_text().replace('"dtype": "fp64"', '"dtype": "fp16"'))
     else:
         plan = unwritten(*made)
     problem = cases.problem_of(plan, 3, sinks=not check)

@@ -3,7 +3,7 @@
 import jobs_bench
 
 from apportion.bench import Job, Source, cluster_of, planned
-from apportion.ir.model import Model
+from apportion.ir.request.model import Model
 
 
 def test_ranks_run_stage_kernels(interpreted):

@@ -10,12 +10,12 @@ from strategies import STRATEGIES, cluster
 from apportion.backends.torch.stage.rowlists import COPY, Place, move, panels
 from apportion.backends.torch.stage.tiles import cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, work_list
-from apportion.ir.fusion import Complete, RowRanges, find_complete
 from apportion.ir.isa import PHASES, Op
-from apportion.ir.policy import Policy, Recipe
-from apportion.ir.statistics import find_statistics
+from apportion.ir.plan.fusion import Complete, RowRanges, find_complete
+from apportion.ir.plan.row_statistics import find_statistics
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipes import has_own_cap
+from apportion.planner.recipe.recipes import has_own_cap
 
 
 def tiles_of(ranges, first, height=4, key=None):

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from apportion.ir.plan import Header
+from apportion.ir.plan.tables import Header
 
 #: compute capability that the kernels need: bfloat16 and asynchronous copies
 LEAST = (8, 0)

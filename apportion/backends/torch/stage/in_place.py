@@ -18,11 +18,11 @@ from apportion.backends.interp import Operand, Program
 from apportion.backends.torch.memory import Arenas
 from apportion.backends.torch.rounds import Message, Rounds, tile_arrays
 from apportion.backends.torch.stage.worklists import ROLES, Targets
-from apportion.ir.fusion import Complete, gaps
 from apportion.ir.isa import RESULTS, Op, Space
-from apportion.ir.messages import ALIGNMENT
-from apportion.ir.ops import instruction_of
-from apportion.ir.plan import ProgramSet
+from apportion.ir.plan.fusion import Complete, gaps
+from apportion.ir.plan.messages import ALIGNMENT
+from apportion.ir.plan.ops import instruction_of
+from apportion.ir.plan.tables import ProgramSet
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from apportion.backends.torch.stage.launcher import Launcher, default_launcher
 from apportion.backends.torch.stage.program import Launch, StageLoaded
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.transport import Transport
-from apportion.ir.fusion import gaps
 from apportion.ir.isa import Tensor as Name
+from apportion.ir.plan.fusion import gaps
 
 
 class StageMachine(TorchMachine):

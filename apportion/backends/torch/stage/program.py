@@ -42,12 +42,12 @@ from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants
 from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ExecutionError
-from apportion.ir.fusion import Complete, RowRanges, apart, find_complete, gaps, result_ranges
 from apportion.ir.isa import OP_NAMES, PHASES, Op, Space
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.ops import instruction_of
-from apportion.ir.plan import ProgramSet
-from apportion.ir.statistics import Statistics, find_statistics
+from apportion.ir.plan.fusion import Complete, RowRanges, apart, find_complete, gaps, result_ranges
+from apportion.ir.plan.ops import instruction_of
+from apportion.ir.plan.row_statistics import Statistics, find_statistics
+from apportion.ir.plan.tables import ProgramSet
 
 
 class Launch(NamedTuple):

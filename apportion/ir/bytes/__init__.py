@@ -1,0 +1,1 @@
+"""How plans, slices, iterations and requests are stored and sent: `schemas/FORMAT.md`."""

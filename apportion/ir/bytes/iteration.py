@@ -1,0 +1,243 @@
+"""The plans of one training iteration: its microbatches, and the sequences that wait.
+
+    IterationPlan ── plans      one per microbatch, all of the same cluster, model and policy
+                  ├─ indexes    which sequences of the iteration's batch each microbatch has
+                  ├─ deferred   which of them it has not; the caller gives them again in the next iteration
+                  └─ id = H(magic · per microbatch (id · H(indexes)) · H(deferred))
+
+Every rank has as many microbatches as any other: where it holds no token of one, its layouts have no rows there and
+its programs nothing but what other ranks need of it. `schemas/FORMAT.md` describes the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.bytes import codec, wire
+from apportion.ir.bytes.codec import Plan, Slice
+from apportion.ir.bytes.iteration_slice import IterationSlice, encode_slice
+from apportion.ir.bytes.sequences import FORMAT, MAX_MICROBATCHES, iteration_id, packed, unpacked
+from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.fields import integers
+from apportion.ir.plan.tables import Request
+
+#: what `report` adds up over the microbatches
+SUMS = ("tokens", "area", "bytes", "slots", "max_degree", "rounds", "plan_bytes")
+#: what it takes the largest of
+MAXIMA = ("imbalance", "imbalance_bound", "heaviest_piece_over_mean")
+
+
+class IterationWire(wire.Version):
+    """An iteration plan; each of `plans` is an encoded plan, the others are columns."""
+
+    plans: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
+    indexes: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
+    deferred: bytes
+    id: bytes
+
+
+_decode_iteration = msgspec.msgpack.Decoder(IterationWire).decode
+
+
+@dataclass(frozen=True, eq=False)
+class IterationPlan:
+    """The plans of an iteration's microbatches, in the order in which they run.
+
+    plans: of 1 to 4096 microbatches, asked for alike but for the batch. indexes: of each the places of its sequences
+    in the iteration's batch, int64. deferred: int64, rising, the sequences that wait for a later iteration. Each
+    sequence of the batch is in one of these arrays. Equal iteration plans have equal ids. Raises ConfigError.
+    """
+
+    plans: tuple[Plan, ...]
+    indexes: tuple[Ints, ...]
+    deferred: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plans", tuple(self.plans))
+        _check_plans(self.plans, len(self.indexes))
+        object.__setattr__(
+            self, "indexes", tuple(_column(f"indexes[{i}]", own) for i, own in enumerate(self.indexes))
+        )
+        object.__setattr__(self, "deferred", _column("deferred", self.deferred))
+        _check_sequences(self)
+
+    @property
+    def ranks(self) -> int:
+        return self.plans[0].header.ranks
+
+    @cached_property
+    def id(self) -> bytes:
+        """32 bytes, BLAKE2b over the ids and the sequences of the microbatches and what is deferred."""
+        return iteration_id([plan.id for plan in self.plans], self.indexes, self.deferred)
+
+    def for_rank(self, rank: int) -> tuple[Slice, ...]:
+        """The rank's slice of every microbatch. Raises ConfigError where there is no such rank."""
+        return tuple(plan.for_rank(rank) for plan in self.plans)
+
+    def slice_for(self, rank: int) -> IterationSlice:
+        """All that the rank needs of the iteration, and what proves it. Raises ConfigError where there is no such
+        rank."""
+        return IterationSlice(self.id, self.for_rank(rank), self.indexes, self.deferred)
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """Number of microbatches, sequences and deferred sequences; the sums and maxima over the microbatches of what
+        the plans report (`SUMS`, `MAXIMA`); their tokens; the ids of the plans in hex; and the sums of their bounds,
+        which hold for this packing. No gap is told where a microbatch has none.
+
+        Sums of `bytes.max_rank`, `plan_bytes.largest_rank` and the like add up the worst rank of each microbatch: no
+        rank has more over the iteration.
+        """
+        reports = [plan.report for plan in self.plans]
+        found: dict[str, Any] = {
+            "microbatches": len(self.plans),
+            "ranks": self.ranks,
+            "sequences": int(sum(map(len, self.indexes))),
+            "deferred": len(self.deferred),
+            "tokens_of_microbatches": [plan.request.batch.tokens for plan in self.plans],
+            "plans": [plan.id.hex() for plan in self.plans],
+        }
+        for names, merge in ((SUMS, sum), (MAXIMA, max)):
+            for name in names:
+                merged = _merged([report.get(name) for report in reports], merge)
+                if merged is not None:
+                    found[name] = merged
+        return found | {"bounds": _merged_bounds([report.get("bounds") for report in reports])}
+
+    def encode(self) -> bytes:
+        """The iteration plan as bytes: a function of its plans and indexes alone."""
+        return wire.encode_struct(
+            IterationWire(
+                FORMAT,
+                max(plan.header.version for plan in self.plans),
+                [plan.encode() for plan in self.plans],
+                [packed(own) for own in self.indexes],
+                packed(self.deferred),
+                self.id,
+            )
+        )
+
+    @staticmethod
+    def decode(data: bytes) -> IterationPlan:
+        """The iteration plan in `data`. Raises DecodeError (VersionError for an unknown major version)."""
+        found: IterationWire = wire.read_envelope(data, _decode_iteration, "iteration", FORMAT)
+        if not wire.newer(found.version):
+            wire.check_canonical(len(data), found, "iteration")
+        if len(found.plans) != len(found.indexes):
+            raise DecodeError(
+                f"iteration: {len(found.plans)} plans, but {len(found.indexes)} columns of indexes"
+            )
+        columns = [unpacked(column) for column in (*found.indexes, found.deferred)]
+        plans = tuple(Plan.decode(plan) for plan in found.plans)
+        real = iteration_id([plan.id for plan in plans], columns[:-1], columns[-1])
+        if real != found.id:
+            raise DecodeError(
+                f"iteration: stored id {found.id[:32].hex()} differs from {real.hex()}, the id of its bytes: it was "
+                "changed or damaged after it was made"
+            )
+        try:
+            return IterationPlan(plans, tuple(columns[:-1]), columns[-1])
+        except ConfigError as error:
+            raise DecodeError(f"iteration: {error}") from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IterationPlan) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+def encode_slices(plan: IterationPlan) -> tuple[bytes, ...]:
+    """What every rank receives, as bytes: `plan.slice_for(rank).encode()` of each, without opening any."""
+    columns = zip(*map(codec.encode_slices, plan.plans), strict=True)
+    return tuple(encode_slice(list(own), plan.indexes, plan.deferred, plan.id) for own in columns)
+
+
+# ---------------------------------------------------------------------------------------------- columns
+
+
+def _column(name: str, values: Any) -> Ints:
+    """int64, read-only."""
+    column = integers(f"iteration.{name}", values, 0, 2**32 - 1).copy()
+    column.setflags(write=False)
+    return column
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def _check_plans(plans: tuple[Plan, ...], indexes: int) -> None:
+    if not 1 <= len(plans) <= MAX_MICROBATCHES or len(plans) != indexes:
+        rule = f"must be 1 to {MAX_MICROBATCHES} plans, with as many arrays of indexes ({indexes})"
+        raise ConfigError("iteration.plans", len(plans), rule, "give the indexes of each microbatch")
+    first = _asked(plans[0].request)
+    for i, plan in enumerate(plans):
+        for name, value in _asked(plan.request).items():
+            if value != first[name]:
+                rule = f"has another {name} than the first microbatch"
+                remedy = "plan all microbatches of an iteration alike"
+                raise ConfigError(f"iteration.plans[{i}].{name}", value, rule, remedy)
+        if plan.header.kinds != plans[0].header.kinds:
+            rule = "has other attention kinds than the first microbatch"
+            raise ConfigError(
+                f"iteration.plans[{i}]", plan.header.kinds, rule, "give all masks the same kinds"
+            )
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    """What all microbatches have in common. Where a recipe has no token cap of its own, each plan records what it came
+    to."""
+    policy = replace(request.policy, token_cap=None)
+    return {
+        "cluster": request.cluster,
+        "model": request.model,
+        "policy": policy,
+        "hardware": request.hardware,
+    }
+
+
+def _check_sequences(iteration: IterationPlan) -> None:
+    """Each microbatch has as many sequences as its plan, and all sequences are there once."""
+    for i, (plan, own) in enumerate(zip(iteration.plans, iteration.indexes, strict=True)):
+        if len(own) != len(plan.request.batch.lengths):
+            rule = f"must name the {len(plan.request.batch.lengths)} sequences of its plan"
+            raise ConfigError(f"iteration.indexes[{i}]", len(own), rule, "give the index of each")
+    told = np.sort(np.concatenate([*iteration.indexes, iteration.deferred]))
+    if not np.array_equal(told, np.arange(len(told))):
+        missing = int(np.flatnonzero(told != np.arange(len(told)))[0])
+        rule = f"must have every sequence of the batch once: {missing} is missing or there twice"
+        raise ConfigError("iteration.indexes", told[:8].tolist(), rule, "number the sequences from 0")
+    if (np.diff(iteration.deferred) < 0).any():
+        raise ConfigError("iteration.deferred", iteration.deferred[:8].tolist(), "must rise", "sort it")
+
+
+# ---------------------------------------------------------------------------------------------- report
+
+
+def _merged(values: list[Any], merge: Any) -> Any:
+    """One number of several, maps key by key; None where one of them has something else or nothing."""
+    if all(isinstance(value, Mapping) for value in values):
+        common = [key for key in values[0] if all(key in value for value in values)]
+        parts = {key: _merged([value[key] for value in values], merge) for key in common}
+        return {key: part for key, part in parts.items() if part is not None}
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return merge(values)
+    return None
+
+
+def _merged_bounds(values: list[Any]) -> dict[str, dict[str, Any]]:
+    """Bounds of the iteration, {name: {"bound", "value", "gap"}}: microbatches run one after another."""
+    totals = _merged(values, sum) or {}
+    gaps = _merged(values, max) or {}
+    return {
+        name: total | {"gap": total["value"] / total["bound"] if "gap" in gaps[name] else None}
+        for name, total in totals.items()
+        if isinstance(total, dict) and total.get("bound") and "value" in total
+    }

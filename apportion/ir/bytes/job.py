@@ -1,0 +1,175 @@
+"""What all iterations of a training run have in common, and the request for one iteration's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from apportion.ir.bytes import wire
+from apportion.ir.bytes.sequences import MAX_MICROBATCHES
+from apportion.ir.errors import CapacityError, ConfigError, DecodeError
+from apportion.ir.fields import integer, known, load
+from apportion.ir.hashing import digest
+from apportion.ir.isa import VERSION
+from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.ir.version import __version__
+
+FORMAT = "apportion.request"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run, as its planner sees it.
+
+    tokens_per_rank: of a microbatch; microbatches: of an iteration; a recipe with a pack step spreads the samples of an
+    iteration over as many. hardware: what recipes that compare times price with; None is the built-in H100.
+    Raises ConfigError.
+    """
+
+    cluster: Cluster
+    model: Model
+    policy: Policy
+    tokens_per_rank: int
+    microbatches: int = 1
+    hardware: Hardware | None = None
+
+    def __post_init__(self) -> None:
+        kinds = (("cluster", Cluster), ("model", Model), ("policy", Policy))
+        for name, kind in kinds:
+            if not isinstance(getattr(self, name), kind):
+                rule, remedy = f"must be a {kind.__name__}", f"make one with {kind.__name__}(...)"
+                raise ConfigError(f"job.{name}", getattr(self, name), rule, remedy)
+        self.cluster.check_ranks()
+        object.__setattr__(self, "hardware", Hardware.named(self.hardware))
+        integer("job.tokens_per_rank", self.tokens_per_rank, 1, MAX_TOKENS // self.cluster.ranks)
+        integer("job.microbatches", self.microbatches, 1, MAX_MICROBATCHES)
+
+    @property
+    def ranks(self) -> int:
+        return self.cluster.ranks
+
+    @property
+    def tokens(self) -> int:
+        """At most so many in a microbatch, all ranks together."""
+        return self.ranks * self.tokens_per_rank
+
+    @property
+    def packs(self) -> bool:
+        """Whether the recipe spreads the samples of an iteration over its microbatches."""
+        return self.policy.recipe.step("pack") is not None
+
+    @staticmethod
+    def from_data(data: Any) -> Job:
+        """The job of plain data: a mapping of the fields above, the first four required. Raises ConfigError."""
+        names = [item.name for item in fields(Job)]
+        data = known("job", data, names, names[:4])
+        hardware = data.get("hardware")
+        return Job(
+            Cluster.from_data(data["cluster"]),
+            Model.from_data(data["model"]),
+            Policy.from_data(data["policy"]),
+            data["tokens_per_rank"],
+            data.get("microbatches", 1),
+            None if hardware is None else _hardware(hardware),
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data with every field."""
+        return {
+            "cluster": self.cluster.to_data(),
+            "model": self.model.to_data(),
+            "policy": self.policy.to_data(),
+            "tokens_per_rank": self.tokens_per_rank,
+            "microbatches": self.microbatches,
+            "hardware": None if self.hardware is None else self.hardware.to_data(),
+        }
+
+    @staticmethod
+    def load(path: str | Path) -> Job:
+        """The job of a JSON or YAML file. Raises ConfigError."""
+        return Job.from_data(load(path))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes, of all that plans depend on, the planner's release included."""
+        return digest(wire.encode_section([FORMAT, VERSION, __version__, self._planned()]))
+
+    def _planned(self) -> dict[str, Any]:
+        data = self.to_data() | {"hardware": None if self.hardware is None else self.hardware.digest()}
+        if not self.packs:  # then only the batches say how much is planned
+            data |= {"tokens_per_rank": None, "microbatches": None}
+        return data
+
+    def request_key(self, batches: Sequence[Batch]) -> bytes:
+        """32 bytes, the content address of an iteration's plan: equal requests to one release have equal keys."""
+        return digest(self.digest + wire.encode_section([batch.to_data() for batch in batches]))
+
+    def check(self, batches: Sequence[Batch]) -> None:
+        """Raises ConfigError for a wrong number of batches, CapacityError where one is too large."""
+        most = 1 if self.packs else self.microbatches
+        if not 1 <= len(batches) <= most:
+            rule = f"must be 1 to {most}: " + (
+                "the recipe packs all sequences of the iteration itself" if self.packs else "one a microbatch"
+            )
+            raise ConfigError("batches", f"{len(batches)} batches", rule, "group the sequences anew")
+        room = self.tokens * (self.microbatches if self.packs else 1)
+        for i, batch in enumerate(batches):
+            if batch.tokens > room:
+                raise CapacityError(
+                    f"batches[{i}] has {batch.tokens} tokens, the job's {self.ranks} ranks take {room} "
+                    f"({self.tokens_per_rank} each): raise tokens_per_rank or send fewer sequences"
+                )
+
+
+def _hardware(data: Any) -> Hardware:
+    """Built-in hardware by its name, other hardware by its data: what comes from outside never names a file."""
+    if isinstance(data, str) and data not in Hardware.builtin():
+        rule, remedy = (
+            "is not built-in hardware",
+            f"write one of {', '.join(Hardware.builtin())}, or all its data",
+        )
+        raise ConfigError("job.hardware", data, rule, remedy)
+    return Hardware.load(data) if isinstance(data, str) else Hardware.from_data(data)
+
+
+class _RequestWire(wire.Version):
+    job: bytes
+    batches: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
+
+
+_decode_request = msgspec.msgpack.Decoder(_RequestWire).decode
+_decode_data = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+def encode_request(job: Job, batches: Sequence[Batch]) -> bytes:
+    """The request for an iteration's plan as bytes: equal requests give equal bytes."""
+    data = [wire.encode_section(batch.to_data()) for batch in batches]
+    return wire.encode_struct(_RequestWire(FORMAT, VERSION, wire.encode_section(job.to_data()), data))
+
+
+def decode_request(data: bytes) -> tuple[Job, tuple[Batch, ...]]:
+    """The job and the batches in `data`. Raises DecodeError, VersionError."""
+    found: _RequestWire = wire.read_envelope(data, _decode_request, "iteration request", FORMAT)
+    if not wire.newer(found.version):
+        wire.check_canonical(len(data), found, "iteration request")
+    try:
+        job = Job.from_data(_section(found.job, found.version))
+        batches = tuple(Batch.from_data(_section(batch, found.version)) for batch in found.batches)
+        job.check(batches)
+    except (ConfigError, CapacityError) as error:
+        raise DecodeError(f"iteration request: {error}") from None
+    return job, batches
+
+
+def _section(data: bytes, version: tuple[int, int]) -> Any:
+    return wire.read_section(_decode_data, data, "request", version)

@@ -1,0 +1,71 @@
+"""The sections of a plan that are plain data: header, request, names of layouts and moves, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from apportion.ir.bytes import wire
+from apportion.ir.errors import DecodeError
+from apportion.ir.isa import LIMIT
+from apportion.ir.plan import wellformed
+from apportion.ir.plan.plain import (
+    check_pairs,
+    header_data,
+    request_from_data,
+)
+from apportion.ir.plan.tables import Header, Request
+
+
+class _Layout(msgspec.Struct):
+    tokens: int
+
+
+_decode_header = msgspec.msgpack.Decoder(Header).decode
+_decode_layouts = msgspec.msgpack.Decoder(dict[str, _Layout]).decode
+_decode_moves = msgspec.msgpack.Decoder(list[tuple[str, str]]).decode
+_decode_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+def read_header(data: bytes, version: tuple[int, int]) -> Header:
+    """The header section. Raises DecodeError."""
+    header: Header = wire.read_section(_decode_header, data, "header", version, header_data)
+    if header.version != tuple(version):
+        raise DecodeError(f"header: version {header.version} differs from {tuple(version)} outside it")
+    wellformed.check_header(header)
+    return header
+
+
+def read_request(data: bytes, version: tuple[int, int]) -> Request:
+    """The request section. Raises DecodeError."""
+    found = wire.read_section(_decode_map, data, "request", version)
+    return request_from_data(found, strict=not wire.newer(version))
+
+
+def read_tokens(
+    data: bytes, header: Header, tokens: int | None, version: tuple[int, int]
+) -> Mapping[str, int]:
+    """The layouts section: name -> tokens, in the header's order. `tokens`: those of the batch, where known."""
+    found: dict[str, _Layout] = wire.read_section(_decode_layouts, data, "layouts", version)
+    if sorted(found) != sorted(header.layouts):
+        raise DecodeError("layouts: the section and the header do not name the same layouts")
+    for name, layout in found.items():
+        if not 0 <= layout.tokens <= LIMIT or (tokens is not None and layout.tokens != tokens):
+            raise DecodeError(f"layouts: {name} has {layout.tokens} tokens, the batch {tokens}")
+    return {name: found[name].tokens for name in header.layouts}
+
+
+def read_moves(data: bytes, header: Header, version: tuple[int, int]) -> list[tuple[str, str]]:
+    """The moves section: (source, target) pairs. Raises DecodeError."""
+    pairs: list[tuple[str, str]] = wire.read_section(_decode_moves, data, "moves", version)
+    check_pairs(pairs, header)
+    return pairs
+
+
+def read_report(data: bytes, version: tuple[int, int]) -> dict[str, Any]:
+    """The report section: plain data without NaN. Raises DecodeError."""
+    report: dict[str, Any] = wire.read_section(_decode_map, data, "report", version)
+    wire.check_plain(report, "report")
+    return report

@@ -1,0 +1,198 @@
+"""The msgpack structures of plans and slices, and how untrusted bytes become them.
+
+Whatever the bytes, only DecodeError (VersionError) comes out, sizes are checked before anything is built from
+them, and the typed decoders stop at the first value of a wrong type. `schemas/FORMAT.md` describes the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from apportion.ir.bytes.columns import Cell
+from apportion.ir.errors import DecodeError, VersionError
+from apportion.ir.isa import VERSION
+
+#: largest encoded size of each section, in bytes: a bound on what decoding allocates for untyped data
+MAX_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "header": 4 << 20,
+        "request": 64 << 20,
+        "layouts": 1 << 20,
+        "moves": 1 << 20,
+        "report": 4 << 20,
+        "part": 16 << 20,
+    }
+)
+
+_Few = msgspec.Meta(
+    max_length=256
+)  # names in a map: far above any plan, so that small bytes stay small in memory
+
+
+class Version(msgspec.Struct):
+    """What every version of the format has."""
+
+    format: str
+    version: tuple[int, int]
+
+
+class PlanWire(Version):
+    """A plan; each bytes field is a msgpack value of its own."""
+
+    header: bytes
+    request: bytes
+    layouts: bytes
+    moves: bytes
+    report: bytes
+    parts: list[bytes]
+    id: bytes
+
+
+class SliceWire(Version):
+    """One rank's part of a plan with the proof that it belongs to the id."""
+
+    rank: int
+    ranks: int
+    header: bytes
+    layouts: bytes
+    moves: bytes
+    part: bytes
+    digests: Annotated[list[bytes], _Few]  # of request and report
+    path: Annotated[list[bytes], _Few]
+    id: bytes
+
+
+class Part(msgspec.Struct):
+    """One rank's tables: layouts in the header's order, tables of programs in that of `isa.TABLES`, moves in that of
+    their section."""
+
+    rank: int
+    layouts: Annotated[list[Cell], _Few]
+    programs: Annotated[dict[str, Annotated[dict[str, Annotated[list[Cell], _Few]], _Few]], _Few]
+    moves: Annotated[list[Cell], _Few]
+
+
+def _scalar(value: Any) -> Any:
+    """Scalars and maps that planners put into reports."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a plan cannot hold a {type(value).__name__}")
+
+
+# Sections sort their keys, so no dict order enters the bytes. The structures above have a fixed order.
+encode_section = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_scalar).encode
+_encoder = msgspec.msgpack.Encoder()
+encode_struct = _encoder.encode
+_decode_version = msgspec.msgpack.Decoder(Version).decode
+decode_plan = msgspec.msgpack.Decoder(PlanWire).decode
+decode_slice = msgspec.msgpack.Decoder(SliceWire).decode
+_decode_part = msgspec.msgpack.Decoder(Part).decode
+
+
+def newer(version: tuple[int, int]) -> bool:
+    """Whether a later minor version wrote it, so that what we do not know is passed over."""
+    return version[1] > VERSION[1]
+
+
+def unpack(decoder: Any, data: bytes, what: str) -> Any:
+    """What `decoder` makes of `data`. Raises DecodeError."""
+    try:
+        return decoder(data)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
+        raise DecodeError(f"{what}: {error}") from None
+
+
+def read_envelope(data: bytes, decoder: Any, name: str, magic: str) -> Any:
+    """The outermost map, once its format and version were found readable. Raises DecodeError, VersionError."""
+    head: Version = unpack(_decode_version, data, f"not an Apportion {name}")
+    if head.format != magic:
+        raise DecodeError(f"not an Apportion {name}: format is {head.format[:40]!r}, expected {magic!r}")
+    major, minor = head.version
+    if major != VERSION[0]:
+        raise VersionError(
+            f"{name} of format version {major}.{minor}, this release reads {VERSION[0]}.x: "
+            "use a release that reads it, or plan again"
+        )
+    if minor < 0:
+        raise DecodeError(f"{name}: version {major}.{minor}")
+    return unpack(decoder, data, name)
+
+
+def read_section(
+    decoder: Any,
+    data: bytes,
+    what: str,
+    version: tuple[int, int],
+    plain: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """A section of plain data. Raises DecodeError, also where other bytes would mean the same plan.
+
+    plain: makes plain data of what `decoder` gives.
+    """
+    _check_size(data, what)
+    value = unpack(decoder, data, what)
+    if not newer(version) and unpack(lambda _: encode_section(plain(value)), data, what) != data:
+        raise DecodeError(
+            f"{what}: unknown, missing, repeated or unsorted keys, or values not in their shortest form"
+        )
+    return value
+
+
+def read_part(data: bytes, rank: int, version: tuple[int, int]) -> Part:
+    """A rank's part. Raises DecodeError."""
+    _check_size(data, "part")
+    what = f"part of rank {rank}"
+    part: Part = unpack(_decode_part, data, what)
+    if part.rank != rank:
+        raise DecodeError(f"{what}: says that it is of rank {part.rank}")
+    if not newer(version):
+        check_canonical(len(data), part, what)
+    return part
+
+
+def _check_size(data: bytes, what: str) -> None:
+    if len(data) > MAX_BYTES[what]:
+        raise DecodeError(f"{what}: {len(data)} bytes, at most {MAX_BYTES[what]} are read")
+
+
+def check_canonical(size: int, value: msgspec.Struct, what: str) -> None:
+    """Refuse bytes that say a thing twice or at length: `value` encodes to `size` bytes."""
+    _encoder.encode_into(value, buffer := bytearray(size))
+    if len(buffer) != size:
+        raise DecodeError(f"{what}: repeated or unknown keys, or values not in their shortest form")
+
+
+def check_canonical_plan(size: int, plan: PlanWire) -> None:
+    """As `check_canonical`, without writing the parts again: they are most of the plan."""
+    sizes = [len(part) for part in plan.parts]
+    heads = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in sizes)
+    array = (
+        0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4
+    )  # beyond the byte that an empty one takes
+    check_canonical(size - sum(sizes) - heads - array, msgspec.structs.replace(plan, parts=[]), "plan")
+
+
+def check_plain(value: Any, what: str) -> None:
+    """Refuse NaN, infinities, and what JSON cannot hold, however deep. Raises DecodeError."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            for key in item:
+                if not isinstance(key, str):
+                    raise DecodeError(f"{what}: keys must be texts")
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple):
+            stack.extend(item)
+        elif isinstance(item, float) and not math.isfinite(item):
+            raise DecodeError(f"{what}: {item} is not a finite number")
+        elif not (item is None or isinstance(item, bool | int | float | str)):
+            raise DecodeError(f"{what}: holds a {type(item).__name__}")

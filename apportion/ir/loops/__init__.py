@@ -1,0 +1,1 @@
+"""Hot loops: how they are compiled, and what many of them need."""

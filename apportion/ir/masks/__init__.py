@@ -1,0 +1,1 @@
+"""Masks: what a user declares, and the bands that it lowers to."""

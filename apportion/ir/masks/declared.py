@@ -1,0 +1,86 @@
+"""What a layer says of its mask, held against what a plan does for an attention kind.
+
+A plan says the diagonals of each kind, (dmin, dmax): query i sees key j where dmin <= i - j <= dmax. A layer says its
+window (of so many tokens up to the row itself) and whether it is causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.masks.bands import INF
+
+NO_WINDOW = -1
+
+Diagonals = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """window: tokens that a row sees up to itself, NO_WINDOW for all of them; causal: whether none behind it. None says
+    nothing."""
+
+    window: int | None = None
+    causal: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1 and self.window != NO_WINDOW:
+            rule = f"must be at least 1, or {NO_WINDOW} for no window"
+            raise ConfigError(
+                "window", self.window, rule, "count the row itself: left + 1 of flash-attn's window_size"
+            )
+
+    def check(self, kinds: Mapping[str, Diagonals], kind: str, layer: str | int | None = None) -> None:
+        """Raises ConfigError where the plan does something else for the kind. Kinds with too many diagonals to tell
+        pass. layer: its name, for the message."""
+        for field, value in (("window", self.window), ("causal", self.causal)):
+            if value is None:
+                continue
+            who = f"attention kind {kind!r}" + ("" if layer is None else f" in layer {layer}")
+            if not self._holds(field, kinds[kind]):
+                rule = f"is not what the plan has for {who}: {in_words(kinds[kind])}"
+                raise ConfigError(field, value, rule, self._remedy(kinds, kind))
+
+    def _holds(self, field: str, diagonals: Diagonals) -> bool:
+        if not diagonals:
+            return True
+        if field == "causal":
+            return all((dmin >= 0) == self.causal for dmin, _ in diagonals)
+        if self.window == NO_WINDOW:
+            return all(dmax >= INF for _, dmax in diagonals)
+        # images inside text see each other whole, whatever the window
+        far = {dmax for dmin, dmax in diagonals if (dmin, dmax) != (-INF, INF)}
+        return far == {(self.window or 0) - 1}
+
+    def _remedy(self, kinds: Mapping[str, Diagonals], kind: str) -> str:
+        fits = (
+            of for of in kinds if kinds[of] and all(self._holds(field, kinds[of]) for field in self._said())
+        )
+        other = next(fits, None)
+        if other is not None:
+            return f"call it with kind={other!r}, which is {in_words(kinds[other])}"
+        mask = "causal()" if self.causal is not False else "full()"
+        if self.window is not None and self.window != NO_WINDOW:
+            mask = f"sliding_window({self.window}{'' if self.causal is not False else ', right'})"
+        return (
+            f"plan this kind with masks={{{kind!r}: ap.masks.{mask}}}, or name the kind that is this layer's"
+        )
+
+    def _said(self) -> list[str]:
+        return [field for field in ("window", "causal") if getattr(self, field) is not None]
+
+
+def in_words(diagonals: Diagonals) -> str:
+    """Diagonals as people call them, such as "causal" or "sliding window of 512"."""
+    return " and ".join(_in_words(*diagonal) for diagonal in diagonals) or "too many masks to tell"
+
+
+def _in_words(dmin: int, dmax: int) -> str:
+    if (dmin, dmax) == (-INF, INF):
+        return "full"
+    if dmin > 0 or dmax < 0:
+        return f"{dmin} <= q - k" + ("" if dmax >= INF else f" <= {dmax}")
+    back = "causal" if dmax >= INF else f"sliding window of {dmax + 1}"
+    return back if dmin == 0 else f"{back} and {'all' if dmin <= -INF else -dmin} ahead"

@@ -1,0 +1,269 @@
+"""Samples that begin alike, folded into trees: a compressed trie over token ids (Morrison, "PATRICIA", JACM 1968).
+
+    samples        [5 6 7 8 9]   [5 6 7 3]   [5 6 4]
+
+    nodes              [5 6]             tokens        5 6  7  8 9  3  4
+                       ╱   ╲             position_ids  0 1  2  3 4  3  2
+                     [7]   [4]           weights       3 3  2  1 1  1  1
+                     ╱ ╲                 rows          0 1  2  3 4 │ 0 1  2  5 │ 0 1  6
+                 [8 9] [3]
+
+What follows a node differs from branch to branch, so a token at its end predicts a different one in each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from apportion.ir.arrays import Ints, offsets
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import MAX_COUNT, integer, integers
+from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.ir.masks.spec import expand_runs
+from apportion.ir.masks.structures import Tree
+
+ROOT = -1
+_ID, _ID_BYTES = ">u4", 4  # big end first: bytes compare as numbers do
+
+
+class Saving(NamedTuple):
+    """What folding saves. pairs: (query, key) pairs of causal attention."""
+
+    tokens: int  # of all samples, each by itself
+    folded_tokens: int
+    pairs: int
+    folded_pairs: int
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Folded samples, and a dataset for a loader: item i is the tokens of tree i, beside `lengths` and `masks`.
+
+    A flat row is a token of the trees, which lie end to end. tokens: int64 [flat rows], ids. rows: int64 [tokens of all
+    samples]: the flat row of each, sample after sample, those of sample s from starts[s] to starts[s + 1]. trees: int64
+    [trees + 1], where each tree begins; tree_of: int64 [samples]. masks: of each tree.
+    """
+
+    tokens: Ints
+    rows: Ints
+    starts: Ints
+    trees: Ints
+    tree_of: Ints
+    masks: tuple[Tree, ...]
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def __getitem__(self, tree: int) -> Ints:
+        begin = range(len(self))[tree]
+        return self.tokens[self.trees[begin] : self.trees[begin + 1]]
+
+    @property
+    def samples(self) -> int:
+        """How many were folded."""
+        return len(self.tree_of)
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each tree, int64 [trees]."""
+        return np.diff(self.trees)
+
+    @cached_property
+    def position_ids(self) -> Ints:
+        """Of each flat row its place in the samples, int64 [flat rows]."""
+        pairs = zip(self.masks, self.lengths.tolist(), strict=True)
+        return np.concatenate([expand_runs(*mask.runs(length), length) for mask, length in pairs])
+
+    @cached_property
+    def weights(self) -> Ints:
+        """How many samples hold each flat row, int64 [flat rows]."""
+        return np.bincount(self.rows, minlength=len(self.tokens))
+
+    @cached_property
+    def saving(self) -> Saving:
+        """In tokens and in pairs: a token sees itself and all that its path holds before it."""
+        alone = np.diff(self.starts)
+        pairs = int((alone * (alone + 1) // 2).sum())
+        return Saving(len(self.rows), len(self.tokens), pairs, int((self.position_ids + 1).sum()))
+
+
+def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_length: int = 1) -> Forest:
+    """The trees of `samples`: what several begin with is held once.
+
+    samples: of each the token ids, in [0, 2**31); at least one, none empty. groups: integers [samples]: samples of
+    different groups share nothing, although they begin alike (with one system prompt, say), so that a loader may put
+    them into different microbatches. min_length: a run of fewer shared tokens is repeated in each branch instead, since
+    short nodes make small tiles of attention.
+
+    Trees, and branches of a node, are in the order of their first samples; nodes are stored depth first, so a node's
+    first branch follows it. Equal samples end in one node. Raises ConfigError.
+    """
+    least, keys = integer("min_length", min_length), _keys(samples)
+    order, shared = _neighbours(keys, _groups(groups, len(keys)))
+    lengths = [len(key) // _ID_BYTES for key in keys]
+    return _forest(_merged(_trie(order, shared, lengths), lengths, least), keys, lengths)
+
+
+class _Nodes(NamedTuple):
+    """Of each node its parent, or ROOT, and the tokens from the root to its end; of each sample the node it ends in."""
+
+    parent: list[int]
+    depth: list[int]
+    end: list[int]
+
+    def add(self, parent: int, depth: int) -> int:
+        self.parent.append(parent)
+        self.depth.append(depth)
+        return len(self.parent) - 1
+
+    def start(self, node: int) -> int:
+        """Tokens before it."""
+        return self.depth[self.parent[node]] if self.parent[node] != ROOT else 0
+
+    def path(self, node: int) -> list[int]:
+        """From the root down to `node`."""
+        found = []
+        while node != ROOT:
+            found.append(node)
+            node = self.parent[node]
+        return found[::-1]
+
+
+def _keys(samples: Sequence[ArrayLike]) -> list[bytes]:
+    """The ids of each, as bytes that compare as the ids do."""
+    if not len(samples):
+        raise ConfigError("samples", [], "there is nothing to fold", "give at least one sample")
+    keys = [_key(f"samples[{i}]", ids) for i, ids in enumerate(samples)]
+    integer("tokens of all samples", sum(map(len, keys)) // _ID_BYTES, 1, MAX_TOKENS)
+    return keys
+
+
+def _key(field: str, ids: Any) -> bytes:
+    found = integers(field, ids if isinstance(ids, list | tuple) else np.asarray(ids), 0, MAX_COUNT)
+    if not len(found):
+        raise ConfigError(field, [], "a sample must hold a token", "leave it out")
+    return found.astype(_ID).tobytes()
+
+
+def _groups(groups: ArrayLike | None, samples: int) -> list[int]:
+    if groups is None:
+        return [0] * samples
+    found = integers("groups", groups if isinstance(groups, list | tuple) else np.asarray(groups), -MAX_COUNT)
+    if len(found) != samples:
+        rule = f"there must be one for each of the {samples} samples"
+        raise ConfigError("groups", f"{len(found)} groups", rule, "give the group of each sample")
+    return list(found.tolist())
+
+
+def _neighbours(keys: list[bytes], groups: list[int]) -> tuple[list[int], list[int]]:
+    """(samples in lexicographic order, group by group; how many tokens each shares with the one before it)."""
+    order = sorted(range(len(keys)), key=lambda i: (groups[i], keys[i]))
+    shared = [0]
+    for before, after in pairwise(order):
+        same_group = groups[before] == groups[after]
+        shared.append(_shared(keys[before], keys[after]) if same_group else 0)
+    return order, shared
+
+
+def _shared(a: bytes, b: bytes) -> int:
+    """Tokens that both begin with."""
+    short = min(len(a), len(b)) // _ID_BYTES
+    differs = np.frombuffer(a, np.uint32, short) != np.frombuffer(b, np.uint32, short)
+    first = int(differs.argmax())
+    return first if differs[first] else short
+
+
+def _trie(order: list[int], shared: list[int], lengths: list[int]) -> _Nodes:
+    """Grown sample by sample in lexicographic order: what the next one shares with all before is what it shares with
+    the last, whose path is a stack."""
+    nodes = _Nodes([], [], [0] * len(order))
+    path: list[int] = []
+    for sample, common in zip(order, shared, strict=True):
+        below = ROOT
+        while path and nodes.depth[path[-1]] > common:
+            below = path.pop()
+        if common > (nodes.depth[path[-1]] if path else 0):  # they part inside `below`, which is cut there
+            path.append(nodes.add(nodes.parent[below], common))
+            nodes.parent[below] = path[-1]
+        if not path or nodes.depth[path[-1]] < lengths[sample]:
+            path.append(nodes.add(path[-1] if path else ROOT, lengths[sample]))
+        nodes.end[sample] = path[-1]
+    return nodes
+
+
+def _merged(nodes: _Nodes, lengths: list[int], least: int) -> _Nodes:
+    """The nodes, in place, without those that several samples share and that hold fewer than `least` tokens: each
+    branch repeats these."""
+    downwards = sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__)
+    held = _holders(nodes, downwards)
+    stands = {ROOT: ROOT}  # for each node: itself, or the nearest that is kept above it
+    for node in downwards:
+        nodes.parent[node] = stands[nodes.parent[node]]
+        dropped = held[node] > 1 and nodes.depth[node] - nodes.start(node) < least
+        stands[node] = nodes.parent[node] if dropped else node
+    for sample, node in enumerate(nodes.end):
+        if stands[node] != node:
+            nodes.end[sample] = nodes.add(stands[node], lengths[sample])
+    return nodes
+
+
+def _holders(nodes: _Nodes, downwards: list[int]) -> Counter[int]:
+    """How many samples go through each node."""
+    held = Counter(nodes.end)
+    for node in reversed(downwards):
+        held[nodes.parent[node]] += held[node]
+    return held
+
+
+def _forest(nodes: _Nodes, keys: list[bytes], lengths: list[int]) -> Forest:
+    """The nodes depth first, each with the tokens that any of its samples has there."""
+    paths = [nodes.path(end) for end in nodes.end]
+    order = _depth_first(paths)
+    spans = [slice(nodes.start(node), nodes.depth[node]) for node in order]
+    sizes = np.array([span.stop - span.start for span in spans], np.int64)
+    edges = offsets(sizes).tolist()
+    row_of = dict(zip(order, pairwise(edges), strict=True))
+    rows = np.concatenate([np.arange(*row_of[node]) for path in paths for node in path])
+    holder = {node: np.frombuffer(key, _ID) for path, key in zip(paths, keys, strict=True) for node in path}
+    parents = _parents(nodes, order)
+    trees = np.append(np.array(edges[:-1])[parents == ROOT], edges[-1])
+    starts = offsets(lengths)
+    held = (holder[node][span] for node, span in zip(order, spans, strict=True))
+    tokens = np.concatenate(list(held), dtype=np.int64)
+    tree_of = np.searchsorted(trees, rows[starts[:-1]], side="right") - 1
+    return Forest(tokens, rows, starts, trees, tree_of, _masks(parents, sizes))
+
+
+def _parents(nodes: _Nodes, order: list[int]) -> Ints:
+    """The place in `order` of each node's parent, or ROOT."""
+    place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
+    return np.array([place[nodes.parent[node]] for node in order], np.int64)
+
+
+def _depth_first(paths: list[list[int]]) -> list[int]:
+    """The nodes of all paths: a node's branches, and the roots, in the order of the first path through them."""
+    branches: dict[int, dict[int, None]] = {}
+    for path in paths:
+        for above, node in pairwise([ROOT, *path]):
+            branches.setdefault(above, {})[node] = None
+    order, waiting = [], list(branches[ROOT])[::-1]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += list(branches.get(order[-1], ()))[::-1]
+    return order
+
+
+def _masks(parents: Ints, sizes: Ints) -> tuple[Tree, ...]:
+    found = []
+    for first, stop in pairwise([*np.flatnonzero(parents == ROOT).tolist(), len(parents)]):
+        above = np.maximum(parents[first:stop] - first, ROOT)
+        found.append(Tree(tuple(zip(above.tolist(), sizes[first:stop].tolist(), strict=True))))
+    return tuple(found)

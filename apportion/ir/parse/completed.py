@@ -1,0 +1,200 @@
+"""What a text says of a plan, completed into the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from apportion.ir.bytes import codec, wire
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.errors import ApportionError, DecodeError
+from apportion.ir.isa import HEADLESS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION, Space, Tensor
+from apportion.ir.plan import plain, wellformed
+from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Request, Table
+from apportion.ir.text.words import NONE, Operand, Row
+
+
+class DraftProgram:
+    """A one-rank program while it is read."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[Row]] = {name: [] for name in TABLES if name not in ("arenas", "operands")}
+        self.operands: list[Operand] = [NONE]
+        self.place: dict[Operand, int] = {NONE: 0}
+        self.arenas: list[Row] | None = None
+
+    def set_operands(self, operands: list[Operand]) -> None:
+        self.operands = operands
+        self.place = {operand: i for i, operand in reversed(list(enumerate(operands)))}
+
+    def index(self, operand: Operand) -> int:
+        if operand not in self.place:
+            self.place[operand] = len(self.operands)
+            self.operands.append(operand)
+        return self.place[operand]
+
+    def table(self, name: str, header: Header) -> list[Row]:
+        if name == "operands":
+            return list(self.operands)
+        if name == "arenas":
+            return _extents(self.operands, header) if self.arenas is None else self.arenas
+        return self.rows[name]
+
+
+def _extents(operands: Iterable[Operand], header: Header) -> list[Row]:
+    """Arenas that hold every work operand. Tensors without heads take one column."""
+    most: dict[int, tuple[int, int]] = {}
+    for tensor, space, row, rows, col, heads in operands:
+        if space == Space.WORK:
+            old = most.get(tensor, (0, 0))
+            most[tensor] = max(old[0], row + rows), max(old[1], col + _head_count(tensor, heads, header))
+    return [(tensor, *most[tensor]) for tensor in sorted(most)]
+
+
+def _head_count(tensor: int, heads: int, header: Header) -> int:
+    if tensor in HEADLESS or heads == 0:
+        return header.heads_of(Tensor(tensor))
+    return len(header.head_sets[heads - 1]) if heads <= len(header.head_sets) else 0
+
+
+@dataclass
+class Draft:
+    """The lines of a text, sorted by what they describe; rows by rank."""
+
+    version: tuple[int, int] = VERSION
+    json: dict[str, Any] = field(default_factory=dict)
+    id: str | None = None
+    ranks: set[int] = field(default_factory=set)
+    spans: dict[str, dict[int, list[Row]]] = field(default_factory=dict)
+    moves: dict[tuple[str, str], dict[int, list[Row]]] = field(default_factory=dict)
+    programs: dict[tuple[str, str], dict[int, DraftProgram]] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        request = self.request()
+        header = self.header(request)
+        ranks = header.ranks
+        if self.ranks and max(self.ranks) >= ranks:
+            raise DecodeError(f"rank {max(self.ranks)}: the plan has {ranks} ranks")
+        layouts = {
+            name: Layout(name, _table(self.spans.get(name, {}), SPAN_COLUMNS, ranks))
+            for name in header.layouts
+        }
+        programs = {key: self.program_set(key, header) for key in self.program_keys(header)}
+        moves = tuple(
+            Move(*pair, _table(self.moves.get(pair, {}), MOVE_COLUMNS, ranks))
+            for pair in self.move_pairs(header)
+        )
+        wellformed.check(
+            header,
+            dict.fromkeys(header.layouts, request.batch.tokens),
+            {name: layout.spans for name, layout in layouts.items()},
+            {key: program.tables for key, program in programs.items()},
+            {(move.source, move.target): move.table for move in moves},
+        )
+        return self.seal(Plan(header, request, layouts, programs, moves, self.report()))
+
+    def request(self) -> Request:
+        if "request" not in self.json:
+            raise DecodeError("request: the text has none")
+        wire.check_plain(self.json["request"], "request")
+        return plain.request_from_data(self.json["request"])
+
+    def header(self, request: Request) -> Header:
+        """The header as written, completed from the request and the lines read."""
+        model = request.model
+        given = self.json.get("header", {})
+        if not isinstance(given, dict) or "version" in given:
+            raise DecodeError("header: expected an object without a version (the first line gives it)")
+        unknown = set(given) - {item.name for item in fields(Header)}
+        if unknown:
+            raise DecodeError(f"header: unknown field {min(unknown)[:40]!r}")
+        implied = {
+            "ranks": request.cluster.ranks,
+            "kinds": list(dict.fromkeys(kind for kind, _ in self.programs)),
+            "recipe": "by-hand",
+            "seed": 0,
+            "home_layout": "attention",
+            "layouts": list(self.spans),
+            "head_sets": [],
+            "q_heads": model.q_heads,
+            "kv_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim,
+            "dtype": model.dtype,
+            "sent_gradients": model.sent_gradients,
+        }
+        try:
+            header = msgspec.convert(implied | given | {"version": self.version}, Header)
+        except msgspec.ValidationError as error:
+            raise DecodeError(f"header: {error}") from None
+        if "diagonals" not in given:
+            header = replace(header, diagonals=plain.diagonals_of(request.batch, header.kinds))
+        wellformed.check_header(header)
+        plain.check_facts(header, request)
+        return header
+
+    def program_keys(self, header: Header) -> list[tuple[str, str]]:
+        for kind, phase in self.programs:
+            if kind not in header.kinds:
+                raise DecodeError(f"program {kind} {phase}: the header names no such kind")
+        for kind in header.kinds:
+            if not any((kind, phase) in self.programs for phase in PHASES):
+                raise DecodeError(f"header: kind {kind} has no program")
+        return [(kind, phase) for kind in header.kinds for phase in PHASES if (kind, phase) in self.programs]
+
+    def program_set(self, key: tuple[str, str], header: Header) -> ProgramSet:
+        found = self.programs[key]
+        programs = [found.get(rank) or DraftProgram() for rank in range(header.ranks)]
+        return ProgramSet(
+            {
+                name: _table(
+                    {rank: program.table(name, header) for rank, program in enumerate(programs)},
+                    columns,
+                    header.ranks,
+                )
+                for name, columns in TABLES.items()
+            }
+        )
+
+    def move_pairs(self, header: Header) -> list[tuple[str, str]]:
+        given = self.json.get("moves")
+        try:
+            pairs = list(self.moves) if given is None else msgspec.convert(given, list[tuple[str, str]])
+        except msgspec.ValidationError as error:
+            raise DecodeError(f"moves: {error}") from None
+        if not set(self.moves) <= set(pairs):
+            raise DecodeError("moves: the line does not name every move of the ranks")
+        plain.check_pairs(pairs, header)
+        return pairs
+
+    def report(self) -> dict[str, Any]:
+        report = self.json.get("report", {})
+        wire.check_plain(report, "report")
+        if not isinstance(report, dict):
+            raise DecodeError("report: expected an object")
+        return report
+
+    def seal(self, plan: Plan) -> Plan:
+        """Text with an id is kept to the letter; in text without one the request gains its defaults."""
+        try:
+            if self.id is None:
+                return codec.seal(plan)
+            sealed = codec.encode_sections(plan, request=self.json["request"])
+        except (ApportionError, OverflowError) as error:
+            raise DecodeError(f"plan: {error}") from None
+        if sealed.id.hex() != self.id:
+            raise DecodeError(f"id: the text says {self.id}, what it describes has {sealed.id.hex()}")
+        return replace(plan, sections=sealed)
+
+
+def _table(rows_of: Mapping[int, list[Row]], names: tuple[str, ...], ranks: int) -> Table:
+    ptr = np.cumsum([0, *(len(rows_of.get(rank, ())) for rank in range(ranks))])
+    rows = [row for rank in range(ranks) for row in rows_of.get(rank, ())]
+    columns = np.array(rows, np.int64).reshape(len(rows), len(names)).T
+    return Table(
+        ptr, {name: np.ascontiguousarray(column) for name, column in zip(names, columns, strict=True)}
+    )

@@ -1,0 +1,1 @@
+"""What is answered: layouts and programs as tables, and what follows from them."""

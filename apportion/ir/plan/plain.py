@@ -1,0 +1,99 @@
+"""Header and request of a plan as plain data, and back; and that the header repeats what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.plan.tables import Header, Request
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+
+REQUEST_FIELDS = ("batch", "cluster", "model", "policy", "hardware")
+#: header fields that repeat the model, for ranks that see only their slice
+MODEL_FACTS = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "sent_gradients")
+
+
+def header_data(header: Header) -> dict[str, Any]:
+    """The header as plain data."""
+    values = {item.name: getattr(header, item.name) for item in fields(Header)}
+    if header.sent_gradients == "wide":  # equal data has equal bytes: a default is not written
+        del values["sent_gradients"]
+    return values | {"engines": dict(header.engines)}
+
+
+def request_data(request: Request) -> dict[str, Any]:
+    """The request as plain data."""
+    return {
+        "batch": request.batch.to_data(),
+        "cluster": request.cluster.to_data(),
+        "model": request.model.to_data(),
+        "policy": request.policy.to_data(),
+        "hardware": request.hardware,
+    }
+
+
+def model_facts(model: Model) -> dict[str, Any]:
+    """What the header repeats of the model."""
+    facts = {name: getattr(model, name) for name in MODEL_FACTS}
+    return facts | {"v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim}
+
+
+def diagonals_of(batch: Batch, kinds: Sequence[str]) -> dict[str, tuple[tuple[int, int], ...]]:
+    """What the header repeats of the masks; nothing of a kind that the batch does not have."""
+    return {kind: batch.diagonals(kind) if kind in batch.masks else () for kind in kinds}
+
+
+def request_from_data(data: Any, strict: bool = True) -> Request:
+    """The request in plain data; unknown fields are refused where `strict`. Raises DecodeError."""
+    if not isinstance(data, dict) or not isinstance(data.get("hardware", ""), str):
+        raise DecodeError("request: expected a map whose hardware is a text")
+    unknown = [name for name in data if name not in REQUEST_FIELDS]
+    if unknown and strict:
+        raise DecodeError(
+            f"request: unknown field {str(unknown[0])[:40]!r}, known are {', '.join(REQUEST_FIELDS)}"
+        )
+    missing = [name for name in REQUEST_FIELDS[:4] if name not in data]
+    if missing:
+        raise DecodeError(f"request: field {missing[0]!r} is missing")
+    try:
+        return Request(
+            Batch.from_data(data["batch"]),
+            Cluster.from_data(data["cluster"]),
+            Model.from_data(data["model"]),
+            Policy.from_data(data["policy"]),
+            data.get("hardware", ""),
+        )
+    except ConfigError as error:
+        raise DecodeError(f"request: {error}") from None
+
+
+def check_facts(header: Header, request: Request) -> None:
+    """The header repeats what was asked: it is all that a rank sees. Raises DecodeError."""
+    if header.ranks != request.cluster.ranks:
+        raise DecodeError(
+            f"header: ranks = {header.ranks}, the cluster asked for has {request.cluster.ranks}"
+        )
+    for name, asked in model_facts(request.model).items():
+        if getattr(header, name) != asked:
+            raise DecodeError(
+                f"header: {name} = {getattr(header, name)!r}, the model asked for has {asked!r}"
+            )
+    if header.diagonals != diagonals_of(request.batch, header.kinds):
+        raise DecodeError(
+            f"header: diagonals = {header.diagonals!r}, the masks asked for have "
+            f"{diagonals_of(request.batch, header.kinds)!r}"
+        )
+
+
+def check_pairs(pairs: Sequence[tuple[str, str]], header: Header) -> None:
+    """Moves are between the header's layouts, each pair once. Raises DecodeError."""
+    for pair in pairs:
+        if not set(pair) <= set(header.layouts):
+            raise DecodeError(f"moves: {pair[0][:40]!r} -> {pair[1][:40]!r} names an unknown layout")
+    if len(set(pairs)) < len(pairs):
+        raise DecodeError("moves: two moves between the same layouts")

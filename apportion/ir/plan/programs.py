@@ -1,0 +1,235 @@
+"""What follows from the tables of programs: whose rows are whose, what meets what, how many heads, what room.
+
+Verifier, simulator, messages and executors ask here. Indexes are used as they stand: `ir.structure` has checked them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Ints, changes
+from apportion.ir.isa import TABLES, Op, Tensor
+from apportion.ir.loops.jit import lean
+from apportion.ir.loops.sorting import stable_order
+from apportion.ir.plan.ops import IS_HEADLESS, IS_KEY, instruction_of, starts_of
+from apportion.ir.plan.tables import ProgramSet, Table
+
+UNMATCHED = -1
+
+# columns of the ends of transfers
+PEER, OWNER, TILE, AFTER = range(4)
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Launches in the order (round, rank).
+
+    order: int64 [launches] instructions. ptr: int64 [rounds + 1] where each round begins in `order`. rounds: int64
+    [rounds], rising.
+    """
+
+    order: Ints
+    ptr: Ints
+    rounds: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Met:
+    """mate: int64 [transfers], the transfer that each one meets, or UNMATCHED. agreed: bool [transfers], both sides
+    name tiles of equal numbers."""
+
+    mate: Ints
+    agreed: Bools
+
+
+class ProgramView:
+    """The programs of all ranks of one kind and phase, read only. An instruction, a launch or a row is counted over all
+    ranks, rank after rank."""
+
+    source: ProgramSet
+
+    @property
+    def instructions(self) -> Table:
+        return self.source["instructions"]
+
+    @cached_property
+    def rank_of(self) -> Ints:
+        """int64 [instructions]: the rank of each instruction."""
+        return self.instructions.rank_of_row()
+
+    @cached_property
+    def starts(self) -> Ints:
+        """int64 [instructions]: the first row of its list that each instruction consumes."""
+        return starts_of(self.instructions["op"], self.instructions.wide("count"))
+
+    def instruction_of(self, name: str) -> Ints:
+        """int64 [rows]: the instruction that consumes each row of a list."""
+        return instruction_of(self.instructions["op"], self.instructions["count"], name)
+
+    @cached_property
+    def launches(self) -> Ints:
+        """int64 [launches]: the launch instructions."""
+        return np.flatnonzero(self.instructions["op"] == Op.LAUNCH)
+
+    @cached_property
+    def turns(self) -> Turns:
+        number = self.instructions.wide("round")[self.launches]
+        order = stable_order(number)
+        sorted_number = number[order]
+        begins = np.flatnonzero(changes(sorted_number))
+        return Turns(self.launches[order], np.append(begins, len(number)), sorted_number[begins])
+
+    @cached_property
+    def partner(self) -> Ints:
+        """int64 [instructions]: of a wait the launch that it completes, of a launch its first wait; -1 elsewhere and
+        where there is none."""
+        round_, at = self.instructions.wide("round"), self.launches
+        key = self.rank_of * (int(round_.max(initial=0)) + 1) + round_
+        partner = np.full(len(key), -1, np.int64)
+        if len(at) == 0:
+            return partner
+        order = at[np.argsort(key[at], kind="stable")]
+        waits = np.flatnonzero(self.instructions["op"] == Op.WAIT)
+        found = np.minimum(np.searchsorted(key[order], key[waits]), len(order) - 1)
+        launch = order[found]
+        paired = key[launch] == key[waits]
+        partner[waits[paired]] = launch[paired]
+        partner[launch[paired][::-1]] = waits[paired][::-1]  # the first one is written last
+        return partner
+
+    @property
+    def transfers(self) -> Ints:
+        """int64 [3, transfers]: send, peer, operand."""
+        table = self.source["transfers"]
+        return np.stack([table.wide(name) for name in TABLES["transfers"]])
+
+    def met(self, tile: Ints) -> Met:
+        """The k-th send i -> j of a round meets the k-th receive of j from i. tile: int64 [operands], a number that is
+        equal for operands that fit each other."""
+        table, turns = self.source["transfers"], self.turns
+        mate, agreed = np.full(len(table), UNMATCHED), np.zeros(len(table), bool)
+        _match(
+            turns.order,
+            turns.ptr,
+            self.starts,
+            self.instructions.wide("count"),
+            self.rank_of,
+            self.transfers,
+            np.ascontiguousarray(table.ptr, np.int64),
+            np.ascontiguousarray(self.source["operands"].ptr, np.int64),
+            tile,
+            np.empty((len(table), 4), _narrow(tile, len(table))),
+            np.full((4, table.ranks), UNMATCHED, np.int64),
+            mate,
+            agreed,
+        )
+        return Met(mate, agreed)
+
+    @cached_property
+    def arena_rows(self) -> Ints:
+        """int64 [ranks, tensors]: rows of each work arena."""
+        return self._arena("rows")
+
+    @cached_property
+    def arena_heads(self) -> Ints:
+        """int64 [ranks, tensors]: head columns of each work arena."""
+        return self._arena("heads")
+
+    def _arena(self, column: str) -> Ints:
+        arenas = self.source["arenas"]
+        return arena_table(arenas.rank_of_row(), arenas["tensor"], arenas[column], arenas.ranks)
+
+
+def head_table(q_heads: int, kv_heads: int, head_sets: Sequence[Sequence[int]]) -> Ints:
+    """int64 [tensors, none and head sets]: heads of an operand of a tensor with the heads of a set, none for
+    all; 1 for tensors without heads."""
+    sets = [len(members) for members in head_sets]
+    heads: Ints = np.where(IS_KEY[:, None], [kv_heads, *sets], [q_heads, *sets])
+    heads[IS_HEADLESS] = 1
+    return heads
+
+
+def arena_table(rank: Ints, tensor: Ints, sizes: Ints, ranks: int) -> Ints:
+    """int64 [ranks, tensors]: rows, or head columns, of each work arena; 0 where there is none.
+    rank, tensor, sizes: of the arenas."""
+    table = np.zeros((ranks, len(Tensor)), np.int64)
+    table[rank, tensor] = sizes
+    return table
+
+
+def _narrow(tile: Ints, transfers: int) -> type[np.signedinteger[Any]]:
+    """Of two types the smaller one that holds what `_match` notes: half the bytes are half the time."""
+    return np.int32 if max(int(tile.max(initial=0)), transfers) < 2**31 else np.int64
+
+
+@lean
+def _match(
+    order: Ints,
+    ptr: Ints,
+    starts: Ints,
+    counts: Ints,
+    rank_of: Ints,
+    transfers: Ints,
+    transfer_ptr: Ints,
+    bases: Ints,
+    tile: Ints,
+    ends: Ints,
+    queues: Ints,
+    mate: Ints,
+    agreed: Bools,
+) -> None:
+    """Pairs the k-th send i -> j of each round with the k-th receive of j from i. Linear in the transfers.
+
+    ends: [transfers, 4], filled here: twice the peer, plus 1 for a send; the rank; the tile that is moved; the next
+    transfer of a queue. The rounds visit the ranks' rows in leaps, each of which costs a line of the cache: all that
+    they need of a row is in one. queues: int64 [4, ranks], first and last of two sets of queues: sends by
+    destination, filled for the whole round in the order of source ranks; receives by source, filled for one
+    destination at a time.
+    """
+    for rank in range(len(transfer_ptr) - 1):
+        for t in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
+            ends[t, PEER], ends[t, OWNER] = 2 * transfers[1, t] + transfers[0, t], rank
+            ends[t, TILE] = tile[bases[rank] + transfers[2, t]]
+    for turn in range(len(ptr) - 1):
+        for i in range(ptr[turn], ptr[turn + 1]):
+            launch = order[i]
+            for t in range(starts[launch], starts[launch] + counts[launch]):
+                if ends[t, PEER] & 1:
+                    _append(queues, 0, ends, t)
+        for i in range(ptr[turn], ptr[turn + 1]):
+            launch = order[i]
+            for t in range(starts[launch], starts[launch] + counts[launch]):
+                if not ends[t, PEER] & 1:
+                    _append(queues, 2, ends, t)
+            t = queues[0, rank_of[launch]]
+            while t >= 0:
+                source = ends[t, OWNER]
+                other = queues[2, source]
+                if other >= 0:
+                    mate[t], mate[other] = other, t
+                    agreed[t] = agreed[other] = ends[t, TILE] == ends[other, TILE]
+                    queues[2, source] = ends[other, AFTER]
+                t = ends[t, AFTER]
+            queues[0, rank_of[launch]] = -1
+            for t in range(starts[launch], starts[launch] + counts[launch]):
+                queues[2, ends[t, PEER] >> 1] = -1
+        for i in range(ptr[turn], ptr[turn + 1]):
+            launch = order[i]
+            for t in range(starts[launch], starts[launch] + counts[launch]):
+                queues[0, ends[t, PEER] >> 1] = -1
+
+
+@lean
+def _append(queues: Ints, which: int, ends: Ints, item: int) -> None:
+    queue = ends[item, PEER] >> 1
+    if queues[which, queue] < 0:
+        queues[which, queue] = item
+    else:
+        ends[queues[which + 1, queue], AFTER] = item
+    queues[which + 1, queue] = item
+    ends[item, AFTER] = -1

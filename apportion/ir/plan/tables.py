@@ -1,0 +1,218 @@
+"""The plan: layouts and programs as integer columns of all ranks, one rank after another.
+
+    Plan ── header     format, version, recipe, seed, kinds, head sets, what an executor needs of the model
+         ├─ request    batch, cluster, model, policy, digest of the hardware file
+         ├─ layouts    name -> spans of every rank
+         ├─ programs   (kind, phase) -> tables of every rank
+         ├─ moves      remaps between two layouts
+         └─ report     areas, bytes, slots, rounds, bounds, sizes, imbalance, termination
+
+A rank's *slice* (`Plan.for_rank`) is the header, its own part and a hash path to the id: it proves itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from apportion.ir.arrays import Ints, group_of, offsets, within
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import GRADIENTS, TABLES, VERSION, Tensor
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Columns over the rows of all ranks; rank r owns rows `ptr[r]:ptr[r + 1]`.
+
+    `columns` maps a name to an integer column, all of equal length; any integer dtype.
+    """
+
+    ptr: Ints
+    columns: Mapping[str, Ints]
+
+    def __len__(self) -> int:
+        return int(self.ptr[-1])
+
+    def __getitem__(self, name: str) -> Ints:
+        return self.columns[name]
+
+    def wide(self, name: str) -> Ints:
+        """A column as int64, whatever it is kept in."""
+        return self.columns[name].astype(np.int64, copy=False)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.ptr) - 1
+
+    def rank(self, rank: int) -> Table:
+        """The rows of one rank, as a one-rank table (views, no copies)."""
+        return self.ranks_between(rank, rank + 1)
+
+    def ranks_between(self, first: int, end: int) -> Table:
+        """The rows of some ranks (views, no copies)."""
+        lo, hi = int(self.ptr[first]), int(self.ptr[end])
+        return Table(self.ptr[first : end + 1] - lo, {name: col[lo:hi] for name, col in self.columns.items()})
+
+    def with_column(self, name: str, column: Ints) -> Table:
+        """With another column of that name."""
+        return Table(self.ptr, {**self.columns, name: column})
+
+    def rank_of_row(self) -> Ints:
+        """The rank that owns each row."""
+        return group_of(np.diff(self.ptr))
+
+    def equal(self, other: Table) -> bool:
+        return np.array_equal(self.ptr, other.ptr) and all(
+            np.array_equal(col, other.columns[name]) for name, col in self.columns.items()
+        )
+
+
+def empty_table(names: tuple[str, ...], ranks: int) -> Table:
+    """A table without rows."""
+    return Table(np.zeros(ranks + 1, np.int64), {name: np.zeros(0, np.int64) for name in names})
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """The ranks of all tables, one table after another."""
+    ends = np.cumsum([len(table) for table in tables])
+    ptr = [
+        tables[0].ptr,
+        *(table.ptr[1:] + end for table, end in zip(tables[1:], ends.tolist(), strict=False)),
+    ]
+    columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0].columns}
+    return Table(np.concatenate(ptr), columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where each token lives: spans (rank, row, token, length, sequence, position).
+
+    The layouts of a slice hold one rank, which is 0 here. A rank that is not there is a ConfigError.
+    """
+
+    name: str
+    spans: Table
+
+    @cached_property
+    def rows_per_rank(self) -> Ints:
+        """[ranks] rows that each rank holds."""
+        sums = offsets(self.spans["length"])
+        rows: Ints = sums[self.spans.ptr[1:]] - sums[self.spans.ptr[:-1]]
+        return rows
+
+    def tokens(self, rank: int) -> Ints:
+        """[rows] the global token of each of the rank's rows, in row order."""
+        return _expand(self._of(rank), "token")
+
+    def position_ids(self, rank: int) -> Ints:
+        """[rows] the position id of each of the rank's rows, in row order."""
+        return _expand(self._of(rank), "position")
+
+    def to_cu_seqlens(self, rank: int) -> Ints:
+        """[pieces + 1] int32 cumulative lengths of the runs of consecutive tokens of one sequence that the rank
+        holds, in row order, as varlen attention kernels take them."""
+        lengths = self._of(rank)["length"]
+        return offsets(lengths).astype(np.int32)
+
+    def _of(self, rank: int) -> Table:
+        """The rank's spans in row order, as a one-rank table."""
+        spans = self.spans.rank(checked_rank(rank, self.spans.ranks))
+        order = np.argsort(spans["row"], kind="stable")
+        return Table(spans.ptr, {name: column[order] for name, column in spans.columns.items()})
+
+
+def checked_rank(rank: int, ranks: int) -> int:
+    """The rank. Raises ConfigError where there is none of that number."""
+    whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+    if not whole or not 0 <= rank < ranks:
+        raise ConfigError("rank", rank, f"must be in [0, {ranks})", "name a rank that is there")
+    return int(rank)
+
+
+def _expand(spans: Table, column: str) -> Ints:
+    length = spans["length"].astype(np.int64)
+    start = spans[column].astype(np.int64)
+    offset = within(length)
+    return np.repeat(start, length) + offset
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramSet:
+    """The programs of all ranks for one attention kind and phase: the tables of `isa.TABLES`."""
+
+    tables: Mapping[str, Table]
+
+    def __getitem__(self, name: str) -> Table:
+        return self.tables[name]
+
+    def rank(self, rank: int) -> ProgramSet:
+        """One rank's program, as one-rank tables."""
+        return ProgramSet({name: table.rank(rank) for name, table in self.tables.items()})
+
+    @property
+    def ranks(self) -> int:
+        return self.tables["instructions"].ranks
+
+
+def empty_programs(ranks: int) -> ProgramSet:
+    return ProgramSet({name: empty_table(columns, ranks) for name, columns in TABLES.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """A remap of token rows from layout `source` to layout `target`; its inverse swaps send and receive."""
+
+    source: str
+    target: str
+    table: Table
+
+
+@dataclass(frozen=True)
+class Header:
+    """What every rank must know, with the facts of the model that a backend needs."""
+
+    ranks: int
+    kinds: tuple[str, ...]
+    recipe: str
+    seed: int
+    home_layout: str  # the layout of home rows: "loader" where the program reshuffles, else "attention"
+    layouts: tuple[str, ...]
+    head_sets: tuple[tuple[int, ...], ...]
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    engines: Mapping[str, str] = field(default_factory=dict)
+    version: tuple[int, int] = VERSION
+    #: kind -> distinct (dmin, dmax) of its masks, sorted; of too many none
+    diagonals: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    sent_gradients: str = "wide"  # as of the model
+
+    def narrows(self, tensor: Tensor) -> bool:
+        """Whether tiles of a tensor are rounded to the model's dtype on their way, as `Model.narrows` says."""
+        return self.sent_gradients == "model" and tensor in GRADIENTS
+
+    def heads_of(self, tensor: Tensor) -> int:
+        """How many heads a tensor has; 1 where it has none."""
+        if tensor.contents.side is None:
+            return 1
+        return self.kv_heads if tensor.contents.side == "key" else self.q_heads
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked: enough to verify the plan from itself alone."""
+
+    batch: Batch
+    cluster: Cluster
+    model: Model
+    policy: Policy
+    hardware: str = ""  # hex digest of the hardware file, "" where none was used

@@ -1,0 +1,1 @@
+"""What is asked: batch, cluster, model, hardware, policy."""

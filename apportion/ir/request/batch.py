@@ -1,0 +1,543 @@
+"""The batch: sequences laid end to end on the token axis, and a mask for each attention kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from apportion.ir.arrays import Ints, offsets
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import integer, integers, known, load, name, sequence, suggestion
+from apportion.ir.isa import MAX_RANKS
+from apportion.ir.masks import bands as algebra
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.bands import MAX_DIAGONALS, MAX_TOKENS
+from apportion.ir.masks.spec import Diagonal, Mask, expand_runs, lower_runs, lower_unlabelled
+
+T = TypeVar("T")
+
+DEFAULT_KIND = "default"
+MAX_SEQUENCES = 10_000_000
+MAX_BANDS = 50_000_000
+MAX_KINDS = 64
+
+_SEQUENCE_FIELDS = ("length", "mask", "home_ranks", "positions", "labels")
+_COMPACT_FIELDS = ("lengths", "mask", "home_ranks")
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One training sample.
+
+    mask: a spec, or {kind: spec}. home_ranks: the ranks where it must live. positions, labels: its own, one
+    for each token; a label is the local index of the token to predict, or -1. Without them the mask says.
+    """
+
+    length: int
+    mask: Mask | Mapping[str, Mask] = field(default_factory=masks.causal)
+    home_ranks: tuple[int, ...] | None = None
+    positions: ArrayLike | None = None
+    labels: ArrayLike | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """The masks of one attention kind: distinct specs, and the index of each sequence's own, int64 [n]."""
+
+    specs: tuple[Mask, ...]
+    index: Ints
+
+    def groups(self) -> Iterable[tuple[Mask, Ints]]:
+        """(spec, the sequences that have it)."""
+        if len(self.specs) == 1:
+            yield self.specs[0], np.arange(len(self.index))
+            return
+        order = np.argsort(self.index, kind="stable")
+        bounds = np.searchsorted(self.index[order], np.arange(len(self.specs) + 1))
+        for spec, low, high in zip(self.specs, bounds[:-1], bounds[1:], strict=True):
+            yield spec, order[low:high]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Sequences in order; build with the `from_` functions, which validate.
+
+    lengths: int64 [n], each at least 1. masks: attention kind -> its `Kind`. home_ranks, own_positions and
+    own_labels: what single sequences carry, by sequence index. Errors are ConfigError (UnknownNameError for a
+    kind that is not there).
+    """
+
+    lengths: Ints
+    masks: Mapping[str, Kind]
+    home_ranks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    own_positions: Mapping[int, Ints] = field(default_factory=dict)
+    own_labels: Mapping[int, Ints] = field(default_factory=dict)
+    _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_lengths(self.lengths)
+        for kind, held in self.masks.items():
+            _check_fit(kind, held, self.lengths)
+        _check_structure(self)
+        self.lengths.setflags(write=False)
+
+    # ---- construction
+
+    @staticmethod
+    def from_lengths(
+        lengths: ArrayLike,
+        mask: Mask | Mapping[str, Mask] | None = None,
+        home_ranks: Iterable[Iterable[int] | None] | None = None,
+    ) -> Batch:
+        """Sequences of these lengths, all under `mask` (causal): one spec, or {kind: spec} for several kinds.
+
+        home_ranks: for each sequence the ranks where it must live, or None.
+        """
+        array = integers("lengths", _listed(lengths), 1, MAX_TOKENS)
+        index = np.zeros(len(array), np.int64)
+        kinds = {kind: Kind((spec,), index) for kind, spec in _by_kind("mask", mask).items()}
+        return Batch(array, kinds, _homes(home_ranks, len(array)))
+
+    @staticmethod
+    def from_sequences(sequences: Iterable[Sequence]) -> Batch:
+        """Sequences that each carry their own mask; all name the same attention kinds."""
+        held = list(sequences)
+        lengths = integers("lengths", [item.length for item in held], 1, MAX_TOKENS)
+        by_kind = [_by_kind(f"sequences[{i}].mask", item.mask) for i, item in enumerate(held)]
+        return Batch(
+            lengths,
+            _kinds(by_kind),
+            _homes([item.home_ranks for item in held], len(held)),
+            _own("positions", [item.positions for item in held], lengths, 0),
+            _own("labels", [item.labels for item in held], lengths, -1),
+        )
+
+    @staticmethod
+    def from_cu_seqlens(cu_seqlens: ArrayLike, mask: Mask | Mapping[str, Mask] | None = None) -> Batch:
+        """Sequences between cumulative lengths [n + 1], as varlen attention kernels take them."""
+        cu = integers("cu_seqlens", _listed(cu_seqlens), 0, MAX_TOKENS)
+        if len(cu) < 2 or cu[0] != 0:
+            raise ConfigError(
+                "cu_seqlens", cu.tolist()[:8], "must begin with 0 and have two numbers", "write [0, n]"
+            )
+        for i in np.flatnonzero(np.diff(cu) <= 0):
+            raise ConfigError(
+                f"cu_seqlens[{i + 1}]", int(cu[i + 1]), f"must be more than {cu[i]}", "drop empty sequences"
+            )
+        return Batch.from_lengths(np.diff(cu), mask)
+
+    @staticmethod
+    def from_slices(tokens: int, slices: ArrayLike) -> Batch:
+        """One sequence of `tokens` tokens under raw slices (q0, q1, k0, k1, type), as `masks.slices` takes them."""
+        return Batch.from_lengths([integer("tokens", tokens, 1, MAX_TOKENS)], masks.slices(slices))
+
+    @staticmethod
+    def from_data(data: Any) -> Batch:
+        """The batch of plain data, in either form:
+
+            {"sequences": [{"length": 8192, "mask": {"causal": {}}}, …]}
+            {"lengths": [8192, …], "mask": {"causal": {}}}
+
+        A mask may be {kind: mask}; without one it is causal. Sequences may have home_ranks, positions and
+        labels; beside lengths there may be home_ranks, one entry a sequence.
+        """
+        known("batch", data, ("sequences", *_COMPACT_FIELDS))
+        if "sequences" in data:
+            known("batch", data, ("sequences",))
+            items = sequence("batch.sequences", data["sequences"])
+            _check_count(len(items))
+            return Batch.from_sequences(_sequences(items))
+        known("batch", data, _COMPACT_FIELDS, ("lengths",))
+        return Batch.from_lengths(
+            sequence("batch.lengths", data["lengths"]),
+            _mask_data(data.get("mask"), "batch.mask"),
+            data.get("home_ranks"),
+        )
+
+    @staticmethod
+    def load(path: str | Path) -> Batch:
+        """The batch of a JSON or YAML file."""
+        return Batch.from_data(load(path))
+
+    def take(self, indexes: ArrayLike) -> Batch:
+        """The batch of these sequences, in the order of `indexes` (integers [m], each once), with all they carry."""
+        taken = _places(indexes, len(self.lengths))
+        return Batch(
+            self.lengths[taken],
+            {kind: _taken(held, taken) for kind, held in self.masks.items()},
+            _moved(self.home_ranks, taken),
+            _moved(self.own_positions, taken),
+            _moved(self.own_labels, taken),
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data that `from_data` reads; equal batches give equal data.
+
+        The compact form where all sequences share their masks and none has positions or labels of its own.
+        """
+        if not (
+            self.own_positions or self.own_labels or any(len(kind.specs) > 1 for kind in self.masks.values())
+        ):
+            return self._compact_data()
+        return {"sequences": [self._sequence_data(i) for i in range(len(self.lengths))]}
+
+    def _compact_data(self) -> dict[str, Any]:
+        mask = {kind: masks.to_data(held.specs[0]) for kind, held in self.masks.items()}
+        data: dict[str, Any] = {"lengths": self.lengths.tolist(), "mask": _without_default(mask)}
+        if self.home_ranks:
+            homes = (self.home_ranks.get(i) for i in range(len(self.lengths)))
+            data["home_ranks"] = [None if home is None else list(home) for home in homes]
+        return data
+
+    def _sequence_data(self, i: int) -> dict[str, Any]:
+        mask = {kind: masks.to_data(held.specs[held.index[i]]) for kind, held in self.masks.items()}
+        data: dict[str, Any] = {"length": int(self.lengths[i]), "mask": _without_default(mask)}
+        if i in self.home_ranks:
+            data["home_ranks"] = list(self.home_ranks[i])
+        for key, own in (("positions", self.own_positions), ("labels", self.own_labels)):
+            if i in own:
+                data[key] = own[i].tolist()
+        return data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Batch) and self.to_data() == other.to_data()
+
+    def __hash__(self) -> int:
+        return hash((self.lengths.tobytes(), self.kinds))
+
+    # ---- the token axis
+
+    @property
+    def tokens(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The attention kinds, in the order given."""
+        return tuple(self.masks)
+
+    @property
+    def starts(self) -> Ints:
+        """[n + 1] int64: the first global token of each sequence, and the number of tokens."""
+        return self._cached("starts", lambda: offsets(self.lengths))
+
+    def bands(self, kind: str) -> Ints:
+        """[m, 6] int64: the bands of a kind in global tokens, sorted by (q0, k0), read-only."""
+        return self._cached(("bands", self._kind(kind)), lambda: self._lower(kind))
+
+    def diagonals(self, kind: str) -> tuple[tuple[int, int], ...]:
+        """The distinct (dmin, dmax) that the masks of a kind declare, sorted, whatever the lengths; none where they are
+        more than `MAX_DIAGONALS`."""
+        key = "diagonals", self._kind(kind)
+        if key not in self._cache:
+            specs = self.masks[kind].specs
+            found = sorted({diagonal for spec in specs for diagonal in spec.diagonals()})
+            self._cache[key] = tuple(found) if len(found) <= MAX_DIAGONALS else ()
+        return self._cache[key]  # type: ignore[no-any-return]
+
+    def to_slices(self, kind: str) -> list[tuple[int, ...]]:
+        """The mask of a kind as slices (q0, q1, k0, k1, type) in global tokens, which `from_slices` reads."""
+        return [tuple(row) for row in algebra.to_slices(self.bands(kind)).tolist()]
+
+    def area(self, kind: str) -> int:
+        """The number of allowed (query, key) pairs of a kind."""
+        return int(algebra.area(self.bands(kind)).sum())
+
+    def positions(self) -> Ints:
+        """[tokens] int64: the position id of each global token."""
+        return expand_runs(*self._runs(), self.tokens)
+
+    def position_breaks(self) -> Ints:
+        """[r] int64, rising: the tokens where a sequence starts or the position is not the last one + 1."""
+        return self._runs()[0]
+
+    def position_at(self, tokens: ArrayLike) -> Ints:
+        """int64, shaped like `tokens`: the position ids of these global tokens."""
+        tokens = np.asarray(tokens, np.int64)
+        starts, positions = self._runs()
+        run = np.searchsorted(starts, tokens, side="right") - 1
+        found: Ints = positions[run] + tokens - starts[run]
+        return found
+
+    def labels(self, first: int = 0, stop: int | None = None) -> Ints:
+        """[stop - first] int64: the global token that each token of [first, stop) predicts, -1 where there is none; by
+        default of all tokens."""
+        stop = self.tokens if stop is None else stop
+        labels = np.arange(first + 1, stop + 1)
+        tokens, ends = self._ends()
+        low, high = np.searchsorted(tokens, (first, stop))
+        labels[tokens[low:high] - first] = ends[low:high]
+        for i, own in self.own_labels.items():
+            start = int(self.starts[i])
+            here = slice(max(start, first) - first, max(min(start + len(own), stop) - first, 0))
+            part = own[max(first - start, 0) : max(stop - start, 0)]
+            labels[here] = np.where(part < 0, -1, part + start)
+        return labels
+
+    @property
+    def labelled(self) -> int:
+        """How many tokens have a label. Takes no memory for each token."""
+        tokens, ends = self._ends()
+        sequence = np.searchsorted(self.starts, tokens, side="right") - 1
+        missing = int(((ends < 0) & ~np.isin(sequence, list(self.own_labels))).sum())
+        return self.tokens - missing - sum(int((own < 0).sum()) for own in self.own_labels.values())
+
+    def _ends(self) -> tuple[Ints, Ints]:
+        """(tokens, labels) where masks say that the label is not the next token; tokens rise."""
+        tokens, ends = self._cached("ends", self._make_ends)
+        return tokens, ends
+
+    def _make_ends(self) -> Ints:
+        found = [
+            lower_unlabelled(spec, self.lengths[members], self.starts[members])
+            for spec, members in self._layout()
+        ]
+        tokens, ends = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        return np.stack([tokens, ends])[:, np.argsort(tokens)]
+
+    # ---- lowering
+
+    def _cached(self, key: Any, make: Any) -> Ints:
+        if key not in self._cache:
+            self._cache[key] = make()
+            self._cache[key].setflags(write=False)
+        return self._cache[key]  # type: ignore[no-any-return]
+
+    def _kind(self, kind: str) -> str:
+        if kind not in self.masks:
+            rule = "the batch has no attention kind of that name"
+            raise UnknownNameError("kind", kind, rule, suggestion(str(kind), self.kinds))
+        return kind
+
+    def _lower(self, kind: str) -> Ints:
+        parts, count = [], 0
+        for spec, members in self.masks[kind].groups():
+            parts.append(spec.lower(self.lengths[members], self.starts[members]))
+            count += len(parts[-1])
+            if count > MAX_BANDS:
+                raise ConfigError(
+                    f"mask of {kind}", count, f"makes more than {MAX_BANDS} bands", "split the batch"
+                )
+        bands = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if len(parts) == 1 and isinstance(self.masks[kind].specs[0], Diagonal):
+            return bands  # one band a sequence, in order
+        return bands[np.lexsort((bands[:, 2], bands[:, 0]))]
+
+    def _layout(self) -> Iterable[tuple[Mask, Ints]]:
+        """(spec, sequences): what gives each sequence's positions and labels, its structured spec if any."""
+        if len(self.masks) == 1:
+            return next(iter(self.masks.values())).groups()
+        by_kind = [kind.groups() for kind in self.masks.values()]
+        told = np.zeros(len(self.lengths), np.bool_)
+        found: list[tuple[Mask, Ints]] = []
+        for spec, members in (group for groups in by_kind for group in groups):
+            if spec.structured:
+                found.append((spec, members[~told[members]]))
+                told[members] = True
+        return [*found, (masks.causal(), np.flatnonzero(~told))]
+
+    def _runs(self) -> tuple[Ints, Ints]:
+        starts, positions = self._cached("runs", lambda: np.stack(self._make_runs()))
+        return starts, positions
+
+    def _make_runs(self) -> tuple[Ints, Ints]:
+        parts = [
+            lower_runs(spec, self.lengths[members], self.starts[members]) for spec, members in self._layout()
+        ]
+        starts, positions = (np.concatenate(column) for column in zip(*parts, strict=True))
+        if self.own_positions:
+            starts, positions = self._with_own(starts, positions)
+        order = np.argsort(starts, kind="stable")
+        return starts[order], positions[order]
+
+    def _with_own(self, starts: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        own = np.array(sorted(self.own_positions))
+        keep = ~np.isin(np.searchsorted(self.starts, starts, side="right") - 1, own)
+        breaks = {i: np.append(0, np.flatnonzero(np.diff(self.own_positions[i]) != 1) + 1) for i in own}
+        return (
+            np.concatenate([starts[keep], *(self.starts[i] + breaks[i] for i in own)]),
+            np.concatenate([positions[keep], *(self.own_positions[i][breaks[i]] for i in own)]),
+        )
+
+
+# ---- checks
+
+
+def _listed(values: ArrayLike) -> Any:
+    return (
+        list(values)
+        if isinstance(values, Iterable) and not isinstance(values, np.ndarray | str | dict)
+        else values
+    )
+
+
+def _check_count(count: int) -> None:
+    if not 1 <= count <= MAX_SEQUENCES:
+        raise ConfigError(
+            "sequences", count, f"must be 1 to {MAX_SEQUENCES}", "give at least one, or split the batch"
+        )
+
+
+def _check_lengths(lengths: Ints) -> None:
+    _check_count(len(lengths))
+    if lengths.sum() > MAX_TOKENS:
+        raise ConfigError(
+            "lengths", int(lengths.sum()), f"must add up to at most {MAX_TOKENS}", "split the batch"
+        )
+
+
+def _check_fit(kind: str, held: Kind, lengths: Ints) -> None:
+    for spec, members in held.groups():
+        if type(spec).check is Mask.check:
+            continue
+        for i in members:
+            spec.check(int(lengths[i]), f"sequences[{i}].mask" + ("" if kind == DEFAULT_KIND else f".{kind}"))
+
+
+def _check_structure(batch: Batch) -> None:
+    """Two structured masks of one sequence must agree on what it does not bring itself of positions and labels."""
+    held = list(batch.masks.values())
+    if len(held) < 2 or sum(any(spec.structured for spec in kind.specs) for kind in held) < 2:
+        return
+    for i, length in enumerate(batch.lengths.tolist()):
+        specs = [kind.specs[kind.index[i]] for kind in held]
+        structured = [spec for spec in specs if spec.structured]
+        for what, own, of in (
+            ("positions", batch.own_positions, _positions),
+            ("labels", batch.own_labels, _labels),
+        ):
+            if i not in own and len({of(spec, length) for spec in structured}) > 1:
+                remedy = (
+                    f"use the same documents or tree in all kinds, or give the sequence {what} of its own"
+                )
+                raise ConfigError(
+                    f"sequences[{i}].mask", batch.kinds, f"attention kinds disagree on {what}", remedy
+                )
+
+
+def _positions(spec: Mask, length: int) -> tuple[bytes, ...]:
+    return tuple(column.tobytes() for column in spec.runs(length))
+
+
+def _labels(spec: Mask, length: int) -> tuple[bytes, ...]:
+    tokens, labels = spec.unlabelled(length)
+    differs = labels != tokens + 1
+    return tokens[differs].tobytes(), labels[differs].tobytes()
+
+
+def _by_kind(where: str, mask: Any) -> dict[str, Mask]:
+    if mask is None:
+        return {DEFAULT_KIND: masks.causal()}
+    if isinstance(mask, Mask):
+        return {DEFAULT_KIND: mask}
+    if not isinstance(mask, Mapping) or not 1 <= len(mask) <= MAX_KINDS:
+        raise ConfigError(where, mask, "must be a mask or {kind: mask}", "write masks.causal()")
+    for kind, spec in mask.items():
+        if not isinstance(spec, Mask):
+            raise ConfigError(f"{where}.{kind}", spec, "must be a mask", "write masks.causal()")
+    return {name(where, kind): spec for kind, spec in mask.items()}
+
+
+def _kinds(by_kind: list[dict[str, Mask]]) -> dict[str, Kind]:
+    _check_count(len(by_kind))
+    kinds = list(by_kind[0])
+    for i, mask in enumerate(by_kind):
+        if mask.keys() != by_kind[0].keys():
+            rule = f"must name the attention kinds of the first sequence, {', '.join(kinds)}"
+            raise ConfigError(
+                f"sequences[{i}].mask", list(mask), rule, "give every sequence a mask for each kind"
+            )
+    return {kind: _distinct([mask[kind] for mask in by_kind]) for kind in kinds}
+
+
+def _distinct(specs: list[Mask]) -> Kind:
+    number = {spec: i for i, spec in enumerate(dict.fromkeys(specs))}
+    return Kind(tuple(number), np.array([number[spec] for spec in specs]))
+
+
+def _homes(home_ranks: Any, count: int) -> dict[int, tuple[int, ...]]:
+    if home_ranks is None:
+        return {}
+    listed = sequence("home_ranks", _listed(home_ranks))
+    if len(listed) != count:
+        raise ConfigError(
+            "home_ranks", len(listed), f"must have one entry a sequence ({count})", "write null for any"
+        )
+    return {i: _home(f"home_ranks[{i}]", ranks) for i, ranks in enumerate(listed) if ranks is not None}
+
+
+def _home(where: str, ranks: Any) -> tuple[int, ...]:
+    home = tuple(integers(where, _listed(ranks), 0, MAX_RANKS - 1).tolist())
+    if not home or len(set(home)) != len(home):
+        raise ConfigError(
+            where, home, "must name at least one rank, each once", "write null where any rank will do"
+        )
+    return home
+
+
+def _places(indexes: ArrayLike, count: int) -> Ints:
+    """Indexes of some of `count` sequences, checked."""
+    places = integers("indexes", _listed(indexes), 0, count - 1)
+    if len(np.unique(places)) < len(places):
+        values, times = np.unique(places, return_counts=True)
+        raise ConfigError(
+            "indexes", int(values[times.argmax()]), "is there more than once", "name each sequence once"
+        )
+    return places
+
+
+def _taken(held: Kind, taken: Ints) -> Kind:
+    """The masks of some sequences, without the specs that none of them has."""
+    used, index = np.unique(held.index[taken], return_inverse=True)
+    return Kind(tuple(held.specs[spec] for spec in used), index)
+
+
+def _moved(held: Mapping[int, T], taken: Ints) -> dict[int, T]:
+    """What single sequences carry, under their places among those taken."""
+    if not held:
+        return {}
+    return {place: held[i] for place, i in enumerate(taken.tolist()) if i in held}
+
+
+def _own(what: str, columns: list[Any], lengths: Ints, low: int) -> dict[int, Ints]:
+    """Each sequence's own positions or labels, by index."""
+    held = {}
+    for i, column in enumerate(columns):
+        if column is not None:
+            where, length = f"sequences[{i}].{what}", int(lengths[i])
+            held[i] = integers(where, _listed(column), low, length - 1 if what == "labels" else MAX_TOKENS)
+            if len(held[i]) != length:
+                raise ConfigError(
+                    where, len(held[i]), f"must have one a token ({length})", "correct the list"
+                )
+    return held
+
+
+# ---- data
+
+
+def _sequences(items: Iterable[Any]) -> Iterable[Sequence]:
+    for i, item in enumerate(items):
+        where = f"sequences[{i}]"
+        data = dict(known(where, item, _SEQUENCE_FIELDS, ("length",)))
+        length = integer(f"{where}.length", data.pop("length"), 1, MAX_TOKENS)
+        mask = _mask_data(data.pop("mask", None), f"{where}.mask")
+        yield Sequence(length, mask, **data)
+
+
+def _mask_data(data: Any, where: str) -> Mask | dict[str, Mask]:
+    if data is None:
+        return masks.causal()
+    if isinstance(data, Mapping) and data and all(map(masks.is_data, data.values())):
+        return {kind: masks.from_data(mask, f"{where}.{kind}") for kind, mask in data.items()}
+    return masks.from_data(data, where)
+
+
+def _without_default(mask: dict[str, Any]) -> dict[str, Any]:
+    """The mask itself where its only kind is the default one."""
+    return mask[DEFAULT_KIND] if tuple(mask) == (DEFAULT_KIND,) else mask

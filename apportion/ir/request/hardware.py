@@ -1,0 +1,327 @@
+"""Hardware: the figures that times are predicted from, each with its source.
+
+    Hardware ── figures     memory, linear layers, links: one number each
+             ├─ forward     grids of one attention task, microseconds over (query rows, key rows): every pair
+             │              allowed (`full`), or all but one corner triangle (`causal`)
+             ├─ backward    the same
+             └─ measured    where a profile was taken: device, versions, date; no part of the digest
+
+A file is the JSON of `to_data` (schema: apportion:hardware). Profiles write it; the built-in ones come from
+data sheets and papers (`apportion.ir.request.chips`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import choice, integer, known, load, mapping, name, sequence, suggestion
+from apportion.ir.hashing import digest
+from apportion.ir.request.chips import (
+    AXIS,
+    CHIPS,
+    CONTENTION,
+    DIM,
+    HOST,
+    INTER_LATENCY,
+    INTRA_LATENCY,
+    KV_HEADS,
+    POST,
+    Q_HEADS,
+    ROWOP,
+    TILE,
+    Chip,
+    grids_of,
+    linear_of,
+)
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import LEAST, MOST, Figure, Grid, described, figure_in
+from apportion.ir.request.model import ELEMENT_BYTES
+
+VERSION = 1
+#: engines of executors that grids can be of: all tasks of an instruction in one kernel, a flash kernel of a library for
+#: each task, plain matrix products
+ENGINES = ("stage", "flash", "plain")
+MAX_AXIS = 64  # points of a grid's axis
+MAX_ROWS = 2**20  # of the largest task on the axis
+MAX_FILE_BYTES = 2**22  # four grids of 64 x 64 times are some 300 KB
+_MAX_VERSIONS = 32
+_CLOSE = 0.1  # links of a cluster within this are taken to be the hardware's
+
+# What a cluster says and the hardware says too.
+_SHARED = (
+    "intra_gbs",
+    "inter_gbs",
+    "nics_per_node",
+    "intra_latency_us",
+    "inter_latency_us",
+    "memory_gib",
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Where and when a profile was taken: device, versions of software, date (ISO 8601)."""
+
+    device: str
+    versions: Mapping[str, str] = field(hash=False)
+    date: str
+
+    @staticmethod
+    def from_data(field: str, data: Any) -> Measured:
+        names = ("device", "versions", "date")
+        data = known(field, data, names, names)
+        versions = mapping(f"{field}.versions", data["versions"])
+        if len(versions) > _MAX_VERSIONS:
+            raise ConfigError(
+                f"{field}.versions", len(versions), f"must be at most {_MAX_VERSIONS}", "list fewer"
+            )
+        checked = {
+            name(f"{field}.versions", key): described(f"{field}.versions.{key}", text)
+            for key, text in versions.items()
+        }
+        device, date = (described(f"{field}.{key}", data[key]) for key in ("device", "date"))
+        return Measured(device, checked, date)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of rank and its links.
+
+    engine: whose kernels the grids are of, see `ENGINES`. axis: rows of the grids' points, rising, for queries and for
+    keys. tile: rows of queries and of keys are
+    rounded up to multiples of it. q_heads, kv_heads, head_dim, dtype: what the grids were taken with.
+    memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s. peak_tflops: dense, of the dtype, from the data sheet;
+    linear_tflops: achieved by linear layers; 1e12 FLOP/s. rowop_us: what a kernel on rows (copy, merge, add, pack, ...)
+    costs besides its bytes. post_us: what a message costs to post, before any transfer of its round is complete.
+    host_gbs: between a rank and its host's memory, each way, 1e9 bytes/s; files may leave it out.
+    contention: by how much longer a kernel takes while a transfer of its rank is on the wire, whose own kernels take
+    multiprocessors: 0.1 is a tenth, 0 none.
+    rows_gbs, loss_gbs, optimizer_gbs: 1e9 bytes/s, of the bytes that `apportion.ir.layer_work` counts, at which row
+    work of layers, the loss, and Adam go; None: not measured, they are taken to be bound by memory_gbs.
+    Make one with `load`, `from_data` or a profile: these check it.
+    """
+
+    name: str
+    device: str
+    engine: str
+    dtype: str
+    axis: tuple[int, ...]
+    tile: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    forward: Grid
+    backward: Grid
+    memory_gib: Figure
+    memory_gbs: Figure
+    peak_tflops: Figure
+    linear_tflops: Figure
+    rowop_us: Figure
+    post_us: Figure
+    contention: Figure
+    intra_gbs: Figure
+    inter_gbs: Figure
+    nics_per_node: Figure
+    intra_latency_us: Figure
+    inter_latency_us: Figure
+    measured: Measured | None = None
+    host_gbs: Figure = HOST
+    rows_gbs: Figure | None = None
+    loss_gbs: Figure | None = None
+    optimizer_gbs: Figure | None = None
+
+    def figures(self) -> dict[str, Figure]:
+        """The single numbers, by name; optional ones where there are some."""
+        found = {name: getattr(self, name) for name in (*_FIGURES, *_OPTIONAL)}
+        return {name: figure for name, figure in found.items() if figure is not None}
+
+    def rate_gbs(self, name: str) -> float:
+        """1e9 bytes/s of `rows_gbs`, `loss_gbs` or `optimizer_gbs`, that of memory where it was not measured."""
+        figure: Figure | None = getattr(self, choice("figure", name, _OPTIONAL))
+        return self.memory_gbs.value if figure is None else figure.value
+
+    def grid(self, phase: str) -> Grid:
+        """The grid of `forward` or `backward`. Raises UnknownNameError."""
+        return self.forward if choice("phase", phase, ("forward", "backward")) == "forward" else self.backward
+
+    def cluster(self, nodes: int = 1, ranks_per_node: int = 8) -> Cluster:
+        """A cluster with this hardware's links and memory."""
+        links = {field: getattr(self, field).value for field in _SHARED}
+        return Cluster(nodes, ranks_per_node, **links | {"nics_per_node": int(self.nics_per_node.value)})
+
+    def mismatch(self, cluster: Cluster) -> list[str]:
+        """A warning for each link or memory figure in which the cluster differs by more than a tenth.
+
+        Predicted times take links from the cluster and kernels from the hardware."""
+        pairs = ((field, getattr(cluster, field), getattr(self, field).value) for field in _SHARED)
+        return [
+            f"cluster.{field} is {said:g} where hardware {self.name} has {known_:g}: times use the cluster's"
+            for field, said, known_ in pairs
+            if abs(said - known_) > _CLOSE * max(said, known_)
+        ]
+
+    def digest(self) -> str:
+        """BLAKE2b, hex, of the figures and grids: the same numbers and sources, wherever and whenever taken."""
+        data = self.to_data() | {"measured": None}
+        return digest(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hex()
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data with every field, in the form that `from_data` reads."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _PLAIN}
+        return {
+            "version": VERSION,
+            **plain,
+            "axis": list(self.axis),
+            "figures": {field: asdict(figure) for field, figure in self.figures().items()},
+            "forward": _grid_data(self.forward),
+            "backward": _grid_data(self.backward),
+            "measured": None if self.measured is None else asdict(self.measured),
+        }
+
+    @staticmethod
+    def from_data(data: Any) -> Hardware:
+        """The hardware of plain data. Raises ConfigError, which names field, value, rule and remedy."""
+        keys = ("version", *_PLAIN, "axis", "figures", "forward", "backward")
+        data = known("hardware", data, (*keys, "measured"), keys)
+        integer("hardware.version", data["version"], VERSION, VERSION)
+        axis = _axis(data["axis"])
+        figures = known("hardware.figures", data["figures"], (*_FIGURES, *_OPTIONAL), _NEEDED)
+        return Hardware(
+            **_plain(data),
+            **_figures(figures),
+            axis=axis,
+            forward=Grid.from_data("hardware.forward", data["forward"], len(axis)),
+            backward=Grid.from_data("hardware.backward", data["backward"], len(axis)),
+            measured=_measured(data.get("measured")),
+        )
+
+    @staticmethod
+    def builtin() -> tuple[str, ...]:
+        """Names that `load` knows without a file."""
+        return tuple(CHIPS)
+
+    @staticmethod
+    def named(hardware: Hardware | str | None) -> Hardware | None:
+        """The hardware, loaded where it is a name or the path of a file. Raises ConfigError."""
+        if hardware is None or isinstance(hardware, Hardware):
+            return hardware
+        if not isinstance(hardware, str | Path):
+            rule = "must be a Hardware, a name or a file"
+            raise ConfigError("hardware", hardware, rule, f"use one of {', '.join(Hardware.builtin())}")
+        return Hardware.load(hardware)
+
+    @staticmethod
+    def load(source: str | Path) -> Hardware:
+        """The built-in hardware of that name, or that of a JSON (or YAML) file. Raises ConfigError, also
+        UnknownNameError for what is neither a name nor the path of a file."""
+        if isinstance(source, str) and source in CHIPS:
+            return _of_chip(CHIPS[source])
+        if not Path(source).suffix:
+            rule = "neither built-in hardware nor a file"
+            remedy = f"{suggestion(str(source)[:64], CHIPS)}, or the path of a .json file"
+            raise UnknownNameError("hardware", str(source), rule, remedy)
+        return Hardware.from_data(_loaded(Path(source)))
+
+
+_FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
+#: those that every file has; the others have defaults
+_NEEDED = tuple(item.name for item in fields(Hardware) if item.name in _FIGURES and item.default is MISSING)
+_OPTIONAL = tuple(item.name for item in fields(Hardware) if item.type == "Figure | None")
+_PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
+_POSITIVE = frozenset(
+    {
+        "memory_gib",
+        "memory_gbs",
+        "peak_tflops",
+        "linear_tflops",
+        "intra_gbs",
+        "inter_gbs",
+        "host_gbs",
+        *_OPTIONAL,
+    }
+)
+MOST_CONTENTION = (
+    10.0  # kernels that take eleven times as long: beyond, transfers do not overlap with them at all
+)
+
+
+@lru_cache(maxsize=16)
+def _of_chip(chip: Chip) -> Hardware:
+    """The hardware of a chip, its grids from the kernel model."""
+    return Hardware(
+        chip.name, chip.device, chip.engine, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM, *grids_of(chip),
+        chip.memory_gib, chip.memory_gbs, chip.peak_tflops, linear_of(chip), ROWOP, POST, CONTENTION,
+        chip.intra_gbs, chip.inter_gbs, chip.nics_per_node, INTRA_LATENCY, INTER_LATENCY,
+        host_gbs=chip.host_gbs,
+    )  # fmt: skip
+
+
+def _loaded(path: Path) -> Any:
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(
+            str(path), path.stat().st_size, f"must be at most {MAX_FILE_BYTES} bytes", "name a profile"
+        )
+    return load(path)
+
+
+def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    name("hardware.name", data["name"])
+    choice("hardware.engine", data["engine"], ENGINES)
+    choice("hardware.dtype", data["dtype"], ELEMENT_BYTES)
+    heads = integer("hardware.q_heads", data["q_heads"], 1, 2**16)
+    kv_heads = integer("hardware.kv_heads", data["kv_heads"], 1, heads)
+    return {
+        "name": data["name"],
+        "device": described("hardware.device", data["device"]),
+        "engine": data["engine"],
+        "dtype": data["dtype"],
+        "tile": integer("hardware.tile", data["tile"], 1, 2**12),
+        "q_heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": integer("hardware.head_dim", data["head_dim"], 1, 2**12),
+    }
+
+
+def _figures(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _figure(key, data[key]) for key in (*_FIGURES, *_OPTIONAL) if key in data}
+
+
+def _figure(key: str, data: Any) -> Figure:
+    figure = Figure.from_data(f"hardware.figures.{key}", data)
+    least, most = LEAST if key in _POSITIVE else 0.0, MOST_CONTENTION if key == "contention" else MOST
+    figure_in(f"hardware.figures.{key}.value", figure.value, least, most)
+    if key == "nics_per_node":
+        value = int(figure.value) if figure.value.is_integer() else figure.value
+        integer("hardware.figures.nics_per_node.value", value, 1, 2**16)
+    return figure
+
+
+def _measured(data: Any) -> Measured | None:
+    return None if data is None else Measured.from_data("hardware.measured", data)
+
+
+def _axis(data: Any) -> tuple[int, ...]:
+    """2 to 64 rising numbers of rows. More are refused before they are looked at."""
+    points = sequence("hardware.axis", data)
+    if not 2 <= len(points) <= MAX_AXIS:
+        raise ConfigError(
+            "hardware.axis", len(points), f"must have 2 to {MAX_AXIS} points", "choose fewer or more"
+        )
+    axis = tuple(integer(f"hardware.axis[{i}]", rows, 1, MAX_ROWS) for i, rows in enumerate(points))
+    if any(low >= high for low, high in pairwise(axis)):
+        raise ConfigError("hardware.axis", list(axis), "must rise", "sort the points and name each once")
+    return axis
+
+
+def _grid_data(grid: Grid) -> dict[str, Any]:
+    plain = asdict(grid) | {kind: [list(row) for row in getattr(grid, kind)] for kind in ("full", "causal")}
+    if not grid.window_us:  # as files were before there was this field: they keep their digests
+        del plain["window_us"]
+    return plain

@@ -1,0 +1,59 @@
+"""Models and masks out of a Hugging Face `config.json`, read as data: neither transformers nor torch is needed.
+
+    {"model_type": "gemma3", "text_config": {…, "layer_types": ["sliding_attention", …, "full_attention"]}}
+      ──► Model(…, layers={"full_attention": 5, "sliding_attention": 29})
+          {"full_attention": causal(), "sliding_attention": sliding_window(1024)}
+
+What a file leaves out is filled in by `ir.hf_fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.windows import Causal, Chunked, SlidingWindow
+from apportion.ir.request.hf_fields import (
+    FULL,
+    SLIDING,
+    WINDOW_OF,
+    count,
+    layer_types,
+    model_fields,
+    text_config,
+)
+from apportion.ir.request.model import Model
+
+
+def model_of(config: Mapping[str, Any]) -> Model:
+    """What planning must know of the layers. Attention kinds are the distinct layer types; where there is one, `layers`
+    is a number. Of MLA the heads as training has them: as many of K as of Q. Raises ConfigError."""
+    return Model(**model_fields(config))
+
+
+def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
+    """The mask of each attention kind of `model_of`; of a single kind its mask, None where that is causal, which is the
+    default anywhere. A checkpoint's own: what a trainer lays over them (documents, trees) it must say itself. Raises
+    ConfigError."""
+    text = text_config(config)
+    ahead = {
+        "use_bidirectional_attention": bool(text.get("use_bidirectional_attention")),
+        "is_causal": text.get("is_causal") is False,
+    }
+    for field in filter(ahead.__getitem__, ahead):
+        rule = "tokens see what comes after them, by a rule of the model's own"
+        raise ConfigError(field, text[field], rule, "give masks= to the loader")
+    found = {kind: _mask(text, kind) for kind in sorted(set(layer_types(text)))}
+    if len(found) > 1:
+        return found
+    (only,) = found.values()
+    return None if isinstance(only, Causal) else only
+
+
+def _mask(text: Mapping[str, Any], kind: str) -> Mask:
+    if kind == FULL:
+        return Causal()
+    size = count(text, WINDOW_OF[kind])  # tokens up to the query itself; of a chunk
+    return SlidingWindow(size) if kind == SLIDING else Chunked(size)

@@ -1,0 +1,161 @@
+"""The model: what planning and execution must know of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import choice, integer, known, load, mapping, name, suggestion
+from apportion.ir.isa import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
+from apportion.ir.request.hf_fields import is_config, model_fields
+
+ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
+
+_MAX_SIZE = 2**24
+
+
+@dataclass(frozen=True)
+class Model:
+    """Heads are those of one tensor-parallel rank; `v_head_dim` differs from `head_dim` in MLA (None: equal).
+
+    `layers` is the number of attention layers, or one number for each attention kind. `sent_gradients` says how
+    gradients that are no results travel from rank to rank: `wide`, in the accumulators' dtype, or rounded to that of
+    a bf16 or fp16 `model` on their way, which halves their bytes; they are added up in float32 in any case. Raises
+    ConfigError.
+    """
+
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    dtype: str = "bf16"  # bf16, fp16, fp32 or fp64
+    hidden: int = 4096
+    ffn: int = 14336
+    layers: int | Mapping[str, int] = field(default=32, hash=False)
+    sent_gradients: str = "wide"  # wide or model
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for size in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "hidden", "ffn"):
+            object.__setattr__(self, size, integer(f"model.{size}", getattr(self, size), 1, _MAX_SIZE))
+        choice("model.dtype", self.dtype, ELEMENT_BYTES)
+        if self.q_heads % self.kv_heads:
+            raise ConfigError(
+                "model.q_heads",
+                self.q_heads,
+                f"must be a multiple of kv_heads ({self.kv_heads})",
+                "give each KV head the same number of query heads",
+            )
+        object.__setattr__(self, "layers", _layers(self.layers))
+        choice("model.sent_gradients", self.sent_gradients, SENT_GRADIENTS)
+        if self.sent_gradients == "model" and self.element_bytes == self.accumulator_bytes:
+            raise ConfigError(
+                "model.sent_gradients",
+                self.sent_gradients,
+                f"is for bf16 and fp16: gradients of {self.dtype} travel in the model's dtype as they are",
+                "leave it out",
+            )
+
+    def layers_of(self, kind: str) -> int:
+        """The number of layers of one attention kind. Raises UnknownNameError."""
+        if isinstance(self.layers, int):
+            return self.layers
+        if kind not in self.layers:
+            raise UnknownNameError(
+                "model.layers", kind, "no attention kind of that name", suggestion(kind, self.layers)
+            )
+        return self.layers[kind]
+
+    @property
+    def value_dim(self) -> int:
+        """The head dim of V."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one number of the model's dtype."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of one number of an accumulator or partial: float32, float64 for a float64 model."""
+        return max(4, self.element_bytes)
+
+    def row_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
+        """Bytes of one row of a tensor with `heads` of its heads (KV heads for KV and dKV; None: all); of X without its
+        position id."""
+        of_head, count = self._head_bytes[tensor]
+        return of_head * (count if heads is None or tensor in HEADLESS else heads)
+
+    def narrows(self, tensor: Tensor) -> bool:
+        """Whether tiles of a tensor are rounded to the model's dtype on their way, complete or not."""
+        return self.sent_gradients == "model" and tensor in GRADIENTS
+
+    def sent_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
+        """As `row_bytes`, of a row that travels, but not as a result."""
+        held = self.row_bytes(tensor, heads)
+        return held // self.accumulator_bytes * self.element_bytes if self.narrows(tensor) else held
+
+    @cached_property
+    def _head_bytes(self) -> Mapping[Tensor, tuple[int, int]]:
+        """Of each tensor the bytes of a row of one head, without its position id, and the number of heads."""
+        count, found = {"query": self.q_heads, "key": self.kv_heads, None: 1}, {}
+        for tensor in Tensor:
+            contents = tensor.contents
+            widths = contents.widths(self.head_dim, self.value_dim, self.hidden)
+            pairs = zip(widths, contents.parts, strict=True)
+            numbers = sum(max(width, 1) for width, part in pairs if not part.integer)
+            size = self.accumulator_bytes if contents.wide else self.element_bytes
+            found[tensor] = numbers * size, count[contents.side]
+        return found
+
+    def result_bytes(self, tensor: Tensor) -> int:
+        """Bytes of one row of one head of a sum, once it is a result in the model's dtype; without its LSE."""
+        return sum(tensor.contents.widths(self.head_dim, self.value_dim, self.hidden)) * self.element_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of a row of one head of what the forward gives: the output in the model's dtype, and its LSE."""
+        return self.result_bytes(Tensor.O) + self.accumulator_bytes
+
+    def sent_result_bytes(self, tensor: Tensor) -> int:
+        """Bytes of a row of one head of a sum that travels as a result; 0 of what is no sum with heads."""
+        if not tensor.contents.partial or tensor in HEADLESS:
+            return 0
+        return self.output_bytes if tensor == Tensor.O else self.result_bytes(tensor)
+
+    @staticmethod
+    def from_data(data: Any) -> Model:
+        """The model of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
+        return Model(**known("model", data, [item.name for item in fields(Model)]))
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data with every field; `sent_gradients`, which came later, where it is not the default."""
+        data = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.sent_gradients == "wide":
+            del data["sent_gradients"]
+        return {**data, "layers": self.layers if isinstance(self.layers, int) else dict(self.layers)}
+
+    @staticmethod
+    def load(path: str | Path) -> Model:
+        """The model of a JSON or YAML file, or of the `config.json` of a Hugging Face model. Raises ConfigError."""
+        data = load(path)
+        return Model(**model_fields(data)) if is_config(data) else Model.from_data(data)
+
+
+def _layers(layers: Any) -> int | dict[str, int]:
+    if not isinstance(layers, Mapping):
+        return integer("model.layers", layers, 1, _MAX_SIZE)
+    if not layers:
+        raise ConfigError("model.layers", layers, "must name at least one attention kind", "write layers: 32")
+    kinds = mapping("model.layers", layers)
+    return {
+        name("model.layers", kind): integer(f"model.layers.{kind}", kinds[kind], 1, _MAX_SIZE)
+        for kind in kinds
+    }

@@ -1,0 +1,98 @@
+"""Which samples make up each iteration: the one order that loaders and offline planning draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.fields import integer, integers
+from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.specs import causal
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.batch import Sequence as Sample
+
+#: one spec, or one of each attention kind
+MaskSpec = Mask | Mapping[str, Mask]
+#: for all samples, or one of each sample; None is causal
+Masks = MaskSpec | Sequence[MaskSpec | None] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """Microbatches are filled with consecutive samples, as many as fit, and iterations with consecutive microbatches.
+
+    lengths: tokens of each sample, integers [n]; tokens: at most so many in a microbatch, all ranks together.
+    microbatches: of an iteration; the last one of an epoch may have fewer. shuffle: in an order drawn from seed and
+    the epoch's number. Raises ConfigError, and CapacityError for a sample longer than a microbatch.
+    """
+
+    lengths: ArrayLike
+    tokens: int
+    microbatches: int = 1
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        listed = self.lengths if isinstance(self.lengths, list | tuple | range) else np.asarray(self.lengths)
+        lengths = integers("lengths", listed, 1, MAX_TOKENS)
+        object.__setattr__(self, "lengths", lengths)
+        for name, value, low in (("microbatches", self.microbatches, 1), ("seed", self.seed, 0)):
+            integer(name, value, low)
+        if int(lengths.max(initial=0)) > integer("tokens", self.tokens, 1, MAX_TOKENS):
+            longest = int(lengths.argmax())
+            raise CapacityError(
+                f"sample {longest} has {lengths[longest]} tokens, a microbatch takes {self.tokens}: raise "
+                "tokens_per_rank or cut the sample"
+            )
+
+    def epoch(self, number: int) -> list[list[Ints]]:
+        """The iterations of an epoch: of each the sample numbers, int64, of its microbatches."""
+        lengths = np.asarray(self.lengths)
+        order = np.arange(len(lengths))
+        if self.shuffle:
+            np.random.Generator(np.random.PCG64([self.seed, integer("epoch", number, 0)])).shuffle(order)
+        batches = _filled(order, lengths[order], self.tokens)
+        return [batches[i : i + self.microbatches] for i in range(0, len(batches), self.microbatches)]
+
+
+def _filled(order: Ints, lengths: Ints, tokens: int) -> list[Ints]:
+    """Consecutive samples, as many as fit into `tokens`, microbatch by microbatch."""
+    stops = np.cumsum(lengths)
+    batches, begin = [], 0
+    while begin < len(order):
+        before = int(stops[begin - 1]) if begin else 0
+        end = int(np.searchsorted(stops, before + tokens, side="right"))
+        batches.append(order[begin:end])
+        begin = end
+    return batches
+
+
+def batches_of(samples: Sequence[Ints], lengths: ArrayLike, masks: Masks, packs: bool) -> tuple[Batch, ...]:
+    """What is asked of the planner for an iteration: a batch for each microbatch, or one of all samples where the
+    recipe packs them itself. samples: int64 arrays, the sample numbers of each microbatch. Raises ConfigError."""
+    lengths = np.asarray(lengths)
+    groups = [np.concatenate(samples)] if packs else samples
+    if masks is None or isinstance(masks, Mask | Mapping):
+        return tuple(Batch.from_lengths(lengths[group], masks) for group in groups)
+    if len(masks) != len(lengths):
+        rule = f"there must be one for each of the {len(lengths)} samples"
+        raise ConfigError(
+            "masks", f"{len(masks)} masks", rule, "give one spec for all, or the mask of each sample"
+        )
+    return tuple(_masked(group, lengths, masks) for group in groups)
+
+
+def _masked(group: Ints, lengths: Ints, masks: Sequence[MaskSpec | None]) -> Batch:
+    specs = [masks[sample] for sample in group.tolist()]
+    if all(spec is None for spec in specs):
+        return Batch.from_lengths(lengths[group])
+    return Batch.from_sequences(
+        Sample(length, causal() if spec is None else spec)
+        for length, spec in zip(lengths[group].tolist(), specs, strict=True)
+    )

@@ -1,0 +1,274 @@
+"""Workloads: lists of real or synthetic samples, and batches drawn from them.
+
+A file is read by its top-level key; rows become samples:
+
+    lengths  [tokens, …]                            a document each
+    rows     [[…, tokens, …], …]                    a document each, of the column whose name in `format` begins
+                                                    with tokens or est_tokens
+             [[text, [image tokens, …], output], …] a text with images each
+    pairs    [[prompt, response], …]                a document each, of the sum
+    groups   [[prompt, [answers]], …]               a shared question each
+    trees    [{"nodes": [[parent or -1, length]]}]  a tree each
+    turns    [[tokens, …], …]                       a document each, of the sum
+
+Answers and nodes without tokens are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from apportion.ir.arrays import Ints, offsets
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.fields import integer, integers, load, mapping, read_text, rows, sequence
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.ir.masks.spec import Mask
+from apportion.ir.request.batch import Batch, Sequence
+
+_DRAWS = 1024  # indices drawn together
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """Samples: lengths int64 [n], and each one's mask; None is a plain document, which may be cut."""
+
+    lengths: Ints
+    masks: tuple[Mask | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def read_workload(path: str | Path) -> Workload:
+    """The samples of a JSON or YAML workload file. Raises ConfigError."""
+    return workload_from_data(load(path))
+
+
+def read_lengths(path: str | Path) -> Workload:
+    """The plain documents of a lengths file: one integer a line. Raises ConfigError."""
+    lines = read_text(Path(path)).splitlines()
+    values = [_line(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+    return _plain(_filled(str(path), values))
+
+
+def workload_from_data(data: Any) -> Workload:
+    """The samples of the plain data of a workload file; what is not a sample key describes the file."""
+    data = mapping("workload", data)
+    keys = [key for key in _READERS if key in data]
+    if len(keys) != 1:
+        rule = "must have one key that holds samples"
+        raise ConfigError("workload", sorted(data)[:16], rule, f"write one of {', '.join(_READERS)}")
+    samples = _filled(f"workload.{keys[0]}", sequence(f"workload.{keys[0]}", data[keys[0]]))
+    return _READERS[keys[0]](data, samples)
+
+
+def sample(workload: Workload, tokens: int, max_sample: int, seed: int) -> tuple[Batch, int]:
+    """A batch of at most `tokens` tokens, and how many samples were skipped.
+
+    Samples are drawn with replacement by `numpy.random.Generator(PCG64(seed))` until the next would pass
+    `tokens`; that one is cut to fill the rest if it is a plain document, and dropped otherwise. A sample of more
+    than `max_sample` tokens is skipped and counted. Raises CapacityError where nothing fits.
+    """
+    tokens = integer("tokens", tokens, 1, MAX_TOKENS)
+    max_sample = integer("max_sample", max_sample, 1, MAX_TOKENS)
+    seed = integer("seed", seed, 0)
+    if workload.lengths.min() > max_sample:
+        raise CapacityError(
+            f"the shortest sample has {workload.lengths.min()} tokens, the cluster takes {max_sample}"
+        )
+    drawn, skipped = _draw(workload.lengths, tokens, max_sample, seed)
+    lengths, chosen = _cut(workload, drawn, tokens)
+    if not len(lengths):
+        raise CapacityError(f"the sample drawn first does not fit {tokens} tokens and cannot be cut")
+    return _batch(lengths, [workload.masks[i] for i in chosen]), skipped
+
+
+def lognormal_lengths(
+    seed: int, tokens: int, median: float = 2048, sigma: float = 1.5, longest: int = 524_288
+) -> Ints:
+    """int64 [n]: document lengths that fill `tokens` exactly, the last one cut; the benchmarks' workload.
+
+    Lengths are `median * exp(sigma * z)`, rounded to the nearest integer and clipped to [1, longest], for
+    z = `numpy.random.Generator(PCG64(seed)).standard_normal` in chunks of 1024.
+    """
+    rng = np.random.Generator(np.random.PCG64(integer("seed", seed, 0)))
+    chunks, filled = [], 0
+    while filled < integer("tokens", tokens, 1, MAX_TOKENS):
+        drawn = np.rint(median * np.exp(sigma * rng.standard_normal(_DRAWS)))
+        chunks.append(np.clip(drawn, 1, longest).astype(np.int64))
+        filled += int(chunks[-1].sum())
+    return _fill(np.concatenate(chunks), tokens)
+
+
+def _fill(lengths: Ints, tokens: int) -> Ints:
+    """The first of `lengths`, cut so that they add up to `tokens`."""
+    stops = np.cumsum(lengths)
+    last = int(np.searchsorted(stops, tokens))
+    kept = lengths[: last + 1].copy()
+    kept[last] -= stops[last] - tokens
+    return kept
+
+
+def _draw(lengths: Ints, tokens: int, max_sample: int, seed: int) -> tuple[Ints, int]:
+    """(indices drawn, the last of which reaches or passes `tokens`; number of samples skipped on the way)."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    kept, filled, skipped = [np.zeros(0, np.int64)], 0, 0
+    while filled < tokens:
+        drawn = rng.integers(0, len(lengths), _DRAWS)
+        fits = lengths[drawn] <= max_sample
+        sums = filled + np.cumsum(np.where(fits, lengths[drawn], 0))
+        stop = min(int(np.searchsorted(sums, tokens)) + 1, _DRAWS)
+        kept.append(drawn[:stop][fits[:stop]])
+        skipped += stop - int(fits[:stop].sum())
+        filled = int(sums[stop - 1])
+    return np.concatenate(kept), skipped
+
+
+def _cut(workload: Workload, drawn: Ints, tokens: int) -> tuple[Ints, list[int]]:
+    """(lengths, indices): the samples drawn, with the last one cut or dropped where it passes `tokens`."""
+    lengths, chosen = workload.lengths[drawn], drawn.tolist()
+    if lengths.sum() > tokens and workload.masks[chosen[-1]] is not None:
+        return lengths[:-1], chosen[:-1]
+    return _fill(lengths, tokens), chosen
+
+
+def _batch(lengths: Ints, specs: list[Mask | None]) -> Batch:
+    if all(spec is None for spec in specs):
+        return Batch.from_lengths(lengths)
+    return Batch.from_sequences(
+        Sequence(length, spec or masks.causal()) for length, spec in zip(lengths.tolist(), specs, strict=True)
+    )
+
+
+# ---- readers
+
+
+def _plain(lengths: Any, field: str = "lengths") -> Workload:
+    held = integers(field, lengths, 1, MAX_TOKENS)
+    return Workload(held, (None,) * len(held))
+
+
+def _structured(specs: list[tuple[int, Mask | None]]) -> Workload:
+    return Workload(np.array([length for length, _ in specs], np.int64), tuple(spec for _, spec in specs))
+
+
+def _read_lengths(data: Mapping[str, Any], samples: Any) -> Workload:
+    return _plain(samples, "workload.lengths")
+
+
+def _read_rows(data: Mapping[str, Any], samples: Any) -> Workload:
+    if isinstance(samples[0], list) and len(samples[0]) == 3 and isinstance(samples[0][1], list):
+        return _structured([_image_row(f"workload.rows[{i}]", row) for i, row in enumerate(samples)])
+    column = _token_column(data.get("format"))
+    values = []
+    for i, row in enumerate(samples):
+        if not isinstance(row, list) or len(row) <= column:
+            rule = f"must have {column + 1} columns, as format says"
+            raise ConfigError(f"workload.rows[{i}]", row, rule, "correct the row or format")
+        values.append(row[column])
+    return _plain(values, "workload.rows tokens")
+
+
+def _token_column(layout: Any) -> int:
+    names = [name.strip() for name in layout.strip("[]").split(",")] if isinstance(layout, str) else []
+    for i, name in enumerate(names):
+        if name.startswith(("tokens", "est_tokens")):
+            return i
+    rule = "must name a column that begins with tokens or est_tokens"
+    raise ConfigError("workload.format", layout, rule, 'write "[bytes,tokens]"')
+
+
+def _image_row(field: str, row: Any) -> tuple[int, Mask | None]:
+    """[text, [image tokens, …], output]: the images stand side by side in the middle of the text."""
+    if not isinstance(row, list) or len(row) != 3:
+        raise ConfigError(field, row, "must be [text, [image tokens, ...], output]", "write three columns")
+    text, output = (
+        integer(f"{field} text", row[0], 0, MAX_TOKENS),
+        integer(f"{field} output", row[2], 0, MAX_TOKENS),
+    )
+    edges = text // 2 + offsets(integers(f"{field} images", row[1], 1, MAX_TOKENS))
+    spec = masks.image_spans(list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)))
+    return _total(field, int(edges[-1]) - text // 2 + text + output), spec if spec.spans else None
+
+
+def _read_sums(key: str) -> Callable[[Mapping[str, Any], Any], Workload]:
+    def read(data: Mapping[str, Any], samples: Any) -> Workload:
+        return _plain([_sum(f"workload.{key}[{i}]", row) for i, row in enumerate(samples)], f"workload.{key}")
+
+    return read
+
+
+def _sum(field: str, row: Any) -> int:
+    return int(integers(field, row, 0, MAX_TOKENS).sum())
+
+
+def _read_groups(data: Mapping[str, Any], samples: Any) -> Workload:
+    return _structured([_group(f"workload.groups[{i}]", row) for i, row in enumerate(samples)])
+
+
+def _group(field: str, row: Any) -> tuple[int, Mask | None]:
+    if not isinstance(row, list) or len(row) != 2:
+        raise ConfigError(field, row, "must be [prompt, [answers]]", "write [prompt, [answer, answer]]")
+    prompt = integer(f"{field} prompt", row[0], 1, MAX_TOKENS)
+    answers = [answer for answer in integers(f"{field} answers", row[1], 0, MAX_TOKENS).tolist() if answer]
+    spec = masks.shared_question(prompt, answers) if answers else None
+    return _total(field, prompt + sum(answers)), spec
+
+
+def _read_trees(data: Mapping[str, Any], samples: Any) -> Workload:
+    return _structured([_tree(f"workload.trees[{i}]", row) for i, row in enumerate(samples)])
+
+
+def _tree(field: str, row: Any) -> tuple[int, Mask | None]:
+    nodes = rows(f"{field}.nodes", mapping(field, row).get("nodes"), 2, "parent, length")
+    spec = masks.tree(_filled_nodes(f"{field}.nodes", nodes))
+    return _total(field, sum(length for _, length in spec.nodes)), spec
+
+
+def _filled_nodes(field: str, nodes: list[list[Any]]) -> list[list[int]]:
+    """The nodes that have tokens; the children of the others go to their parent."""
+    kept: list[list[int]] = []
+    number: list[int] = []  # of each node, or of its nearest ancestor that is kept
+    for i, (parent, length) in enumerate(nodes):
+        above = integer(f"{field}[{i}] parent", parent, -1, i - 1)
+        number.append(number[above] if above >= 0 else -1)
+        if integer(f"{field}[{i}] length", length, 0, MAX_TOKENS):
+            kept.append([number[-1], length])
+            number[-1] = len(kept) - 1
+    return kept
+
+
+def _total(field: str, tokens: int) -> int:
+    return integer(f"{field} tokens", tokens, 1, MAX_TOKENS)
+
+
+def _filled(field: str, samples: Any) -> Any:
+    if not samples:
+        raise ConfigError(field, samples, "must not be empty", "list at least one sample")
+    return samples
+
+
+def _line(field: str, line: str) -> int:
+    text = line.strip()
+    if not (text.isascii() and text.isdigit() and len(text) < 12):
+        raise ConfigError(field, line, "must be one integer", "write one length a line")
+    return integer(field, int(text), 1, MAX_TOKENS)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any], Any], Workload]] = MappingProxyType(
+    {
+        "lengths": _read_lengths,
+        "rows": _read_rows,
+        "pairs": _read_sums("pairs"),
+        "groups": _read_groups,
+        "trees": _read_trees,
+        "turns": _read_sums("turns"),
+    }
+)

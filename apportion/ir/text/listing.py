@@ -1,0 +1,213 @@
+"""Writes plans, and single instructions, as text. `ir.text` shows the form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import (
+    ALL_TO_ALL,
+    FORMAT,
+    MOVE_COLUMNS,
+    OP_NAMES,
+    OPERAND_COLUMNS,
+    RESULTS,
+    SPAN_COLUMNS,
+    TABLES,
+    TENSOR_NAMES,
+    Op,
+    Space,
+    Tensor,
+)
+from apportion.ir.plan import plain
+from apportion.ir.plan.ops import starts_of
+from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.text.words import FORMS, NONE, SPACE_NAMES, Operand, Row
+
+if TYPE_CHECKING:
+    from apportion.ir.bytes.codec import Plan
+
+
+def format_plan(plan: Plan, rank: int | None = None, around: int | None = None) -> str:
+    """The plan as text, or one rank of it. `around`: only the instructions within 2 of this one, numbered.
+
+    Raises ConfigError where the plan has no such rank.
+    """
+    if rank is None:
+        blocks = [_head_lines(plan)]
+        blocks += [list(_rank_lines(plan, number, around)) for number in range(plan.header.ranks)]
+    elif 0 <= rank < plan.header.ranks:
+        blocks = [list(_rank_lines(plan, rank, around))]
+    else:
+        raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "name one from 0 on")
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def format_instruction(program: ProgramSet, index: int) -> str:
+    """One instruction of a one-rank program, as its line of text."""
+    table = program["instructions"]
+    start = int(starts_of(table.wide("op"), table.wide("count"))[index])
+    return _Writer(program).instruction(index, start)
+
+
+def instruction_lines(program: ProgramSet) -> list[str]:
+    """The instructions of a one-rank program, a line each."""
+    return list(_Writer(program).lines())
+
+
+def excerpt(program: ProgramSet, index: int, context: int = 2) -> str:
+    """The numbered lines around an instruction of a one-rank program, with `>` at the instruction."""
+    lines = instruction_lines(program)
+    shown = range(max(0, index - context), min(len(lines), index + context + 1))
+    return "\n".join(f"{'>' if at == index else ' '} {at:4d}  {lines[at]}" for at in shown)
+
+
+def _head_lines(plan: Plan) -> list[str]:
+    sealed = plan.sealed()
+    header = {name: value for name, value in plain.header_data(plan.header).items() if name != "version"}
+    lines = [
+        "{} {}.{}".format(FORMAT, *plan.header.version),
+        f"id {sealed.id.hex()}",
+        f"header {_json(header)}",
+        f"request {_json(msgspec.msgpack.decode(sealed.request))}",
+    ]
+    if plan.moves:
+        lines.append(f"moves {_json([[move.source, move.target] for move in plan.moves])}")
+    if plan.report:
+        lines.append(f"report {_json(msgspec.msgpack.decode(sealed.report))}")
+    return lines
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False)
+
+
+def _rank_lines(plan: Plan, rank: int, around: int | None) -> Iterator[str]:
+    yield f"rank {rank}"
+    for name, layout in plan.layouts.items():
+        rows = _pairs(layout.spans.rank(rank), SPAN_COLUMNS)
+        if rows:
+            yield f"layout {_name(name)}: {'; '.join(rows)}"
+    for move in plan.moves:
+        rows = _move_rows(move.table.rank(rank))
+        if rows:
+            yield f"move {_name(move.source)} -> {_name(move.target)}: {'; '.join(rows)}"
+    for (kind, phase), programs in plan.programs.items():
+        yield f"program {_name(kind)} {phase}"
+        program = programs.rank(rank)
+        if around is None:
+            yield from ("  " + line for line in _program_lines(program))
+        elif len(program["instructions"]):
+            yield excerpt(program, around)
+
+
+def _program_lines(program: ProgramSet) -> list[str]:
+    writer = _Writer(program)
+    lines = list(writer.lines())
+    if writer.used != writer.operands or len(set(writer.operands)) < len(writer.operands):
+        lines.insert(0, ("operands " + ", ".join(map(_operand, writer.operands))).rstrip())
+    return [_arena_line(program["arenas"]), *lines]
+
+
+def _arena_line(table: Table) -> str:
+    rows = [f"{TENSOR_NAMES[Tensor(t)]} {rows}x{heads}" for t, rows, heads in _rows(table, TABLES["arenas"])]
+    return ("arenas " + ", ".join(rows)).rstrip()
+
+
+def _rows(table: Table, names: tuple[str, ...]) -> list[Row]:
+    return list(zip(*(table[name].tolist() for name in names), strict=True))
+
+
+def _pairs(table: Table, names: tuple[str, ...]) -> list[str]:
+    return [" ".join(f"{n}={v}" for n, v in zip(names, row, strict=True)) for row in _rows(table, names)]
+
+
+def _move_rows(table: Table) -> list[str]:
+    return [
+        f"{'send' if send else 'receive'} {peer} row={row} rows={rows}"
+        for send, peer, row, rows in _rows(table, MOVE_COLUMNS)
+    ]
+
+
+def _name(name: str) -> str:
+    """As it is, or quoted where it holds anything but letters, digits, '_', '.' and '-'."""
+    plain = re.fullmatch(r"[\w.-]+", name, re.ASCII)
+    return name if plain else json.dumps(name).replace("#", "\\u0023")  # no comment begins inside a name
+
+
+def _operand(operand: Operand) -> str:
+    if operand == NONE:
+        return "none"
+    tensor, space, row, rows, col, heads = operand
+    text = f"{TENSOR_NAMES[Tensor(tensor)]}.{SPACE_NAMES[Space(space)]}[{row}:{row + rows})"
+    return text + (f".h{heads}" if heads else "") + (f".c{col}" if col else "")
+
+
+def _bounds(dmin: int, dmax: int, q_rows: int, kv_rows: int) -> str:
+    if dmax == q_rows - 1 and dmin in (0, 1 - kv_rows):
+        return "causal" if dmin == 0 else "full"
+    return f"[{dmin},{dmax}]"
+
+
+class _Writer:
+    """Prints the instructions of a one-rank program, noting operands in order of first use."""
+
+    def __init__(self, program: ProgramSet) -> None:
+        self.instructions = _rows(program["instructions"], TABLES["instructions"])
+        self.lists = {name: _rows(program[name], TABLES[name]) for name in OPERAND_COLUMNS}
+        self.operands: list[Operand] = _rows(program["operands"], TABLES["operands"])  # type: ignore[assignment]
+        self.place = {operand: i for i, operand in reversed(list(enumerate(self.operands)))}
+        self.used: list[Operand] = [NONE]
+        self._seen = {0}
+
+    def lines(self) -> Iterator[str]:
+        start = dict.fromkeys(self.lists, 0)
+        for index, (op, *_, count) in enumerate(self.instructions):
+            name = Op(op).rule.list
+            yield self.instruction(index, start[name] if name else 0)
+            if name:
+                start[name] += count
+
+    def instruction(self, index: int, start: int) -> str:
+        """The line of an instruction whose list rows begin at `start`."""
+        number, round, channel, mode, count = self.instructions[index]
+        op = Op(number)
+        name = op.rule.list
+        rows = self.lists[name][start : start + count] if name else []
+        if op is Op.LAUNCH:
+            words = f"launch {round}" + (f" channel {channel}" if channel else "")
+            words += " all_to_all" if mode & ALL_TO_ALL else ""
+            words += " results" if mode & RESULTS else ""
+            return f"{words}: {', '.join(map(self.transfer, rows))}" if rows else words
+        if op is Op.WAIT:
+            return f"wait {round}"
+        return f"{OP_NAMES[op]} {', '.join(self.row(op, row) for row in rows)}".rstrip()
+
+    def transfer(self, row: Row) -> str:
+        send, peer, operand = row
+        return f"send {self.name(operand)} to {peer}" if send else f"receive {self.name(operand)} from {peer}"
+
+    def row(self, op: Op, row: Row) -> str:
+        form = FORMS[op]
+        value = dict(zip(TABLES[op.rule.list or ""], row, strict=True))
+        words = [self.name(value[slot]) for slot in form.reads]
+        words += ["->"] if form.reads else []
+        words += [self.name(value[slot]) for slot in form.writes]
+        if "dmin" in value:
+            q, kv = self.operands[value["q"]], self.operands[value["kv"]]
+            words.append(_bounds(value["dmin"], value["dmax"], q[3], kv[3]))
+        words += [word for word, bit in form.flags.items() if value["first"] & bit]
+        stray = [slot for slot in op.rule.columns if value[slot] and slot not in form.reads + form.writes]
+        return " ".join(words + [f"{slot}={self.name(value[slot])}" for slot in stray])
+
+    def name(self, index: int) -> str:
+        operand = self.operands[index]
+        if index not in self._seen:
+            self._seen.add(index)
+            self.used.append(operand)
+        return _operand(operand) + ("" if self.place[operand] == index else f"~{index}")

@@ -1,0 +1,1 @@
+"""Programs executed on cells of memory: what each row holds, and when."""

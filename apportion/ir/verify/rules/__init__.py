@@ -1,0 +1,1 @@
+"""The nine rules of the verifier, each from a finished plan."""

@@ -1,0 +1,170 @@
+"""Rule 2: the tasks of every query head cover the mask exactly, each allowed pair once and nothing else.
+
+Exact at any size, in three sums and sweeps over bands: the area of each task equals its area inside the mask, so
+nothing forbidden is computed; no two tasks share a pair, so nothing is computed twice; and the areas add up to the
+mask's, so nothing is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import CapacityError
+from apportion.ir.masks import bands as algebra
+from apportion.ir.verify.attended import Tasks, areas_inside, by_corner, overlaps
+from apportion.ir.verify.report import Violation, at_instruction, first_few
+from apportion.ir.verify.view import Program
+
+if TYPE_CHECKING:
+    from apportion.ir.verify.subject import Subject
+
+RULE = "coverage"
+_MOST = 16
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `coverage`."""
+    for program in subject.runnable:
+        yield from violations(subject, program)
+
+
+def violations(subject: Subject, program: Program) -> tuple[Violation, ...]:
+    """Of one program; none where its tasks are those of one that covers the mask. Raises CapacityError."""
+    return subject.once(
+        "coverage", program, lambda p: () if subject.repeats(p) else first_few(_find(subject, p))
+    )
+
+
+def _find(subject: Subject, program: Program) -> Iterator[Violation]:
+    """Those of the first list of tasks that has any."""
+    columns, tasks = np.ascontiguousarray(subject.mask(program.kind).T), subject.tasks(program)
+    for heads, chosen in _lists_by_head(program, tasks):
+        bands = tasks.bands if chosen is None else np.ascontiguousarray(tasks.bands[:, chosen])
+        of_task = tasks.task if chosen is None else tasks.task[chosen]
+        try:
+            found = list(_check_list(subject, program, bands, of_task, columns, tasks.complete, heads))
+        except CapacityError as error:
+            found = [Violation(RULE, None, program.kind, program.phase, None, str(error))]
+        yield from found
+        if found:
+            return  # the lists of other heads tell the same story
+
+
+def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints | None]]:
+    """(heads in words, the pieces of their tasks; None: all) of every distinct list of bands over the query heads."""
+    if not program.splits_heads:
+        yield "", None
+        return
+    sets = tasks.heads
+    used = np.flatnonzero(np.bincount(sets)).tolist()
+    member = np.zeros((len(used), program.q_sets.heads), bool)
+    for i, number in enumerate(used):
+        member[i, program.q_sets.members[number]] = True
+    if used and (member.sum(axis=0) == 1).all() and _are_copies(tasks, len(used)):
+        yield f" of query heads {_few(np.flatnonzero(member[0]))}", np.flatnonzero(sets == used[0])
+        return
+    groups, first, inverse = np.unique(member, axis=1, return_index=True, return_inverse=True)
+    seen: list[Ints] = []
+    for group in np.argsort(first).tolist():
+        having = np.zeros(len(program.q_sets.members), bool)
+        having[np.array(used, np.int64)[groups[:, group]]] = True
+        chosen = np.flatnonzero(having[sets])
+        bands = tasks.bands[:, chosen]
+        ordered = bands[
+            :, by_corner(bands)
+        ]  # of two with one corner either may come first: then both are checked
+        if not any(np.array_equal(ordered, other) for other in seen):
+            seen.append(ordered)
+            yield f" of query heads {_few(np.flatnonzero(inverse.ravel() == group))}", chosen
+
+
+def _are_copies(tasks: Tasks, sets: int) -> bool:
+    """Whether each of so many head sets has the same bands in the same order, as members of a group have them."""
+    order = np.argsort(tasks.heads, kind="stable")
+    if len(order) % sets or (np.diff(tasks.heads[order].reshape(sets, -1)[:, [0, -1]]) != 0).any():
+        return False
+    bands = tasks.bands[:, order].reshape(6, sets, -1)
+    return bool((bands == bands[:, :1]).all())
+
+
+def _few(heads: Ints) -> str:
+    shown = ", ".join(map(str, heads[:4]))
+    return shown if len(heads) <= 4 else f"{shown}, … ({len(heads)})"
+
+
+def _check_list(
+    subject: Subject, program: Program, bands: Ints, task: Ints, mask: Ints, complete: bool, heads: str
+) -> Iterator[Violation]:
+    areas, inside = areas_inside(bands, mask)
+    forbidden = np.flatnonzero(areas != inside)
+    for i in forbidden[:_MOST].tolist():
+        extra = int(areas[i] - inside[i])
+        message = f"{_task(program, task, i)}{heads} computes {extra} forbidden pairs: {_band(bands[:, i])}"
+        yield at_instruction(RULE, program, _instruction(program, task, i), message)
+    pairs = overlaps(bands)
+    for i, j, shared in pairs.tolist():
+        rank, instruction = _place(program, task, i)
+        message = (
+            f"{_task(program, task, j)}{heads} computes {shared} pairs again that rank {rank}, instruction "
+            f"{instruction} computes: {_band(bands[:, j])} and {_band(bands[:, i])}"
+        )
+        yield at_instruction(RULE, program, _instruction(program, task, j), message)
+    if complete and not len(pairs) and not len(forbidden):
+        yield from _missing(subject, program, bands, inside, mask, heads)
+
+
+def _instruction(program: Program, task: Ints, i: int) -> int:
+    return int(program.instruction_of(program.task_list)[task[i]])
+
+
+def _place(program: Program, task: Ints, i: int) -> tuple[int, int]:
+    instruction, table = _instruction(program, task, i), program["instructions"]
+    return int(table.rank[instruction]), table.local(instruction)
+
+
+def _task(program: Program, task: Ints, i: int) -> str:
+    name = program.task_list
+    return f"row {program[name].local(int(task[i]))} of {name}"
+
+
+def _band(band: Ints) -> str:
+    q0, q1, k0, k1, dmin, dmax = (int(x) for x in band)
+    return f"queries [{q0}, {q1}) x keys [{k0}, {k1}), {dmin} <= q - k <= {dmax}"
+
+
+def _missing(
+    subject: Subject, program: Program, bands: Ints, inside: Ints, mask: Ints, heads: str
+) -> Iterator[Violation]:
+    """What the mask allows and no task computes, sought band by band, then query by query."""
+    areas = algebra.area(mask.T)
+    missing = int(areas.sum()) - int(inside.sum())
+    if missing == 0:
+        return
+    order = np.lexsort((bands[2], bands[0]))
+    tasks = np.ascontiguousarray(bands[:, order])
+    at = np.flatnonzero(areas_inside(mask, tasks)[1] != areas)
+    query, key = _first_missing(mask[:, at[:1]], tasks)
+    rank, row = subject.home_of(query)
+    message = (
+        f"the tasks{heads} leave out {missing} of {int(areas.sum())} allowed pairs, in {len(at)} bands of the mask; "
+        f"the first is query {query} (home row {row} of rank {rank}), key {key}, in {_band(mask[:, at[0]])}"
+    )
+    yield Violation(RULE, rank, program.kind, program.phase, None, message)
+
+
+def _first_missing(band: Ints, tasks: Ints) -> tuple[int, int]:
+    """The first query of a band [6, 1] with a pair that no task computes, and its first such key, by bisection."""
+    cut = band.copy()
+    for side in (1, 3):
+        low, high = int(cut[side - 1, 0]), int(cut[side, 0])
+        while high - low > 1:  # the pair is in [low, high) and nothing is missing before low
+            middle = (low + high) // 2
+            cut[side, 0] = middle
+            area, done = areas_inside(cut, tasks)
+            low, high = (low, middle) if area[0] != done[0] else (middle, high)
+        cut[side - 1, 0], cut[side, 0] = low, low + 1
+    return int(cut[0, 0]), int(cut[2, 0])

@@ -1,0 +1,90 @@
+"""Rule 8: the digests and the id match the bytes, and the bytes are those of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from apportion.ir.bytes import codec, sections
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.errors import ApportionError
+from apportion.ir.isa import VERSION
+from apportion.ir.plan import plain
+from apportion.ir.plan.tables import Table
+from apportion.ir.verify.report import Violation
+from apportion.ir.verify.subject import Subject
+
+RULE = "digests"
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `digests`. A plan without sections is sealed by what it holds, and has none."""
+    plan = subject.plan
+    if plan.sections is None:
+        return
+    stored: codec.Sections = plan.sections
+    real = codec.section_id(stored)
+    if stored.id != real:
+        message = f"the plan stores id {stored.id.hex()}, its bytes have {real.hex()}: they were changed"
+        yield _violation(None, message)
+        return
+    try:
+        yield from _same_bytes(plan, stored)
+    except (ApportionError, OverflowError, TypeError) as error:
+        yield _violation(None, f"the plan cannot be held against its bytes: {error}")
+
+
+def _violation(rank: int | None, message: str) -> Violation:
+    return Violation(RULE, rank, None, None, None, message)
+
+
+def _same_bytes(plan: Plan, stored: codec.Sections) -> Iterator[Violation]:
+    """The tables in memory, where they may have changed, say what the bytes do that the id is of."""
+    fresh = codec.encode_sections(plan, [b""])  # without parts: they need no second round of hashes
+    for name in ("header", "request", "layouts", "moves", "report"):
+        if getattr(fresh, name) != getattr(stored, name) and not (
+            name == "request" and _same_request(fresh, stored)
+        ):
+            yield _violation(None, f"the plan's {name} is not what its bytes say: seal it after a change")
+    known = stored.parts
+    if (
+        isinstance(known, codec.Parts)
+        and len(known) == plan.header.ranks
+        and known.are_of(plan.layouts, plan.programs, plan.moves)
+    ):
+        return
+    if len(stored.parts) != plan.header.ranks:
+        yield _violation(None, f"the plan has {plan.header.ranks} ranks, its bytes have {len(stored.parts)}")
+        return
+    layouts, programs, moves = codec.read_tables(plan.header, stored.layouts, stored.moves, stored.parts)
+    if (
+        programs.keys() != plan.programs.keys()
+        or layouts.keys() != plan.layouts.keys()
+        or len(moves) != len(plan.moves)
+    ):
+        message = "the plan has other layouts, programs or moves than its bytes: seal it after a change"
+        yield _violation(None, message)
+        return
+    pairs = [(plan.layouts[name].spans, layout.spans) for name, layout in layouts.items()]
+    for key, program in programs.items():
+        pairs += [(plan.programs[key][name], table) for name, table in program.tables.items()]
+    pairs += [(ours.table, theirs.table) for ours, theirs in zip(plan.moves, moves, strict=True)]
+    for rank in sorted({rank for ours, theirs in pairs for rank in _differing(ours, theirs)}):
+        yield _violation(rank, "the rank's part is not what its bytes say: seal the plan after a change")
+
+
+def _differing(ours: Table, theirs: Table) -> list[int]:
+    """The ranks whose rows are not those of the bytes. Bytes themselves may differ: whoever keeps to the format may
+    write other forms, and other sources of operands."""
+    if theirs.equal(ours):
+        return []
+    if ours.ranks != theirs.ranks:
+        return list(range(theirs.ranks))
+    return [rank for rank in range(theirs.ranks) if not theirs.rank(rank).equal(ours.rank(rank))]
+
+
+def _same_request(fresh: codec.Sections, stored: codec.Sections) -> bool:
+    """A request may be written in several ways, and a plan keeps the one that it came with."""
+    ours, theirs = (
+        plain.request_data(sections.read_request(found.request, VERSION)) for found in (fresh, stored)
+    )
+    return bool(ours == theirs)

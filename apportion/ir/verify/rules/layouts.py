@@ -1,0 +1,200 @@
+"""Rule 1: in each layout every token is on exactly one row; positions and sequence ids follow the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from apportion.ir.arrays import Ints, group_of, within
+from apportion.ir.loops.sorting import stable_order
+from apportion.ir.plan.tables import Layout, Move, Table
+from apportion.ir.request.batch import Batch
+from apportion.ir.verify.report import Violation, span
+from apportion.ir.verify.subject import Subject
+
+RULE = "layouts"
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `layouts`."""
+    plan = subject.plan
+    for layout in plan.layouts.values():
+        yield from _rows(layout)
+        yield from _tokens(layout, plan.request.batch.tokens)
+        yield from _identity(layout, plan.request.batch)
+    for move in plan.moves:
+        yield from _move(move, plan.layouts[move.source], plan.layouts[move.target])
+
+
+def _violation(layout: Layout, row: int, message: str) -> Violation:
+    spans = layout.spans
+    rank = int(np.searchsorted(spans.ptr, row, side="right")) - 1
+    text = f"layout {layout.name}, span {row - int(spans.ptr[rank])} {message}"
+    return Violation(RULE, rank, None, None, None, text)
+
+
+def _column(spans: Table, name: str) -> Ints:
+    return np.asarray(spans[name], np.int64)
+
+
+def _rows(layout: Layout) -> Iterator[Violation]:
+    """Rows 0, 1, … of each rank without gaps."""
+    spans = layout.spans
+    row, length, rank = _column(spans, "row"), _column(spans, "length"), spans.rank_of_row()
+    order = np.lexsort((row, rank)) if _unsorted(rank, row) else np.arange(len(row))
+    ends = np.cumsum(length[order])
+    before = np.append(0, ends)[spans.ptr[:-1]]
+    due = ends - length[order] - before[rank[order]]
+    for i in np.flatnonzero(row[order] != due).tolist():
+        message = f"begins at row {row[order[i]]}, but the rows before it end at {due[i]}"
+        yield _violation(layout, int(order[i]), message)
+
+
+def _unsorted(rank: Ints, row: Ints) -> bool:
+    return bool(((rank[1:] == rank[:-1]) & (row[1:] < row[:-1])).any())
+
+
+def _tokens(layout: Layout, tokens: int) -> Iterator[Violation]:
+    """Each global token once."""
+    token, length = _column(layout.spans, "token"), _column(layout.spans, "length")
+    order = stable_order(token)
+    ends = (token + length)[order]
+    due = np.append(0, ends)[:-1]
+    for i in np.flatnonzero(token[order] != due).tolist():
+        message = _seam(int(due[i]), int(token[order[i]]), int(length[order[i]]))
+        yield _violation(layout, int(order[i]), message)
+    last = int(ends[-1]) if len(ends) else 0
+    if last != tokens:
+        message = f"layout {layout.name} holds tokens up to {last}, the batch has {tokens}"
+        yield Violation(RULE, None, None, None, None, message)
+
+
+def _seam(due: int, token: int, length: int) -> str:
+    if token > due:
+        return f"holds tokens {span(token, length)}, but no span holds tokens [{due}, {token})"
+    shared = min(due, token + length)
+    return f"holds tokens {span(token, length)}, but tokens [{token}, {shared}) are on another row too"
+
+
+def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
+    """Sequence and position of each span are the batch's."""
+    spans = layout.spans
+    token, length = _column(spans, "token"), _column(spans, "length")
+    inside = np.minimum(token, batch.tokens - 1)
+    last = np.minimum(token + length, batch.tokens) - 1
+    sequence = np.searchsorted(batch.starts, inside, side="right") - 1
+    breaks = batch.position_breaks()
+    crosses = np.searchsorted(breaks, inside, side="right") != np.searchsorted(breaks, last, side="right")
+    position = batch.position_at(inside)
+    checks = [
+        (
+            spans["sequence"] != sequence,
+            "says sequence {0}, but its tokens are of sequence {1}",
+            "sequence",
+            sequence,
+        ),
+        (
+            spans["position"] != position,
+            "says position {0}, but its first token has {1}",
+            "position",
+            position,
+        ),
+        (
+            crosses,
+            "goes on from token {1}, where the position does not count on",
+            "token",
+            _next(breaks, inside),
+        ),
+    ]
+    for wrong, message, name, value in checks:
+        for row in np.flatnonzero(wrong).tolist():
+            yield _violation(layout, row, message.format(spans[name][row], value[row]))
+
+
+def _next(breaks: Ints, token: Ints) -> Ints:
+    return np.append(breaks, -1)[np.searchsorted(breaks, token, side="right")]
+
+
+# ---- moves
+
+
+def _move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
+    """What the moves make of the source layout is the target layout.
+
+    Pieces of source rows follow the k-th send i -> j to the rows of the k-th receive of j from i.
+    """
+    table, where = move.table, f"move {move.source} -> {move.target}: "
+    rank, peer = table.rank_of_row(), _column(table, "peer")
+    send = np.flatnonzero(_column(table, "send") == 1)
+    receive = np.flatnonzero(_column(table, "send") == 0)
+    send = send[np.lexsort((send, peer[send], rank[send]))]
+    receive = receive[np.lexsort((receive, rank[receive], peer[receive]))]
+    row, rows = _column(table, "row"), _column(table, "rows")
+    paired = len(send) == len(receive) and all(
+        np.array_equal(a[send], b[receive]) for a, b in ((rank, peer), (peer, rank), (rows, rows))
+    )
+    if not paired:
+        yield Violation(RULE, None, None, None, None, f"{where}sends and receives do not match one by one")
+        return
+    for message in _outside(source, rank[send], row[send], rows[send], "sends"):
+        yield Violation(RULE, None, None, None, None, where + message)
+        return
+    made = _carried(source, rank[send], row[send], rows[send], rank[receive], row[receive])
+    wanted = _runs(
+        target.spans.rank_of_row(), *(_column(target.spans, n) for n in ("row", "token", "length"))
+    )
+    if len(made) != len(wanted) or not np.array_equal(made, wanted):
+        yield _first_difference(made, wanted, where)
+
+
+def _outside(layout: Layout, rank: Ints, row: Ints, rows: Ints, verb: str) -> Iterator[str]:
+    limit = layout.rows_per_rank[rank]
+    for i in np.flatnonzero(row + rows > limit)[:1].tolist():
+        yield f"rank {rank[i]} {verb} rows {span(int(row[i]), int(rows[i]))} of {limit[i]}"
+
+
+def _carried(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, to_row: Ints) -> Ints:
+    """[runs, 4] (rank, row, token, rows) of the layout that the moves make."""
+    spans = source.spans
+    order = np.lexsort((_column(spans, "row"), spans.rank_of_row()))
+    token, length = _column(spans, "token")[order], _column(spans, "length")[order]
+    start = np.cumsum(length) - length  # rows of all ranks on one axis
+    base = np.append(start, start[-1:] + length[-1:])[spans.ptr[:-1]] if len(start) else spans.ptr[:-1]
+    begin = base[rank] + row
+    low = np.searchsorted(start, begin, side="right") - 1
+    count = np.searchsorted(start, begin + rows, side="left") - low
+    piece = group_of(count)
+    at = np.repeat(low, count) + within(count)
+    first = np.maximum(start[at], begin[piece])
+    last = np.minimum(start[at] + length[at], (begin + rows)[piece])
+    return _runs(
+        to_rank[piece], to_row[piece] + first - begin[piece], token[at] + first - start[at], last - first
+    )
+
+
+def _runs(rank: Ints, row: Ints, token: Ints, rows: Ints) -> Ints:
+    """[runs, 4] sorted by (rank, row), neighbours that count on joined."""
+    order = np.lexsort((row, rank))
+    rank, row, token, rows = (np.asarray(x, np.int64)[order] for x in (rank, row, token, rows))
+    joined = (rank[1:] == rank[:-1]) & (row[1:] == (row + rows)[:-1]) & (token[1:] == (token + rows)[:-1])
+    begins = np.flatnonzero(np.append(True, ~joined)[: len(rank)])
+    total = np.add.reduceat(rows, begins) if len(begins) else rows
+    return np.column_stack([rank[begins], row[begins], token[begins], total])
+
+
+def _first_difference(made: Ints, wanted: Ints, where: str) -> Violation:
+    shared = min(len(made), len(wanted))
+    differ = np.flatnonzero((made[:shared] != wanted[:shared]).any(axis=1))
+    at = int(differ[0]) if len(differ) else shared
+    shown = [
+        "nothing more"
+        if at >= len(runs)
+        else f"rows {span(int(runs[at, 1]), int(runs[at, 3]))} of rank "
+        f"{runs[at, 0]} with tokens from {runs[at, 2]}"
+        for runs in (made, wanted)
+    ]
+    rank = int((wanted if at < len(wanted) else made)[at, 0])
+    return Violation(
+        RULE, rank, None, None, None, f"{where}makes {shown[0]}, the target layout has {shown[1]}"
+    )

@@ -1,0 +1,91 @@
+"""Rule 6: what the request promises holds: token caps, home ranks, memory cap, tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from apportion.ir.arrays import Floats, Ints
+from apportion.ir.isa import PHASES, Tensor
+from apportion.ir.plan.ops import IS_HEADLESS
+from apportion.ir.plan.totals import loads
+from apportion.ir.verify.report import Violation
+from apportion.ir.verify.subject import Subject
+from apportion.ir.verify.view import Program
+
+RULE = "limits"
+_GIB = 2**30
+#: the default of `Policy.token_cap`, of a rank's share by speed
+_DEFAULT_CAP = 1.02
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `limits`."""
+    yield from _token_caps(subject)
+    yield from _home_ranks(subject)
+    model = subject.plan.request.model
+    per_head = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
+    for program in subject.programs:
+        yield from _memory(subject, program, per_head)
+    yield from _tolerance(subject)
+
+
+def _home_ranks(subject: Subject) -> Iterator[Violation]:
+    """Sequences live where the batch says they must."""
+    homes = subject.plan.request.batch.home_ranks
+    if not homes:
+        return
+    layout = subject.attention
+    sequence, rank = layout.spans["sequence"], layout.spans.rank_of_row()
+    order = np.argsort(sequence, kind="stable")
+    for number, allowed in homes.items():
+        first, last = np.searchsorted(sequence[order], (number, number + 1))
+        for stray in sorted(set(rank[order[first:last]].tolist()) - set(allowed)):
+            message = f"holds tokens of sequence {number}, whose home_ranks are {tuple(allowed)}"
+            yield Violation(RULE, stray, None, None, None, message)
+
+
+def _token_caps(subject: Subject) -> Iterator[Violation]:
+    """Rows of the layout that computes attention: the loader's own may be as uneven as its batches."""
+    rows, given = subject.attention.rows_per_rank, subject.plan.request.policy.token_cap
+    # the planner rounds its default down; a whole token more is still the share that was promised
+    caps = np.ceil(_DEFAULT_CAP * subject.token_shares) if given is None else np.full(len(rows), given)
+    for rank in np.flatnonzero(rows > caps).tolist():
+        cap = int(caps[rank])
+        message = f"holds {rows[rank]} tokens in layout {subject.attention.name}, the token cap is {cap}"
+        yield Violation(RULE, rank, None, None, None, message)
+
+
+def _memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Violation]:
+    """Work arenas of a call. per_head: int64 [tensors], bytes of a row."""
+    request = subject.plan.request
+    cap = request.policy.memory_cap_gib or request.cluster.memory_gib
+    arenas = program["arenas"]
+    heads = np.where(IS_HEADLESS[arenas["tensor"]], 1, arenas["heads"])
+    # float64: a hostile arena of 2**48 rows must not wrap around
+    size = arenas["rows"].astype(np.float64) * heads * per_head[arenas["tensor"]]
+    total = np.bincount(arenas.rank, size, program.ranks)
+    for rank in np.flatnonzero(total > cap * _GIB).tolist():
+        message = f"needs {total[rank] / _GIB:.2f} GiB of work rows, the memory cap is {cap} GiB"
+        yield Violation(RULE, rank, program.kind, program.phase, None, message)
+
+
+def _tolerance(subject: Subject) -> Iterator[Violation]:
+    """Compute of the busiest rank over the mean, by speed: all kinds together, each as often as it has layers."""
+    request = subject.plan.request
+    if request.policy.tolerance is None:
+        return
+    speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
+    for phase in PHASES:
+        load = loads(subject.plan.programs, subject.plan.header, request.model, phase)
+        if load.sum() > 0:
+            yield from _imbalance(request.policy.tolerance, phase, load / speeds, load.sum() / speeds.sum())
+
+
+def _imbalance(tolerance: float, phase: str, time: Floats, mean: float) -> Iterator[Violation]:
+    rank = int(time.argmax())
+    found = float(time[rank] / mean - 1)
+    if found > tolerance + 1e-9:
+        message = f"computes {found:.4f} more than the mean rank, the tolerance is {tolerance}"
+        yield Violation(RULE, rank, None, phase, None, message)

@@ -1,0 +1,201 @@
+"""Rule 9: the report says what the programs do, where they tell it. What planning alone knows is taken on trust: the
+names of exchanges and their slots and rounds, blocks, bounds, and why planning stopped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from apportion.ir.arrays import Floats
+from apportion.ir.isa import PHASES
+from apportion.ir.plan import totals
+from apportion.ir.verify.report import Violation
+from apportion.ir.verify.subject import Subject
+
+RULE = "report"
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Number = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Bytes(msgspec.Struct):
+    total: _Natural
+    max_rank: _Natural
+    inter_node: _Natural
+
+
+class _Exchange(msgspec.Struct):
+    kind: str
+    phase: str
+    name: str
+    slots: _Natural
+    max_degree: _Natural
+    rounds: _Natural
+    bytes: _Natural
+
+
+class _Bound(msgspec.Struct):
+    bound: _Number | None
+    value: _Number | None
+    gap: _Number | None
+
+
+class _Sizes(msgspec.Struct):
+    largest_rank: _Natural
+    total: _Natural
+
+
+class _Imbalance(msgspec.Struct):
+    compute: float
+    tokens: float
+
+
+class _Termination(msgspec.Struct):
+    bound: _Number | None = None
+    value: _Number | None = None
+
+
+class _Report(msgspec.Struct):
+    """What is there of a report has this form; fields that are not known here are passed over."""
+
+    recipe: str = ""
+    ranks: _Natural = 0
+    tokens: _Natural = 0
+    slots: _Natural = 0
+    max_degree: _Natural = 0
+    rounds: _Natural = 0
+    imbalance_bound: _Number = 0.0
+    area: dict[str, _Natural] = {}
+    bytes: _Bytes | None = None
+    imbalance: _Imbalance | None = None
+    plan_bytes: _Sizes | None = None
+    exchanges: list[_Exchange] = []
+    bounds: dict[str, _Bound] = {}
+    termination: _Termination | None = None
+
+
+_ROUNDING = 1e-9  # of sums in floating point, relative
+_SAME = 1e-6  # a gap that small is written as none
+
+#: a place in the report, and what must stand there
+Fact = tuple[tuple[str, ...], Any]
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `report`, of the fields that are there."""
+    report = subject.plan.report
+    try:
+        msgspec.convert(dict(report), _Report)
+    except msgspec.ValidationError as error:
+        yield Violation(RULE, None, None, None, None, f"the report is malformed: {str(error)[:200]}")
+        return
+    for path, wanted in (*_request(subject), *_bytes(subject), *_balance(subject), *_sums(report)):
+        said = _at(report, path)
+        if said is not None and not _agrees(said, wanted):
+            message = f"the report says {'.'.join(path)} = {str(said)[:80]}, the plan has {wanted}"
+            yield Violation(RULE, None, None, None, None, message)
+    yield from _moved(subject)
+    yield from _bounds(report)
+
+
+def _at(report: Any, path: tuple[str, ...]) -> Any:
+    """What stands at a place, None where nothing does."""
+    for name in path:
+        report = report.get(name) if isinstance(report, Mapping) else None
+    return report
+
+
+def _agrees(said: Any, wanted: Any) -> bool:
+    if isinstance(wanted, float):
+        close = isinstance(said, int | float) and abs(said - wanted) <= _ROUNDING * max(1.0, abs(wanted))
+        return close and not isinstance(said, bool)
+    return type(said) is type(wanted) and bool(said == wanted)
+
+
+def _request(subject: Subject) -> Iterator[Fact]:
+    plan = subject.plan
+    batch = plan.request.batch
+    yield ("recipe",), plan.header.recipe
+    yield ("ranks",), plan.header.ranks
+    yield ("tokens",), batch.tokens
+    for kind in batch.kinds:
+        yield ("area", kind), int(batch.area(kind))
+    if plan.sections is not None:
+        sizes = [len(part) for part in plan.sections.parts]
+        yield ("plan_bytes", "largest_rank"), max(sizes)
+        yield ("plan_bytes", "total"), sum(sizes)
+
+
+def _bytes(subject: Subject) -> Iterator[Fact]:
+    """In all, and of the tiles of attention; and the rounds that they take."""
+    yield ("rounds",), totals.rounds(subject.plan.programs)
+    for name, number in totals.in_all(subject.moved.values()).summary().items():
+        yield ("bytes", name), number
+    exchanges = _exchanges(subject.plan.report)
+    if "exchanges" in subject.plan.report:
+        tiles = sum(item["bytes"] for item in exchanges if item["name"] in ("fetch", "return"))
+        yield ("bounds", "kv_bytes", "value"), float(tiles)
+
+
+def _moved(subject: Subject) -> Iterator[Violation]:
+    """The exchanges of a program move all that it moves."""
+    said: Counter[tuple[str, str]] = Counter()
+    for item in _exchanges(subject.plan.report):
+        said[item["kind"], item["phase"]] += item["bytes"]
+    found = {key: int(one.sent.sum()) for key, one in subject.moved.items()}
+    for key in sorted(said.keys() | found.keys()) if "exchanges" in subject.plan.report else ():
+        real = found.get(key, 0)
+        if said[key] != real:
+            message = f"the report says that its exchanges move {said[key]} bytes, the program moves {real}"
+            yield Violation(RULE, None, *key, None, message)
+
+
+def _exchanges(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    listed: list[Mapping[str, Any]] = report.get("exchanges", [])
+    return listed
+
+
+def _balance(subject: Subject) -> Iterator[Fact]:
+    """Of tokens where attention is computed, and of compute in the phase that is less even, both by speed."""
+    plan = subject.plan
+    request = plan.request
+    rows = subject.attention.rows_per_rank
+    yield ("imbalance", "tokens"), float((rows / subject.token_shares).max()) - 1
+    speeds = np.asarray(request.cluster.speeds or np.ones(plan.header.ranks), np.float64)
+    found = [totals.loads(plan.programs, plan.header, request.model, phase) for phase in PHASES]
+    time: Floats = max((load / speeds for load in found), key=lambda times: float(times.max()))
+    mean = float((time * speeds).sum()) / float(speeds.sum())
+    yield ("imbalance", "compute"), float(time.max()) / mean - 1 if mean else 0.0
+    yield ("bounds", "makespan", "value"), float(time.max())
+
+
+def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
+    """Of all exchanges."""
+    exchanges = _exchanges(report)
+    if "exchanges" in report:
+        for name in ("slots", "max_degree"):
+            yield (name,), sum(item[name] for item in exchanges)
+        yield ("bounds", "slots", "value"), float(sum(item["slots"] for item in exchanges))
+        yield ("bounds", "slots", "bound"), float(sum(item["max_degree"] for item in exchanges))
+
+
+def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
+    """No value is below its bound; a gap is what lies between them; planning ended with the makespan's value."""
+    for name, bound in report.get("bounds", {}).items():
+        least, value, gap = bound["bound"], bound["value"], bound["gap"]
+        if least is None or value is None:
+            continue
+        if value < least * (1 - _ROUNDING):
+            message = f"the report says that {name} is {value}, below its own bound {least}"
+            yield Violation(RULE, None, None, None, None, message)
+        elif gap is not None and (not least or abs(gap - value / least) > _SAME * gap):
+            message = f"the report says that the gap of {name} is {gap}, of {value} over {least}"
+            yield Violation(RULE, None, None, None, None, message)
+    ended, makespan = _at(report, ("termination", "value")), _at(report, ("bounds", "makespan", "value"))
+    if ended is not None and makespan is not None and not _agrees(ended, float(makespan)):
+        message = f"the report says that planning ended at {ended}, the makespan is {makespan}"
+        yield Violation(RULE, None, None, None, None, message)

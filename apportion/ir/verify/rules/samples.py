@@ -1,0 +1,88 @@
+"""Rule 2 again, by definition: sampled (query, key, head) points are computed once where the mask allows them.
+
+Written apart from `coverage.py`, with nothing of its sums and sweeps: a point is inside a band or it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.verify.attended import Tasks
+from apportion.ir.verify.report import Violation
+from apportion.ir.verify.rules import coverage
+from apportion.ir.verify.subject import Subject
+from apportion.ir.verify.view import Program
+
+RULE = "samples"
+_COMPARISONS = 1_000_000  # about a millisecond a program
+_QUERIES = (4, 8)
+_BANDS = 3  # of the mask, tried for each query
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `samples`. The points follow from the plan's id."""
+    seed = int.from_bytes(subject.plan.id[:8], "little")
+    for program in subject.runnable:
+        tasks = subject.tasks(program)
+        if tasks.complete and not coverage.violations(subject, program) and not subject.repeats(program):
+            draw = np.random.Generator(np.random.PCG64(seed))
+            yield from _sample(program, subject.mask(program.kind), tasks, draw)
+
+
+def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generator) -> Iterator[Violation]:
+    tokens, sets = int(program.home_rows.sum()), program.q_sets
+    count = int(np.clip(_COMPARISONS // (tasks.bands.shape[1] + len(mask) + 1), *_QUERIES))
+    queries, heads = draw.integers(0, tokens, count), draw.integers(0, sets.heads, count)
+    between = draw.random((count, _BANDS + 1)).tolist()
+    at, allowed = _having(mask[:, 0], mask[:, 1], queries)
+    of, computed = _having(tasks.bands[0], tasks.bands[1], queries)
+    times = tasks.times
+    if times is None and program.splits_heads:
+        times = np.zeros((len(sets.members), sets.heads), np.int64)
+        for number, members in enumerate(sets.members):
+            times[number, members] = 1
+    if times is not None:
+        often = times[tasks.heads[computed], heads[of]]
+        of, computed = np.repeat(of, often), np.repeat(computed, often)
+    first = np.searchsorted(at, np.arange(count))
+    keys = np.full((count, 5 * _BANDS + 1), -1)  # -1: none
+    for i, query in enumerate(queries.tolist()):
+        seen = _keys(query, mask[allowed[first[i] :][at[first[i] :] == i][:_BANDS]], tokens, between[i])
+        keys[i, : len(seen)] = seen
+    wanted = _times(mask[allowed].T, at, queries, keys)
+    found = _times(tasks.bands[:, computed], of, queries, keys)
+    for i, j in np.argwhere(wanted != found).tolist():
+        message = (
+            f"query {queries[i]}, key {keys[i, j]}, head {heads[i]}: allowed {wanted[i, j]} times, "
+            f"computed {found[i, j]} times"
+        )
+        yield Violation(RULE, None, program.kind, program.phase, None, message)
+
+
+def _having(begin: Ints, end: Ints, queries: Ints) -> tuple[Ints, Ints]:
+    """(number of the query, band) of every query and band that has it, by query."""
+    of, band = np.nonzero((begin <= queries[:, None]) & (queries[:, None] < end))
+    return of, band
+
+
+def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> list[int]:
+    """Any key, and of a few bands the first and last key that the query sees, their neighbours, one between."""
+    keys = {int(chance[0] * tokens)}
+    for (_, _, k0, k1, dmin, dmax), part in zip(bands.tolist(), chance[1:], strict=False):
+        low, high = max(k0, query - dmax), min(k1 - 1, query - dmin)
+        if low <= high:
+            keys |= {low - 1, low, low + int(part * (high - low)), high, high + 1}
+    return sorted(key for key in keys if 0 <= key < tokens)
+
+
+def _times(bands: Ints, of: Ints, queries: Ints, keys: Ints) -> Ints:
+    """int64 [queries, keys]: how many bands have the pair (query, key), by the definition of a band. of: int64 [bands],
+    the number of the query that each has."""
+    (_, _, k0, k1, dmin, dmax), key = bands[:, :, None], keys[of]
+    apart = queries[of, None] - key
+    times = np.zeros(keys.shape, np.int64)
+    np.add.at(times, of, (k0 <= key) & (key < k1) & (dmin <= apart) & (apart <= dmax))
+    return times

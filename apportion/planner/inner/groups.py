@@ -1,0 +1,385 @@
+"""Groups of ranks that share tokens and split heads (Ulysses, Jacobs et al., 2023), and the head sets of their ranks.
+
+    group    0                       1
+    ranks    0     1     2     3     4     5     6     7
+    tokens   a quarter of the group's rows each          home rows
+    heads    all rows of the group, a quarter of the heads each, while attention is computed
+
+Attention of a group is planned as if it were one rank; its ranks run that program side by side, each for its heads,
+and talk to those of other groups that have the same heads.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+from typing import Annotated, ClassVar, Literal, Protocol
+
+import numpy as np
+from msgspec import Meta
+
+from apportion.ir.arrays import Bools, Ints, group_of, offsets
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.planner.inner.lone import Lone, find_lone
+from apportion.planner.options import Count, Share
+from apportion.planner.problem import Pass, Problem
+from apportion.planner.tasks.rows import Rows
+
+# A kind whose queries see fewer keys than this share of a rank's tokens is computed where its rows live.
+NEAR = 0.2
+
+
+@dataclass(frozen=True)
+class Groups:
+    """first: int64 [groups + 1], the first rank of each group, and the end."""
+
+    first: Ints
+
+    @staticmethod
+    def single(ranks: int) -> Groups:
+        """Every rank by itself."""
+        return Groups(np.arange(ranks + 1))
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    @property
+    def ranks(self) -> int:
+        return int(self.first[-1])
+
+    @cached_property
+    def sizes(self) -> Ints:
+        return np.diff(self.first)
+
+    @property
+    def split(self) -> bool:
+        """Whether any group has several ranks."""
+        return len(self) < self.ranks
+
+    @cached_property
+    def of_rank(self) -> Ints:
+        """int64 [ranks]: the group of each rank."""
+        return group_of(self.sizes)
+
+    @cached_property
+    def member(self) -> Ints:
+        """int64 [ranks]: the place of each rank in its group."""
+        return np.arange(self.ranks) - self.first[self.of_rank]
+
+    def spread(self, group: Ints) -> tuple[Ints, Ints]:
+        """For values of groups: the index of the value that each member takes, and the member's rank."""
+        sizes = self.sizes[group]
+        index = group_of(sizes)
+        ends = np.cumsum(sizes)
+        return index, self.first[group[index]] + np.arange(len(index)) - (ends - sizes)[index]
+
+    def member_rows(self, rows: Rows, shares: Ints) -> Rows:
+        """The home rows of every rank where the rows of each group are cut among its ranks, in order, in proportion to
+        their shares, int64 [ranks] > 0. A group of no more rows than the sum of its shares gives no rank more than
+        its own."""
+        held, first_row = rows.per_rank, np.cumsum(rows.per_rank) - rows.per_rank
+        of, edges = self.of_rank, offsets(shares)
+        whole, before = edges[self.first[1:]] - edges[self.first[:-1]], edges[:-1] - edges[self.first[of]]
+        inside = held[of] * before // whole[of]
+        cut = first_row[of] + inside  # in rows of all groups, one after another
+        cut = cut[(before > 0) & (inside < held[of])]
+        ends = np.cumsum(rows.lengths[rows.order])
+        block = rows.order[np.searchsorted(ends, cut, "right")]
+        token = rows.starts[block] + cut - first_row[rows.home[block]] - rows.row[block]
+        starts = np.union1d(rows.starts, token)
+        block = rows.block_of(starts[:-1])
+        group, row = rows.home[block], rows.row[block] + starts[:-1] - rows.starts[block]
+        # the last rank whose first row, held * before // whole, is not after `row`
+        most = edges[self.first[group]] + ((row + 1) * whole[group] - 1) // held[group]
+        return Rows(starts, np.searchsorted(edges[:-1], most, "right") - 1, self.ranks)
+
+
+@dataclass(frozen=True)
+class HeadSets:
+    """Which heads each rank computes. sets: as in the plan's header; query, key: int64 [ranks], number of the rank's
+    set of query and of KV heads (0: all); query_heads, key_heads: int64 [ranks], how many these are; shared: bool
+    [groups], whether KV heads of a group are computed by several of its ranks. stages: where heads take turns; then
+    query_heads and key_heads count those of all turns, and the numbers of sets stand there."""
+
+    sets: tuple[tuple[int, ...], ...]
+    query: Ints
+    key: Ints
+    query_heads: Ints
+    key_heads: Ints
+    shared: Bools
+    stages: HeadStages | None = None
+
+    @property
+    def key_columns(self) -> Ints:
+        """int64 [ranks]: head columns of KV arenas. Where KV heads are shared, gradients arrive from other ranks, maybe
+        of other groups, with as many heads as those have."""
+        return np.full_like(self.key_heads, self.key_heads.max()) if self.shared.any() else self.key_heads
+
+    @property
+    def turns(self) -> int:
+        """How often attention of a group is computed, each time with some of the heads."""
+        return 1 if self.stages is None else len(self.stages)
+
+    @property
+    def tile_turns(self) -> int:
+        """How often KV tiles of a group come."""
+        return self.stages.windows if self.stages is not None and self.stages.hold else self.turns
+
+    @cached_property
+    def tile_heads(self) -> Ints:
+        """int64 [ranks]: KV heads of a tile, in all turns."""
+        if self.stages is None or self.stages.hold:
+            return self.key_heads
+        held = self.stages.key_heads[self.stages.window].sum(0)
+        return np.tile(held, len(self.key_heads) // len(held))
+
+    @staticmethod
+    def of(model: Model, groups: Groups) -> HeadSets:
+        """Contiguous shares of the query heads; the KV heads that they use follow. Raises ConfigError."""
+        numbers: dict[tuple[int, ...], int] = {}
+        columns = np.zeros((4, groups.ranks), np.int64)
+        columns[2], columns[3] = model.q_heads, model.kv_heads
+        shared = np.zeros(len(groups), bool)
+        for size in sorted(set(groups.sizes.tolist()) - {1}):
+            members = [_share(model, size, place) for place in range(size)]
+            ids = [[numbers.setdefault(heads, len(numbers) + 1) for heads in pair] for pair in members]
+            table = np.array([[*pair, len(q), len(kv)] for pair, (q, kv) in zip(ids, members, strict=True)])
+            inside = np.flatnonzero(groups.sizes[groups.of_rank] == size)
+            columns[:, inside] = table[groups.member[inside]].T
+            shared[groups.sizes == size] = sum(len(kv) for _, kv in members) > model.kv_heads
+        query, key, query_heads, key_heads = columns
+        return HeadSets(tuple(numbers), query, key, query_heads, key_heads, shared)
+
+
+@dataclass(frozen=True)
+class HeadStages:
+    """Heads of the ranks of every group, stage after stage (UPipe). All groups have the same size.
+
+    sets: as in the plan's header; query: int64 [stages, size], number of the set of query heads that each rank of a
+    group computes; window: int64 [stages], rising by one: in stages of one window ranks keep their KV heads; key: int64
+    [windows, size], number of the set of those. query_heads: of a rank in a stage; key_heads: int64 [windows, size];
+    shared: whether any KV head is held by several ranks of a group, or in several windows. project: whether the
+    program makes the heads itself; ahead: stages that come in while one is computed; hold: whether tiles of other
+    groups stay for the stages of a window, too.
+    """
+
+    sets: tuple[tuple[int, ...], ...]
+    query: Ints
+    window: Ints
+    key: Ints
+    query_heads: int
+    key_heads: Ints
+    shared: bool
+    project: bool
+    ahead: int
+    hold: bool
+
+    @staticmethod
+    def of(
+        shares: Sequence[Sequence[tuple[int, ...]]],
+        window: Ints,
+        keys: Sequence[Sequence[tuple[int, ...]]],
+        project: bool,
+        ahead: int,
+        hold: bool,
+    ) -> HeadStages:
+        """shares: query heads of the ranks of a group in each stage; keys: their KV heads in each window."""
+        numbers: dict[tuple[int, ...], int] = {}
+        query, key = (
+            np.array([[numbers.setdefault(heads, len(numbers) + 1) for heads in row] for row in rows])
+            for rows in (shares, keys)
+        )
+        key_heads = np.array([[len(heads) for heads in row] for row in keys])
+        held = [head for row in keys for heads in row for head in heads]
+        shared = len(set(held)) < len(held)
+        return HeadStages(
+            tuple(numbers), query, window, key, len(shares[0][0]), key_heads, shared, project, ahead, hold
+        )
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+    @property
+    def windows(self) -> int:
+        return len(self.key)
+
+    def opens(self, stage: int) -> bool:
+        """Whether KV heads come in with the stage."""
+        return stage == 0 or bool(self.window[stage] > self.window[stage - 1])
+
+    def closes(self, stage: int) -> bool:
+        """Whether gradients of KV heads leave after the stage."""
+        return stage + 1 == len(self) or bool(self.window[stage] < self.window[stage + 1])
+
+    def window_like(self, window: int, turns: int) -> int:
+        """The first window with the same KV heads on every rank, of those that take the same one of `turns` turns."""
+        same = (self.key == self.key[window]).all(1) & (np.arange(self.windows) % turns == window % turns)
+        return int(np.flatnonzero(same)[0])
+
+    def columns(self, ranks: int) -> HeadSets:
+        """Head columns of the work arenas of every rank: those of the widest stage."""
+        every, none = np.ones(ranks, np.int64), np.zeros(ranks, np.int64)
+        widest = every * self.key_heads.max()
+        return HeadSets(self.sets, none, none, every * self.query_heads, widest, np.zeros(1, bool))
+
+    def totals(self, groups: Groups) -> HeadSets:
+        """The head sets of the plan, with the heads of every rank in all stages, and KV heads in all windows."""
+        every, none = np.ones(groups.ranks, np.int64), np.zeros(groups.ranks, np.int64)
+        keys = self.key_heads.sum(0)[groups.member]
+        queries = every * self.query_heads * len(self)
+        return HeadSets(self.sets, none, none, queries, keys, np.full(len(groups), self.shared), self)
+
+
+def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query heads of one of `size` ranks, and their KV heads."""
+    if model.q_heads % size:
+        rule = f"must divide the {model.q_heads} query heads among the ranks of a group"
+        raise ConfigError("recipe.inner.ulysses.degree", size, rule, f"use {gcd(size, model.q_heads)}")
+    count, queries_per_key = model.q_heads // size, model.q_heads // model.kv_heads
+    heads = tuple(range(place * count, (place + 1) * count))
+    return heads, tuple(sorted({head // queries_per_key for head in heads}))
+
+
+class InnerPass(Pass, Protocol):
+    """Makes groups of ranks that share tokens and split the heads. overlap: rows go in and out while others are
+    computed with."""
+
+    def splits(self, problem: Problem) -> frozenset[str]:
+        """The attention kinds whose heads are split, at least one; others are computed where their rows live."""
+        return frozenset(problem.batch.kinds)
+
+    @property
+    def overlap(self) -> bool:
+        return False
+
+    def find_lone(self, problem: Problem, groups: Groups) -> Lone | None:
+        """The sequences that stay whole on one rank, None: none do."""
+        return None
+
+    @abstractmethod
+    def groups(self, problem: Problem) -> Groups: ...
+
+    @abstractmethod
+    def head_sets(self, model: Model, groups: Groups) -> HeadSets: ...
+
+
+@dataclass(frozen=True)
+class Ulysses(InnerPass):
+    """Groups of `degree` consecutive ranks. degree: a number, "auto" (the largest that divides the ranks and the query
+    heads), "node" (the largest that divides the ranks of a node and the query heads) or "half_node" (the same of half a
+    node, so that a node of an even number of ranks has several groups). overlap: whether rows go in and out while
+    others are computed with; then tasks that need no tile are spread over the stages. lone: sequences of no more than
+    this share of a rank's time stay whole on one rank, with all heads; "auto": as many as leave the ranks of a group
+    even. kinds: the attention kinds whose heads are split; the others' are computed with all heads where their rows
+    live, which serves windows: they need few keys from elsewhere; "auto": those that see many keys."""
+
+    name: ClassVar[str] = "ulysses"
+
+    degree: Count | Literal["auto", "node", "half_node"] = "auto"
+    overlap: bool = False
+    lone: Share | Literal["auto"] | None = None
+    kinds: Literal["all", "auto"] | Annotated[tuple[str, ...], Meta(min_length=1)] = "all"
+
+    def splits(self, problem: Problem) -> frozenset[str]:
+        """The kinds whose heads are split. Raises ConfigError for one that the batch does not have."""
+        known = problem.batch.kinds
+        if self.kinds == "all":
+            return frozenset(known)
+        if self.kinds == "auto":
+            reach = problem.reach
+            farthest = max(known, key=lambda kind: reach[kind])
+            return frozenset(kind for kind in known if kind == farthest or reach[kind] >= NEAR)
+        for kind in self.kinds:
+            if kind not in known:
+                raise ConfigError(self._field("kinds"), kind, f"must be of {', '.join(known)}", "correct it")
+        return frozenset(self.kinds)
+
+    def _field(self, name: str) -> str:
+        """A parameter as errors name it."""
+        return f"recipe.inner.{self.name}.{name}"
+
+    def head_sets(self, model: Model, groups: Groups) -> HeadSets:
+        """Who computes which heads. Raises ConfigError."""
+        return HeadSets.of(model, groups)
+
+    def find_lone(self, problem: Problem, groups: Groups) -> Lone | None:
+        """The sequences that stay whole, if any; none where sequences have `home_ranks`, which groups refuse."""
+        if self.lone is None or not groups.split or problem.batch.home_ranks:
+            return None
+        return find_lone(problem, groups.first, self.lone)
+
+    def groups(self, problem: Problem) -> Groups:
+        """The groups of the cluster's ranks. Raises ConfigError where the degree does not divide."""
+        degree, ranks, heads = self._degree(problem), problem.ranks, problem.model.q_heads
+        for what, whole in (("ranks", ranks), ("query heads", heads)):
+            if whole % degree:
+                rule = f"must divide the {whole} {what}"
+                raise ConfigError(
+                    self._field("degree"), degree, rule, f"use {gcd(gcd(degree, ranks), heads)}"
+                )
+        return Groups(np.arange(0, ranks + 1, degree))
+
+    def _degree(self, problem: Problem) -> int:
+        if self.degree == "auto":
+            return gcd(problem.ranks, problem.model.q_heads)
+        if self.degree == "node":
+            return gcd(problem.cluster.ranks_per_node, problem.model.q_heads)
+        if self.degree == "half_node":
+            per_node = problem.cluster.ranks_per_node
+            return gcd(per_node // 2 if per_node % 2 == 0 else 1, problem.model.q_heads)
+        return self.degree
+
+
+def virtual_problem(problem: Problem, groups: Groups, lone: Lone | None = None) -> Problem:
+    """The problem whose ranks are the groups, all of one size: their links and their share of the tokens are those of
+    all members together, their speed that of the slowest, because heads are split evenly. Without lone sequences, and
+    with what these leave of the groups' time and tokens. Raises ConfigError, CapacityError."""
+    if not groups.split:
+        return problem
+    if problem.batch.home_ranks:
+        raise ConfigError(
+            "batch.home_ranks", len(problem.batch.home_ranks), "cannot be kept where groups share tokens",
+            "drop `inner` or the home_ranks",
+        )  # fmt: skip
+    size = int(groups.sizes[0])
+    given, cluster = problem.policy.token_cap, _virtual_cluster(problem.cluster, size)
+    rates, batch, held = problem.token_rates.reshape(-1, size).sum(1), problem.batch, np.zeros(1, np.int64)
+    if lone is not None:
+        batch, held = lone.shared, lone.rows.per_rank.reshape(-1, size).sum(1)
+        rates = problem.token_shares.reshape(-1, size).sum(1) - held
+        cluster = replace(cluster, speeds=tuple(lone.left.tolist()))
+    policy, caps = problem.policy, None
+    if given is not None:
+        policy = replace(policy, token_cap=given * size - int(held.max()))
+        caps = None if lone is None else tuple((given * size - held).tolist())
+    return replace(
+        problem, batch=batch, cluster=cluster, policy=policy, rates=tuple(rates.tolist()), caps=caps
+    )
+
+
+def _virtual_cluster(cluster: Cluster, size: int) -> Cluster:
+    inside = cluster.ranks_per_node // size if cluster.ranks_per_node % size == 0 else 1
+    speeds = None if cluster.speeds is None else np.reshape(cluster.speeds, (-1, size)).min(axis=1)
+    return replace(
+        cluster,
+        nodes=cluster.ranks // size // inside,
+        ranks_per_node=inside,
+        intra_gbs=cluster.intra_gbs * size,
+        memory_gib=cluster.memory_gib * size,
+        speeds=None if speeds is None else tuple(speeds.tolist()),
+    )
+
+
+def check_groups(groups: Groups, tiles: int) -> None:
+    """Groups that a placement made, where any has several ranks, cannot exchange tiles: their sizes may differ, and so
+    may the heads of their ranks. Raises CapacityError."""
+    if tiles and groups.split:
+        raise CapacityError(
+            f"{tiles} tiles would have to move between groups of {sorted(set(groups.sizes.tolist()))} ranks, whose "
+            f"ranks hold different heads: keep every sequence inside one group"
+        )

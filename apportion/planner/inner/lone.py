@@ -1,0 +1,228 @@
+"""Sequences that stay whole on one rank, with all heads, where the others are split among groups of ranks.
+
+    group       0                       home rows of each rank
+    rank 0      a a b │ x x x x         a .. d: lone sequences, which need nothing from anybody;
+    rank 1      c d │ x x x y y         x, y: the group's, a share of the heads on each rank while they are computed
+
+Splitting heads serves what is too long for one rank, and burdens all that is split: rows go out and come back, and
+kernels have fewer heads. Lone sequences go without, and are computed while rows of the others travel.
+
+A group shares the rest of its work evenly, so what counts is that its ranks have equally much of lone sequences; groups
+may differ, as the rest is placed by the time that each has left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
+from apportion.ir.loops.jit import jit
+from apportion.ir.request.batch import Batch
+from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.shard.blocks import row_times, row_weights
+from apportion.planner.solvers.partition.lpt import makespan_bound
+from apportion.planner.tasks.rows import Rows
+
+# Shares of a rank's time up to which sequences are lone, the first that leaves ranks even enough: on average a group's
+# busiest has no more than this part of its time beyond the mean, and of all work no more than that part is where groups
+# lack the tokens for it.
+SHARES, UNEVEN, APART = (0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03), 0.004, 0.04
+# What is left is so many times as uneven at most; else none are lone.
+MOST_UNEVEN = 8
+# A sequence with more of a rank's tokens is never lone, nor do lone ones fill a rank where there are others.
+TOKENS, FILLED = 0.6, 0.98
+# So much longer than the link takes for them rows of others come in, as they are packed and unpacked too.
+COME = 1.5
+# What a group has left at least, of its time: others are placed in proportion.
+LEAST_LEFT = 1e-3
+
+
+@dataclass(frozen=True)
+class Lone:
+    """index, others: int64, the sequences of `batch` that are lone, and those that are not; home: int64 [lone], their
+    ranks, of `ranks`; time: int64 [lone], nanoseconds of all layers; left: float64 [groups], which part of its time
+    each group has for the others; come: nanoseconds of all layers in which rows of the others come in."""
+
+    batch: Batch
+    ranks: int
+    index: Ints
+    others: Ints
+    home: Ints
+    time: Ints
+    left: Floats
+    come: float
+
+    @property
+    def is_all(self) -> bool:
+        """Whether there are no others."""
+        return not len(self.others)
+
+    @cached_property
+    def alone(self) -> Batch:
+        return self.batch.take(self.index)
+
+    @cached_property
+    def shared(self) -> Batch:
+        return self.batch.take(self.others)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Home rows of lone sequences, from 0 on each rank, by their own tokens."""
+        return Rows(self.alone.starts, self.home, self.ranks)
+
+    def in_groups(self, others: Rows, of_rank: Ints) -> tuple[Ints, Ints]:
+        """Starts int64 [blocks + 1] of the whole batch and the group of each block. others: rows of groups; of_rank:
+        int64 [ranks], their groups."""
+        rows = self.beside(others)
+        assert rows.later is not None
+        return rows.starts, np.where(rows.later, rows.home, of_rank[rows.home])
+
+    def beside(self, others: Rows) -> Rows:
+        """Home rows of the whole batch. others: home rows of the others, by their own tokens, which lie behind."""
+        starts = np.union1d(others.starts, self.shared.starts)[:-1]
+        sequence = np.searchsorted(self.shared.starts, starts, "right") - 1
+        moved = self.batch.starts[self.others[sequence]] + starts - self.shared.starts[sequence]
+        first = np.concatenate([self.batch.starts[self.index], moved])
+        home = np.concatenate([self.home, others.home[others.block_of(starts)]])
+        later = np.arange(len(first)) >= len(self.index)
+        order = np.argsort(first, kind="stable")
+        return Rows(np.append(first[order], self.batch.tokens), home[order], self.ranks, later[order])
+
+    @cached_property
+    def early(self) -> Bools:
+        """bool [lone]: those that are computed while rows come in, as long as that takes, the others while results
+        leave. The longest first that still fit, so that all ranks of a group start on the others at about one time."""
+        early, room = np.zeros(len(self.index), bool), np.full(self.ranks, self.come)
+        for one in np.argsort(-self.time, kind="stable").tolist():
+            rank, time = self.home[one], self.time[one]
+            if time <= room[rank]:
+                early[one] = True
+                room[rank] -= time
+        return early
+
+    def placement(self, problem: Problem) -> tuple[Shards, Placement]:
+        """Of the whole batch, where all sequences are lone."""
+        starts = problem.batch.starts
+        weight = row_weights(problem, starts)
+        bound = makespan_bound(weight, problem.speeds)
+        return Shards(starts, np.arange(len(weight)), weight, 0), Placement(starts, self.home, weight, bound)
+
+
+def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> Lone | None:
+    """Which sequences are lone where ranks are in groups, of `first` ranks int64 [groups + 1]; None: none are.
+
+    share: of a rank's time that a lone sequence takes at most."""
+    sizes = problem.batch.lengths
+    times = np.maximum(row_times(problem, problem.batch.starts) - _spared(problem, sizes), 1)
+    best, least = None, np.inf
+    for most in SHARES if share == "auto" else (share,):
+        found, uneven = _find(problem, first, times, sizes, most)
+        if found is not None and uneven < least:
+            best, least = found, uneven
+        if least <= 1:
+            break
+    return best if share != "auto" or least <= MOST_UNEVEN else None
+
+
+def _spared(problem: Problem, rows: Ints) -> Ints:
+    """int64, like `rows`: nanoseconds of all layers that a rank spends on rows of its own that are exchanged: they are
+    packed, and their results unpacked. The more lone rows it has, the fewer of these."""
+    model, moved = problem.model, 0
+    for phase in PHASES:
+        for side, heads in zip(SIDES, (model.q_heads, model.kv_heads), strict=True):
+            moved += 2 * sum(map(model.row_bytes, FETCHED[side, phase]))
+            moved += 2 * heads * sum(map(model.sent_result_bytes, RETURNED[side, phase]))
+    spent = sum(problem.layers.values()) * 1e3 * problem.cost.moved_us(moved * rows)
+    return np.rint(spent).astype(np.int64)
+
+
+def _find(problem: Problem, first: Ints, times: Ints, sizes: Ints, share: float) -> tuple[Lone | None, float]:
+    """The lone sequences, and how uneven they leave ranks: at most 1 is even enough."""
+    speeds, members = problem.speeds, np.diff(first)
+    whole = float(times.sum()) / float(speeds.sum())
+    fits = sizes <= TOKENS * float(problem.token_shares.max())
+    short = np.flatnonzero((times <= share * whole * float(speeds.max())) & fits)
+    order = short[np.argsort(-times[short], kind="stable")]
+    slowest = np.minimum.reduceat(speeds, first[:-1])
+    rest = float(times.sum() - times[short].sum()) / float((slowest * members).sum())
+    base = np.repeat(slowest * rest, members)
+    room = np.floor(FILLED * np.minimum(problem.token_shares, problem.token_caps)).astype(np.int64)
+    every = len(short) == len(sizes)
+    home, load = _deal(times[order], sizes[order], first, speeds, base, problem.token_caps if every else room)
+    if every and (home < 0).any():
+        home, load = _deal(times[order], sizes[order], first, speeds, base, room)
+    order, home = order[home >= 0], home[home >= 0]
+    if not len(order):
+        return None, np.inf
+    back = np.argsort(order)
+    index, home = order[back], home[back]
+    others = np.setdiff1d(np.arange(len(sizes)), index)
+    busiest = np.maximum.reduceat(load / speeds, first[:-1])
+    mean = np.add.reduceat(load, first[:-1]) / np.add.reduceat(speeds, first[:-1])
+    uneven = float(((busiest - mean) * members).sum()) / (whole * problem.ranks)
+    left = np.minimum.reduceat(speeds * whole - (load - base), first[:-1])
+    left = np.maximum(left, LEAST_LEFT * whole) / whole
+    tokens = problem.token_shares - np.bincount(home, sizes[index], problem.ranks)
+    wanted, there = left * members, np.add.reduceat(tokens, first[:-1])
+    lacking = np.maximum(wanted / wanted.sum() - there / max(tokens.sum(), 1.0), 0)
+    apart = float(lacking.sum() * times[others].sum() / times.sum())
+    come = _come(problem, int(sizes[others].sum()) / problem.ranks, int(members.max()))
+    lone = Lone(problem.batch, problem.ranks, index, others, home, times[index], left, come)
+    return lone, max(uneven / UNEVEN, apart / APART)
+
+
+def _come(problem: Problem, rows: float, members: int) -> float:
+    """Nanoseconds of all layers, both phases, in which a rank's share of rows comes from the members of its group."""
+    moved = sum(
+        problem.model.row_bytes(t) for phase in PHASES for side in SIDES for t in FETCHED[side, phase]
+    )
+    sent = moved * rows * (members - 1) / members
+    return COME * sum(problem.layers.values()) * sent / problem.cluster.intra_gbs
+
+
+@jit
+def _deal(
+    times: Ints, sizes: Ints, first: Ints, speeds: Floats, load: Floats, room: Ints
+) -> tuple[Ints, Floats]:
+    """int64 [n], the rank of each sequence, -1 where it fits nowhere, and float64 [ranks], what each has then. times:
+    falling; load: float64 [ranks], what each has to begin with.
+
+    So many at a time as a group has ranks go to the group that has least, of time or of tokens, whichever is more: they
+    take about as long, so that its ranks stay even; of these each goes to the rank that would be done first."""
+    groups, load, room = len(first) - 1, load.copy(), room.copy()
+    spent, held, home = np.zeros(groups), np.zeros(groups), np.full(len(times), -1, np.int64)
+    all_times, all_sizes = max(times.sum(), 1), max(sizes.sum(), 1)
+    at = 0
+    while at < len(times):
+        group = int(np.argmin(np.maximum(spent / all_times, held / all_sizes)))
+        low, high = first[group], first[group + 1]
+        count = min(high - low, len(times) - at)
+        for one in range(at, at + count):
+            best = _soonest(low, high, times[one], sizes[one], speeds, load, room)
+            if best < 0:
+                best = _soonest(0, first[groups], times[one], sizes[one], speeds, load, room)
+            if best >= 0:
+                home[one] = best
+                load[best] += times[one]
+                room[best] -= sizes[one]
+                of = int(np.searchsorted(first, best, "right")) - 1
+                spent[of] += times[one] / speeds[best] / (first[of + 1] - first[of])
+                held[of] += sizes[one] / speeds[best] / (first[of + 1] - first[of])
+        at += count
+    return home, load
+
+
+@jit
+def _soonest(low: int, high: int, time: int, size: int, speeds: Floats, load: Floats, room: Ints) -> int:
+    """The rank in [low, high) with room that would be done first, -1: none has room."""
+    best, least = -1, 0.0
+    for rank in range(low, high):
+        after = (load[rank] + time) / speeds[rank]
+        if room[rank] >= size and (best < 0 or after < least):
+            best, least = rank, after
+    return best

@@ -1,0 +1,138 @@
+"""UPipe: a group's heads in stages, so that only the heads of a stage exist at a time (UPipe, sections 3.3 and 4.1).
+
+    16 query heads, 4 KV heads, 4 ranks, 4 query heads a stage           rank    0        1        2        3
+    order gqa: every KV head is brought once                 stage 0    q0  k0   q4  k1   q8  k2   q12 k3
+    and stays for the stages of its query heads              stage 1    q1       q5       q9       q13
+                                                             stage 2    q2       q6       q10      q14  ..
+    order natural                                            stage 0    q0  k0   q1  k0   q2  k0   q3  k0
+                                                             stage 1    q4  k1   q5  k1   q6  k1   q7  k1   ..
+
+Heads are named by lists of their numbers: no weights are permuted, in either order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from apportion.ir.arrays import Ints, offsets
+from apportion.ir.errors import ConfigError
+from apportion.ir.request.model import Model
+from apportion.planner.inner.groups import Groups, HeadSets, HeadStages, Ulysses
+from apportion.planner.options import Count
+
+Heads = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class UPipe(Ulysses):
+    """Groups of `degree` consecutive ranks (as in Ulysses) that compute `heads` query heads at a time.
+
+    heads: the paper's U, a multiple of the degree that divides the query heads; "auto": the degree, the least memory.
+    order: which heads share a stage. "gqa": as many KV heads as can be, which stay for the stages that need them;
+    "natural": heads by number. keep: for how many stages a rank keeps the KV heads that these need, from the first of
+    them on; "auto": as long as no rank needs others. project: the program takes hidden states and makes the heads of
+    each stage itself, forward and again backward; else q, k and v are home rows. ahead: 1 exchanges the rows of the
+    next stage while one is computed, with one more arena; 0 is the paper's. hold: tiles that come from other groups
+    stay for the stages that keep the KV heads, and travel once for all of these; else every stage brings its own.
+    """
+
+    name: ClassVar[str] = "upipe"
+
+    heads: Count | Literal["auto"] = "auto"
+    order: Literal["gqa", "natural"] = "gqa"
+    keep: Count | Literal["auto"] = "auto"
+    project: bool = False
+    ahead: Literal[0, 1] = 0
+    hold: bool = False
+
+    def __post_init__(self) -> None:
+        if self.overlap:
+            raise ConfigError(
+                self._field("overlap"), True, "rows of whole stages go in and out", "use ahead: 1"
+            )
+        if self.lone is not None:
+            raise ConfigError(
+                self._field("lone"), self.lone, "all sequences take turns by heads", "use inner ulysses"
+            )
+        if self.kinds != "all":
+            raise ConfigError(
+                self._field("kinds"), self.kinds, "all kinds take turns by heads", "use inner ulysses"
+            )
+
+    def head_sets(self, model: Model, groups: Groups) -> HeadSets:
+        """Who computes which heads when; as Ulysses has it where one stage has them all and nothing is projected.
+        Raises ConfigError."""
+        stages = self.stages(model, int(groups.sizes[0]))
+        at_once = len(stages) == 1 and not self.project
+        return super().head_sets(model, groups) if at_once else stages.totals(groups)
+
+    def stages(self, model: Model, degree: int) -> HeadStages:
+        """The heads of the ranks of a group in each stage. Raises ConfigError."""
+        lists = stage_lists(model, self._heads(model, degree), self.order)
+        shares = [shares_of(heads, degree) for heads in lists]
+        queries_per_key = model.q_heads // model.kv_heads
+        keys = [[keys_of(heads, queries_per_key) for heads in stage] for stage in shares]
+        return HeadStages.of(shares, *_windows(keys, self.keep), self.project, self.ahead, self.hold)
+
+    def _heads(self, model: Model, degree: int) -> int:
+        heads = degree if self.heads == "auto" else self.heads
+        if heads % degree or model.q_heads % heads:
+            good = [n for n in range(degree, model.q_heads + 1, degree) if model.q_heads % n == 0]
+            rule = f"must be a multiple of the {degree} ranks of a group that divides the {model.q_heads} query heads"
+            raise ConfigError(self._field("heads"), heads, rule, f"use {', '.join(map(str, good))}")
+        return heads
+
+
+def stage_lists(model: Model, heads: int, order: str) -> list[Heads]:
+    """The query heads of each stage, `heads` of them, in the order in which ranks take them.
+
+    gqa (section 4.1; Figure 4 has heads = ranks): a stage has gcd(heads, KV heads) KV heads, the most that leaves all
+    stages alike, with equally many query heads of each; the stages of the same KV heads follow each other.
+    """
+    ratio, every = model.q_heads // model.kv_heads, range(0, model.q_heads, heads)
+    if order == "natural":
+        return [tuple(range(first, first + heads)) for first in every]
+    together = gcd(heads, model.kv_heads)
+    queries = heads // together
+    return [
+        tuple(key * ratio + first + i for key in range(start, start + together) for i in range(queries))
+        for start in range(0, model.kv_heads, together)
+        for first in range(0, ratio, queries)
+    ]
+
+
+def shares_of(heads: Heads, degree: int) -> list[Heads]:
+    """Equal parts of a stage's heads, in order: one for each rank of a group."""
+    size = len(heads) // degree
+    return [heads[place * size : (place + 1) * size] for place in range(degree)]
+
+
+def keys_of(heads: Heads, queries_per_key: int) -> Heads:
+    """The KV heads of some query heads, rising."""
+    return tuple(sorted({head // queries_per_key for head in heads}))
+
+
+def _windows(keys: list[list[Heads]], keep: int | Literal["auto"]) -> tuple[Ints, list[list[Heads]]]:
+    """int64 [stages]: the window of each stage, and the KV heads that each rank of a group holds in each window.
+
+    keys: of each stage, the KV heads that each rank needs.
+    """
+    if keep == "auto":
+        fresh = [before != now for before, now in pairwise(keys)]
+        window = offsets(fresh)
+    else:
+        window = np.arange(len(keys)) // keep
+    held = [
+        [tuple(sorted(set().union(*needed))) for needed in zip(*_stages_of(keys, window, at), strict=True)]
+        for at in range(int(window[-1]) + 1)
+    ]
+    return window, held
+
+
+def _stages_of(keys: list[list[Heads]], window: Ints, at: int) -> list[list[Heads]]:
+    return [keys[stage] for stage in np.flatnonzero(window == at).tolist()]

@@ -1,0 +1,61 @@
+"""From the sequences of a training iteration to the plans of its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from apportion.ir.bytes.iteration import IterationPlan
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.planner import api
+from apportion.planner.pack import Packing, Sequential
+from apportion.planner.problem import Problem
+from apportion.planner.recipe.recipes import pack_of
+
+
+def plan_iteration(
+    batch: Batch,
+    cluster: Cluster,
+    model: Model,
+    recipe: str | Mapping[str, Any] | Recipe | None = None,
+    seed: int | None = None,
+    policy: Policy | None = None,
+    *,
+    verify: bool = True,
+    hardware: Hardware | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> IterationPlan:
+    """The plans of an iteration: the recipe's `pack` step (default: `Sequential`) puts the sequences of `batch` into
+    microbatches, and each is planned as `api.plan` does. Equal arguments give equal bytes.
+
+    recipe, seed, policy, verify, hardware: as in `api.plan`. progress: called with (microbatches planned, of how many),
+    first with 0. Sequences that the pack step defers are in `deferred` of the result: the caller puts them in front of
+    the next iteration's batch. Raises ConfigError, CapacityError, VerifyError.
+    """
+    policy, hardware = api.policy_of(recipe, seed, policy), Hardware.named(hardware)
+    packing = pack(batch, cluster, model, policy, hardware)
+    report = progress or _silent
+    report(0, len(packing.microbatches))
+    plans = []
+    for indexes in packing.microbatches:
+        part = batch.take(indexes)
+        plans.append(api.plan(part, cluster, model, policy=policy, hardware=hardware, verify=verify))
+        report(len(plans), len(packing.microbatches))
+    return IterationPlan(tuple(plans), packing.microbatches, packing.deferred)
+
+
+def pack(
+    batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
+) -> Packing:
+    """The sequences of each microbatch, and those that wait. Errors: as in `plan_iteration`."""
+    Problem(batch, cluster, model, policy, hardware)  # checks their types
+    packer = pack_of(policy.recipe) or Sequential()
+    return packer(batch, cluster, model, policy, hardware)
+
+
+def _silent(done: int, total: int) -> None:
+    pass

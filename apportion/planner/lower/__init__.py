@@ -1,0 +1,1 @@
+"""From tasks, routes and rounds to the programs of all ranks."""

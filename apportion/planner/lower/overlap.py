@@ -1,0 +1,102 @@
+"""The exchange of Ulysses beside computation, by rows.
+
+    in     KV rows and the queries of the first stage | launch | wait, first stage | wait the other queries | ..
+    out    .. | launch results that are complete | stages of own keys | launch the others | wait all
+
+A rank needs all KV rows early, because tiles of them leave for other groups, but queries that stay only when their
+first task runs; and results may leave once their last task has run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Ints
+from apportion.planner.lower.exchange import Pieces, Turns, at_once
+from apportion.planner.lower.inputs import Lowering, Side
+
+
+def overlapped(low: Lowering) -> Lowering:
+    """The same with the exchange in two parts each way; its pieces are cut where rows of different parts meet."""
+    if low.exchange is None or not low.groups.split or low.sets.stages is not None:
+        return low
+    pieces = low.exchange.pieces
+    first = _base(low)[pieces.group] + pieces.row
+    ranges = _Ranges.of(low)
+    cuts = np.unique(np.concatenate([first, *(end for pair in ranges.all for end in pair)]))
+    leaving = covered(cuts, ranges.sent)
+    late, early = ~(covered(cuts, ranges.first) | leaving), ~(covered(cuts, ranges.tail) | leaving)
+    early_keys = ~(covered(cuts, ranges.tail_keys) | covered(cuts, ranges.sent_keys))
+    fresh = np.append(True, np.diff(4 * late + 2 * early + early_keys) != 0) | np.isin(cuts, first)
+    fresh &= cuts < first[-1] + pieces.rows[-1]
+    end = int(first[-1] + pieces.rows[-1])
+    turns = Turns(*(marks[fresh] for marks in (late, early, early_keys)))
+    exchange = replace(low.exchange, pieces=_cut(pieces, first, cuts[fresh], end), turns=turns)
+    return replace(low, exchange=replace(exchange, slots=at_once(exchange)))
+
+
+#: first and end, int64 [n] each, in rows of all groups, one group after another
+Range = tuple[Ints, Ints]
+
+
+def _base(low: Lowering) -> Ints:
+    """int64 [groups]: rows of the groups before each."""
+    return np.cumsum(low.rows.per_rank) - low.rows.per_rank
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """Query rows of tasks of the first stage, and of the last; key rows of such; and the rows that leave for other
+    groups, whose results and gradients come back in the end."""
+
+    first: Range
+    tail: Range
+    sent: Range
+    tail_keys: Range
+    sent_keys: Range
+
+    @property
+    def all(self) -> tuple[Range, ...]:
+        return self.first, self.tail, self.sent, self.tail_keys, self.sent_keys
+
+    @staticmethod
+    def of(low: Lowering) -> _Ranges:
+        tail = low.stage == low.schedule.stages - 1
+        queries, keys = low.queries, low.keys
+        return _Ranges(
+            _of_tasks(low, queries, low.stage == 0),
+            _of_tasks(low, queries, tail),
+            _of_edges(low, queries),
+            _of_tasks(low, keys, tail),
+            _of_edges(low, keys),
+        )
+
+
+def _of_tasks(low: Lowering, side: Side, some: Bools) -> Range:
+    index = np.flatnonzero(some & (side.edge < 0))
+    first = _base(low)[side.exec[index]] + side.row[index]
+    return first, first + side.count[index]
+
+
+def _of_edges(low: Lowering, side: Side) -> Range:
+    edges, roots = side.edges, side.roots
+    first = _base(low)[edges.home[roots]] + edges.row[roots]
+    return first, first + edges.rows[roots]
+
+
+def covered(cuts: Ints, ranges: Range) -> Bools:
+    """bool [cuts]: whether any range covers the rows from each cut to the next; ranges begin and end at cuts."""
+    change = np.zeros(len(cuts), np.int64)
+    np.add.at(change, np.searchsorted(cuts, ranges[0]), 1)
+    np.add.at(change, np.searchsorted(cuts, ranges[1]), -1)
+    return np.cumsum(change) > 0
+
+
+def _cut(pieces: Pieces, first: Ints, start: Ints, end: int) -> Pieces:
+    """Pieces, whose first rows are `first`, cut so that one begins at each of `start`."""
+    piece = np.searchsorted(first, start, "right") - 1
+    offset, rows = start - first[piece], np.diff(np.append(start, end))
+    src_row, row = pieces.src_row[piece] + offset, pieces.row[piece] + offset
+    return Pieces(pieces.src[piece], src_row, pieces.group[piece], row, rows)

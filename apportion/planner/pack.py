@@ -1,0 +1,303 @@
+"""Pack the sequences of an iteration into microbatches, each of at most as many tokens as all ranks together hold.
+
+sequences     8  3  3  2  6  1  1        in the order of the data, at most 10 tokens a microbatch
+sequential  | 8 |3  3  2 |6  1  1|       the same order
+balanced    | 8  1 |  6  1  2 |3  3|     longest first, to the microbatch with the least work
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, Protocol
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.isa import PHASES
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.options import Count
+from apportion.planner.problem import MOST_TOKENS, Pass, Problem
+from apportion.planner.shard.blocks import row_areas, row_weights
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.use import PartitionSolver
+
+# A linear layer is one product forward and two, of the same size, backward.
+LINEAR_FORWARDS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """microbatches: of each the sequence indexes, int64, rising; deferred: int64, rising, those that wait."""
+
+    microbatches: tuple[Ints, ...]
+    deferred: Ints
+
+
+class PackPass(Pass, Protocol):
+    """Puts the sequences of an iteration into microbatches."""
+
+    @abstractmethod
+    def __call__(
+        self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
+    ) -> Packing: ...
+
+
+@dataclass(frozen=True)
+class Sequential(PackPass):
+    """In the order of the data: a new microbatch where the next sequence has no room, or (with a number of
+    microbatches) consecutive runs whose longest is as short as can be.
+
+    microbatches: a number, or as few as the cap allows; without a cap that is one. tokens_per_rank: most tokens of
+    a microbatch over the ranks; without it, and below it where both are given, `policy.token_cap`.
+    """
+
+    microbatches: Count | Literal["auto"] = "auto"
+    tokens_per_rank: Count | None = None
+
+    def __call__(
+        self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
+    ) -> Packing:
+        """Raises CapacityError for a sequence longer than a microbatch, or sequences that so many do not hold."""
+        room = capacity(batch, cluster, policy, self.tokens_per_rank)
+        if self.microbatches == "auto":
+            starts = _filled(batch.starts, room)
+        else:
+            _check_count(len(batch.lengths), self.microbatches)
+            starts = _even(batch.starts, self.microbatches)
+            _check_room(int(np.diff(batch.starts[starts]).max()), batch.tokens, self.microbatches, room)
+        return Packing(tuple(np.arange(*pair) for pair in pairwise(starts)), _none())
+
+
+@dataclass(frozen=True)
+class Balanced(PackPass):
+    """Longest processing time first over the attention work of the sequences, under the cap.
+
+    microbatches, tokens_per_rank: as in `Sequential`. solver: of kind partition.
+    """
+
+    microbatches: Count | Literal["auto"] = "auto"
+    tokens_per_rank: Count | None = None
+    solver: PartitionSolver = PartitionSolver("lpt")
+
+    def __call__(
+        self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
+    ) -> Packing:
+        """Raises CapacityError for a sequence longer than a microbatch, or sequences that so many do not hold."""
+        room = capacity(batch, cluster, policy, self.tokens_per_rank)
+        pairs = row_weights(Problem(batch, cluster, model, policy), batch.starts)
+        bins = _spread(pairs, batch.lengths, self.microbatches, room, self.solver)
+        return Packing(_members(bins, np.arange(len(bins))), _none())
+
+
+@dataclass(frozen=True)
+class Wlb(PackPass):
+    """WLB-LLM's variable-length packing (Wang et al., OSDI 2025, as DistCA, sections 3.2 and 7, describes it): the
+    predicted time of attention *and* linear layers is balanced, so microbatches have unequal numbers of tokens, up to
+    the cap. The times are those of the cost model.
+
+    microbatches, tokens_per_rank, solver: as in `Balanced`.
+    defer: let outliers wait until there is one for every microbatch (WLB-LLM's Algorithm 1). That changes the order of
+    the training data, which is why DistCA's comparison (section 6.1) leaves it out; the deferred sequences are
+    returned, and the caller puts them in front of the next iteration's batch.
+    outlier_tokens: with `defer`, the length from which a sequence is an outlier; or several, rising: each starts a
+    queue of its own.
+    """
+
+    microbatches: Count | Literal["auto"] = "auto"
+    tokens_per_rank: Count | None = None
+    defer: bool = False
+    outlier_tokens: Count | tuple[Count, ...] | None = None
+    solver: PartitionSolver = PartitionSolver("lpt")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outlier_tokens", _levels(self.defer, self.outlier_tokens))
+
+    def __call__(
+        self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
+    ) -> Packing:
+        """Raises CapacityError for a sequence longer than a microbatch, or sequences that so many do not hold, and
+        ConfigError where sequences wait for nobody knows how many microbatches."""
+        if self.defer and self.microbatches == "auto":  # a job says how many after the recipe was read
+            rule = "must be a number with defer: outliers wait for one in every microbatch"
+            raise ConfigError("recipe.pack.wlb.microbatches", self.microbatches, rule, "give the number")
+        room = capacity(batch, cluster, policy, self.tokens_per_rank)
+        waits = self._waiting(batch.lengths)
+        kept = np.flatnonzero(~waits)
+        weights = work(Problem(batch, cluster, model, policy, hardware))[kept]
+        bins = _spread(weights, batch.lengths[kept], self.microbatches, room, self.solver)
+        return Packing(_members(bins, kept), np.flatnonzero(waits))
+
+    def _waiting(self, lengths: Ints) -> Bools:
+        """bool [sequences]: outliers that wait. Of each queue as many leave, first come first served, as go evenly
+        over the microbatches."""
+        waits = np.zeros(len(lengths), np.bool_)
+        if not isinstance(self.outlier_tokens, tuple) or self.microbatches == "auto":
+            return waits
+        queue = np.searchsorted(self.outlier_tokens, lengths, side="right")
+        for number in range(1, len(self.outlier_tokens) + 1):
+            members = np.flatnonzero(queue == number)
+            waits[members[len(members) // self.microbatches * self.microbatches :]] = True
+        return waits
+
+
+# ---------------------------------------------------------------------------------------------- capacity and work
+
+
+def capacity(batch: Batch, cluster: Cluster, policy: Policy, tokens_per_rank: int | None) -> int:
+    """The most tokens of a microbatch. Raises CapacityError where a sequence is longer."""
+    per_rank = [cap for cap in (policy.token_cap, tokens_per_rank) if cap is not None]
+    room = min([cap * cluster.ranks for cap in per_rank] + [MOST_TOKENS])
+    longest = int(batch.lengths.argmax())
+    need = int(batch.lengths[longest])
+    if need > room:
+        raise CapacityError(
+            f"sequence {longest} has {need} tokens, a microbatch holds at most {room} ({room // cluster.ranks} on "
+            f"each of {cluster.ranks} ranks): use at least {-(-need // cluster.ranks)} tokens a rank, "
+            f"{-(-need // max(1, room // cluster.ranks))} ranks, or cut the sequence"
+        )
+    return room
+
+
+def work(problem: Problem) -> Ints:
+    """int64 [sequences]: predicted nanoseconds of attention and linear layers on one rank, forward and backward."""
+    linear = LINEAR_FORWARDS * problem.cost.linear_us(problem.batch.lengths)
+    time = sum(count * (linear + _attention_us(problem, kind)) for kind, count in problem.layers.items())
+    nanoseconds: Ints = np.rint(np.asarray(time) * 1e3).astype(np.int64)
+    return nanoseconds
+
+
+def _attention_us(problem: Problem, kind: str) -> Floats:
+    """float64 [sequences]: each as one task."""
+    lengths, model = problem.batch.lengths, problem.model
+    pairs = np.maximum(row_areas(problem.bands[kind], problem.batch.starts), 1)
+    sizes = (lengths, lengths, pairs, model.q_heads, model.kv_heads)
+    return sum((problem.cost.attention_us(phase, *sizes) for phase in PHASES), np.zeros(len(lengths)))
+
+
+# ---------------------------------------------------------------------------------------------- in order
+
+
+def _filled(starts: Ints, room: int) -> list[int]:
+    """First sequence of each run that fills up to `room` tokens, and the end."""
+    cuts, end = [0], len(starts) - 1
+    while cuts[-1] < end:
+        cuts.append(int(np.searchsorted(starts, starts[cuts[-1]] + room, "right")) - 1)
+    return cuts
+
+
+def _even(starts: Ints, count: int) -> list[int]:
+    """Cuts into `count` runs, none empty, whose longest is as short as can be: bisection over its tokens."""
+    low, high = max(int(np.diff(starts).max()), -(-int(starts[-1]) // count)), int(starts[-1])
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(starts, middle)) - 1 <= count:
+            high = middle
+        else:
+            low = middle + 1
+    cuts, end = [0], len(starts) - 1
+    for left in range(count - 1, -1, -1):
+        full = int(np.searchsorted(starts, starts[cuts[-1]] + low, "right")) - 1
+        cuts.append(min(full, end - left))
+    return cuts
+
+
+# ---------------------------------------------------------------------------------------------- by work
+
+
+def _spread(
+    weights: Ints, lengths: Ints, wanted: int | Literal["auto"], room: int, solver: PartitionSolver
+) -> Ints:
+    """int64 [sequences]: the microbatch of each; as many as wanted, or the fewest that a packing was found for."""
+    if wanted != "auto":
+        _check_count(len(lengths), wanted)
+        bins = _packed(weights, lengths, wanted, room, solver)
+        if bins is None:
+            raise _no_packing(int(lengths.sum()), len(lengths), wanted, room)
+        return bins
+    count = max(1, -(-int(lengths.sum()) // room))
+    while (bins := _packed(weights, lengths, count, room, solver)) is None:
+        count += 1
+    return bins
+
+
+def _packed(weights: Ints, lengths: Ints, count: int, room: int, solver: PartitionSolver) -> Ints | None:
+    """By work; where that leaves a sequence without room, by length. None where that does, too."""
+    # a sequence without work weighs a little, or all such would go to the same microbatch
+    found = solver(PartitionProblem(np.maximum(weights, 1), lengths, np.full(count, room))).bin
+    return found if (found >= 0).all() else _best_fit(lengths, count, room)
+
+
+def _best_fit(lengths: Ints, count: int, room: int) -> Ints | None:
+    """Best fit decreasing: longest first, to the fullest microbatch that has room."""
+    left, bins = np.full(count, room, np.int64), np.empty(len(lengths), np.int64)
+    for item in np.lexsort((np.arange(len(lengths)), -lengths)).tolist():
+        best = int(np.where(left >= lengths[item], left, room + 1).argmin())
+        if left[best] < lengths[item]:
+            return None
+        bins[item], left[best] = best, left[best] - lengths[item]
+    return _none_empty(bins, lengths, count)
+
+
+def _none_empty(bins: Ints, lengths: Ints, count: int) -> Ints:
+    """The shortest sequence of the microbatch that has most of them goes to each that has none."""
+    for empty in np.flatnonzero(np.bincount(bins, minlength=count) == 0).tolist():
+        members = np.flatnonzero(bins == np.bincount(bins, minlength=count).argmax())
+        bins[members[lengths[members].argmin()]] = empty
+    return bins
+
+
+def _members(bins: Ints, sequences: Ints) -> tuple[Ints, ...]:
+    """The sequences of each microbatch; those are in the order of their first sequence."""
+    number, first = np.unique(bins, return_index=True)
+    return tuple(sequences[bins == number[place]] for place in np.argsort(first))
+
+
+def _none() -> Ints:
+    return np.zeros(0, np.int64)
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def _levels(defer: bool, tokens: int | tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The lengths at which queues of outliers begin, None where nothing is deferred."""
+    where = "recipe.pack.wlb"
+    if not defer:
+        if tokens is not None:
+            raise ConfigError(f"{where}.outlier_tokens", tokens, "is for defer: true", "leave it out")
+        return None
+    levels = (tokens,) if isinstance(tokens, int) else tokens or ()
+    if not levels or list(levels) != sorted(set(levels)):
+        raise ConfigError(f"{where}.outlier_tokens", levels, "must be lengths that rise", "write 65536")
+    return levels
+
+
+def _check_count(sequences: int, microbatches: int) -> None:
+    if sequences < microbatches:
+        raise CapacityError(
+            f"{sequences} sequences for {microbatches} microbatches, none of which may be empty: give more sequences "
+            "(or defer none) or fewer microbatches"
+        )
+
+
+def _check_room(longest: int, tokens: int, microbatches: int, room: int) -> None:
+    if longest > room:
+        raise CapacityError(
+            f"{tokens} tokens in order in {microbatches} microbatches make one of at least {longest} tokens, it holds "
+            f"{room}: give more microbatches, more tokens a rank, or pack: balanced, which need not keep the order"
+        )
+
+
+def _no_packing(tokens: int, sequences: int, microbatches: int, room: int) -> CapacityError:
+    return CapacityError(
+        f"{sequences} sequences of {tokens} tokens: no packing into {microbatches} microbatches of at most {room} "
+        f"tokens ({microbatches * room} in all) was found, by work or by length: give more microbatches or more "
+        "tokens a rank"
+    )

@@ -1,1 +1,0 @@
-"""Zeppelin: sequences by zones, in three queues of rings (section 3)."""

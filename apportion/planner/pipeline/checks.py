@@ -1,0 +1,161 @@
+"""What must hold of the data between steps, so that a fault is found in the step that made it.
+
+    with checked_steps():
+        ap.plan(...)
+
+The verifier proves finished plans, and shares nothing with this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Ints
+from apportion.ir.errors import VerifyError
+from apportion.planner.lower.inputs import Lowering
+from apportion.planner.pipeline.steps import Passes
+from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.route.trees import Routed
+from apportion.planner.schedule.rounds import Schedule
+from apportion.planner.tasks.cells import cut_cells
+from apportion.planner.tasks.tasks import Edges, Tasks
+
+_Given = ParamSpec("_Given")
+_ON: ContextVar[bool] = ContextVar("checked steps", default=False)
+
+
+@contextmanager
+def checked_steps() -> Iterator[None]:
+    """Plans that are made in here are checked after each step: VerifyError names the step, its pass and the first row
+    that is wrong. They are the same plans."""
+    before = _ON.set(True)
+    try:
+        yield
+    finally:
+        _ON.reset(before)
+
+
+def _where_on(check: Callable[_Given, None]) -> Callable[_Given, None]:
+    @wraps(check)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
+        if _ON.get():
+            check(*args, **kwargs)
+
+    return checked
+
+
+class Checks:
+    """Of one recipe's passes; nothing is looked at unless steps are checked."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+
+    @_where_on
+    def shards(self, problem: Problem, shards: Shards) -> None:
+        """Blocks are the batch's tokens, one after another; pieces are numbered."""
+        must = _Must("shard", self._passes.shard)
+        must.span("starts", shards.starts, problem.batch.tokens)
+        must.all("piece", (shards.piece >= 0) & (shards.piece < len(shards.piece)))
+        must.that("piece, weight", len(shards.piece) == len(shards.weight) == len(shards.starts) - 1)
+        must.all("weight", shards.weight >= 0)
+
+    @_where_on
+    def placement(self, problem: Problem, shards: Shards, placed: Placement) -> None:
+        """Every block has a home; the work is kept, and the token cap where there is one."""
+        must = _Must("place", self._passes.place)
+        must.span("starts", placed.starts, problem.batch.tokens)
+        homes = problem.ranks if placed.groups is None else len(placed.groups) - 1
+        if placed.groups is not None:
+            must.span("groups", placed.groups, problem.ranks)
+        must.that("home, weight", len(placed.home) == len(placed.weight) == len(placed.starts) - 1)
+        must.all("home", (placed.home >= 0) & (placed.home < homes))
+        must.that("weight, of all blocks", int(placed.weight.sum()) == int(shards.weight.sum()))
+        if placed.groups is None and not self._passes.place.own_cap:
+            must.all("tokens, of each rank", placed.rank_sums(placed.lengths, homes) <= problem.token_caps)
+        for (kind, phase), execution in (placed.execution or {}).items():
+            cells = len(cut_cells(problem.bands[kind], placed.starts))
+            where = f"execution of {kind} {phase}"
+            must.that(f"{where}, shape", execution.rank.shape == (placed.head_groups, cells))
+            must.all(
+                f"{where}, rank", (execution.rank.reshape(-1) >= 0) & (execution.rank.reshape(-1) < homes)
+            )
+
+    @_where_on
+    def tasks(self, bands: Ints, starts: Ints, tasks: Tasks, edges: Edges, groups: int) -> None:
+        """Tasks are all that the masks allow, once for each head group; each has what it needs."""
+        must = _Must("place", self._passes.place)
+        work = cut_cells(bands, starts).work.sum()
+        must.that("tasks, pairs of all", int(tasks.work.sum()) == int(work) * groups)
+        must.all("tasks, rows", tasks.rows > 0)
+        must.all("tasks, keys", tasks.k1 > tasks.k0)
+        for edge in (tasks.edge, tasks.query_edge):
+            must.all("tasks, edge", (edge >= -1) & (edge < len(edges)))
+            some = np.flatnonzero(edge >= 0)
+            must.all("tasks, edge to where they run", edges.dst[edge[some]] == tasks.exec[some])
+        must.all("edges, from home", edges.src == edges.home)
+
+    @_where_on
+    def routed(self, star: Edges, routed: Routed, ranks: int) -> None:
+        """What the star brings still comes, from home over ranks that have it."""
+        must, edges = _Must("route", self._passes.route), routed.edges
+        must.all("ranks", (edges.src != edges.dst) & (edges.dst >= 0) & (edges.dst < ranks))
+        must.all("parent, before its children", edges.parent < np.arange(len(edges)))
+        relays = np.flatnonzero(edges.parent >= 0)
+        must.all("parent, to where its children begin", edges.dst[edges.parent[relays]] == edges.src[relays])
+        must.all("roots begin at home", (edges.parent >= 0) | (edges.src == edges.home))
+        must.that("arrives", len(routed.arrives) == len(star))
+        home, row, rows, dst = (
+            column[routed.arrives] for column in (edges.home, edges.row, edges.rows, edges.dst)
+        )
+        must.all("arrives, where it is needed", dst == star.dst)
+        inside = (row <= star.row) & (row + rows >= star.row + star.rows)
+        must.all("arrives, with all its rows", inside & (home == star.home))
+
+    @_where_on
+    def schedule(self, routed: Routed, made: Schedule) -> None:
+        """Every edge has a round, relays behind what they pass on."""
+        must, edges = _Must("schedule", self._passes.schedule), made.edges
+        must.that("edges", len(edges) == len(routed.edges) == len(made.round))
+        must.all("round", (made.round >= 0) & (made.round < max(made.rounds, 1)))
+        relays = np.flatnonzero(edges.parent >= 0)
+        must.all("round, behind its parent's", made.round[relays] > made.round[edges.parent[relays]])
+        must.all("when, never falling", np.diff(made.when) >= 0)
+        must.that("channel", len(made.channel) == made.rounds)
+
+    @_where_on
+    def lowering(self, low: Lowering) -> None:
+        """Tasks run behind the rounds that bring their tiles."""
+        must, made = _Must("schedule", self._passes.schedule), low.schedule
+        must.all("stage", (low.stage >= 0) & (low.stage < made.stages))
+        for edge in (low.tasks.edge, low.tasks.query_edge):
+            some = np.flatnonzero(edge >= 0)
+            comes = made.leads + made.round[edge[some]]
+            must.all("stage, behind its tiles'", low.stage[some] >= comes)
+        must.all("tasks, in program order", np.diff(low.stage)[np.diff(low.tasks.exec) == 0] >= 0)
+
+
+class _Must:
+    """Raises VerifyError where a rule does not hold."""
+
+    def __init__(self, step: str, made_by: object) -> None:
+        self._where = f"{step} ({made_by!r})"
+
+    def that(self, rule: str, holds: bool) -> None:
+        if not holds:
+            raise VerifyError(f"{self._where}: {rule} is wrong")
+
+    def all(self, rule: str, holds: Bools | Any) -> None:
+        wrong = np.flatnonzero(~np.asarray(holds, bool))
+        if len(wrong):
+            raise VerifyError(f"{self._where}: {rule} is wrong in {len(wrong)} rows, first row {wrong[0]}")
+
+    def span(self, rule: str, starts: Ints, end: int) -> None:
+        """From 0 to `end`, rising."""
+        self.that(f"{rule}, from 0 to {end}", int(starts[0]) == 0 and int(starts[-1]) == end)
+        self.all(f"{rule}, rising", np.diff(starts) > 0)

@@ -1,0 +1,281 @@
+"""What a plan is worth: areas, bytes, slots, rounds, bounds, sizes and imbalance, in plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
+from apportion.ir.loops.jit import jit
+from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.plan.totals import in_all, moved, rounds
+from apportion.planner import bounds
+from apportion.planner.inner.groups import Groups
+from apportion.planner.inner.lone import Lone
+from apportion.planner.lower.inputs import Lowered, Lowering, held_tokens, leading
+from apportion.planner.problem import Placement, Problem, Shards, exact_sums
+from apportion.planner.shard.blocks import row_areas
+from apportion.planner.solvers.colouring.matching import max_degree
+from apportion.planner.solvers.status import Status
+from apportion.planner.tasks.rows import Rows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Tiles that travel for one purpose."""
+
+    kind: str
+    phase: str
+    name: str
+    slots: int
+    max_degree: int
+    rounds: int
+    bytes: int
+
+    def repeated(self, turns: int) -> Traffic:
+        """In so many turns, each with a share of the bytes."""
+        slots, degree, rounds = (turns * n for n in (self.slots, self.max_degree, self.rounds))
+        return replace(self, slots=slots, max_degree=degree, rounds=rounds)
+
+    def beside(self, other: Traffic) -> Traffic:
+        """With others for the same purpose, between other ranks."""
+        slots, degree = max(self.slots, other.slots), max(self.max_degree, other.max_degree)
+        rounds, size = max(self.rounds, other.rounds), self.bytes + other.bytes
+        return replace(self, slots=slots, max_degree=degree, rounds=rounds, bytes=size)
+
+
+def build_report(
+    problem: Problem,
+    shards: Shards,
+    placement: Placement,
+    lone: Lone | None,
+    groups: Groups,
+    lowered: Sequence[Lowered],
+    programs: Mapping[tuple[str, str], ProgramSet],
+    parts: list[bytes],
+) -> dict[str, Any]:
+    """The report of a plan; byte counts are of one attention call of each kind, forward and backward. lowered: of each
+    part of the ranks that was lowered by itself; the parts' tiles move at the same time."""
+    low = leading(lowered[0])
+    traffic = _at_once([item for part in lowered for item in _all_traffic(problem, part)])
+    pairs, fullest = _of_groups(problem, placement, lone, low.rows, groups)
+    load = _of_ranks(problem, lowered)
+    mean = float(load.sum()) / problem.speeds.sum()
+    block_tokens, heaviest = _largest(shards, placement)
+    heaviest /= int(groups.sizes.max())
+    sizes = [len(part) for part in parts]
+    bound = _makespan_bound(placement, lowered) if lone is None else 0.0
+    makespan = bounds.makespan(bound, load, problem.speeds)
+    return {
+        "recipe": problem.policy.recipe.name,
+        "ranks": problem.ranks,
+        "tokens": problem.batch.tokens,
+        "block_tokens": block_tokens,
+        "heaviest_piece_over_mean": _ratio(heaviest, mean),
+        "imbalance_bound": max(1.0, _ratio(makespan.bound or 0.0, mean)),
+        "imbalance": {
+            "compute": _over_mean(load, problem.speeds),
+            "tokens": float((held_tokens(lowered) / problem.token_shares).max()) - 1,
+        },
+        "area": {kind: int(held.sum()) for kind, held in pairs.items()},
+        "bytes": in_all(moved(programs, low.sets.sets, problem.model, problem.cluster).values()).summary(),
+        "slots": sum(item.slots for item in traffic),
+        "max_degree": sum(item.max_degree for item in traffic),
+        "rounds": rounds(programs),
+        "exchanges": [dict(vars(item)) for item in traffic],
+        "bounds": {
+            bound.name: bound.to_data()
+            for bound in (
+                makespan,
+                bounds.slots([item.max_degree for item in traffic], [item.slots for item in traffic]),
+                _kv_bound(problem, lowered, pairs, fullest, traffic),
+                bounds.remote_pairs_bytes(problem.model, [], None, heads_split=low.groups.split),
+            )
+        },
+        "plan_bytes": {"largest_rank": max(sizes), "total": sum(sizes)},
+        "termination": _termination(placement, makespan),
+    }
+
+
+def compute_imbalance(problem: Problem, lowered: Sequence[Lowered]) -> float:
+    """What the busiest rank has above the mean, by its speed, over the mean."""
+    return _over_mean(_of_ranks(problem, lowered), problem.speeds)
+
+
+def _over_mean(load: Floats, speeds: Floats) -> float:
+    mean = float(load.sum()) / speeds.sum()
+    return _ratio(float((load / speeds).max()), mean) - 1 if mean else 0.0
+
+
+def _of_ranks(problem: Problem, lowered: Sequence[Lowered]) -> Floats:
+    """float64 [ranks]: pairs times layers; where the phases differ, of the less even one."""
+    alike = all(low is part[kind, PHASES[0]] for part in lowered for (kind, _), low in part.items())
+    loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if alike else PHASES)}
+    for kind, phase in lowered[0]:
+        if phase in loads:
+            pairs = np.concatenate([part[kind, phase].pairs for part in lowered])
+            loads[phase] += problem.layers[kind] * pairs
+    return max(loads.values(), key=lambda load: float((load / problem.speeds).max()))
+
+
+def _termination(placement: Placement, makespan: bounds.Bound) -> dict[str, Any]:
+    """Why planning stopped and what is proven of the makespan; `solver`: the same of the solver that chose the homes,
+    in its own units."""
+    found = placement.termination
+    said = {"status": str(Status.FEASIBLE), "limit": None, "bound": makespan.bound, "value": makespan.value}
+    if found is None:
+        return said
+    limit = None if found.limit is None else str(found.limit)
+    solver = {"status": str(found.status), "bound": found.bound, "value": found.value, "gap": found.gap}
+    return said | {"limit": limit, "solver": solver}
+
+
+def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
+    """Tokens of a block and pairs of the heaviest piece; of recipes without blocks, those of the longest and of the
+    heaviest run of tokens that they keep together."""
+    if shards.block_tokens:
+        return shards.block_tokens, float(shards.piece_weights.max())
+    return int(placement.lengths.max()), float(placement.weight.max())
+
+
+def _makespan_bound(placement: Placement, lowered: Sequence[Lowered]) -> float:
+    """Of one rank. A group of ranks shares its load; groups of several sizes, and kinds whose heads are not split where
+    those of others are, leave no bound but the mean."""
+    sizes = {
+        size for part in lowered for low in part.values() for size in np.unique(low.groups.sizes).tolist()
+    }
+    return placement.bound / sizes.pop() if len(sizes) == 1 else 0.0
+
+
+def _ratio(value: float, mean: float) -> float:
+    return float(value / mean) if mean else 0.0
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """What tiles of one attention kind bring, by side: rows times the heads of who gets them, of all tiles and of those
+    whose results are complete; and the largest degree of all tiles and of those of queries."""
+
+    all: tuple[int, int]
+    whole: tuple[int, int]
+    degree: int
+    query_degree: int
+
+
+def _carried(low: Lowering) -> _Carried:
+    groups, edges = low.groups, low.edges
+    all_, whole = [], []
+    none = np.zeros(len(low.keys.edges), bool)
+    for tiles, heads, results in (
+        (low.queries.edges, low.sets.query_heads, low.whole_results),
+        (low.keys.edges, low.sets.tile_heads, none),
+    ):
+        held = exact_sums(groups.of_rank, heads, len(groups))
+        found = _head_rows(tiles.rows, tiles.dst, held, results) if len(tiles) else (0, 0)
+        all_.append(int(found[0]))
+        whole.append(int(found[1]))
+    queries = low.queries.edges
+    query_degree = max_degree(queries.src, queries.dst, len(groups))
+    degree = max_degree(edges.src, edges.dst, len(groups))
+    return _Carried((all_[0], all_[1]), (whole[0], whole[1]), degree, query_degree)
+
+
+@jit
+def _head_rows(rows: Ints, dst: Ints, heads: Ints, results: Bools) -> tuple[int, int]:
+    found, whole = 0, 0
+    for edge in range(len(rows)):
+        size = rows[edge] * heads[dst[edge]]
+        found += size
+        if results[edge]:
+            whole += size
+    return found, whole
+
+
+def _all_traffic(problem: Problem, lowered: Lowered) -> list[Traffic]:
+    carried = {id(low): _carried(low) for low in lowered.values()}
+    return [
+        item
+        for (kind, phase), low in lowered.items()
+        for item in _traffic(problem, kind, phase, low, carried[id(low)])
+    ]
+
+
+def _at_once(traffic: list[Traffic]) -> list[Traffic]:
+    """Tiles for the same purpose move at the same time."""
+    found: dict[tuple[str, str, str], Traffic] = {}
+    for item in traffic:
+        key = item.kind, item.phase, item.name
+        found[key] = found[key].beside(item) if key in found else item
+    return list(found.values())
+
+
+def _traffic(problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried) -> list[Traffic]:
+    found = _exchanged(problem, kind, low, phase, "in")
+    found.append(_tiles(problem, kind, phase, low, carried, "fetch"))
+    if phase == "backward" or low.tasks.queries_move:
+        found.append(_tiles(problem, kind, phase, low, carried, "return"))
+    return found + _exchanged(problem, kind, low, phase, "out")
+
+
+def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried, name: str) -> Traffic:
+    """Tiles on their way out, or what is added up for them on its way back."""
+    schedule, model, size = low.schedule, problem.model, 0
+    moving, results = (FETCHED, False) if name == "fetch" else (RETURNED, True)
+    for side, all_, whole in zip(SIDES, carried.all, carried.whole, strict=True):
+        partly = sum(model.sent_bytes(tensor, 1) for tensor in moving[side, phase])
+        size += partly * all_
+        if results and whole:
+            size += (sum(map(model.sent_result_bytes, moving[side, phase])) - partly) * whole
+    degree = carried.query_degree if results and phase == "forward" else carried.degree
+    once = Traffic(kind, phase, name, schedule.slots, degree, schedule.rounds, size)
+    return once.repeated(low.sets.tile_turns)
+
+
+def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str) -> list[Traffic]:
+    exchange, model = low.exchange, problem.model
+    if exchange is None:
+        return []
+    dst, tensors = exchange.dst[exchange.moved], FETCHED if way == "in" else RETURNED
+    results = way == "out" and exchange.results(phase)
+    a_head = model.sent_result_bytes if results else partial(model.sent_bytes, heads=1)
+    queries, keys = (sum(map(a_head, tensors[side, phase])) for side in SIDES)
+    heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
+    size = int((exchange.pieces.rows[exchange.piece[exchange.moved]] * heads).sum())
+    slots, name = exchange.slots, f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"
+    once = Traffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, size)
+    return [once.repeated(low.sets.turns)]
+
+
+def _of_groups(
+    problem: Problem, placement: Placement, lone: Lone | None, rows: Rows, groups: Groups
+) -> tuple[dict[str, Ints], int]:
+    """kind -> int64 [groups], pairs of the queries whose home is in each group of ranks; and tokens of the fullest."""
+    starts, home = placement.starts, placement.home
+    if lone is not None:
+        starts, home = lone.in_groups(rows, groups.of_rank)
+    pairs = {
+        kind: exact_sums(home, row_areas(bands, starts), len(groups)) for kind, bands in problem.bands.items()
+    }
+    return pairs, int(exact_sums(home, np.diff(starts), len(groups)).max())
+
+
+def _kv_bound(
+    problem: Problem,
+    lowered: Sequence[Lowered],
+    pairs: Mapping[str, Ints],
+    fullest: int,
+    traffic: list[Traffic],
+) -> bounds.Bound:
+    """KV goes out forward and backward and its gradient comes back, between ranks, or between groups of ranks."""
+    low = leading(lowered[0])
+    value = sum(item.bytes for item in traffic if item.name in ("fetch", "return"))
+    moving = any(low.tasks.queries_move for part in lowered for low in part.values())
+    caps = {kind: int(held.max()) for kind, held in pairs.items()}
+    # groups of a strategy without a cap of its own may hold more than their ranks' caps
+    cap = max(problem.token_cap * int(low.groups.sizes.max()), fullest)
+    return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value), moving)

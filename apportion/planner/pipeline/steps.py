@@ -1,0 +1,26 @@
+"""The passes of a recipe, ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from apportion.planner.inner.groups import InnerPass
+from apportion.planner.pods import PodsPass
+from apportion.planner.problem import PlacePass, ShardPass
+from apportion.planner.remap import RemapPass
+from apportion.planner.route.trees import RoutePass
+from apportion.planner.schedule.rounds import SchedulePass
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One for each step of a plan; reshuffle: whether the loader's rows are others than attention's."""
+
+    inner: InnerPass | None
+    pods: PodsPass | None
+    shard: ShardPass
+    place: PlacePass
+    route: RoutePass
+    schedule: SchedulePass
+    reshuffle: bool
+    remap: RemapPass | None

@@ -1,0 +1,1 @@
+"""A home rank for every block: one file or folder a strategy."""

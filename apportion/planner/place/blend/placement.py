@@ -1,0 +1,149 @@
+"""Work and tokens balanced at once by mixing: every rank gets dense rows and sparse ones.
+
+Documents stand sorted by density, pairs a token. Ranks walk over them from both ends: each takes so many tokens of the
+densest left that with the sparsest left it has exactly its tokens and exactly its pairs.
+
+    sparse  │a a a│b b b b│c c c c . . . │ . . d d│c c│b b│a│  dense      four ranks a, b, c, d
+
+What is sparse is taken whole, the last of it from a document's head: whoever has the first rows of a document needs no
+keys from others. What is dense is taken whole too, the last of it from a tail. A document that is too much work for a
+rank lies on consecutive ranks, as few as can be, each with a part of its tail and of its head:
+
+    │ a │ b │ c │ . . . . d . . . . │ c │ b │ a │      head: 0.5, as much head as tail; 0, tails only
+
+Heads are what most ranks need: spread over the document's ranks, none of these sends much more than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from apportion.ir.arrays import Floats, Ints, changes, group_of
+from apportion.ir.isa import PHASES
+from apportion.ir.masks.bands import area
+from apportion.planner.cost import bands_us
+from apportion.planner.options import Count, Natural, Share
+from apportion.planner.place.blend.profile import profile
+from apportion.planner.place.blend.repair import repair
+from apportion.planner.place.blend.walk import walk
+from apportion.planner.place.lpt import lightest
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
+from apportion.planner.shard.blocks import row_weights
+from apportion.planner.shard.refusals import refuse_home_ranks
+
+#: the cheapest pair in units of its time: others are rounded to so fine a part
+FINE = 256
+#: how much more than its share of the work a rank may have before rows are exchanged
+UNEVEN = 0.002
+
+
+@dataclass(frozen=True)
+class Blend(PlacePass):
+    """The densest and the sparsest documents mixed on each rank.
+
+    Tokens are exact but for `align`: ranks differ by at most one, or as their speeds, as far as a token_cap allows.
+    Work is exact but for rounding, by speed; of several attention kinds the sum over kinds of layers x busiest rank is
+    made small. The cuts of the shards are not looked at.
+    head: which part, 0 to 1, of each share of a document too heavy for one rank comes from its head, where later rows
+    see more keys. grain: rows of the largest block; 0: blocks are as large as can be. weigh: make pairs even, or the
+    time that they take on the request's hardware: those of short and sparse bands are dearer. align: documents are cut
+    at multiples of so many rows, of half as many and so on where token caps do not allow it; kernels take as long for a
+    part of a tile as for the whole. Raises ConfigError, CapacityError.
+    """
+
+    head: Share = 0.5
+    grain: Natural = 0
+    weigh: Literal["pairs", "time"] = "pairs"
+    align: Count = 1
+    own_cap: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        refuse_home_ranks(problem, "blend")
+        best = lightest(problem, lambda factor: self._weighted(problem, factor))
+        if len(problem.bands) == 1 and self.weigh == "pairs":
+            return best
+        weight = row_weights(problem, best.starts)
+        return replace(best, weight=weight, bound=float(weight.sum() / problem.speeds.sum()))
+
+    def _weighted(self, problem: Problem, factor: Mapping[str, int]) -> Placement:
+        """Where pairs of each kind count so many times."""
+        documents, speeds = problem.batch.starts, problem.speeds
+        if self.weigh == "pairs":
+            rows = profile(problem.bands, factor)
+        else:
+            rows = profile(problem.joined_bands, pair_times(problem, factor))
+        caps = None if problem.policy.token_cap is None else problem.token_caps
+        tokens = token_shares(problem.batch.tokens, problem.token_rates, caps)
+        pieces, count = walk(documents, rows, tokens, speeds, self.head)
+        count = repair(rows.table, pieces, count, rows.below[-1] * (speeds / speeds.sum()), UNEVEN)
+        starts, home = _joined(documents, pieces[:count])
+        starts, home = _aligned(documents, starts, home, self.align, problem.token_caps)
+        starts, home = _ground(starts, home, self.grain)
+        weight = np.diff(rows.upto(starts))
+        return Placement(starts, home, weight, float(weight.sum() / speeds.sum()))
+
+
+def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
+    """kind -> int64 [joined bands]: what a pair of each takes where all of the band is one task with all heads, both
+    phases; each kind counts `factor` times. In units that keep all sums exact."""
+    model, cost, times, most = problem.model, problem.cost, {}, 1.0
+    for kind, bands in problem.joined_bands.items():
+        pairs = np.maximum(area(bands), 1)
+        spent = sum((bands_us(cost, model, phase, bands) for phase in PHASES), np.zeros(len(bands)))
+        times[kind] = factor[kind] * spent / pairs
+        most += float((times[kind] * pairs).sum())
+    least = min((float(time.min()) for time in times.values() if len(time)), default=1.0)
+    unit = min(2**61 / most, FINE / max(least, 1e-12))
+    return {kind: np.maximum(np.rint(unit * time), 1).astype(np.int64) for kind, time in times.items()}
+
+
+def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> Ints:
+    """int64 [ranks]: tokens of each rank, as its rate, none above the cap, or its own; what capped ranks leave goes to
+    others."""
+    share, free = rates * (tokens / rates.sum()), np.ones(len(rates), bool)
+    caps = np.broadcast_to(np.asarray(tokens if cap is None else cap), rates.shape)
+    while cap is not None and free.any():
+        share[free] = rates[free] * ((tokens - share[~free].sum()) / rates[free].sum())
+        over = free & (share > caps)
+        if not over.any():
+            break
+        share[over], free = caps[over], free & ~over
+    ends = np.floor(np.round(np.cumsum(share), 6) + 0.5).astype(np.int64)
+    ends[-1] = tokens
+    return np.diff(ends, prepend=0)
+
+
+def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
+    """Starts int64 [blocks + 1] and homes int64 [blocks]: neighbours of one document on one rank are one block."""
+    low, high, rank = pieces[np.argsort(pieces[:, 0])].T
+    fresh = changes(rank)
+    fresh |= documents[np.searchsorted(documents, low)] == low
+    return np.append(low[fresh], high[-1]), rank[fresh]
+
+
+def _aligned(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints]:
+    """The blocks with every cut moved to the nearest multiple of `rows` within its document, if ranks have room."""
+    of = np.searchsorted(documents, starts, "right") - 1
+    inside, end = starts - documents[of], np.append(documents, documents[-1])[of + 1]
+    while rows > 1:
+        moved = np.minimum(starts + (inside + rows // 2) // rows * rows - inside, end)
+        lengths = np.diff(moved)
+        if (np.bincount(home, lengths, len(caps)) <= caps).all():
+            return np.append(moved[:-1][lengths > 0], moved[-1]), home[lengths > 0]
+        rows //= 2
+    return starts, home
+
+
+def _ground(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
+    """Blocks of at most `grain` rows, those of one block equal but for one row."""
+    if not grain:
+        return starts, home
+    lengths = np.diff(starts)
+    parts = -(-lengths // grain)
+    of = group_of(parts)
+    nth = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
+    return np.append(starts[of] + lengths[of] * nth // parts[of], starts[-1]), home[of]

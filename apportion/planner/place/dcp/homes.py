@@ -1,0 +1,249 @@
+"""Where tokens live under DCP: one choice for all kinds and both phases, made for the kind with the most work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Ints
+from apportion.ir.errors import CapacityError
+from apportion.planner.place.dcp.cells import Heads, Pairs, hyperedges
+from apportion.planner.place.dcp.links import exchanged, link_gbs, traffic_of
+from apportion.planner.problem import Problem, Shards, exact_sums
+from apportion.planner.solvers.contracts import HypergraphProblem, caps_of
+from apportion.planner.solvers.hypergraph import solver as hypergraph
+from apportion.planner.solvers.hypergraph.tokens import SPREAD, place_tokens
+from apportion.planner.solvers.status import Budget, Clock
+from apportion.planner.tasks.cells import cut_cells
+
+#: weights of compute against bytes that are tried, see `place_tokens`
+SPREADS = (SPREAD, SPREAD / 2, SPREAD * 2)
+# Pairs of blocks that a rank has about at most, and a plan, whatever its ranks, may have in any case; more are joined.
+# Of 32 to 256 a rank, it moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms for a thousand.
+PAIRS, FEW_PAIRS = 64, 5120
+# where a heavy block is cut, if it is long enough: multiples of the kernels' own tile
+_STEPS = (128, 16, 1)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """starts: int64 [blocks + 1]; home: int64 [blocks], -1: none yet."""
+
+    starts: Ints
+    home: Ints
+
+    @cached_property
+    def lengths(self) -> Ints:
+        return np.diff(self.starts)
+
+    def cut(self, at: Ints) -> Blocks:
+        """The blocks cut at these tokens too; parts have the home of the whole."""
+        starts = np.union1d(self.starts, at)
+        return Blocks(starts, self.home[np.searchsorted(self.starts, starts[:-1], "right") - 1])
+
+    def finer(self, pairs: Sequence[Pairs]) -> Blocks:
+        """The blocks with those halved that the pairs of more than half the heaviest's work lie in, the longer of the
+        two; the same blocks where none can be cut."""
+        heaviest = max((int(each.work.max()) for each in pairs if len(each)), default=0)
+        if heaviest <= 1:
+            return self
+        wanted = np.zeros(len(self.home), bool)
+        for each in pairs:
+            heavy = np.flatnonzero(2 * each.work > heaviest)
+            q, k = each.q[heavy], each.k[heavy]
+            wanted[q[2 * self.lengths[q] > self.lengths[k]]] = True
+            wanted[k[2 * self.lengths[k] > self.lengths[q]]] = True
+        return self.cut(_middles(self.starts, self.lengths, np.flatnonzero(wanted & (self.lengths > 1))))
+
+    def pairs(self, bands: Ints) -> Pairs:
+        """The pairs of blocks of one kind's mask."""
+        return Pairs.of(cut_cells(bands, self.starts), len(self.home))
+
+    def case(
+        self,
+        problem: Problem,
+        pairs: Pairs,
+        heads: Heads,
+        phase: str,
+        compute: tuple[float, float],
+        tokens: tuple[float, float],
+    ) -> HypergraphProblem:
+        """The hypergraph of one kind and phase, without homes."""
+        edges = hyperedges(pairs, self.lengths, heads, heads.bytes_of(problem.model, phase))
+        none, work = np.zeros(len(self.home), np.int64), np.tile(pairs.work, heads.groups)
+        return HypergraphProblem(
+            np.concatenate([none, work]),
+            np.concatenate([self.lengths, np.zeros(len(work), np.int64)]),
+            edges.ptr,
+            edges.pins,
+            edges.price,
+            problem.cluster.nodes,
+            problem.cluster.ranks_per_node,
+            compute,
+            _within_cap(problem, tokens),
+            speeds=problem.speeds,
+            room=problem.token_caps / problem.token_cap,
+        )
+
+
+def homes(
+    problem: Problem,
+    shards: Shards,
+    compute: tuple[float, float],
+    tokens: tuple[float, float],
+    tries: int,
+    groups: int,
+    budget: Budget,
+) -> Blocks:
+    """A home for every block of the shards, cut where no rank has room for a whole one: the best of so many ways to
+    weigh compute against bytes, as far as the budget goes. compute, tokens: what nodes and ranks may have above their
+    share; groups: of heads. Raises CapacityError."""
+    clock = budget.start()
+    kind = max(problem.bands, key=lambda name: problem.layers[name] * problem.batch.area(name))
+    starts = joined(problem, shards.starts, groups)
+    blocks, room = Blocks(starts, np.full(len(starts) - 1, -1, np.int64)), _Room(problem, tokens)
+    if problem.batch.home_ranks:
+        blocks = _bound(problem, blocks, room)
+
+    def case(of: Blocks) -> HypergraphProblem:
+        pairs = of.pairs(problem.bands[kind])
+        free = np.full(len(pairs), -1, np.int64)
+        found = of.case(problem, pairs, Heads(1, 1), "backward", compute, tokens)
+        return replace(found, fixed=np.concatenate([of.home, free]))
+
+    start, count = case(blocks), len(blocks.home)
+    placed = [place_tokens(start, spread)[:count] for spread in SPREADS[:tries]]
+    found = [_filled(Blocks(blocks.starts, home), room, None) for home in placed]
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda each: _merit(problem, case(each), movable(problem, each.starts), clock))
+
+
+def _merit(problem: Problem, case: HypergraphProblem, free: Bools, clock: Clock) -> float:
+    """Time on the links of the rank that takes longest, and of the mean, once the greedy has placed compute and blocks
+    were exchanged; the less the better. free: bool [blocks], those that may be. Infinite where time is up."""
+    if clock.expired:
+        return float("inf")
+    rank = hypergraph.quick(case, clock)
+    if not hypergraph.holds(case, rank):
+        return float("inf")
+    gbs = link_gbs(problem)
+    rank[: len(free)] = exchanged([(case, rank)], free, gbs)
+    times = traffic_of([(case, rank)], len(free)).times(gbs)
+    return float(times.max() + times.mean())
+
+
+def movable(problem: Problem, starts: Ints) -> Bools:
+    """bool [blocks]: those whose sequence may live anywhere."""
+    sequence = np.searchsorted(problem.batch.starts, starts[:-1], "right") - 1
+    return ~np.isin(sequence, [*problem.batch.home_ranks])
+
+
+def joined(problem: Problem, starts: Ints, groups: int) -> Ints:
+    """Of starts of blocks, int64 [n]: those that are left where neighbours in a sequence are joined, so that there are
+    no more pairs of blocks than PAIRS and FEW_PAIRS say, over so many head groups, as far as joining goes."""
+    most = max(FEW_PAIRS, PAIRS * problem.ranks) // groups
+    area = max(int(problem.batch.area(kind)) for kind in problem.bands)
+    size = max(1, int((area / max(1, most)) ** 0.5) // int(np.diff(starts).max()))
+    while True:
+        found = _grouped(problem, starts, size)
+        blocks = Blocks(found, np.full(len(found) - 1, -1, np.int64))
+        if max(len(blocks.pairs(bands)) for bands in problem.bands.values()) <= most or size >= len(starts):
+            return found
+        size += max(1, size // 4)
+
+
+def _grouped(problem: Problem, starts: Ints, size: int) -> Ints:
+    """The starts with up to `size` blocks of one sequence joined, as even as can be."""
+    if size == 1:
+        return starts
+    edges, blocks = problem.batch.starts, len(starts) - 1
+    first = np.searchsorted(edges, starts[:-1], "right") - 1
+    alone = starts[1:] > edges[first + 1]  # blocks of several sequences
+    fresh = alone | np.append(True, (first[1:] != first[:-1]) | alone[:-1])
+    begin = np.flatnonzero(fresh)
+    run = np.cumsum(fresh) - 1
+    count = np.diff(np.append(begin, blocks))
+    parts = -(-count // size)[run]
+    index, count = np.arange(blocks) - begin[run], count[run]
+    kept = fresh | (index * parts // count != (index - 1) * parts // count)
+    return np.append(starts[:-1][kept], starts[-1])
+
+
+def _within_cap(problem: Problem, slack: tuple[float, float]) -> tuple[float, float]:
+    """The tolerances of tokens, no more than the policy's cap leaves."""
+    if problem.policy.token_cap is None:
+        return slack
+    most = max(0.0, problem.token_cap * problem.ranks / problem.batch.tokens - 1)
+    node = min(slack[0], most)
+    return node, min(slack[1], (1 + most) / (1 + node) - 1)
+
+
+class _Room:
+    """Tokens that nodes and ranks may have."""
+
+    def __init__(self, problem: Problem, slack: tuple[float, float]) -> None:
+        slack, room = _within_cap(problem, slack), problem.token_caps / problem.token_cap
+        self.nodes, self.ranks = caps_of(problem.batch.tokens, slack, room, problem.cluster.nodes)
+        self.per_node = problem.cluster.ranks_per_node
+
+    def left(self, blocks: Blocks) -> Ints:
+        """int64 [ranks]: tokens that each rank still takes, its node's room apart."""
+        placed = blocks.home >= 0
+        return self.ranks - exact_sums(blocks.home[placed], blocks.lengths[placed], len(self.ranks))
+
+    def most(self, left: Ints) -> Ints:
+        """int64 [ranks]: tokens that each rank still takes, its node's room included, where so many are left."""
+        used = (self.ranks - left).reshape(-1, self.per_node).sum(1)
+        most: Ints = np.minimum(left, np.repeat(self.nodes - used, self.per_node))
+        return most
+
+
+def _bound(problem: Problem, blocks: Blocks, room: _Room) -> Blocks:
+    """Homes for the blocks of sequences that may live on some ranks only, the most restricted first."""
+    sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
+    allowed = sorted(set(problem.batch.home_ranks.values()), key=lambda ranks: (len(ranks), ranks))
+    for ranks in allowed:
+        of_these = np.isin(sequence, [s for s, held in problem.batch.home_ranks.items() if held == ranks])
+        blocks = _filled(blocks, room, ranks, blocks.starts[:-1][of_these])
+        sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
+    return blocks
+
+
+def _filled(blocks: Blocks, room: _Room, only: tuple[int, ...] | None, wanted: Ints | None = None) -> Blocks:
+    """Blocks without a home put where room is left, the emptiest rank first, cut where it is less than a block.
+
+    only: ranks that may take them; wanted: int64, starts of the blocks that are meant, None: all."""
+    left = room.left(blocks)
+    ranks = np.arange(len(left)) if only is None else np.array(only)
+    todo = np.flatnonzero(blocks.home < 0) if wanted is None else np.searchsorted(blocks.starts, wanted)
+    cuts: list[tuple[int, int]] = []
+    for block in todo.tolist():
+        at, end = int(blocks.starts[block]), int(blocks.starts[block + 1])
+        while at < end:
+            most = room.most(left)[ranks]
+            best = int(np.argmax(most))
+            if most[best] <= 0:
+                raise CapacityError(
+                    f"{end - at} tokens found no room on ranks {ranks.tolist()[:8]}, which take "
+                    f"{room.ranks[ranks].tolist()[:8]}: raise token_cap or epsilon_tokens, or widen home_ranks"
+                )
+            step = min(end - at, int(most[best]))
+            cuts.append((at, int(ranks[best])))
+            at, left[ranks[best]] = at + step, left[ranks[best]] - step
+    if not cuts:
+        return blocks
+    cut = blocks.cut(np.array([at for at, _ in cuts], np.int64))
+    home = cut.home.copy()
+    home[np.searchsorted(cut.starts, [at for at, _ in cuts])] = [rank for _, rank in cuts]
+    return Blocks(cut.starts, home)
+
+
+def _middles(starts: Ints, lengths: Ints, blocks: Ints) -> Ints:
+    """int64 [n]: where these blocks are cut in two, at a multiple of the largest step that is at most a quarter."""
+    half = lengths[blocks] // 2
+    step = np.select([half >= 2 * size for size in _STEPS[:-1]], _STEPS[:-1], _STEPS[-1])
+    return np.asarray(starts[blocks] + half // step * step, np.int64)

@@ -1,0 +1,155 @@
+"""DCP: blocks and their computation placed by partitioning a hypergraph (sections 4.1 to 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from apportion.ir.errors import CapacityError
+from apportion.ir.isa import PHASES
+from apportion.planner.options import Amount, Count
+from apportion.planner.place.dcp.cells import Heads, Pairs, divide
+from apportion.planner.place.dcp.homes import SPREADS, Blocks, homes, movable
+from apportion.planner.place.dcp.links import exchanged, link_gbs
+from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards
+from apportion.planner.shard.blocks import row_weights
+from apportion.planner.solvers.contracts import HypergraphProblem, Sides
+from apportion.planner.solvers.hypergraph.solver import polished
+from apportion.planner.solvers.status import Status, Termination
+from apportion.planner.solvers.use import HypergraphSolver
+from apportion.planner.tasks.cells import cut_cells
+
+#: by kind and phase
+Answers = Mapping[tuple[str, str], Sides]
+
+# what cutting cells that are too heavy to be balanced stops at
+MOST_CELLS = 2**19
+# Nor more often: a cell then has a thousandth of its pairs, and what is not even yet will not be.
+MOST_CUTS = 5
+
+
+@dataclass(frozen=True)
+class Dcp(PlacePass):
+    """Homes for blocks of tokens and, for every head group, kind and phase, a rank for every cell.
+
+    head_groups: shares of the heads that are placed apart ("kv": one a KV head, as the paper has it). solver: of kind
+    hypergraph. epsilon_compute, epsilon_tokens: what nodes, and ranks within a node, may have above their share by
+    speed, so that a rank has at most (1 + first) (1 + second) times its share: by default 5 and 2 % more (the paper's
+    evaluation: compute 0.4 and 0.1). Both hold: blocks are cut as finely as that takes. divisions: T of Listing 3.
+    tries: of homes; those that keep no rank's links busy for long are taken. An explicit token_cap is obeyed.
+    Raises ConfigError, CapacityError, MissingDependencyError.
+    """
+
+    head_groups: Count | Literal["kv"] = 1
+    solver: HypergraphSolver = HypergraphSolver("greedy")
+    epsilon_compute: tuple[Amount, Amount] = (0.02, 0.029)
+    epsilon_tokens: tuple[Amount, Amount] = (0.01, 0.009)
+    divisions: Count = 4
+    tries: Annotated[int, Meta(ge=1, le=len(SPREADS))] = 3
+    own_cap: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        groups = problem.model.kv_heads if self.head_groups == "kv" else self.head_groups
+        heads = Heads.of(problem.model, groups, "recipe.place.dcp.head_groups")
+        slack, budget = (self.epsilon_compute, self.epsilon_tokens), self.solver.spends
+        blocks = homes(problem, shards, *slack, self.tries, groups, budget)
+        blocks, pairs, sides = self._balanced(problem, blocks, heads)
+        blocks, sides = self._exchanged(problem, blocks, pairs, heads, sides)
+        weight = row_weights(problem, blocks.starts)
+        return Placement(
+            blocks.starts,
+            blocks.home,
+            weight,
+            float(weight.sum() / problem.speeds.sum()),
+            termination=_together([side.termination for side in sides.values()]),
+            execution={key: self._execution(problem, blocks, pairs, heads, key, sides[key]) for key in sides},
+            head_groups=groups,
+        )
+
+    def _balanced(
+        self, problem: Problem, blocks: Blocks, heads: Heads
+    ) -> tuple[Blocks, Mapping[str, Pairs], Answers]:
+        """Who computes each pair of blocks, cut finely enough for both balances."""
+        for cut in count():
+            pairs = {kind: blocks.pairs(bands) for kind, bands in problem.bands.items()}
+            sides = self._solved(problem, blocks, pairs, heads)
+            if len(sides) == len(PHASES) * len(pairs):
+                return blocks, pairs, sides
+            finer = blocks.finer(list(pairs.values()))
+            small = len(finer.home) == len(blocks.home) or cut == MOST_CUTS
+            if small or heads.groups * max(map(len, pairs.values())) > MOST_CELLS:
+                break
+            blocks = finer
+        raise self._uneven(problem, list(pairs.values()))
+
+    def _exchanged(
+        self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads, sides: Answers
+    ) -> tuple[Blocks, Answers]:
+        """Homes that keep no rank's links busy for long, for the same compute, and the answers with them."""
+        cases = {key: self._case(problem, blocks, pairs[key[0]], heads, key[1]) for key in sides}
+        placed = [(cases[key], sides[key].rank) for key in sides]
+        home = exchanged(placed, movable(problem, blocks.starts), link_gbs(problem))
+        found = {}
+        for key, (case, rank) in zip(sides, placed, strict=True):
+            fixed, now = case.bound_to.copy(), rank.copy()
+            fixed[: len(home)] = now[: len(home)] = home
+            found[key] = polished(replace(case, fixed=fixed), now, sides[key].termination.limit)
+        return Blocks(blocks.starts, home), found
+
+    def _uneven(self, problem: Problem, cells: list[Pairs]) -> CapacityError:
+        heaviest, count = max((int(each.work.max(initial=0)), len(each)) for each in cells)
+        mean = max(problem.batch.area(kind) for kind in problem.bands) / problem.ranks
+        return CapacityError(
+            f"place pass dcp found no ranks for {count} cells of at most {heaviest} pairs that keep nodes, and ranks "
+            f"in a node, within {self.epsilon_compute} of the mean ({mean:.1f} pairs a rank): raise epsilon_compute"
+        )
+
+    def _solved(
+        self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads
+    ) -> dict[tuple[str, str], Sides]:
+        """The answers up to the first that does not keep both balances."""
+        sides: dict[tuple[str, str], Sides] = {}
+        for kind in pairs:
+            for phase in PHASES:
+                case = self._case(problem, blocks, pairs[kind], heads, phase)
+                found = self.solver(case)
+                if not found.termination.solved:
+                    return sides
+                sides[kind, phase] = found
+        return sides
+
+    def _case(
+        self, problem: Problem, blocks: Blocks, pairs: Pairs, heads: Heads, phase: str
+    ) -> HypergraphProblem:
+        case = blocks.case(problem, pairs, heads, phase, self.epsilon_compute, self.epsilon_tokens)
+        free = np.full(len(case.flops) - len(blocks.home), -1, np.int64)
+        return replace(case, fixed=np.concatenate([blocks.home, free]))
+
+    def _execution(
+        self,
+        problem: Problem,
+        blocks: Blocks,
+        pairs: Mapping[str, Pairs],
+        heads: Heads,
+        key: tuple[str, str],
+        sides: Sides,
+    ) -> Execution:
+        kind, phase = key
+        of_pair = sides.rank[len(blocks.home) :].reshape(heads.groups, -1)
+        rank = of_pair[:, pairs[kind].of_cell].astype(np.int32)
+        cells = cut_cells(problem.bands[kind], blocks.starts)
+        row_bytes = heads.bytes_of(problem.model, phase)
+        division = divide(cells, rank, blocks.home, blocks.lengths, heads, row_bytes, self.divisions)
+        return Execution(rank, division)
+
+
+def _together(ends: list[Termination]) -> Termination:
+    """One end for all kinds and phases: bytes are added up, and the first limit is named."""
+    limit = next((end.limit for end in ends if end.limit is not None), None)
+    status = Status.OPTIMAL if all(end.status is Status.OPTIMAL for end in ends) else Status.FEASIBLE
+    return Termination(status, sum(end.bound for end in ends), sum(end.value or 0.0 for end in ends), limit)

@@ -1,0 +1,322 @@
+"""Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are, attention moves.
+
+homes       sequential: ranks are filled one after another, tokens as caps, whatever their work    `distca.homes`
+attention   rows move from surplus to deficit servers, cheapest bytes a pair first                `distca.greedy`
+
+tokens   |  rank 0   |  rank 1   |  rank 2   |      work   ###########|##|####   ──►   ######|#####|######
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from apportion.ir.arrays import Bools, Ints, changes
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.isa import PHASES, Tensor
+from apportion.ir.loops.sorting import ranked, stable_order
+from apportion.planner.options import Amount, Bytes, Positive
+from apportion.planner.place.distca.balance import Ended, Limits, imbalance
+from apportion.planner.place.distca.board import Rules, Servers
+from apportion.planner.place.distca.homes import causal_sequences, sequential_homes, token_ranges
+from apportion.planner.place.distca.parts import Balance, Site, balance
+from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards, exact_sums
+from apportion.planner.shard.blocks import row_weights
+from apportion.planner.shard.refusals import obey_token_cap
+from apportion.planner.solvers.status import Status, Termination
+from apportion.planner.tasks.cells import cut_cells, cut_columns
+from apportion.planner.tasks.tasks import hulls
+
+#: (low, high, rank): global tokens [low, high) of a rank, int64, sorted
+Map = tuple[Ints, Ints, Ints]
+#: starts, home, load of each rank, execution
+Solved = tuple[Ints, Ints, Ints, dict[tuple[str, str], Execution] | None]
+
+WHERE = "recipe.place.distca"
+NO_CAP = 2**62
+# A policy may ask for less; no plan of whole rows has it.
+LEAST_TOLERANCE = 1e-4
+_CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
+# Tasks take parts of keys where the busiest rank would otherwise send for so many times as long: simulated with 8 to
+# 256 ranks of log-normal documents, source files and documents, whole rows are faster below, by up to 70 %.
+CROWDED = 1.35
+
+
+@dataclass(frozen=True)
+class Distca(PlacePass):
+    """Sequential homes and communication-aware greedy migration.
+
+    tolerance: a server is filled until its load is within this of its target (the paper's epsilon), or within the
+    policy's tolerance where that is less. two_sided: repeat with half the tolerance until no server has more than (1
+    + tolerance) times its target either; the paper looks at deficits alone. granularity: rows that cuts are multiples
+    of, counted from the ends of a sequence; halved, down to one row, where two-sided balance needs it. threshold:
+    pairs a byte; moves with less are not made (the paper's second stop rule; 0 makes all, and a server left short is
+    then no error). form: `paper` moves rows of causal sequences as pairs of a head and a tail, and prices them as the
+    authors' code does: the rows of the head and all keys of the document; else ranges of rows move, the first or the
+    last of what a rank has; there must be such pairs, so it does not go with `head_tail: none`. o_bytes: whether the
+    price of a query row holds the O that returns. head_tail: `causal` sequences live as pairs of a head and a tail,
+    others as ranges of rows; `all` live so, so that homes do not depend on masks; or `none`. kv_free: KV that the
+    destination has costs nothing; the paper charges for it. kv_ranges: a task may take a part of the keys of its
+    rows, those of one home; the paper's take all. `form` then has no say. "auto": whole rows, unless the busiest rank
+    would then send for 1.35 times as long: rows that many need all leave one home.
+
+    Caps are bytes of one forward attention call. send_bytes, receive_bytes: the most that a rank sends and receives:
+    Q, KV and returning O, in the model's dtype where whole rows move and nothing is reshuffled. buffer_bytes: the most
+    Q and KV rows of others that it holds. Where keys are cut, O, and of masks other than causal keys are counted from
+    above.
+
+    Ranks of unequal speed get targets in proportion; home_ranks are kept; each attention kind is balanced by itself,
+    its forward and backward alike. Raises ConfigError, and CapacityError where the caps, and not the granularity, keep
+    loads from the tolerance, or are broken before anything moves.
+    """
+
+    tolerance: Positive = 0.05
+    granularity: Annotated[int, Meta(ge=1, le=2**20)] = 128
+    threshold: Amount = 0.0
+    two_sided: bool = True
+    form: Literal["ranges", "paper"] = "ranges"
+    o_bytes: bool = True
+    head_tail: Literal["causal", "all", "none"] = "causal"
+    kv_free: bool = True
+    kv_ranges: bool | Literal["auto"] = False
+    send_bytes: Bytes | None = None
+    receive_bytes: Bytes | None = None
+    buffer_bytes: Bytes | None = None
+    own_cap: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.form == "paper" and self.head_tail == "none":
+            rule = "moves heads with their tails, and `head_tail: none` has none"
+            raise ConfigError(
+                "recipe.steps.place.distca.form", self.form, rule, "leave `form` or `head_tail` out"
+            )
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        placement = self._cheaper(problem)
+        obey_token_cap(problem, placement.starts, placement.home, "distca")
+        self._check_caps(problem, placement)
+        return placement
+
+    def _cheaper(self, problem: Problem) -> Placement:
+        """By whole rows or by keys, as the parameter says; "auto": see there, and what caps allow."""
+        if self.kv_ranges != "auto":
+            return self._placed(problem, self._by_keys if self.kv_ranges else self._by_rows)
+        found: list[Placement] = []
+        refused: list[CapacityError] = []
+        for solve in (self._by_rows, self._by_keys):
+            try:
+                placement = self._placed(problem, solve)
+                self._check_caps(problem, placement)
+                found.append(placement)
+            except CapacityError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        crowded = [sending_seconds(problem, placement) for placement in found]
+        return found[1] if len(found) == 2 and crowded[0] > CROWDED * crowded[1] else found[0]
+
+    def _placed(self, problem: Problem, solve: Callable[[Problem], Solved]) -> Placement:
+        starts, home, load, execution = solve(problem)
+        weight = row_weights(problem, starts)
+        bound = float(weight.sum() / problem.speeds.sum())
+        ended = Termination(Status.FEASIBLE, bound, float((load / problem.speeds).max()))
+        return Placement(starts, home, weight, bound, termination=ended, execution=execution)
+
+    def solve(self, problem: Problem, whole: bool) -> tuple[Map, dict[str, Balance]]:
+        """The home of every token, and who computes the rows of each kind: against all their keys (whole), or against
+        each home's. Raises CapacityError."""
+        home_folded, causal = self._folded(problem)
+        homes = sequential_homes(problem, home_folded, self.granularity)
+        home = token_ranges(problem.batch.starts, home_folded, homes)
+        starts, limits, found = np.append(home[0], problem.batch.tokens), self._limits(problem, whole), {}
+        for kind, bands in problem.bands.items():
+            folded = causal[kind] & (whole and self.form == "paper")
+            begin, speeds = problem.batch.starts, problem.speeds
+            found[kind] = balance(Site(bands, begin, homes, starts, home[2], whole, folded, speeds), limits)
+            self._check(kind, found[kind].ended, found[kind].servers, limits)
+        return home, found
+
+    def _folded(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
+        """bool [sequences]: which are homed as heads and tails, and which are causal in each kind."""
+        cut = self.head_tail != "none"
+        causal = {kind: causal_sequences(problem, kind) & cut for kind in problem.batch.kinds}
+        return np.logical_or.reduce(list(causal.values())) | (self.head_tail == "all"), causal
+
+    def _by_rows(self, problem: Problem) -> Solved:
+        home, computed = self.solve(problem, whole=True)
+        starts, owner, servers = _common_blocks(home, [found.tokens() for found in computed.values()])
+        moved = any((server != owner).any() for server in servers)
+        execution: dict[tuple[str, str], Execution] = {}
+        for kind, server in zip(computed, servers, strict=True) if moved else ():
+            block = cut_columns(problem.bands[kind], starts)[0]
+            execution |= _both_phases(kind, server.astype(np.int32)[block])
+        return starts, owner, _load(problem, computed), execution or None
+
+    def _by_keys(self, problem: Problem) -> Solved:
+        home, computed = self.solve(problem, whole=False)
+        starts = ranked(*(found.cuts for found in computed.values()), home[0])[0]
+        starts, owner = np.append(starts, problem.batch.tokens), home[2][_at(home[0], starts)]
+        moved = any(found.ended.moves for found in computed.values())
+        execution: dict[tuple[str, str], Execution] = {}
+        for kind, found in computed.items() if moved else ():
+            execution |= _both_phases(kind, found.ranks(cut_cells(problem.bands[kind], starts)))
+        return starts, owner, _load(problem, computed), execution or None
+
+    def _limits(self, problem: Problem, whole: bool) -> Limits:
+        q, kv = (problem.model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.KV))
+        o = _returned_bytes(problem, whole)
+        caps = [getattr(self, name) for name in _CAPS]
+        rules = Rules(
+            grain=1,
+            tolerance=0.0,
+            excess=0.0,
+            spare=self._tolerance(problem) if self.two_sided else 0.0,
+            threshold=self.threshold,
+            q_bytes=q,
+            o_bytes=o,
+            kv_bytes=kv,
+            priced_q=q + o if self.o_bytes else q,
+            kv_free=self.kv_free,
+            capped=any(cap is not None for cap in caps),
+            send_cap=caps[0] or NO_CAP,
+            receive_cap=caps[1] or NO_CAP,
+            buffer_cap=caps[2] or NO_CAP,
+        )
+        return Limits(self._tolerance(problem), self.two_sided, self.granularity, rules)
+
+    def _tolerance(self, problem: Problem) -> float:
+        asked = problem.policy.tolerance
+        return self.tolerance if asked is None else max(min(self.tolerance, asked), LEAST_TOLERANCE)
+
+    def _check(self, kind: str, ended: Ended, servers: Servers, limits: Limits) -> None:
+        found = imbalance(servers)
+        if not (self.two_sided and ended.forbidden and found > limits.tolerance):
+            return
+        given = ", ".join(f"{name} {getattr(self, name)}" for name in _CAPS if getattr(self, name))
+        raise CapacityError(
+            f"kind {kind} is {found:.4f} above the mean on its busiest rank, the tolerance is {limits.tolerance}, and "
+            f"{ended.forbidden} moves that would help break {given}: raise the caps or the tolerance of {WHERE}"
+        )
+
+    def _check_caps(self, problem: Problem, placement: Placement) -> None:
+        """Row by row, what the greedy migration counts from above: homes alone may break a cap."""
+        for kind in problem.batch.kinds if any(getattr(self, name) for name in _CAPS) else ():
+            for name, used in zip(_CAPS, forward_bytes(problem, placement, kind), strict=True):
+                cap, worst = getattr(self, name), int(used.argmax())
+                if cap is not None and used[worst] > cap:
+                    raise CapacityError(
+                        f"{WHERE}.{name} is {cap}, but rank {worst} needs {used[worst]} in a forward call of kind "
+                        f"{kind}, for queries at home if nothing else: raise it to that at least"
+                    )
+
+
+def sending_seconds(problem: Problem, placement: Placement) -> float:
+    """Of the busiest rank in a forward call of each kind, if the same rows go to a node once and on from there."""
+    cluster, seconds = problem.cluster, 0.0
+    for kind in problem.batch.kinds:
+        found = _Flows.of(problem, placement, kind)
+        of, to = (rank // cluster.ranks_per_node for rank in (found.src, found.dst))
+        place = np.where(of == to, cluster.nodes + found.dst, to)
+        key = found.tile * (cluster.nodes + cluster.ranks) + place
+        rate = 1e9 * np.where(of == to, cluster.intra_gbs, cluster.inter_gbs_per_rank)
+        order = stable_order(key)
+        first = np.flatnonzero(changes(key[order]))
+        if len(first):
+            once = np.maximum.reduceat((found.bytes / rate)[order], first)
+            seconds += float(np.bincount(found.src[order[first]], once, problem.ranks).max())
+    return seconds
+
+
+def forward_bytes(problem: Problem, placement: Placement, kind: str) -> tuple[Ints, Ints, Ints]:
+    """(sent, received, held): bytes of each rank in one forward call, int64 [ranks], as in the caps of `Distca`."""
+    found, ranks = _Flows.of(problem, placement, kind), problem.ranks
+    held = found.bytes * found.fetched
+    return (
+        exact_sums(found.src, found.bytes, ranks),
+        exact_sums(found.dst, found.bytes, ranks),
+        exact_sums(found.dst, held, ranks),
+    )
+
+
+@dataclass(frozen=True)
+class _Flows:
+    """Rows on their way in a forward call, int64 [flows] each, rows of one block with the same `tile`; fetched: bool
+    [flows], not O on its way back."""
+
+    src: Ints
+    dst: Ints
+    rows: Ints
+    bytes: Ints
+    tile: Ints
+    fetched: Bools
+
+    @staticmethod
+    def of(problem: Problem, placement: Placement, kind: str) -> _Flows:
+        cells, home, model = cut_columns(problem.bands[kind], placement.starts), placement.home, problem.model
+        executed = home[cells[0]]
+        if placement.execution is not None:
+            executed = placement.execution[kind, "forward"].rank[0]
+        block, to, rows = _tiles(cells[0], cells[2], cells[3], executed, home)
+        of_key, key_to, keys = _tiles(cells[1], cells[4], cells[5], executed, home)
+        computing = ranked(cells[0].astype(np.int64) * problem.ranks + executed)[0] // problem.ranks
+        whole = bool(np.bincount(computing).max(initial=0) <= 1)
+        back = _returned_bytes(problem, whole)
+        sizes = rows * model.row_bytes(Tensor.Q), keys * model.row_bytes(Tensor.KV), rows * back
+        return _Flows(
+            np.concatenate([home[block], home[of_key], to]),
+            np.concatenate([to, key_to, home[block]]),
+            np.concatenate([rows, keys, rows]),
+            np.concatenate(sizes),
+            # O of a row has parts from several ranks
+            np.concatenate([block, len(home) + of_key, 2 * len(home) + np.arange(len(block))]),
+            np.repeat([True, True, False], [len(block), len(of_key), len(block)]),
+        )
+
+
+def _returned_bytes(problem: Problem, whole: bool) -> int:
+    """Of a row of O on its way back: a result where all rows move `whole`, unless an exchange lies between the rows of
+    attention and those of the loader; else a partial result, from above."""
+    reshuffle, inner = (problem.policy.recipe.step(name) for name in ("reshuffle", "inner"))
+    if whole and inner is None and (reshuffle is None or reshuffle.name == "off"):
+        return problem.model.q_heads * problem.model.output_bytes
+    return problem.model.row_bytes(Tensor.O)
+
+
+def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
+    """(block, rank, rows) of tiles, int64 each: a rank gets once the hull of the rows of a block that it needs."""
+    away = np.flatnonzero(home[block] != to)
+    ranks = int(to.max(initial=0)) + 1
+    tile, index = ranked(block[away].astype(np.int64) * ranks + to[away])
+    first, last = hulls(index, low[away], high[away], len(tile))
+    return tile // ranks, tile % ranks, last - first
+
+
+def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Ints]]:
+    """(starts, homes, servers for each kind) of the fewest blocks whose tokens have all these in common."""
+    maps = [(home[0], home[2]), *((low, rank) for low, _, rank in computed)]
+    starts = ranked(*(low for low, _ in maps))[0]
+    ranks = np.stack([rank[_at(low, starts)] for low, rank in maps])
+    new = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
+    starts, ranks = np.append(starts[new], home[1][-1]), ranks[:, new]
+    return starts, ranks[0], list(ranks[1:])
+
+
+def _at(low: Ints, tokens: Ints) -> Ints:
+    """Which of the ranges that begin at `low` has each token."""
+    return np.searchsorted(low, tokens, "right") - 1
+
+
+def _load(problem: Problem, computed: Mapping[str, Balance]) -> Ints:
+    """int64 [ranks]: pairs, summed over kinds times layers."""
+    load: Ints = np.sum([problem.layers[k] * found.servers.load for k, found in computed.items()], axis=0)
+    return load
+
+
+def _both_phases(kind: str, rank: Ints) -> dict[tuple[str, str], Execution]:
+    """rank: int32 [cells]; one object for both phases, which are alike."""
+    execution = Execution(rank[None])
+    return {(kind, phase): execution for phase in PHASES}

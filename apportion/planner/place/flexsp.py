@@ -1,0 +1,152 @@
+"""Groups of unequal size, each with its own sequences; heads are split inside a group (FlexSP, section 4).
+
+ranks    0 1 2 3 4 5 6 7 | 8 9 10 11 | 12 13 | 14 | 15
+groups   the longest     |  long     | ...   |    |        powers of two, largest first, so each starts at a multiple
+                                                           of its size and small ones stay in a node
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from msgspec import Meta
+
+from apportion.ir.arrays import Floats, Ints, offsets
+from apportion.ir.errors import CapacityError
+from apportion.ir.isa import PHASES, SIDES, TRAVELLING
+from apportion.ir.request.cluster import Cluster
+from apportion.planner.pack import LINEAR_FORWARDS
+from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
+from apportion.planner.shard.blocks import row_areas, row_weights
+from apportion.planner.shard.refusals import refuse_home_ranks
+from apportion.planner.solvers.contracts import Grouping, GroupingProblem
+from apportion.planner.solvers.use import GroupingSolver
+
+# Without a capacity of the user's, tokens of a rank over the mean: room for sequences that are not cut. FlexSP takes
+# the limit from the memory that activations of all layers need, which a plan of attention does not know.
+_ROOM = 2
+
+
+@dataclass(frozen=True)
+class FlexSp(PlacePass):
+    """Sizes of groups and their sequences by a solver of kind `grouping`, so that the slowest group is quick: attention
+    and the all-to-all of its heads, forward and backward.
+
+    capacity: tokens of a rank at most, so that a group of P ranks holds P times as many; default the policy's token
+    cap, else twice the mean or as many as the longest sequence makes necessary.
+    linear: whether the linear layers' time counts too, which FlexSP's cost model has: groups are then
+    even in whole layers, not in attention.
+    solver: its `steps` are nodes of a search tree.
+    All ranks are planned alike; where speeds differ, the slowest groups get the fastest places of their size.
+    Raises ConfigError, CapacityError, MissingDependencyError, UnknownNameError.
+    """
+
+    capacity: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
+    linear: bool = False
+    solver: GroupingSolver = GroupingSolver("ilp")
+    own_cap: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        refuse_home_ranks(problem, "flexsp")
+        axis = problem.batch.starts
+        case = grouping_problem(problem, self.capacity, linear=self.linear)
+        found = self.solver(case)
+        if not found.termination.solved:
+            raise _no_mix(case, found)
+        group, first = _laid_out(problem, found)
+        weight = row_weights(problem, axis)
+        return Placement(axis, group, weight, _bound(problem, weight, case.degrees), first, found.termination)
+
+
+def grouping_problem(
+    problem: Problem, capacity: int | None = None, *, linear: bool = False
+) -> GroupingProblem:
+    """The request as the solver sees it; times are microseconds of all layers, forward and backward."""
+    degrees, lengths = feasible_degrees(problem), problem.batch.lengths
+    times = sum(
+        problem.layers[kind] * _sequence_us(problem, lengths, row_areas(bands, problem.batch.starts), degrees)
+        for kind, bands in problem.bands.items()
+    )
+    if linear:
+        layers = sum(problem.layers.values())
+        times = times + layers * LINEAR_FORWARDS * problem.cost.linear_us(lengths)[:, None] / degrees
+    cap = capacity or problem.policy.token_cap or _default_capacity(problem, int(degrees[-1]))
+    if problem.policy.token_cap is not None:
+        cap = min(cap, problem.policy.token_cap)
+    return GroupingProblem(np.asarray(times), lengths, degrees, problem.ranks, cap)
+
+
+def feasible_degrees(problem: Problem) -> Ints:
+    """int64 [degrees]: the powers of two that divide the query heads and do not straddle a node's edge: they divide the
+    ranks of a node, or are larger."""
+    cluster, heads = problem.cluster, problem.model.q_heads
+    powers = [1 << i for i in range(problem.ranks.bit_length()) if 1 << i <= problem.ranks]
+    local = cluster.ranks_per_node
+    return np.array([p for p in powers if heads % p == 0 and (local % p == 0 or p > local)], np.int64)
+
+
+def _default_capacity(problem: Problem, largest: int) -> int:
+    mean, longest = problem.batch.tokens / problem.ranks, int(problem.batch.lengths.max())
+    return max(int(_ROOM * mean), -(-longest // largest), 1)
+
+
+def _sequence_us(problem: Problem, lengths: Ints, pairs: Ints, degrees: Ints) -> Floats:
+    """float64 [sequences, degrees]: one layer of each sequence in a group of each degree. What an instruction costs
+    however much it does (launches, latencies) is left out: a group pays it once for all its sequences."""
+    model, cost = problem.model, problem.cost
+    times = np.zeros((len(lengths), len(degrees)))
+    for c, degree in enumerate(degrees.tolist()):
+        q_heads, kv_heads = model.q_heads // degree, max(1, model.kv_heads // degree)
+        for phase in PHASES:
+            times[:, c] += cost.attention_us(phase, lengths, lengths, np.maximum(pairs, 1), q_heads, kv_heads)
+            times[:, c] += lengths / degree * _us_a_row(problem, phase, degree, q_heads, kv_heads)
+    return times
+
+
+def _us_a_row(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads: int) -> float:
+    """All-to-all in a group, per row that a rank holds: to its node's members and to the others at the same time."""
+    heads = {"query": q_heads, "key": kv_heads}
+    row = sum(
+        problem.model.sent_bytes(tensor, heads[side]) for side in SIDES for tensor in TRAVELLING[side, phase]
+    )
+    cluster = problem.cluster
+    near = min(degree, cluster.ranks_per_node)
+    return max(
+        (near - 1) * row / (cluster.intra_gbs * 1e3), (degree - near) * row / _inter_bytes_a_us(cluster)
+    )
+
+
+def _inter_bytes_a_us(cluster: Cluster) -> float:
+    """A rank's share of its node's NICs."""
+    return cluster.inter_gbs * 1e3 * cluster.nics_per_node / cluster.ranks_per_node
+
+
+def _laid_out(problem: Problem, found: Grouping) -> tuple[Ints, Ints]:
+    """(group of each sequence, first rank of each group and the end), idle ranks in groups of one at the end."""
+    idle = problem.ranks - int(found.degree.sum())
+    sizes = np.append(found.degree, np.ones(idle, np.int64))
+    first = offsets(sizes)
+    if problem.cluster.speeds is None:
+        return found.group, first
+    slowest = np.minimum.reduceat(problem.speeds, first[:-1])
+    time = np.append(found.time, np.zeros(idle))
+    places, wants = np.lexsort((-slowest, -sizes)), np.lexsort((-time, -sizes))
+    place = np.empty(len(sizes), np.int64)
+    place[wants] = places
+    return place[found.group], first
+
+
+def _bound(problem: Problem, weight: Ints, degrees: Ints) -> float:
+    """Of a rank's pairs over its speed: the mean, and the heaviest sequence in the largest group."""
+    mean = float(weight.sum()) / float(problem.speeds.sum())
+    return max(mean, float(weight.max(initial=0)) / (int(degrees[-1]) * float(problem.speeds.max())))
+
+
+def _no_mix(case: GroupingProblem, found: Grouping) -> CapacityError:
+    return CapacityError(
+        f"no groups found for {len(case.sizes)} sequences of {int(case.sizes.sum())} tokens on {case.ranks} ranks of "
+        f"at most {case.cap} tokens each, with degrees {case.degrees.tolist()} ({found.termination}): raise "
+        f"token_cap or capacity, give more nodes, or use a recipe that cuts sequences, such as fcp"
+    )

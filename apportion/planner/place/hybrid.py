@@ -1,0 +1,150 @@
+"""As many ranks for a sequence as its length asks for: hybrid data and context parallelism.
+
+long      |0|1|2|  3  |2|1|0|           a group of consecutive ranks, zig-zag
+shorter                      |4| 5 |4|
+short                                |6|7|5|6|     whole, on the least loaded ranks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import CapacityError
+from apportion.planner.options import Count
+from apportion.planner.place.whole import spread
+from apportion.planner.place.zigzag import deal, placed
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
+from apportion.planner.shard.blocks import row_weights
+from apportion.planner.shard.refusals import refuse_home_ranks
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.use import PartitionSolver
+
+
+@dataclass(frozen=True)
+class HybridDp(PlacePass):
+    """ByteScale's hybrid data parallelism (SIGCOMM 2025), the baseline Hybrid DP of Zeppelin, section 5.
+
+    A sequence of L tokens gets ceil(L / capacity) ranks: long ones, longest first, the consecutive ranks that have the
+    least work, cut zig-zag; the others stay whole and fill the ranks by LPT (see `Whole`), work over speed.
+    capacity: tokens of a rank, default the mean rounded up. solver: of kind partition. Raises
+    ConfigError, CapacityError.
+    """
+
+    capacity: Count | None = None
+    solver: PartitionSolver = PartitionSolver("lpt")
+    own_cap: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        refuse_home_ranks(problem, "hybrid_dp")
+        axis, lengths = problem.batch.starts, problem.batch.lengths
+        size = _ranks_needed(problem, self.capacity, problem.ranks)
+        weight = row_weights(problem, axis)
+        first, load, used = _windows(problem, size, weight)
+        short = size == 1
+        first[short] = spread(problem, weight[short], lengths[short], load, used, self.solver)
+        return placed(problem, *deal(axis, first, size), "hybrid_dp", weight[short])
+
+
+@dataclass(frozen=True)
+class MegatronHybrid(PlacePass):
+    """Hybrid context parallelism of Megatron-Core (its class BalancedCPScheduler).
+
+    A sequence gets the next power of two of L / capacity ranks, at most the largest one in the cluster, and is priced
+    at L^2 / ranks whatever its mask. Turn after turn, the ranks are divided into aligned groups, largest first: all
+    sequences of one size go to the groups that this turn can still give to their size, each to the cheapest group; a
+    size that gets no group waits for the next turn. Ranks that a turn leaves idle widen its smallest groups. Left out:
+    ending a turn early once it is balanced, and taking back its last sequence. Speeds are ignored.
+    capacity: tokens of a rank, default the mean rounded up. Raises ConfigError, CapacityError.
+    """
+
+    capacity: Count | None = None
+    solver: PartitionSolver = PartitionSolver("lpt")
+    own_cap: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        refuse_home_ranks(problem, "megatron_hybrid")
+        needed = _ranks_needed(problem, self.capacity, 1 << problem.ranks.bit_length() - 1)
+        wanted = np.int64(1) << np.frexp(needed - 1)[1].astype(np.int64)
+        first, size = _turns(problem.batch.lengths, wanted, problem.ranks, self.solver)
+        return placed(problem, *deal(problem.batch.starts, first, size), "megatron_hybrid")
+
+
+def _ranks_needed(problem: Problem, capacity: int | None, most: int) -> Ints:
+    """int64 [sequences]: ranks that hold `capacity` tokens each, at most `most`. Raises CapacityError where more are
+    needed to keep a capacity that somebody asked for."""
+    lengths = problem.batch.lengths
+    needed = -(-lengths // (capacity or -(-problem.batch.tokens // problem.ranks)))
+    longest = int(lengths.argmax())
+    if capacity is not None and needed[longest] > most:
+        raise CapacityError(
+            f"sequence {longest} has {lengths[longest]} tokens and needs {needed[longest]} ranks of {capacity} tokens, "
+            f"the largest group has {most} of {problem.ranks} ranks: raise capacity to at least "
+            f"{-(-lengths[longest] // most)} or leave it out, or use more ranks"
+        )
+    return np.minimum(needed, most)
+
+
+def _windows(problem: Problem, size: Ints, weight: Ints) -> tuple[Ints, Ints, Ints]:
+    """First rank of each sequence that has several; and the pairs and tokens that these leave on each rank."""
+    lengths, ranks = problem.batch.lengths, problem.ranks
+    first = np.zeros(len(size), np.int64)
+    load, used = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    long = np.flatnonzero(size > 1)
+    for sequence in long[np.lexsort((long, -lengths[long]))].tolist():
+        group = int(size[sequence])
+        time = np.concatenate([[0.0], np.cumsum(load / problem.speeds)])
+        begin = int(np.argmin(time[group:] - time[:-group]))
+        first[sequence] = begin
+        load[begin : begin + group] += weight[sequence] // group
+        used[begin : begin + group] += -(-lengths[sequence] // group)
+    return first, load, used
+
+
+def _turns(lengths: Ints, wanted: Ints, ranks: int, solver: PartitionSolver) -> tuple[Ints, Ints]:
+    """First rank and number of ranks of each sequence's group. A turn serves at least one size, so they are few."""
+    first, size = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    waiting = np.unique(wanted)[::-1].tolist()
+    while waiting:
+        free, group = ranks, np.full(len(lengths), -1, np.int64)
+        groups: list[int] = []
+        for degree in waiting:
+            members = np.flatnonzero(wanted == degree)
+            count = min(len(members), free // degree)
+            if count:
+                group[members] = len(groups) + _cheapest(lengths[members], count, solver)
+                groups += [degree] * count
+                free -= degree * count
+        served = set(groups)
+        waiting = [degree for degree in waiting if degree not in served]
+        widths = _widened(groups, ranks)
+        now = group >= 0
+        size[now], first[now] = widths[group[now]], _aligned(widths)[group[now]]
+    return first, size
+
+
+def _cheapest(lengths: Ints, groups: int, solver: PartitionSolver) -> Ints:
+    """The group of each sequence; all groups have one degree, so L^2 is the price."""
+    return solver(PartitionProblem(lengths**2, lengths, np.full(groups, lengths.sum()))).bin
+
+
+def _widened(groups: list[int], ranks: int) -> Ints:
+    """The groups' sizes once idle ranks have doubled the smallest of them, the first of equals first."""
+    widths = list(groups)
+    while True:
+        smallest = min(widths)
+        gain = min(2 * smallest, ranks) - smallest
+        if gain == 0 or sum(widths) + gain > ranks:
+            return np.array(widths, np.int64)
+        widths[widths.index(smallest)] += gain
+
+
+def _aligned(widths: Ints) -> Ints:
+    """First ranks: larger groups first, so that every power of two starts at a multiple of itself."""
+    order = np.argsort(-widths, kind="stable")
+    first = np.empty(len(widths), np.int64)
+    first[order] = np.cumsum(widths[order]) - widths[order]
+    return first

@@ -1,0 +1,163 @@
+"""Give every block a home rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import CapacityError
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards, exact_sums
+from apportion.planner.shard.blocks import (
+    AUTO_IMBALANCE,
+    pieces_to_ranks,
+    row_areas,
+    row_times,
+    row_weights,
+)
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.partition.lpt import makespan_bound
+from apportion.planner.solvers.status import Status, Termination
+from apportion.planner.solvers.use import PartitionSolver
+
+#: how often a kind that is balanced by itself counts, where the others count once
+ALONE = 64
+
+
+@dataclass(frozen=True)
+class Lpt(PlacePass):
+    """LPT over pieces under the token cap (FCP, section 4.1), or another solver of kind partition; `lpt_near` gathers
+    sequences on few nodes. A piece that fits nowhere whole is cut to fill the room that is left, lightest ranks
+    first; such pieces are the lightest, so little work moves. Of an exact solver, whose answer cuts nothing, LPT's
+    placement is taken where that is lighter. Several attention kinds are weighed so that their busiest ranks, which
+    need not be the same, have little in sum. weigh: balance pairs, or the time that tasks take on the request's
+    hardware, in which many short ones are dearer."""
+
+    solver: PartitionSolver = PartitionSolver("lpt")
+    weigh: Literal["pairs", "time"] = "pairs"
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        if self.weigh == "time":
+            return _place(problem, shards, row_times(problem, shards.starts), self.solver)
+        found = lightest(
+            problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), self.solver)
+        )
+        if self.solver.entry.heuristic:
+            return found
+        # an exact solver leaves pieces whole, where LPT may leave some to be cut
+        lpt = PartitionSolver("lpt")
+        usual = lightest(problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), lpt))
+        return min([found, usual], key=lambda placement: busiest(problem, placement))
+
+
+def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) -> Placement:
+    """The placement with the smallest sum over kinds of layers x busiest rank, of those that `place` finds for pairs
+    that count so many times: all kinds as their layers, or one of them almost alone; the first of equals."""
+    layers = problem.layers
+    first = place(layers)
+    if len(layers) == 1:
+        return first
+    alone = [place({**layers, kind: ALONE * count}) for kind, count in layers.items()]
+    return min([first, *alone], key=lambda placement: busiest(problem, placement))
+
+
+def busiest(problem: Problem, placement: Placement) -> float:
+    """Sum over kinds of layers x the busiest rank's pairs over its speed."""
+    cost = 0.0
+    for kind, bands in problem.bands.items():
+        load = placement.rank_sums(row_areas(bands, placement.starts), problem.ranks)
+        cost += problem.layers[kind] * float((load / problem.speeds).max())
+    return cost
+
+
+def _place(problem: Problem, shards: Shards, felt: Ints, solver: PartitionSolver) -> Placement:
+    """felt: int64 [blocks], what is balanced."""
+    weights, case = shards.piece_weights, pieces_to_ranks(problem, shards, felt)
+    found = None if shards.solved is None or felt is not shards.weight else shards.solved
+    result = found[1] if found is not None and found[0] == solver else solver(case)
+    end = None if solver.entry.heuristic else result.termination
+    home = result.bin[shards.piece]
+    starts, weight, items = shards.starts, shards.weight, weights
+    if (home < 0).any():
+        starts, home = _fill(problem, shards, case, result.bin)
+        weight = row_weights(problem, starts)
+        # what was cut is no longer indivisible: it counts by its parts
+        cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
+        items = np.concatenate([weights[result.bin >= 0], weight[cut]])
+    bound = makespan_bound(items, problem.speeds)
+    return _limited(problem, shards, Placement(starts, home, weight, bound, termination=end))
+
+
+def _limited(problem: Problem, shards: Shards, placement: Placement) -> Placement:
+    """The placement, with the limit of its blocks where that is why it is not even, and no solver says more."""
+    if shards.limit is None or placement.termination is not None:
+        return placement
+    load = placement.rank_sums(placement.weight, problem.ranks)
+    busiest, mean = float((load / problem.speeds).max()), float(load.sum() / problem.speeds.sum())
+    if busiest <= (1 + AUTO_IMBALANCE) * mean:
+        return placement
+    end = Termination(Status.FEASIBLE, min(placement.bound, busiest), busiest, shards.limit)
+    return replace(placement, termination=end)
+
+
+def _rows(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Ints:
+    """int64 [blocks]: pairs of each block's queries, those of each kind so many times."""
+    if factor == problem.layers:
+        return shards.weight
+    parts = [factor[kind] * row_areas(bands, shards.starts) for kind, bands in problem.bands.items()]
+    rows: Ints = np.sum(parts, axis=0, dtype=np.int64)
+    return rows
+
+
+def _fill(problem: Problem, shards: Shards, case: PartitionProblem, bins: Ints) -> tuple[Ints, Ints]:
+    """Cut the blocks without a home along the room that is left; returns starts and homes of the finer blocks."""
+    home, allowed, there = bins[shards.piece], case.allowed, bins >= 0
+    room = (case.caps - exact_sums(bins[there], case.sizes[there], problem.ranks)).tolist()
+    load = exact_sums(bins[there], case.weights[there], problem.ranks)
+    order = np.lexsort((np.arange(problem.ranks), load / problem.speeds)).tolist()
+    cuts: dict[int, list[tuple[int, int]]] = {}
+    for block in np.flatnonzero(home < 0).tolist():
+        order = [rank for rank in order if room[rank]]
+        only = allowed[int(shards.piece[block])] if allowed else None
+        at, end = int(shards.starts[block]), int(shards.starts[block + 1])
+        parts = cuts.setdefault(block, [])
+        for rank in order:
+            if at == end:
+                break
+            if only is None or rank in only:
+                step = min(room[rank], end - at)
+                parts.append((at, rank))
+                at, room[rank] = at + step, room[rank] - step
+        if at < end:
+            raise _full(problem, shards, only, allowed)
+    return _with_cuts(shards, home, cuts)
+
+
+def _full(
+    problem: Problem,
+    shards: Shards,
+    only: tuple[int, ...] | None,
+    allowed: Sequence[tuple[int, ...] | None] | None,
+) -> CapacityError:
+    sizes, caps = shards.per_piece(shards.lengths).tolist(), problem.token_caps
+    most = caps.max() if only is None else caps[list(only)].max()
+    if allowed is None:
+        return CapacityError(f"{sum(sizes)} tokens do not fit on ranks that hold {caps.sum()} together")
+    need = sum(size for size, ranks in zip(sizes, allowed, strict=True) if ranks == only)
+    return CapacityError(
+        f"{need} tokens have home_ranks {only}, which hold at most {most} each, other pieces included: "
+        f"raise token_cap or widen home_ranks"
+    )
+
+
+def _with_cuts(shards: Shards, home: Ints, cuts: dict[int, list[tuple[int, int]]]) -> tuple[Ints, Ints]:
+    parts = [
+        part
+        for block, rank in enumerate(home.tolist())
+        for part in cuts.get(block, [(int(shards.starts[block]), rank)])
+    ]
+    starts = np.array([at for at, _ in parts] + [int(shards.starts[-1])], np.int64)
+    return starts, np.array([rank for _, rank in parts], np.int64)

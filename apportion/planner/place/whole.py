@@ -1,0 +1,100 @@
+"""Whole sequences: data parallelism over ranks, or over groups of ranks that split heads (Ulysses)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import CapacityError
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
+from apportion.planner.shard.blocks import row_weights
+from apportion.planner.shard.refusals import refuse_home_ranks
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.partition.lpt import makespan_bound
+from apportion.planner.solvers.use import PartitionSolver
+
+# Without a cap of the user's, the least of these times a rank's share (or the longest sequence) that LPT can keep to.
+SLACKS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+
+
+@dataclass(frozen=True)
+class Whole(PlacePass):
+    """Whole sequences to ranks: LPT (or another solver of kind partition) by work over speed, no sequence is ever cut.
+
+    An explicit token_cap is obeyed or refused; without one, tokens are kept as even as LPT can (see `SLACKS`).
+    Raises ConfigError, CapacityError.
+    """
+
+    solver: PartitionSolver = PartitionSolver("lpt")
+    own_cap: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        refuse_home_ranks(problem, "whole")
+        starts, lengths = problem.batch.starts, problem.batch.lengths
+        _refuse_longer_than_cap(problem)
+        weight = row_weights(problem, starts)
+        idle = np.zeros(problem.ranks, np.int64)
+        home = spread(problem, weight, lengths, idle, idle, self.solver)
+        return Placement(starts, home, weight, makespan_bound(weight, problem.speeds))
+
+
+def _refuse_longer_than_cap(problem: Problem) -> None:
+    cap, lengths = problem.policy.token_cap, problem.batch.lengths
+    longest = int(lengths.argmax())
+    if cap is not None and lengths[longest] > cap:
+        raise CapacityError(
+            f"sequence {longest} has {lengths[longest]} tokens, more than the token_cap of {cap}, and place pass whole "
+            f"cuts no sequence: raise token_cap to {lengths[longest]}, give its ranks a larger group (ulysses degree), "
+            f"or use a recipe that cuts sequences, such as usp or fcp"
+        )
+
+
+def spread(
+    problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, solver: PartitionSolver
+) -> Ints:
+    """int64 [items]: the rank of each item that is placed whole, on ranks that already have something.
+
+    weights, sizes: int64 [items], pairs and tokens; load, used: int64 [ranks], the pairs and tokens already there.
+    Raises CapacityError where the policy's token cap is not met, neither by work nor by tokens.
+    """
+    cap = problem.policy.token_cap
+    if cap is None:
+        return _least_slack(problem, weights, sizes, load, used, solver)
+    for by in (weights, sizes):
+        home = _fill(problem, by, sizes, load if by is weights else used, used, problem.token_caps, solver)
+        if (home >= 0).all():
+            return home
+    left = home < 0
+    raise CapacityError(
+        f"{left.sum()} of {len(sizes)} whole sequences ({sizes[left].sum()} tokens) found no room on {problem.ranks} "
+        f"ranks of at most {cap} tokens: raise token_cap (the mean is {problem.batch.tokens / problem.ranks:.0f}) or "
+        f"use a recipe that cuts sequences, such as fcp"
+    )
+
+
+def _least_slack(
+    problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, solver: PartitionSolver
+) -> Ints:
+    most = int(max(used.max(), sizes.max(initial=0)))
+    shares = [np.maximum((slack * problem.token_shares).astype(np.int64), most) for slack in SLACKS]
+    shares.append(np.full(problem.ranks, problem.batch.tokens + most))
+    for caps in {some.tobytes(): some for some in shares}.values():
+        home = _fill(problem, weights, sizes, load, used, caps, solver)
+        if (home >= 0).all():
+            break
+    return home
+
+
+def _fill(
+    problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, caps: Ints, solver: PartitionSolver
+) -> Ints:
+    """The solver's answer under the ranks' caps, -1 for what fits nowhere. What is already there enters as items with
+    one rank to go to."""
+    if not used.any():
+        return solver(PartitionProblem(weights, sizes, caps, problem.speeds)).bin
+    both = np.concatenate([load, weights]), np.concatenate([used, sizes])
+    allowed = [*((rank,) for rank in range(problem.ranks)), *[None] * len(weights)]
+    return solver(PartitionProblem(*both, caps, problem.speeds, allowed)).bin[problem.ranks :]

@@ -1,0 +1,83 @@
+"""WLB-LLM's adaptive sharding: the packed sequence or every document, whichever is predicted faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Floats, Ints, group_of
+from apportion.ir.isa import PHASES
+from apportion.ir.masks import bands as band_algebra
+from apportion.planner.options import Count
+from apportion.planner.place.zigzag import deal_evenly
+from apportion.planner.problem import Placement, PlacePass, Problem, Shards
+from apportion.planner.shard.refusals import refuse_home_ranks
+
+# Pieces that are priced; beyond, evenly spaced ranks stand for all.
+PRICED_PIECES = 2**20
+
+
+@dataclass(frozen=True)
+class Wlb(PlacePass):
+    """WLB-LLM (OSDI 2025; DistCA, section 3.2): context parallelism per sequence or per document.
+
+    sequence: the packed microbatch is cut zig-zag as if it were one sequence: few, long pieces, but early chunks of
+    long documents see less. document: every document is cut zig-zag: even work, but short pieces. auto: the one whose
+    busiest rank has the shorter predicted attention time (forward and backward, all kinds and layers); both gather the
+    same KV. Speeds are ignored. chunk: as in `ZigZag`. Raises ConfigError, CapacityError.
+    """
+
+    shard: Literal["auto", "sequence", "document"] = "auto"
+    chunk: Count = 128
+    own_cap: ClassVar[bool] = True
+
+    def __call__(self, problem: Problem, shards: Shards) -> Placement:
+        refuse_home_ranks(problem, "wlb")
+        axis = problem.batch.starts
+        ranges = {"document": axis, "sequence": axis[[0, -1]]}
+        if self.shard != "auto":
+            return deal_evenly(problem, ranges[self.shard], "wlb", self.chunk)
+        choices = [deal_evenly(problem, cut, "wlb", self.chunk) for cut in ranges.values()]
+        return min(choices, key=lambda choice: busiest_us(problem, choice))
+
+
+def busiest_us(problem: Problem, placement: Placement) -> float:
+    """Predicted microseconds of attention of the busiest rank, forward and backward, over all layers: each band in
+    each query block against all its keys is one piece, priced by the cost model, short pieces included."""
+    time = np.zeros(problem.ranks)
+    for kind, bands in problem.bands.items():
+        time += problem.layers[kind] * _rank_us(problem, bands, placement)
+    return float(time.max())
+
+
+def _rank_us(problem: Problem, bands: Ints, placement: Placement) -> Floats:
+    every = -(-(len(placement.home) + len(bands)) // PRICED_PIECES)
+    pieces, block = query_pieces(bands, placement.starts, placement.home % every == 0)
+    home = placement.home[block]
+    rows, keys = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
+    pairs, model = band_algebra.area(pieces), problem.model
+    time = np.zeros(problem.ranks)
+    for phase in PHASES:
+        piece_us = problem.cost.attention_us(phase, rows, keys, pairs, model.q_heads, model.kv_heads)
+        time += np.bincount(home, piece_us, problem.ranks)
+    return time
+
+
+def query_pieces(bands: Ints, starts: Ints, wanted: Bools) -> tuple[Ints, Ints]:
+    """Bands cut by the `wanted` query blocks, int64 [pieces, 6], no empty ones, and the block of each, int64 [pieces].
+
+    bands: int64 [bands, 6], global tokens; starts: int64 [blocks + 1]; wanted: bool [blocks].
+    """
+    low = np.searchsorted(starts, bands[:, 0], "right") - 1
+    count = np.maximum(np.searchsorted(starts, bands[:, 1], "left") - low, 0)
+    band = group_of(count)
+    block = np.arange(len(band)) - np.repeat(np.cumsum(count) - count - low, count)
+    band, block = band[wanted[block]], block[wanted[block]]
+    pieces = bands[band]
+    pieces[:, 0] = np.maximum(pieces[:, 0], starts[block])
+    pieces[:, 1] = np.minimum(pieces[:, 1], starts[block + 1])
+    pieces = band_algebra.tighten(pieces)
+    some = pieces[:, 0] < pieces[:, 1]
+    return pieces[some], block[some]

@@ -1,0 +1,344 @@
+"""Documents to pods of ranks first, then each pod by itself: planning of very many ranks in linear time.
+
+    ranks   0 .. 1023 | 1024 .. 2047 | 2048 .. 4095        pods are whole nodes, side by side
+    from    a  b  c   | d  e  f      | g (too long for a pod: two are one), h
+
+Every sequence stays inside one pod, so blocks are cut, homes found, and, where no rows move before or after attention,
+tasks scheduled and lowered as if the pod were a cluster of its own. What it costs: pods are as even as whole sequences
+can make them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from apportion.ir.arrays import Floats, Ints, offsets
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.isa import PHASES
+from apportion.ir.loops.threads import spread
+from apportion.ir.request.batch import Batch
+from apportion.planner.options import Count
+from apportion.planner.problem import Execution, Pass, Placement, PlacePass, Problem, ShardPass, Shards
+from apportion.planner.shard.blocks import row_weights
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.use import PartitionSolver
+from apportion.planner.tasks.cells import Cells, cut_cells
+
+#: ranks of a pod under `auto`: with fewer, planning is hardly quicker and pods are less even
+POD_RANKS = 1024
+
+
+class PodsPass(Pass, Protocol):
+    """Shards and places parts of the cluster by themselves. members: how many ranks each rank of the problem stands
+    for, as where groups split heads."""
+
+    @abstractmethod
+    def __call__(
+        self, problem: Problem, members: int, shard: ShardPass, place: PlacePass, threads: int
+    ) -> tuple[Shards, Placement]:
+        """The blocks of the whole batch and their homes. Raises ConfigError, CapacityError."""
+        ...
+
+    @abstractmethod
+    def apart(self, problem: Problem, placement: Placement) -> list[Apart]:
+        """The parts of a placement, of this step or of another, between which no tile moves."""
+        ...
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Ranks from `first` on whose sequences are nowhere else."""
+
+    first: int
+    problem: Problem
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Documents(PodsPass):
+    """Whole sequences to pods, by their pairs, under half of what token caps leave beyond a pod's share, which is for
+    its own ranks to be uneven. A sequence that is more than a pod's share has pods joined for it. Where sequences fit
+    no pods so small, or are too few, pods are twice as large, in the end all ranks.
+
+    ranks: of a pod, at most, and no less than a node; "auto": 1024. solver: of kind partition.
+    """
+
+    ranks: Count | Literal["auto"] = "auto"
+    solver: PartitionSolver = PartitionSolver("lpt")
+
+    def __call__(
+        self, problem: Problem, members: int, shard: ShardPass, place: PlacePass, threads: int
+    ) -> tuple[Shards, Placement]:
+        """The blocks of the whole batch and their homes. Raises ConfigError, CapacityError."""
+        if problem.batch.home_ranks:
+            rule = "cannot be kept where pods choose their own sequences"
+            remedy = "drop `pods` or the home_ranks"
+            raise ConfigError("batch.home_ranks", len(problem.batch.home_ranks), rule, remedy)
+        for first in self._pods(problem, members):
+            of = self._assigned(problem, first) if len(first) > 2 else None
+            if of is None:
+                continue
+            try:
+                return _together(problem, first, of, shard, place, threads)
+            except CapacityError:  # larger pods have more room
+                continue
+        shards = shard(problem)
+        return shards, place(problem, shards)
+
+    def apart(self, problem: Problem, placement: Placement) -> list[Apart]:
+        """By the smallest pods, where no sequence is in two of them."""
+        first = next(self._pods(problem, 1), None)
+        if first is None or placement.groups is not None:
+            return []
+        lowest, highest = _reach(problem, placement)
+        crossed = np.zeros(problem.ranks + 1, np.int64)
+        np.add.at(crossed, lowest + 1, 1)
+        np.add.at(crossed, highest + 1, -1)
+        first = first[np.cumsum(crossed)[first] == 0]
+        of = np.searchsorted(first, lowest, "right") - 1
+        if len(first) < 3 or not np.bincount(of, minlength=len(first) - 1).all():
+            return []
+        return _apart(problem, placement, first, of)
+
+    def _pods(self, problem: Problem, members: int) -> Iterator[Ints]:
+        """int64 [pods + 1], the first rank of each and the end: ever fewer pods, more than one."""
+        most = POD_RANKS if self.ranks == "auto" else self.ranks
+        cluster = problem.cluster
+        pods = -(-cluster.nodes // max(1, most // (cluster.ranks_per_node * members)))
+        while pods > 1:
+            yield _joined(problem, np.arange(pods + 1) * cluster.nodes // pods * cluster.ranks_per_node)
+            pods //= 2
+
+    def _assigned(self, problem: Problem, first: Ints) -> Ints | None:
+        """int64 [sequences]: the pod of each; None where they do not fit, or leave a pod without any."""
+        caps = np.add.reduceat(problem.token_caps, first[:-1])
+        room = np.minimum(caps, (caps + _shares(problem, first)) / 2)
+        weights, sizes = row_weights(problem, problem.batch.starts), problem.batch.lengths
+        speeds = np.add.reduceat(problem.speeds, first[:-1])
+        found = self.solver(PartitionProblem(weights, sizes, room.astype(np.int64), speeds)).bin
+        held = np.bincount(found[found >= 0], minlength=len(speeds))
+        return None if (found < 0).any() or not held.all() else found
+
+
+def _shares(problem: Problem, first: Ints) -> Floats:
+    """float64 [pods]: tokens that are theirs by rate."""
+    shares: Floats = np.add.reduceat(problem.token_shares, first[:-1])
+    return shares
+
+
+def _joined(problem: Problem, first: Ints) -> Ints:
+    """The same pods, the first of them joined so that each sequence that is more than a pod's share of pairs or of
+    tokens, the longest first, has a pod for it."""
+    batch, weights = problem.batch, row_weights(problem, problem.batch.starts)
+    pods = len(first) - 1
+    need = pods * np.maximum(weights / max(weights.sum(), 1), batch.lengths / batch.tokens)
+    sizes = np.sort(np.ceil(need[need > 1]))[::-1].astype(np.int64)
+    ends = np.cumsum(sizes)
+    if not len(ends) or ends[-1] > pods:
+        return first if not len(ends) else first[[0, -1]]
+    kept = np.concatenate([[0], ends, np.arange(ends[-1] + 1, pods + 1)])
+    return np.take(first, kept)
+
+
+def _together(
+    problem: Problem, first: Ints, of: Ints, shard: ShardPass, place: PlacePass, threads: int
+) -> tuple[Shards, Placement]:
+    """Each pod's blocks and homes, put together. of: int64 [sequences], the pod of each."""
+
+    def planned(pod: int) -> _Pod:
+        index = np.flatnonzero(of == pod)
+        part = _part(problem, int(first[pod]), int(first[pod + 1]), index)
+        shards = shard(part)
+        return _Pod(part, index, int(first[pod]), shards, place(part, shards))
+
+    pods = spread(planned, range(len(first) - 1), threads)
+    return _all_shards(problem, pods), _all_homes(problem, pods)
+
+
+def _part(problem: Problem, begin: int, end: int, index: Ints) -> Problem:
+    """The sequences `index` on the ranks from begin to end, which keep their caps."""
+    cluster, speeds = problem.cluster, problem.cluster.speeds
+    own = replace(
+        cluster,
+        nodes=(end - begin) // cluster.ranks_per_node,
+        speeds=None if speeds is None else speeds[begin:end],
+    )
+    return replace(
+        problem,
+        batch=problem.batch.take(index),
+        cluster=own,
+        rates=None if problem.rates is None else problem.rates[begin:end],
+        caps=tuple(problem.token_caps[begin:end].tolist()),
+    )
+
+
+@dataclass(frozen=True)
+class _Pod:
+    """A pod, planned up to its homes. index: int64, its sequences among all; first: its first rank."""
+
+    problem: Problem
+    index: Ints
+    first: int
+    shards: Shards
+    placement: Placement
+
+    @property
+    def bins(self) -> int:
+        """Ranks, or groups of ranks, that homes count."""
+        groups = self.placement.groups
+        return self.problem.ranks if groups is None else len(groups) - 1
+
+    def cut(self, batch: Batch, starts: Ints) -> tuple[Ints, Ints]:
+        """Blocks from `starts`, int64 [blocks + 1], cut where sequences meet, as these may lie apart among all: the
+        block of each part, and its first token in `batch`, which has all sequences."""
+        own = self.problem.batch.starts
+        cuts = np.union1d(starts, own)[:-1]
+        sequence = np.searchsorted(own, cuts, "right") - 1
+        token = batch.starts[self.index[sequence]] + cuts - own[sequence]
+        return np.searchsorted(starts, cuts, "right") - 1, token
+
+    def sequences(self, cells: Cells) -> Ints:
+        """int64 [cells]: the sequence of each cell, among all."""
+        return self.index[np.searchsorted(self.problem.batch.starts, cells.q0, "right") - 1]
+
+    def execution(self, kind: str, phase: str, cells: Cells) -> Execution:
+        """Who computes which cell: its query block's home where the placement does not say."""
+        if self.placement.execution is not None:
+            return self.placement.execution[kind, phase]
+        return Execution(np.tile(self.placement.home[cells.q], (self.placement.head_groups, 1)))
+
+
+def _all_shards(problem: Problem, pods: list[_Pod]) -> Shards:
+    first, piece, pieces = [], [], 0
+    for pod in pods:
+        block, token = pod.cut(problem.batch, pod.shards.starts)
+        first.append(token)
+        piece.append(pod.shards.piece[block] + pieces)
+        pieces += pod.shards.pieces
+    starts, order = _in_order(problem, first)
+    limit = next((pod.shards.limit for pod in pods if pod.shards.limit is not None), None)
+    block_tokens = max(pod.shards.block_tokens for pod in pods)
+    return Shards(starts, np.concatenate(piece)[order], row_weights(problem, starts), block_tokens, limit)
+
+
+def _in_order(problem: Problem, first: list[Ints]) -> tuple[Ints, Ints]:
+    """int64 [blocks + 1], the starts of all pods' blocks together; and int64 [blocks], which is which."""
+    tokens = np.concatenate(first)
+    order = np.argsort(tokens, kind="stable")
+    return np.append(tokens[order], problem.batch.tokens), order
+
+
+def _all_homes(problem: Problem, pods: list[_Pod]) -> Placement:
+    """The mean is all that bounds the busiest rank from below, wherever sequences go."""
+    first, home = list[Ints](), list[Ints]()
+    groups: list[Ints] = [np.zeros(1, np.int64)]
+    bases = np.cumsum([0, *(pod.bins for pod in pods)])
+    for pod, base in zip(pods, bases.tolist(), strict=False):
+        block, token = pod.cut(problem.batch, pod.placement.starts)
+        first.append(token)
+        home.append(pod.placement.home[block] + base)
+        if pod.placement.groups is not None:
+            groups.append(pod.placement.groups[1:] + pod.first)
+    starts, order = _in_order(problem, first)
+    weight = row_weights(problem, starts)
+    return Placement(
+        starts,
+        np.concatenate(home)[order],
+        weight,
+        bound=float(weight.sum() / problem.speeds.sum()),
+        groups=np.concatenate(groups) if len(groups) > 1 else None,
+        execution=_all_executions(pods),
+        head_groups=pods[0].placement.head_groups,
+    )
+
+
+def _all_executions(pods: list[_Pod]) -> dict[tuple[str, str], Execution] | None:
+    """Cells are by band, so by sequence, and in each as its pod has them."""
+    if all(pod.placement.execution is None for pod in pods):
+        return None
+    found: dict[tuple[str, str], Execution] = {}
+    for kind in pods[0].problem.batch.kinds:
+        cells = [cut_cells(pod.problem.batch.bands(kind), pod.placement.starts) for pod in pods]
+        of = np.concatenate([pod.sequences(own) for pod, own in zip(pods, cells, strict=True)])
+        order, before = np.argsort(of, kind="stable"), list[Execution]()
+        for phase in PHASES:
+            own = [pod.execution(kind, phase, some) for pod, some in zip(pods, cells, strict=True)]
+            if before and all(
+                one is two or pod.placement.execution is None
+                for one, two, pod in zip(own, before, pods, strict=True)
+            ):
+                found[kind, phase] = found[kind, PHASES[0]]
+            else:
+                found[kind, phase] = _joined_execution(pods, own, order)
+            before = own
+    return found
+
+
+def _joined_execution(pods: list[_Pod], own: list[Execution], order: Ints) -> Execution:
+    rank = np.concatenate([one.rank + pod.first for one, pod in zip(own, pods, strict=True)], 1)
+    division = None
+    if any(one.division is not None for one in own):
+        parts = [np.zeros_like(one.rank) if one.division is None else one.division for one in own]
+        division = np.concatenate(parts, 1)[:, order]
+    return Execution(rank[:, order].astype(np.int32), division)
+
+
+# ---------------------------------------------------------------------------------------------- apart again
+
+
+def _reach(problem: Problem, placement: Placement) -> tuple[Ints, Ints]:
+    """int64 [sequences]: the first and the last rank that holds or computes any of each."""
+    starts = problem.batch.starts
+    cuts = np.union1d(placement.starts, starts)[:-1]
+    home = placement.home[np.searchsorted(placement.starts, cuts, "right") - 1]
+    first = np.searchsorted(cuts, starts[:-1])
+    lowest, highest = np.minimum.reduceat(home, first), np.maximum.reduceat(home, first)
+    for (kind, _), execution in (placement.execution or {}).items():
+        cells = cut_cells(problem.batch.bands(kind), placement.starts)
+        sequence = np.searchsorted(starts, cells.q0, "right") - 1
+        np.minimum.at(lowest, sequence, execution.rank.min(0))
+        np.maximum.at(highest, sequence, execution.rank.max(0))
+    return lowest, highest
+
+
+def _apart(problem: Problem, placement: Placement, first: Ints, of: Ints) -> list[Apart]:
+    """of: int64 [sequences], the pod of each."""
+    pod_of_block = np.searchsorted(first, placement.home, "right") - 1
+    executions = _executions_apart(problem, placement, first)
+    found = []
+    for pod, (begin, end) in enumerate(zip(first[:-1].tolist(), first[1:].tolist(), strict=True)):
+        blocks = np.flatnonzero(pod_of_block == pod)
+        own = replace(
+            placement,
+            starts=offsets(placement.lengths[blocks]),
+            home=placement.home[blocks] - begin,
+            weight=placement.weight[blocks],
+            execution=executions[pod],
+        )
+        found.append(Apart(begin, _part(problem, begin, end, np.flatnonzero(of == pod)), own))
+    return found
+
+
+def _executions_apart(
+    problem: Problem, placement: Placement, first: Ints
+) -> list[dict[tuple[str, str], Execution] | None]:
+    """Of each pod, None where the placement does not say who computes."""
+    pods = len(first) - 1
+    if placement.execution is None:
+        return [None] * pods
+    found: list[dict[tuple[str, str], Execution] | None] = []
+    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        parts, own = dict[int, Execution](), dict[tuple[str, str], Execution]()
+        for key, execution in placement.execution.items():
+            if id(execution) not in parts:
+                inside = (execution.rank[0] >= begin) & (execution.rank[0] < end)
+                division = None if execution.division is None else execution.division[:, inside]
+                parts[id(execution)] = Execution(execution.rank[:, inside] - np.int32(begin), division)
+            own[key] = parts[id(execution)]
+        found.append(own)
+    return found

@@ -1,0 +1,1 @@
+"""Strategies as data, and the passes that they name."""

@@ -1,0 +1,160 @@
+"""The passes of each step, by name. Listing them imports none.
+
+Third parties add theirs through the entry point group `apportion.passes`: "step.pass" = a pass class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from typing import Any, Protocol
+
+from apportion.ir.errors import UnknownNameError
+from apportion.ir.request.policy import Step
+from apportion.planner import plugins
+from apportion.planner.options import read
+from apportion.planner.problem import Pass
+from apportion.planner.solvers.use import Use
+
+#: step -> pass name -> where its class is; the fields of the class are the pass's parameters
+_BUILT_IN = {
+    "pack": {
+        "sequential": "pack:Sequential",
+        "balanced": "pack:Balanced",
+        "wlb": "pack:Wlb",
+    },
+    "inner": {"ulysses": "inner.groups:Ulysses", "upipe": "inner.upipe:UPipe"},
+    "pods": {"documents": "pods:Documents"},
+    "shard": {
+        "blocks": "shard.blocks:Blocks",
+        "chunks": "shard.sequences:Chunks",
+        "sequences": "shard.sequences:Sequences",
+    },
+    "place": {
+        "lpt": "place.lpt:Lpt",
+        "zigzag": "place.zigzag:ZigZag",
+        "contiguous": "place.contiguous:Contiguous",
+        "whole": "place.whole:Whole",
+        "hybrid_dp": "place.hybrid:HybridDp",
+        "megatron_hybrid": "place.hybrid:MegatronHybrid",
+        "wlb": "place.wlb:Wlb",
+        "flexsp": "place.flexsp:FlexSp",
+        "zeppelin": "place.zeppelin:Zeppelin",
+        "distca": "place.distca.placement:Distca",
+        "dcp": "place.dcp.placement:Dcp",
+        "blend": "place.blend.placement:Blend",
+    },
+    "route": {
+        "star": "route.trees:Star",
+        "node": "route.trees:Node",
+        "tree": "route.trees:Tree",
+        "ring": "route.trees:Ring",
+    },
+    "schedule": {
+        "matchings": "schedule.rounds:Matchings",
+        "ring": "schedule.rounds:Ring",
+        "gather": "schedule.rounds:Gather",
+        "queues": "schedule.queues:Queues",
+        "divisions": "schedule.divisions:Divisions",
+    },
+    "remap": {"flow": "remap:Flow"},
+    "search": {"portfolio": "search:Portfolio"},
+}
+#: step -> what its passes are called with and say of themselves
+_CONTRACTS = {
+    "pack": "pack:PackPass",
+    "inner": "inner.groups:InnerPass",
+    "pods": "pods:PodsPass",
+    "shard": "problem:ShardPass",
+    "place": "problem:PlacePass",
+    "route": "route.trees:RoutePass",
+    "schedule": "schedule.rounds:SchedulePass",
+    "remap": "remap:RemapPass",
+    "search": "pipeline.pipeline:SearchPass",
+}
+STEPS = tuple(_BUILT_IN)
+
+
+def names(step: str) -> list[str]:
+    """Names of the passes of a step."""
+    return [*_BUILT_IN[step], *_plugged_passes()[step]]
+
+
+def find_pass(step: str, name: str) -> type[Any]:
+    """The class of a pass, which keeps the contract of its step. Raises UnknownNameError, ConfigError."""
+    if name in _BUILT_IN[step]:
+        return _imported(_BUILT_IN[step][name])
+    plugged = _plugged_passes()[step]
+    if name not in plugged:
+        raise UnknownNameError(
+            f"recipe.steps.{step}", name, f"the passes are {', '.join(names(step))}", "name one of these"
+        )
+    added: type[Any] = plugins.load(plugged[name], type)
+    if wrong := broken(step, added):
+        raise plugins.misnamed(plugged[name], f"brings {added.__name__}, {wrong}", "see CONTRIBUTING.md")
+    return added
+
+
+def broken(step: str, found: type[Any]) -> str | None:
+    """What a class lacks to be a pass of the step, or has misspelled; None where it is one."""
+    contract = _imported(_CONTRACTS[step])
+    if not is_dataclass(found):
+        return "which is no dataclass"
+    for field in fields(found):
+        if field.default is MISSING or not field.init:
+            return f"whose parameter {field.name} has no default"
+    members = _members(contract)
+    open_: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
+    held = {name for one in found.__mro__ for name in vars(one)} - open_
+    for member in sorted(members - held):
+        return f"which has no {member}: {contract.__name__} says what it is"
+    own = {name for one in found.__mro__[:-1] if one not in contract.__mro__ for name in vars(one)}
+    for name in sorted(own - members - {field.name for field in fields(found)}):
+        near = get_close_matches(name, members, 1, 0.8)
+        if near and not name.startswith("_"):
+            return f"which has {name}: {near[0]} is meant, or another name is needed"
+    return None
+
+
+def _members(contract: type[Any]) -> set[str]:
+    told = {name for one in contract.__mro__ if issubclass(one, Protocol) for name in vars(one)}
+    return {name for name in told if not name.startswith("_") or name == "__call__"}
+
+
+def _imported(where: str) -> type[Any]:
+    module, _, held = where.partition(":")
+    found: type[Any] = getattr(import_module(f"apportion.planner.{module}"), held)
+    return found
+
+
+def users_of(kind: str) -> list[str]:
+    """ "step pass" of the passes that take a solver of that kind."""
+    held = [(step, name, find_pass(step, name)) for step in STEPS for name in names(step)]
+    return [
+        f"{step} {name}"
+        for step, name, found in held
+        if any(isinstance(field.default, Use) and field.default.kind == kind for field in fields(found))
+    ]
+
+
+def build(step: Step) -> Pass:
+    """The pass of a recipe's step. Raises UnknownNameError, ConfigError."""
+    made: Pass = read(find_pass(step.step, step.name), f"recipe.{step.step}.{step.name}", step.params)
+    return made
+
+
+@cache
+def _plugged_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
+    added: dict[str, dict[str, EntryPoint]] = {step: {} for step in _BUILT_IN}
+    for name, point in plugins.found("apportion.passes").items():
+        step, _, short = name.partition(".")
+        if step not in _BUILT_IN or not short or short in _BUILT_IN[step]:
+            raise plugins.misnamed(
+                point, f"brings {name!r}, which is not step.pass or is taken", "name it anew"
+            )
+        added[step][short] = point
+    return added

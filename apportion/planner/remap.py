@@ -1,0 +1,201 @@
+"""Even tokens for the linear layers: rows move from the attention layout and back (Zeppelin, section 3.4).
+
+    attention layout     |aaaaaaaa|bb|ccc|       what balances attention
+    linear layout        |aaaa|aabb|aacc|        the mean on every rank: surplus rows, the last of a rank's, go where
+                                                 rows are missing, behind those that are there
+
+A layer takes two moves forward and two backward: what attention gives goes to the output projection and the
+feed-forward layers, which run on even tokens; and hidden states go back to the projections of Q, K and V.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS
+from apportion.ir.plan.tables import Layout, Move, Table
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.planner.problem import Pass, Problem
+from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
+from apportion.planner.solvers.use import TransportSolver
+
+#: name of the layout of even tokens
+LINEAR = "linear"
+_OBJECTIVES: Mapping[str, Literal["senders", "minmax", "sum"]] = {
+    "paper": "senders",
+    "two_sided": "minmax",
+    "sum": "sum",
+}
+#: a layer's forward, and its backward, which is twice as much work
+_PASSES_OF_LINEAR = 3
+
+
+@dataclass(frozen=True)
+class Remapping:
+    """What the report says of a remap, and, where it is used, the layout of even tokens and the move to it."""
+
+    said: Mapping[str, Any]
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    moves: tuple[Move, ...] = ()
+
+
+class RemapPass(Pass, Protocol):
+    """Gives layers behind attention the layout that they want. source: the layout of callers."""
+
+    @abstractmethod
+    def __call__(self, problem: Problem, source: Layout) -> Remapping: ...
+
+
+@dataclass(frozen=True)
+class Flow(RemapPass):
+    """Surplus rows to where rows are missing, by formula (2) of the paper.
+
+    objective: "paper", the rank that pays most for what it sends, as printed; "two_sided", for what it sends or for
+    what it receives; "sum", all ranks together.
+    when: "pays", used only where the linear layers of a layer are predicted to gain more time than its moves take;
+    "always". solver: of kind transport. Raises ConfigError.
+    """
+
+    objective: Literal["paper", "two_sided", "sum"] = "two_sided"
+    when: Literal["pays", "always"] = "pays"
+    solver: TransportSolver = TransportSolver("flow")
+
+    def __call__(self, problem: Problem, source: Layout) -> Remapping:
+        """Even tokens beside the layout `source`, which callers hold."""
+        tokens = source.rows_per_rank.astype(np.int64)
+        even, costs = even_tokens(tokens), row_costs(problem.cluster, _row_bytes(problem.model)[1])
+        flows = self.solver(TransportProblem(tokens - even, costs, _OBJECTIVES[self.objective]))
+        said = self._said(problem, source, tokens, even, flows)
+        if not said["used"]:
+            return Remapping(said)
+        pieces = _pieces(tokens, even, flows)
+        layout = Layout(LINEAR, _spans(source, tokens, pieces))
+        return Remapping(said, {LINEAR: layout}, (Move(source.name, LINEAR, _table(pieces, len(tokens))),))
+
+    def _said(
+        self, problem: Problem, source: Layout, tokens: Ints, even: Ints, flows: Transport
+    ) -> dict[str, Any]:
+        """Predictions of one layer, forward and backward, in microseconds."""
+        slowest = [float((rows / problem.speeds).max()) for rows in (tokens, even)]
+        share = even_parameters(problem.model) / problem.cost.linear_parameters
+        a_token = _PASSES_OF_LINEAR * share * float(problem.cost.linear_us(1))
+        linear = [rows * a_token for rows in slowest]
+        moved = 2 * sum(_move_us(problem, flows, np.minimum(tokens, even)))
+        return {
+            "objective": self.objective,
+            "used": bool(len(flows.rows)) and (self.when == "always" or linear[0] - linear[1] > moved),
+            "rows": int(flows.rows.sum()),
+            "most_tokens": {source.name: int(tokens.max()), LINEAR: int(even.max())},
+            "linear_us": {source.name: linear[0], LINEAR: linear[1]},
+            "moves_us": moved,
+        }
+
+
+def row_costs(cluster: Cluster, row_bytes: int) -> TwoLevelCost:
+    """Microseconds of a row of so many bytes, inside a node and between nodes, where ranks may share a NIC."""
+    near, far = (row_bytes / (gbs * 1e3) for gbs in (cluster.intra_gbs, cluster.inter_gbs_per_rank))
+    return TwoLevelCost(cluster.ranks_per_node, near, max(near, far))
+
+
+def _row_bytes(model: Model) -> tuple[int, int]:
+    """Of what attention gives, and of hidden states."""
+    return model.q_heads * model.value_dim * model.element_bytes, model.hidden * model.element_bytes
+
+
+def _move_us(problem: Problem, flows: Transport, kept: Ints) -> list[float]:
+    """Of the move to the linear layout and of the one back: the busiest rank sends or receives, beside the copy of the
+    rows that ranks keep, int64 [ranks]."""
+    cluster = problem.cluster
+    far = flows.src // cluster.ranks_per_node != flows.dst // cluster.ranks_per_node
+    latency = cluster.inter_latency_us if far.any() else cluster.intra_latency_us
+    times = []
+    for row_bytes in _row_bytes(problem.model):
+        costs = row_costs(cluster, row_bytes)
+        price = np.where(far, costs.inter, costs.intra) * flows.rows
+        sides = (np.bincount(side, price, len(kept)).max(initial=0.0) for side in (flows.src, flows.dst))
+        copied = float(problem.cost.rowop_us(2 * row_bytes * int(kept.max())))
+        times.append(latency + max(copied, *map(float, sides)))
+    return times
+
+
+def even_tokens(tokens: Ints) -> Ints:
+    """int64 [ranks]: the mean; ranks with the most tokens, which they need not send then, have one more where it is
+    no whole number."""
+    mean, more = divmod(int(tokens.sum()), len(tokens))
+    even = np.full(len(tokens), mean, np.int64)
+    even[np.argsort(-tokens, kind="stable")[:more]] += 1
+    return even
+
+
+def even_parameters(model: Model) -> int:
+    """Parameters of one layer that work on even tokens: the output projection and a gated FFN."""
+    return model.hidden * (model.q_heads * model.value_dim + 3 * model.ffn)
+
+
+def _pieces(tokens: Ints, even: Ints, flows: Transport) -> Ints:
+    """int64 [5, pieces]: source rank and row, target rank and row, rows; by source rank and row. The first of a rank
+    are the rows that it keeps."""
+    ranks = np.arange(len(tokens))
+    src, dst, rows = (
+        np.concatenate([own, moved])
+        for own, moved in ((ranks, flows.src), (ranks, flows.dst), (np.minimum(tokens, even), flows.rows))
+    )
+    sent, received = (
+        _running(rows, np.lexsort((other, other != side, side)), side)
+        for side, other in ((src, dst), (dst, src))
+    )
+    pieces = np.stack([src, sent, dst, received, rows])[:, rows > 0]
+    return pieces[:, np.lexsort((pieces[1], pieces[0]))]
+
+
+def _running(rows: Ints, order: Ints, rank: Ints) -> Ints:
+    """int64 [pieces]: rows of the pieces of the same rank that come before, in `order`, which is by rank."""
+    before = np.cumsum(rows[order]) - rows[order]
+    first = np.searchsorted(rank[order], rank[order])
+    running = np.empty_like(rows)
+    running[order] = before - before[first]
+    return running
+
+
+def _spans(source: Layout, tokens: Ints, pieces: Ints) -> Table:
+    """The spans of the layout that the pieces make of `source`."""
+    spans, of_rank = source.spans, np.cumsum(tokens) - tokens
+    begin = of_rank[spans.rank_of_row()] + spans["row"]  # on the axis of all ranks' rows
+    order = np.argsort(begin, kind="stable")
+    moved = of_rank[pieces[0]] + pieces[1]
+    cuts = np.union1d(begin, moved)
+    span, piece = (
+        order[np.searchsorted(begin[order], cuts, "right") - 1],
+        np.searchsorted(moved, cuts, "right") - 1,
+    )
+    inside, ahead = cuts - begin[span], cuts - moved[piece]
+    rank, row = pieces[2, piece], pieces[3, piece] + ahead
+    length = np.diff(np.append(cuts, tokens.sum()))
+    columns = (
+        row,
+        spans["token"][span] + inside,
+        length,
+        spans["sequence"][span],
+        spans["position"][span] + inside,
+    )
+    by_row = np.lexsort((row, rank))
+    ptr = np.searchsorted(rank[by_row], np.arange(len(tokens) + 1))
+    return Table(ptr, {name: column[by_row] for name, column in zip(SPAN_COLUMNS, columns, strict=True)})
+
+
+def _table(pieces: Ints, ranks: int) -> Table:
+    """Sends, then receives of every rank, each in the order of peers."""
+    src, sent, dst, received, rows = pieces
+    rank, peer, row = (np.concatenate(pair) for pair in ((src, dst), (dst, src), (sent, received)))
+    send, rows = np.repeat([1, 0], len(src)), np.concatenate([rows, rows])
+    order = np.lexsort((peer, -send, rank))
+    ptr = np.searchsorted(rank[order], np.arange(ranks + 1))
+    columns = (send, peer, row, rows)
+    return Table(ptr, {name: column[order] for name, column in zip(MOVE_COLUMNS, columns, strict=True)})

@@ -1,0 +1,1 @@
+"""Transfers in slots and rounds."""

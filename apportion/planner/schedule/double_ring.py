@@ -1,0 +1,129 @@
+"""A ring of rings: tiles go around the ranks of a window, and from window to window (LoongTrain, Gu et al., 2024).
+
+    window 0        window 1        window 2
+    0 ─► 1 ─► 2     3 ─► 4 ─► 5     6 ─► 7 ─► 8       the inner rings: one hop a round
+    └───────────────┴───────────────┘                 the outer ring: one hop while the inner rings go around
+
+The tile of rank 0 reaches rank 3 while it goes around 1 and 2, and so do those of 1 and 2 reach 4 and 5: all ranks of a
+window send to the next one at once, where on a single ring one of them does so in every round. Gradients are added up
+around the inner ring of a window; the sum is added to the next window's where that one's ends, and the last goes home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Ints
+from apportion.ir.errors import ConfigError
+from apportion.planner.route.trees import Routed, RoutePass, Site, holders, hulls, index_on_ring
+from apportion.planner.tasks.tasks import Edges
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windowed(Routed):
+    """hop: int32 [edges], the turn of each edge: how many ranks of the ring are behind home, up to the one that it
+    brings the tile to. between: bool [edges], whether it brings it from another window; back: bool [edges], whether the
+    gradients of its tile go on to another window."""
+
+    hop: Ints
+    between: Bools
+    back: Bools
+
+
+@dataclass(frozen=True)
+class DoubleRing(RoutePass):
+    """over: "ranks" or "holders", see the ring route. window: ranks of an inner ring, "node": the largest number that
+    divides the ranks of the ring and those of a node. Rings of no more ranks than a window are single rings. Raises
+    ConfigError where a window does not divide the ranks of a larger ring."""
+
+    over: Literal["ranks", "holders"]
+    window: int | Literal["node"]
+    rings: ClassVar[bool] = True
+
+    @property
+    def by_block(self) -> bool:
+        """Whether tiles must be blocks, because the ring is that of the block's sequences."""
+        return self.over == "holders"
+
+    def __call__(self, edges: Edges, site: Site) -> Windowed:
+        tile: Ints = edges.home
+        ring: Ints = np.zeros(site.cluster.ranks, np.int64)
+        rings: list[Ints] = [np.arange(site.cluster.ranks)]
+        if self.over == "holders":
+            of_block, ring, rings = holders(site)
+            tile = of_block[edges.tile]
+        sizes = np.array([len(members) for members in rings])
+        windows = np.array([self._window(size, site.cluster.ranks_per_node) for size in sizes.tolist()])
+        if not len(edges):
+            none = np.zeros(0, np.int32)
+            return Windowed(edges, none, True, none, onward=none, hop=none, between=none > 0, back=none > 0)
+        return _spread(edges, tile, ring, rings, windows)
+
+    def _window(self, size: int, ranks_per_node: int) -> int:
+        """Ranks of an inner ring of a ring of so many; all of them where it is a single ring."""
+        window = gcd(size, ranks_per_node) if self.window == "node" else self.window
+        if size % window and (size > window or self.over == "ranks"):
+            rule = f"must divide the {size} ranks of the ring"
+            remedy = f"use {gcd(size, window)}, or node"
+            raise ConfigError("recipe.schedule.ring.window", window, rule, remedy)
+        return size if window == 1 else min(window, size)
+
+
+def _spread(edges: Edges, tile: Ints, ring: Ints, rings: list[Ints], windows: Ints) -> Windowed:
+    """The ways of the tiles; tile: [edges] of the star; ring: [tiles] which of `rings` (sorted ranks) each is on;
+    windows: [rings], ranks of their inner rings.
+
+    Edges lie tile by tile and window by window: the one that brings the tile to the window, then those around it."""
+    ids, first, group = np.unique(tile, return_index=True, return_inverse=True)
+    home, sizes = edges.home[first], np.array([len(members) for members in rings])
+    low, rows = hulls(edges.row, edges.rows, group, len(ids))
+    size, window, flat = sizes[ring[ids]], windows[ring[ids]], np.concatenate(rings)
+    base = (np.cumsum(sizes) - sizes)[ring[ids]]
+    start = index_on_ring(flat, base, size, home)
+    place = index_on_ring(flat, base[group], size[group], edges.dst)
+    # windows and places in a window behind those of home
+    apart = (place // window[group] - start[group] // window[group]) % (size // window)[group]
+    inside = (place - start[group]) % window[group]
+    most = int((size // window).max())
+    last, deep = np.zeros(len(ids), np.int64), np.zeros((len(ids), most), np.int64)
+    np.maximum.at(last, group, apart)
+    np.maximum.at(deep, (group, apart), inside)
+
+    count = np.where(np.arange(most) <= last[:, None], deep + (np.arange(most) > 0), 0)
+    begin = (np.cumsum(count) - count.ravel()).reshape(count.shape)
+    of, window_of = (np.repeat(index.ravel(), count.ravel()) for index in np.indices(count.shape))
+    at = np.arange(len(of))
+    # places behind the one where the tile enters the window, which for home's is home
+    step = at - begin[of, window_of] + (window_of == 0)
+    between = step == 0
+    entered = begin[of, window_of - 1]  # of the window before, which the tile enters by its first edge
+    parent = np.where(between, np.where(window_of == 1, -1, entered), at - 1)
+    parent[(window_of == 0) & (step == 1)] = -1
+
+    size_of, width = size[of], window[of]
+    begins = (start // window * window)[of]  # of home's window
+    to = (begins + window_of * width) % size_of + (start[of] + step) % width
+    dst = flat[base[of] + to]
+    src = np.where(parent < 0, home[of], dst[parent])
+    columns = (ids[of], home[of], low[of], rows[of], src, dst, parent, np.zeros_like(of))
+    made = Edges(*(column.astype(np.int32) for column in columns))
+
+    ends = begin + count - 1
+    beyond = np.append(ends, np.zeros((len(ids), 1), np.int64), axis=1)[of, window_of + 1]
+    back = (at == ends[of, window_of]) & (window_of < last[of])
+    onward = np.where(back, beyond, np.where(at < ends[of, window_of], at + 1, -1))
+    arrives = begin[group, apart] + inside - (apart == 0)
+    return Windowed(
+        made,
+        arrives.astype(np.int32),
+        carry=True,
+        ring=size_of.astype(np.int32),
+        onward=onward.astype(np.int32),
+        hop=(window_of * width + step).astype(np.int32),
+        between=between,
+        back=back,
+    )

@@ -1,0 +1,340 @@
+"""Order transfers into slots and rounds."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import ConfigError
+from apportion.ir.loops.jit import jit
+from apportion.planner.options import Count
+from apportion.planner.problem import Pass, raise_to
+from apportion.planner.route.trees import Ring as RingRoute
+from apportion.planner.route.trees import Routed, RoutePass, depths, join
+from apportion.planner.schedule.double_ring import DoubleRing, Windowed
+from apportion.planner.solvers.colouring.matching import max_degree
+from apportion.planner.solvers.contracts import ColouringProblem
+from apportion.planner.solvers.use import ColouringSolver
+from apportion.planner.tasks.tasks import Edges
+
+# When tasks run that need no tile: before the first round is waited for, after the last, or spread over the stages so
+# that a rank's work is even.
+Local = Literal["first", "last", "even"]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Tiles without relays: slot int32 [tiles]; `slots` of them in all, `coalesce` to a round."""
+
+    slot: Ints
+    slots: int
+    max_degree: int
+    coalesce: int
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.slots // self.coalesce)
+
+    @property
+    def round(self) -> Ints:
+        return self.slot // self.coalesce
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which round each edge travels in.
+
+    round: int32 [edges], numbered in the order in which rounds are waited for; a relay comes after its parent.
+    when: int64 [rounds], never falling: a round may start once those more than `buffers` - 1 before it are used up.
+    channel: int64 [rounds]. slots: matchings in all rounds. local: when tasks run that need no tile. division: int64
+    [rounds], rising: the part of the phase that needs each round first; then tasks run in their own parts.
+    own: int32 [blocks], instead of `local`: the stage, 0 to rounds, in which tasks run whose keys, of that block, are
+    at home. back: int64 [edges], on which of as many channels what each edge's tile adds up leaves; None: its round's.
+    """
+
+    routed: Routed
+    round: Ints
+    when: Ints
+    channel: Ints
+    slots: int
+    buffers: int
+    local: Local = "first"
+    division: Ints | None = None
+    own: Ints | None = None
+    beside_exchange: int = 0
+    back: Ints | None = None
+
+    @property
+    def edges(self) -> Edges:
+        return self.routed.edges
+
+    @property
+    def rounds(self) -> int:
+        return len(self.when)
+
+    @property
+    def levels(self) -> int:
+        """Waves in which returns reach their homes behind the last round."""
+        relayed = not self.routed.carry and bool((self.edges.parent >= 0).any())
+        return (2 if relayed else 1) if self.rounds else 0
+
+    @property
+    def tails(self) -> int:
+        """Stages of tasks that need no tile, behind the last round: the last returns travel meanwhile."""
+        return max(2 if self.beside_exchange else 0, self.levels)
+
+    @property
+    def leads(self) -> int:
+        """Stages before the first round."""
+        return 2 if self.beside_exchange else 1
+
+    @property
+    def stages(self) -> int:
+        """One after each round, and those before and behind all."""
+        return self.leads + self.rounds + self.tails
+
+    @cached_property
+    def after(self) -> list[int]:
+        """[rounds] the last round that must have arrived before each can start; -1: none."""
+        after = np.full(self.rounds, -1, np.int32)
+        relays = np.flatnonzero(self.edges.parent >= 0)
+        raise_to(after, self.round[relays], self.round[self.edges.parent[relays]])
+        return [int(round_) for round_ in after]
+
+
+# `auto` makes this few rounds, because ranks wait for each other in every one, but keeps so many that some overlap
+# others; with relays they are twice as long, as a tile then passes through two. (FCP, section 4.2, coalesces four
+# blocks; simulated with 8 to 256 ranks, four long rounds are as fast as many or up to 30 % faster.)
+AUTO_ROUNDS = 4
+# Unless they would have more than this many tokens a rank, because so many rows are held at a time.
+AUTO_ROUND_TOKENS = 131072
+# Rounds between the arrival of a tile that is relayed and the wait for it where it is relayed to: with one, little is
+# computed meanwhile (simulated on 64 ranks: 10 % slower), with three nothing is gained.
+RELAY_LAG = 2
+
+
+class SchedulePass(Pass, Protocol):
+    """Says in which rounds tiles travel.
+
+    route: the route that the schedule is itself, where it is one. exchange: what puts the rows that go between the
+    ranks of a group into rounds."""
+
+    @property
+    def route(self) -> RoutePass | None:
+        return None
+
+    @property
+    def exchange(self) -> Matchings:
+        return Matchings()
+
+    def tiles(self, edges: Edges, shared: bool) -> Routed | None:
+        """Larger tiles, before they are routed, or None for the star as it is; shared: whether a route shares those
+        that several ranks need, which must then stay the same for all."""
+        return None
+
+    @abstractmethod
+    def __call__(self, routed: Routed, ranks: int) -> Schedule: ...
+
+
+@dataclass(frozen=True)
+class Matchings(SchedulePass):
+    """Every slot is a matching; there are exactly as many as the busiest rank has tiles to send or receive (FCP,
+    section 4.2). Relays follow, each level in rounds of its own on another channel.
+
+    coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
+    local: when tasks run that need no tile. order: which tiles travel first, where they differ: any, or the longest or
+    shortest, so that those of a round are alike. solver: of kind colouring.
+    """
+
+    coalesce: Count | Literal["auto"] = "auto"
+    buffers: Count = 3
+    local: Local = "even"
+    order: Literal["any", "longest", "shortest"] = "any"
+    solver: ColouringSolver = ColouringSolver("matching")
+
+    @property
+    def exchange(self) -> Matchings:
+        return self
+
+    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+        edges, depth = routed.edges, depths(routed.edges.parent)
+        roots, levels = np.flatnonzero(depth == 0), 1 + int(depth.max(initial=0))
+        first = self.slots(edges.src[roots], edges.dst[roots], edges.rows[roots], ranks, min(levels, 2))
+        if levels == 1:
+            when = np.arange(first.rounds)
+            return Schedule(
+                routed, first.round, when, np.zeros_like(when), first.slots, self.buffers, self.local
+            )
+        # a relay that arrives with a later round is used before that is waited for
+        keys, round_ = _rounds(edges.parent, depth, first.round, levels)
+        channel = np.minimum(levels - 1 - keys % levels, 1)
+        slots = first.slots + degrees(edges, round_, np.flatnonzero(keys % levels < levels - 1), ranks)
+        return Schedule(routed, round_, keys // levels, channel, slots, self.buffers, self.local)
+
+    def slots(self, src: Ints, dst: Ints, rows: Ints, ranks: int, times: int = 1) -> Slots:
+        """Slots of the tiles src -> dst of so many rows each, integers [tiles]; automatic rounds are `times` as
+        long."""
+        slot = self._slot(src, dst, rows, ranks)
+        slots = int(slot.max()) + 1 if len(slot) else 0
+        return Slots(slot, slots, max_degree(src, dst, ranks), self._coalesce(slots, rows, times))
+
+    def _slot(self, src: Ints, dst: Ints, rows: Ints, ranks: int) -> Ints:
+        if self.order == "any" or not len(rows):
+            return self._colour(src, dst, ranks)
+        by_length = np.argsort(-rows, kind="stable")
+        slot = np.empty(len(rows), np.int32)
+        slot[by_length] = self._colour(src[by_length], dst[by_length], ranks)
+        longest = np.zeros(int(slot.max()) + 1, np.int64)
+        np.maximum.at(longest, slot, rows)
+        place = np.empty(len(longest), np.int32)
+        place[np.argsort(-longest if self.order == "longest" else longest, kind="stable")] = np.arange(
+            len(longest)
+        )
+        return place[slot]
+
+    def _colour(self, src: Ints, dst: Ints, ranks: int) -> Ints:
+        return self.solver(ColouringProblem(src, dst, ranks)).colour
+
+    def _coalesce(self, slots: int, rows: Ints, times: int) -> int:
+        if self.coalesce != "auto":
+            return self.coalesce
+        mean = int(rows.sum()) // len(rows) if len(rows) else 1
+        return max(1, min(times * AUTO_ROUND_TOKENS // max(1, mean), -(-slots // AUTO_ROUNDS)))
+
+
+@jit
+def _rounds(parent: Ints, depth: Ints, first: Ints, levels: int) -> tuple[Ints, Ints]:
+    """int64 [rounds], rising: time * levels + levels - 1 - depth of the edges of each round; and int32 [edges], the
+    round of each edge. Those that leave home, one after another, have the times `first`, relays a later one than what
+    brings their tile."""
+    time, most, roots = np.empty(len(parent), np.int64), 0, 0
+    for edge in range(len(parent)):
+        if parent[edge] < 0:
+            time[edge] = first[roots]
+            roots += 1
+        else:
+            time[edge] = time[parent[edge]] + RELAY_LAG
+        most = max(most, time[edge])
+    number = np.full((most + 1) * levels, -1, np.int32)
+    for edge in range(len(parent)):
+        number[time[edge] * levels + levels - 1 - depth[edge]] = 0
+    keys, round_ = np.flatnonzero(number == 0), np.empty(len(parent), np.int32)
+    for one in range(len(keys)):
+        number[keys[one]] = one
+    for edge in range(len(parent)):
+        round_[edge] = number[time[edge] * levels + levels - 1 - depth[edge]]
+    return keys, round_
+
+
+def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
+    """Matchings that these rounds split into: the largest degree of each."""
+    if not len(edges):
+        return 0
+    round_ = round_.astype(np.int32, copy=False)
+    return int(_degrees(edges.src, edges.dst, round_, int(round_.max()) + 1, ranks)[rounds].sum())
+
+
+@jit
+def _degrees(src: Ints, dst: Ints, round_: Ints, rounds: int, ranks: int) -> Ints:
+    """int64 [rounds]: the most edges of each that one rank sends or receives."""
+    used, most = np.zeros((2, rounds * ranks), np.int64), np.zeros(rounds, np.int64)
+    for edge in range(len(src)):
+        one = round_[edge]
+        sent, received = np.int64(one) * ranks + src[edge], np.int64(one) * ranks + dst[edge]
+        used[0, sent] += 1
+        used[1, received] += 1
+        most[one] = max(most[one], used[0, sent], used[1, received])
+    return most
+
+
+@dataclass(frozen=True)
+class Ring(SchedulePass):
+    """Ring attention (Liu et al., 2023): in each of N - 1 rounds every rank passes on what the one before brought it.
+
+    over: see the ring route. turns: rings of one size after another, the largest first, as Megatron-Core's hybrid
+    context parallelism runs its groups; else all rings at once. window: ranks of an inner ring (Double-Ring-Attention
+    of LoongTrain, Gu et al., 2024): a tile goes around the ranks of its window while it is on its way to the next
+    window, in rounds on a channel of their own, and so do gradients. It must divide the ranks of a ring, unless that
+    has no more; "node": the largest that divides these and the ranks of a node; None, and 1: a single ring.
+    Raises ConfigError.
+    """
+
+    over: Literal["ranks", "holders"] = "ranks"
+    turns: bool = False
+    window: Count | Literal["node"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.turns and self.window is not None:
+            rule = "goes without `turns`: all rings are under way at once"
+            raise ConfigError("recipe.schedule.ring.window", self.window, rule, "leave one of the two out")
+
+    @property
+    def route(self) -> RoutePass:
+        """A ring is its own route."""
+        return RingRoute(self.over) if self.window is None else DoubleRing(self.over, self.window)
+
+    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+        if isinstance(routed, Windowed):
+            return _in_windows(routed, ranks)
+        edges, ring = routed.edges, routed.ring
+        if ring is None:
+            raise ConfigError("recipe.steps.schedule", "ring", "needs tiles on rings", "leave the route out")
+        time = _hops(edges.parent) + (_turns(ring) if self.turns else 0)
+        when, round_ = np.unique(time, return_inverse=True)
+        slots = degrees(edges, round_, np.arange(len(when)), ranks)
+        channel = np.zeros(len(when), np.int64)
+        return Schedule(routed, round_.astype(np.int32), np.arange(len(when)), channel, slots, buffers=2)
+
+
+def _in_windows(routed: Windowed, ranks: int) -> Schedule:
+    """A round a hop; hops between windows apart, on a channel of their own, started as soon as the tile is there."""
+    edges = routed.edges
+    keys, round_ = np.unique(2 * routed.hop + routed.between, return_inverse=True)
+    slots = degrees(edges, round_, np.arange(len(keys)), ranks)
+    # only the way of the tiles keeps a round back: no rank has more than one of either kind under way
+    when, back = np.zeros(len(keys), np.int64), routed.back.astype(np.int64)
+    return Schedule(routed, round_.astype(np.int32), when, keys & 1, slots, buffers=2, back=back)
+
+
+def _hops(parent: Ints) -> Ints:
+    """int64 [edges]: how far from its home each edge of a chain starts; chains lie hop after hop."""
+    index = np.arange(len(parent))
+    return index - np.maximum.accumulate(np.where(parent < 0, index, 0)) if len(parent) else index
+
+
+def _turns(ring: Ints) -> Ints:
+    """int64 [edges]: rounds of larger rings that come before."""
+    sizes = np.unique(ring)[::-1]
+    before = np.cumsum(sizes - 1) - (sizes - 1)
+    return np.asarray(before[np.searchsorted(-sizes, -ring)], np.int64)
+
+
+@dataclass(frozen=True)
+class Gather(SchedulePass):
+    """Everything in one round, as an all-gather of KV does it; relays in one more round a level.
+
+    local: when tasks run that need no tile: while it is under way, or after it. whole: what leaves a rank leaves it as
+    one tile for all that need any of it, as the collective does it; else everybody receives what it needs.
+    """
+
+    local: Local = "last"
+    whole: bool = False
+
+    def tiles(self, edges: Edges, shared: bool) -> Routed:
+        if shared and not self.whole:
+            return Routed(edges, np.arange(len(edges), dtype=np.int32))
+        return join(edges, self.whole)
+
+    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+        depth = depths(routed.edges.parent)
+        # no rank is everybody's first: each begins with its next neighbour
+        routed = routed.take(np.lexsort(((routed.edges.dst - routed.edges.src) % ranks, depth)))
+        levels, round_ = np.unique(depths(routed.edges.parent), return_inverse=True)
+        slots = degrees(routed.edges, round_, np.arange(len(levels)), ranks)
+        channel, when = np.zeros(len(levels), np.int64), np.arange(len(levels))
+        return Schedule(routed, round_.astype(np.int32), when, channel, slots, len(levels), self.local)

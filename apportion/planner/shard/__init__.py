@@ -1,0 +1,1 @@
+"""The token axis cut into blocks."""

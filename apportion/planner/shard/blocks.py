@@ -1,0 +1,254 @@
+"""Cut the token axis into blocks and tie blocks into pieces (FCP, section 4.1).
+
+sequence   |------------------------------|      |--| |-| |----|
+blocks     |   0   |   1   |   2   |  3   |      |    one      |     short neighbours share a block
+pieces         A       B       B      A                C             zig-zag pairs where later rows see more keys
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from apportion.ir.arrays import Ints, group_of, offsets, within
+from apportion.ir.isa import PHASES, Tensor
+from apportion.ir.loops.jit import jit
+from apportion.ir.masks.areas import area_of
+from apportion.ir.request.batch import Batch
+from apportion.planner.cost import bands_us
+from apportion.planner.options import Count
+from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums
+from apportion.planner.solvers.contracts import Partition, PartitionProblem
+from apportion.planner.solvers.status import Limit
+from apportion.planner.solvers.use import PartitionSolver
+
+# The largest block that `auto` tries: kernels gain little from longer ones (FCP, section 7: 2K on its GPUs).
+LARGEST_AUTO_BLOCK = 2048
+# Below it, multiples of the kernels' own tile.
+AUTO_STEP = 128
+# `auto` wants the heaviest piece to weigh at most this share of the mean load,
+AUTO_SHARE = 0.5
+# and LPT's busiest rank to have at most this much more than the mean, else the block shrinks by this factor; not below
+# a step, or so many blocks a rank: what then is uneven is not for want of small blocks.
+AUTO_IMBALANCE, AUTO_SHRINK, AUTO_BLOCKS = 0.01, 0.75, 16
+# All this as long as the plan has no more tasks than this, in all or a rank: half the block is four times the tasks.
+# There `auto` also tries the steps that it passed over, and what is not even then is said (Limit.TASKS).
+AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
+
+
+@dataclass(frozen=True)
+class Blocks(ShardPass):
+    """Fixed blocks of `block` tokens, or (`auto`) as large as no piece is heavier than half the mean load and LPT's
+    busiest rank is within 1 % of it.
+
+    zigzag: tie block i and block m-1-i of a sequence whose last rows see at least twice the keys of its first. solver:
+    of kind partition, whose busiest rank is looked at.
+    """
+
+    block: Count | Literal["auto"] = "auto"
+    zigzag: bool = True
+    solver: PartitionSolver = PartitionSolver("lpt")
+
+    def __call__(self, problem: Problem) -> Shards:
+        if self.block != "auto":
+            return cut(problem, self.block, self.zigzag)
+        block = LARGEST_AUTO_BLOCK
+        while True:
+            shards = cut(problem, block, self.zigzag)
+            factor, found = _too_coarse(problem, shards, self.solver)
+            if factor == 1 or block == 1:
+                return shards if found is None else replace(shards, solved=(self.solver, found))
+            block = _smaller(block, factor)
+            if not _affordable(problem, block):
+                return self._affordable(problem, shards)
+
+    def _affordable(self, problem: Problem, last: Shards) -> Shards:
+        """Where smaller blocks would be too many tasks: of the steps that are not, the largest that end even with what
+        is left over cut to the room that there is; else those that end the least uneven, which say why."""
+        best, least = last, _imbalance(problem, last, self.solver)
+        for block in range(LARGEST_AUTO_BLOCK, 0, -AUTO_STEP):
+            if not _affordable(problem, block):
+                break
+            shards = cut(problem, block, self.zigzag)
+            found = _imbalance(problem, shards, self.solver)
+            if found <= AUTO_IMBALANCE:
+                return shards
+            if found < least:
+                best, least = shards, found
+        return best if least <= AUTO_IMBALANCE else replace(best, limit=Limit.TASKS)
+
+
+def pieces_to_ranks(problem: Problem, shards: Shards, felt: Ints) -> PartitionProblem:
+    """Pieces to ranks, those of a sequence better on few nodes. felt: int64 [blocks], what is balanced."""
+    weights = shards.piece_weights if felt is shards.weight else shards.per_piece(felt)
+    sizes = shards.per_piece(shards.lengths)
+    sequences = np.empty(shards.pieces, np.int64)
+    # neighbours that share a block have equal home_ranks (see `_cut_axis`), so its first sequence tells
+    sequences[shards.piece] = np.searchsorted(problem.batch.starts, shards.starts[:-1], "right") - 1
+    homes, nodes = problem.batch.home_ranks, np.arange(problem.ranks) // problem.cluster.ranks_per_node
+    allowed = [homes.get(sequence) for sequence in sequences.tolist()] if homes else None
+    return PartitionProblem(weights, sizes, problem.token_caps, problem.speeds, allowed, sequences, nodes)
+
+
+def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> float:
+    """What the busiest rank has above the mean, over it: `place lpt` fills what is left over into the room of the
+    lightest ranks, here by the mean weight of a token of each block."""
+    case = pieces_to_ranks(problem, shards, shards.weight)
+    weights, sizes, bins = case.weights, case.sizes, solver(case).bin
+    there = bins >= 0
+    load = exact_sums(bins[there], weights[there], problem.ranks).astype(np.float64)
+    room = problem.token_caps - exact_sums(bins[there], sizes[there], problem.ranks)
+    left = np.flatnonzero(~there[shards.piece])
+    order = np.argsort(load / problem.speeds, kind="stable")
+    until, edges = np.cumsum(shards.lengths[left]), offsets(room[order])
+    for block, end in zip(left.tolist(), until.tolist(), strict=True):
+        begin, size = end - int(shards.lengths[block]), int(shards.lengths[block])
+        part = np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin)
+        load[order] += np.maximum(part, 0) * (float(shards.weight[block]) / size)
+    return float((load / problem.speeds).max() * problem.speeds.sum() / max(1, int(weights.sum()))) - 1
+
+
+def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> tuple[float, Partition | None]:
+    """By what factor the block should shrink, 1 where it need not; and what the solver found, if it was asked."""
+    case = pieces_to_ranks(problem, shards, shards.weight)
+    weights = case.weights
+    mean, heaviest = float(weights.sum() / problem.speeds.sum()), float(weights.max())
+    if heaviest > AUTO_SHARE * mean:
+        return AUTO_SHARE * mean / heaviest, None
+    if shards.block_tokens <= min(AUTO_STEP, problem.batch.tokens // (AUTO_BLOCKS * problem.ranks)):
+        return 1.0, None
+    found = solver(case)
+    bins, there = found.bin, found.bin >= 0
+    load = exact_sums(bins[there], weights[there], problem.ranks)
+    busiest, left_over = float((load / problem.speeds).max()), float(weights[~there].sum())
+    even = busiest <= (1 + AUTO_IMBALANCE) * mean and left_over <= AUTO_IMBALANCE * mean
+    return 1.0 if even else AUTO_SHRINK, found
+
+
+def _smaller(block: int, factor: float) -> int:
+    """The block times `factor` (a piece weighs about in proportion to its block), in whole steps, and smaller."""
+    wanted = int(block * factor)
+    step = next(step for step in (AUTO_STEP, 16, 1) if wanted >= step or step == 1)
+    return max(1, min(wanted // step * step, block - 1))
+
+
+def _affordable(problem: Problem, block: int) -> bool:
+    pairs = max(problem.batch.area(kind) for kind in problem.batch.kinds)
+    return pairs // block**2 <= max(AUTO_TASKS, AUTO_TASKS_PER_RANK * problem.ranks)
+
+
+def cut(problem: Problem, block: int, zigzag: bool) -> Shards:
+    """Blocks of `block` tokens of every sequence; neighbours shorter than a block share one."""
+    batch = problem.batch
+    starts, owner = _cut_axis(batch.starts, _home_groups(batch), block)
+    weight = row_weights(problem, starts)
+    piece = _pairs(owner, weight, np.diff(starts)) if zigzag else np.arange(len(owner))
+    return Shards(starts, piece, weight, block)
+
+
+def _home_groups(batch: Batch) -> Ints:
+    """int64 [sequences]: equal numbers for equal `home_ranks`; only such sequences may share a block."""
+    group = np.zeros(len(batch.lengths), np.int64)
+    numbers: dict[tuple[int, ...], int] = {}
+    for sequence, homes in batch.home_ranks.items():
+        group[sequence] = 1 + numbers.setdefault(homes, len(numbers))
+    return group
+
+
+@jit
+def _cut_axis(sequence_starts: Ints, home_group: Ints, block: int) -> tuple[Ints, Ints]:
+    """Starts of all blocks (and the end), and of each block the long sequence it belongs to, or -1."""
+    sequences = len(sequence_starts) - 1
+    most = sequences
+    for s in range(sequences):
+        most += (sequence_starts[s + 1] - sequence_starts[s]) // block
+    starts, owner = np.empty(most + 1, np.int64), np.empty(most, np.int64)
+    count, shared_end = 0, -1  # shared_end: end of the open block of short sequences, -1 if none is open
+    for s in range(sequences):
+        begin, end = sequence_starts[s], sequence_starts[s + 1]
+        if end - begin < block:
+            apart = s > 0 and home_group[s] != home_group[s - 1]
+            if shared_end < 0 or apart or end - starts[count - 1] > block:
+                starts[count], owner[count] = begin, -1
+                count += 1
+            shared_end = end
+            continue
+        shared_end = -1
+        for at in range(begin, end, block):
+            starts[count], owner[count] = at, s
+            count += 1
+    starts[count] = sequence_starts[sequences]
+    return starts[: count + 1].copy(), owner[:count].copy()
+
+
+def row_weights(problem: Problem, starts: Ints) -> Ints:
+    """int64 [blocks]: pairs that the queries of each block see, summed over kinds times layers."""
+    weight = np.zeros(len(starts) - 1, np.int64)
+    for kind, bands in problem.bands.items():
+        weight += problem.layers[kind] * row_areas(bands, starts)
+    return weight
+
+
+def row_areas(bands: Ints, starts: Ints) -> Ints:
+    """int64 [blocks]: pairs of `bands` whose query lies in each block."""
+    return _row_areas(np.ascontiguousarray(bands), starts)
+
+
+@jit
+def _row_areas(bands: Ints, starts: Ints) -> Ints:
+    found = np.zeros(len(starts) - 1, np.int64)
+    for band in range(len(bands)):
+        q0, q1, k0, k1, dmin, dmax = bands[band]
+        first, end = np.searchsorted(starts, q0, "right") - 1, np.searchsorted(starts, q1)
+        for block in range(first, end):
+            low, high = max(q0, starts[block]), min(q1, starts[block + 1])
+            found[block] += area_of(low, high, k0, k1, dmin, dmax)
+    return found
+
+
+def row_times(problem: Problem, starts: Ints) -> Ints:
+    """int64 [blocks]: nanoseconds at speed 1 of what the queries of each block see, each band as one task with all
+    heads, and of the statistics of home rows; both phases, summed over kinds times layers."""
+    model, cost, lengths = problem.model, problem.cost, np.diff(starts)
+    statistics = (
+        model.row_bytes(Tensor.DO) + model.q_heads * model.output_bytes + model.row_bytes(Tensor.DELTA)
+    )
+    time = sum(problem.layers.values()) * cost.moved_us(statistics * lengths)
+    for kind, bands in problem.joined_bands.items():
+        block, part = rows_of_blocks(bands, starts)
+        for phase in PHASES:
+            spent = bands_us(cost, model, phase, part)
+            time = time + problem.layers[kind] * np.bincount(block, spent, len(lengths))
+    return np.rint(1e3 * time).astype(np.int64)
+
+
+def rows_of_blocks(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
+    """(block, band): every band, int64 [n, 6], cut by query block."""
+    first = np.searchsorted(starts, bands[:, 0], "right") - 1
+    last = np.searchsorted(starts, bands[:, 1], "left")
+    counts = np.maximum(last - first, 0)
+    band = group_of(counts)
+    block = within(counts) + first[band]
+    part = bands[band]
+    part[:, 0] = np.maximum(part[:, 0], starts[block])
+    part[:, 1] = np.minimum(part[:, 1], starts[block + 1])
+    return block, part
+
+
+@jit
+def _pairs(owner: Ints, weight: Ints, lengths: Ints) -> Ints:
+    """Piece of each block: blocks i and m-1-i of a rising sequence share one; any other block is its own."""
+    piece, pieces, first = np.empty(len(owner), np.int64), 0, 0
+    while first < len(owner):
+        end = first + 1
+        while end < len(owner) and owner[first] >= 0 and owner[end] == owner[first]:
+            end += 1
+        count, last = end - first, end - 1
+        rising = count > 1 and weight[last] / lengths[last] >= 2 * (weight[first] / lengths[first])
+        for block in range(count):
+            piece[first + block] = pieces + (min(block, count - 1 - block) if rising else block)
+        pieces += (count + 1) // 2 if rising else count
+        first = end
+    return piece

@@ -1,0 +1,1 @@
+"""A bipartite multigraph into matchings."""

@@ -1,0 +1,56 @@
+"""As few matchings as can be, the fullest first: one min-cost flow after the other.
+
+Ranks that send or receive less than the busiest get edges of padding, so that all have the same degree; such a
+multigraph has a perfect matching whatever perfect matching is taken out of it (König, 1916). Each flow takes one that
+has as few edges of padding as can be. Flows of one unit a rank are an assignment, which scipy solves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from apportion.ir.arrays import Ints, offsets
+from apportion.planner.solvers.colouring.matching import matchings, max_degree
+from apportion.planner.solvers.contracts import Colouring, ColouringProblem
+from apportion.planner.solvers.status import Budget, Limit, Status, Termination
+
+# of pairs without an edge: more than any matching of padding costs
+_NEVER = 1e6
+
+
+def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
+    """OPTIMAL, always: after the deadline, or so many flows (steps), König's colours for what is left, and the limit
+    is named."""
+    src, dst, ranks = problem.src, problem.dst, problem.ranks
+    degree = max_degree(src, dst, ranks)
+    left, padding = _counts(src, dst, ranks), _padding(src, dst, ranks, degree)
+    edges = np.argsort(src.astype(np.int64) * ranks + dst, kind="stable")
+    first = offsets(left.reshape(-1))[:-1].reshape(ranks, ranks)  # of each pair, the next edge in `edges`
+    colour, clock = np.full(len(src), -1, np.int32), budget.start()
+    for number in range(degree):
+        if clock.expired or number == budget.steps:
+            limit = Limit.TIME if clock.expired else Limit.STEPS
+            rest = np.flatnonzero(colour < 0)
+            colour[rest] = number + matchings(src[rest], dst[rest], ranks)
+            return Colouring(colour, Termination(Status.OPTIMAL, float(degree), float(degree), limit))
+        cost = np.where(left > 0, 0.0, np.where(padding > 0, 1.0, _NEVER))
+        rows, columns = linear_sum_assignment(cost)
+        real = left[rows, columns] > 0
+        colour[edges[first[rows, columns][real]]] = number
+        first[rows[real], columns[real]] += 1
+        left[rows[real], columns[real]] -= 1
+        padding[rows[~real], columns[~real]] -= 1
+    return Colouring(colour, Termination(Status.OPTIMAL, float(degree), float(degree)))
+
+
+def _counts(src: Ints, dst: Ints, ranks: int) -> Ints:
+    """int64 [ranks, ranks]: edges of each pair."""
+    return np.bincount(src.astype(np.int64) * ranks + dst, minlength=ranks * ranks).reshape(ranks, ranks)
+
+
+def _padding(src: Ints, dst: Ints, ranks: int, degree: int) -> Ints:
+    """int64 [ranks, ranks]: edges that bring all ranks to the degree, first senders to first receivers."""
+    lacks = [degree - np.bincount(ends, minlength=ranks) for ends in (src, dst)]
+    ends = [np.repeat(np.arange(ranks), lack) for lack in lacks]
+    return _counts(ends[0], ends[1], ranks)

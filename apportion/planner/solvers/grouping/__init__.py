@@ -1,0 +1,1 @@
+"""Groups of ranks, and sequences to groups."""

@@ -1,0 +1,309 @@
+"""Group sizes, and sequences to groups, so that the slowest group is quick (FlexSP, section 4).
+
+From both sides: a greedy mix and local search (`mixing`) give answers; integer programs (`mixed_programs`) give bounds
+and better answers. First the small program is asked for time limits between the bound and the best answer, by
+bisection: each no raises the bound, each yes proposes counts of groups to the search. What gap is left goes to the
+program of a few groups at a time, started from what they hold. A small problem is given to that program as a whole,
+whose own bound counts, so that the answer is proven.
+
+FlexSP solves one program a count of microbatches under a wall clock. Here the search ends by steps, so that equal
+problems have equal answers, unless a deadline is given and comes first; then the status says FEASIBLE(time).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import CapacityError, MissingDependencyError
+from apportion.planner.solvers.contracts import Grouping, GroupingProblem
+from apportion.planner.solvers.grouping.mixing import Mix, anneal, greedy_mix, improve, mix_of, polish
+from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
+
+#: nodes of each search tree where the budget says nothing
+DEFAULT_NODES = 100
+# For this many sequences x ranks (larger problems get as much work in all, not each):
+_USUAL_SIZE = 4096
+# counts of groups that local search tries; of the best of them, how many are annealed, in so many steps; of the best
+# of those, how many are kicked how often
+_STEPS, _ANNEALED, _ANNEALS, _POLISHED, _KICKS = 1500, 40, 100_000, 12, 500
+# effort of the searches that follow each program
+_BRIEF = 0.4
+# searches after the last program, each with draws of its own
+_LAST = 2
+# local search does not aim below this share of the best value: what it cannot reach only misleads it
+_AIM = 0.985
+# bisection ends here: what is left is not for want of a better limit
+_PROBES, _FINE = 16, 1.001
+# so many that their nodes did not decide end it too: those that would follow are as hard
+_UNDECIDED = 2
+# a problem of at most this many choices is given to its program as a whole
+_COMPLETE = 1200
+# how many parts of a larger one are solved, and the choices of each
+_PARTS, _PART = 6, 150
+# a part of more is left: it is two groups of very many sequences, where a program says less than local search
+_MOST_PART = 600
+# HiGHS keeps constraints within 1e-6
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is known: the best mix, a lower bound, counts of groups that no program has refuted, and
+    how many programs were asked or searches made, which seeds the next."""
+
+    best: Mix | None
+    bound: float
+    counts: tuple[int, ...] | None = None
+    probes: int = 0
+
+    def with_mix(self, mix: Mix | None) -> _State:
+        better = mix is not None and (self.best is None or mix.value < self.best.value)
+        return replace(self, best=mix) if better else self
+
+    def seeds(self, columns: int) -> list[tuple[int, ...]]:
+        """Counts of groups to search from."""
+        known = [] if self.best is None else [self.best.counts(columns)]
+        return known if self.counts is None else [*known, self.counts]
+
+    def done(self, budget: Budget) -> bool:
+        return self.best is not None and budget.reached(self.best.value, self.bound)
+
+
+def solve(problem: GroupingProblem, budget: Budget) -> Grouping:
+    """Groups and assignment, never slower than `greedy`'s.
+
+    OPTIMAL where value and bound agree within 1e-6; FEASIBLE(gap) where they are as near as the budget asks;
+    else FEASIBLE or NO_SOLUTION with the limit that came first. Raises CapacityError where a sequence, or all together,
+    are more than the ranks hold, and MissingDependencyError.
+    """
+    clock = budget.start()
+    order, case = _canonical(problem)
+    check_capacity(case)
+    state = _State(None, _simple_bound(case))
+    if not np.isfinite(state.bound):
+        return _no_groups(problem, Termination(Status.INFEASIBLE, state.bound))
+    state = state.with_mix(greedy_mix(case, state.bound))
+    state, limit = _search(case, state, budget, clock)
+    if state.best is None:
+        status = Status.INFEASIBLE if limit is None else Status.NO_SOLUTION
+        return _no_groups(problem, Termination(status, state.bound, limit=limit))
+    return _answer(problem, order, state.best, state.bound, limit)
+
+
+def greedy(problem: GroupingProblem) -> Grouping:
+    """The greedy mix alone, with the simple bound: rank-time over ranks, and the slowest sequence at its quickest."""
+    order, case = _canonical(problem)
+    check_capacity(case)
+    bound = _simple_bound(case)
+    mix = greedy_mix(case, bound) if np.isfinite(bound) else None
+    if mix is None:
+        return _no_groups(problem, Termination(Status.NO_SOLUTION, bound))
+    return _answer(problem, order, mix, bound, None)
+
+
+def check_capacity(problem: GroupingProblem) -> None:
+    """Raises CapacityError where a sequence, or all together, are more than the ranks hold."""
+    degrees = problem.degrees[problem.degrees <= problem.ranks]
+    largest = int(degrees.max(initial=0))
+    longest, total = int(problem.sizes.max(initial=0)), int(problem.sizes.sum())
+    if longest > largest * problem.cap:
+        raise CapacityError(
+            f"a sequence of {longest} tokens: the largest group, {largest} of {problem.ranks} ranks at {problem.cap} "
+            f"tokens each, holds {largest * problem.cap}: use more ranks, a higher cap or a shorter sequence"
+        )
+    if total > problem.ranks * problem.cap:
+        raise CapacityError(
+            f"{total} tokens: {problem.ranks} ranks at {problem.cap} tokens each hold {problem.ranks * problem.cap}: "
+            f"use more ranks, a higher cap or fewer sequences"
+        )
+
+
+def _canonical(problem: GroupingProblem) -> tuple[Ints, GroupingProblem]:
+    """The sequences by falling size, so that their order does not matter, with degrees that there are ranks for and
+    no degree that cannot hold a sequence."""
+    order = np.lexsort((*(-problem.times.T), -problem.sizes))
+    degrees = problem.degrees[problem.degrees <= problem.ranks]
+    times, sizes = problem.times[order][:, : len(degrees)].copy(), problem.sizes[order]
+    times[sizes[:, None] > problem.cap * degrees] = np.inf
+    if not len(degrees):
+        degrees, times = problem.degrees[:1], np.full((len(order), 1), np.inf)
+    return order, replace(problem, times=times, sizes=sizes, degrees=degrees)
+
+
+def _simple_bound(problem: GroupingProblem) -> float:
+    slowest = problem.times.min(1).max(initial=0.0)
+    return float(max(slowest, (problem.times * problem.degrees).min(1).sum() / problem.ranks))
+
+
+def _search(
+    case: GroupingProblem, state: _State, budget: Budget, clock: Clock
+) -> tuple[_State, Limit | None]:
+    if state.done(budget):
+        return state, Limit.GAP
+    _need_programs()
+    nodes = DEFAULT_NODES if budget.steps is None else int(budget.steps)
+    if _is_complete(case):
+        state = _by_local_search(case, state, budget, clock, _BRIEF)
+        return _by_slots(case, state, budget, clock, nodes)
+    state = _by_bisection(case, state, budget, clock, nodes)
+    for _ in range(_LAST):
+        if not state.done(budget):
+            state = replace(_by_local_search(case, state, budget, clock), probes=state.probes + 1)
+    state = _by_parts(case, state, budget, clock, nodes)
+    if state.best is None and not np.isfinite(state.bound):
+        return state, None
+    if state.done(budget):
+        return state, Limit.GAP
+    return state, Limit.TIME if clock.expired else Limit.STEPS
+
+
+def _by_local_search(
+    case: GroupingProblem, state: _State, budget: Budget, clock: Clock, effort: float = 1.0
+) -> _State:
+    """Search from the counts of the best mix and those that no program has refuted."""
+    goal = state.bound * (1 + budget.gap)
+    if state.best is not None:
+        goal = max(goal, _AIM * state.best.value)
+    share = effort * min(1.0, _USUAL_SIZE / (len(case.sizes) * case.ranks))
+    mixes = improve(case, state.seeds(len(case.degrees)), max(20, int(_STEPS * share)), goal, clock)
+    steps = max(1000, int(_ANNEALS * share))
+    tried = [
+        mix if clock.expired else anneal(case, mix, steps, goal, state.probes)
+        for mix in mixes[: max(4, int(_ANNEALED * share))]
+    ]
+    for mix in sorted(tried, key=lambda mix: mix.value)[: max(2, int(_POLISHED * share))]:
+        state = state.with_mix(polish(case, mix, max(20, int(_KICKS * share)), goal, clock, state.probes))
+        if state.done(budget):
+            break
+    return state
+
+
+def _by_bisection(case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int) -> _State:
+    """Raise the bound by what the small program refutes; follow the counts that it finds."""
+    from apportion.planner.solvers.grouping.programs import mix_for
+
+    # without any answer yet, a time that none can exceed
+    most = 4 * float(case.times[np.isfinite(case.times)].sum())
+    high = most if state.best is None else state.best.value
+    # a hair more, so that a value is no more than was asked for above the bound that a no gives
+    limit = high / (1 + max(budget.gap, _FINE - 1)) * (1 + _TOLERANCE)
+    undecided = 0
+    for probe in range(_PROBES):
+        answer = mix_for(case, limit, clock, nodes)
+        undecided += not answer.refuted and answer.counts is None
+        if answer.refuted:
+            state = replace(state, bound=_refuted(state, limit, most), probes=probe + 1)
+        else:
+            high = limit
+            state = replace(state, counts=answer.counts or state.counts, probes=probe + 1)
+            state = _by_local_search(case, state, budget, clock, _BRIEF)
+        high = high if state.best is None else min(high, state.best.value)
+        if state.done(budget) or clock.expired or high <= _FINE * state.bound or undecided == _UNDECIDED:
+            break
+        limit = (max(state.bound, 1e-9 * high) * high) ** 0.5
+    return state
+
+
+def _refuted(state: _State, limit: float, most: float) -> float:
+    """The bound after a no: infinity where even half the time that none can exceed is not enough."""
+    return np.inf if limit >= most / 2 else max(state.bound, limit)
+
+
+def _most_counts(case: GroupingProblem) -> Ints:
+    """int64 [degrees]: groups of each degree that an answer may need."""
+    most: Ints = np.minimum(case.ranks // case.degrees, np.isfinite(case.times).sum(0))
+    return most
+
+
+def _is_complete(case: GroupingProblem) -> bool:
+    return int(_most_counts(case).sum()) * len(case.sizes) <= _COMPLETE
+
+
+def _by_slots(
+    case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int
+) -> tuple[_State, Limit | None]:
+    """The program of the whole problem."""
+    from apportion.planner.solvers.grouping.programs import slots
+
+    mix, run = slots(case, _most_counts(case), state.best, state.bound, clock, nodes, budget.gap)
+    if run.status is Status.INFEASIBLE and state.best is None:
+        return replace(state, bound=np.inf), None
+    state = replace(state.with_mix(mix), bound=max(state.bound, run.bound))
+    return state, Limit.GAP if state.done(budget) else run.limit
+
+
+def _by_parts(case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int) -> _State:
+    """The program of the slowest group and some others, again and again: what they hold, dealt anew among them."""
+    from apportion.planner.solvers.grouping.programs import slots
+
+    draw = np.random.Generator(np.random.PCG64(0))
+    for _ in range(_PARTS):
+        if state.best is None or state.done(budget) or clock.expired:
+            break
+        part = _part(state.best, draw)
+        if np.isin(state.best.group, part).sum() * len(part) > _MOST_PART:
+            continue
+        items = np.flatnonzero(np.isin(state.best.group, part))
+        column = state.best.column[part]
+        start = Mix(column, np.searchsorted(part, state.best.group[items]), state.best.time[part])
+        few = replace(
+            case, times=case.times[items], sizes=case.sizes[items], ranks=int(case.degrees[column].sum())
+        )
+        counts = np.bincount(column, minlength=len(case.degrees))
+        mix, _ = slots(few, counts, start, 0.0, clock, nodes, _FINE - 1)
+        if mix is not None and mix.value < start.value:
+            state = state.with_mix(_merged(case, state.best, part, items, mix))
+    return state
+
+
+def _part(mix: Mix, draw: np.random.Generator) -> Ints:
+    """Numbers of the slowest group and of others, rising: as many as make a program of `_PART` choices."""
+    slowest = int(mix.time.argmax())
+    others = draw.permutation(len(mix.time))
+    order = np.append(slowest, others[others != slowest])
+    held = np.cumsum(np.bincount(mix.group, minlength=len(mix.time))[order])
+    count = max(2, int((held * np.arange(1, len(order) + 1) <= _PART).sum()))
+    part: Ints = np.sort(order[:count])
+    return part
+
+
+def _merged(case: GroupingProblem, mix: Mix, part: Ints, items: Ints, dealt: Mix) -> Mix:
+    """The mix with the groups of a part dealt anew; these are as many of each degree, in the order of degrees."""
+    column, group = mix.column.copy(), mix.group.copy()
+    column[part] = dealt.column
+    group[items] = part[dealt.group]
+    return mix_of(case, column, group)
+
+
+def _need_programs() -> None:
+    for package in ("pulp", "highspy"):
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise MissingDependencyError(package, "solvers", "solver ilp") from error
+
+
+def _no_groups(problem: GroupingProblem, termination: Termination) -> Grouping:
+    none = np.zeros(0, np.int64)
+    return Grouping(none, np.full(len(problem.sizes), -1), none.astype(np.float64), termination)
+
+
+def _answer(problem: GroupingProblem, order: Ints, mix: Mix, bound: float, limit: Limit | None) -> Grouping:
+    """The mix in the caller's order of sequences: empty groups left out, the largest groups first, then the slowest."""
+    used = np.unique(mix.group)
+    ranked = used[np.lexsort((used, -mix.time[used], -mix.column[used]))]
+    place = np.full(len(mix.column), -1)
+    place[ranked] = np.arange(len(ranked))
+    group = np.empty(len(order), np.int64)
+    group[order] = place[mix.group]
+    degree, time = problem.degrees[mix.column[ranked]], mix.time[ranked]
+    return Grouping(degree, group, time, _termination(mix.value, bound, limit))
+
+
+def _termination(value: float, bound: float, limit: Limit | None) -> Termination:
+    if value <= bound * (1 + _TOLERANCE):
+        return Termination(Status.OPTIMAL, min(bound, value), value)
+    return Termination(Status.FEASIBLE, bound, value, limit)

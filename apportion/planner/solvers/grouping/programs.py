@@ -1,0 +1,237 @@
+"""The two integer programs of FlexSP's problem (its section 4), as PuLP models.
+
+`slots` is the whole problem: x[k, g] sequence k in slot g, y[g] slot g is a group, the largest time is least. Equal
+slots are used in order, and the j-th of them takes no sequence before the j-th, which cuts most of their symmetry.
+
+`mix_for` asks less: may some mix keep a time limit T? Groups of a degree are one: x[k, c] sequence k at degree c, n[c]
+groups of it. What n groups hold is bounded by their time and tokens, and by dual feasible functions of both
+(Martello and Toth, 1990; Fekete and Schepers, 2001): numbers f(s) of a sequence's share s of a group whose sum in one
+group is at most 1 whenever the shares' is. With whole numbers for the heaviest sequences and the counts only, it is
+small, and where it has no answer, T is a lower bound. Of many sequences, those of like size are one kind, x[k, c] the
+part of its work done at degree c: each piece of work takes as little as that of any member, so the bound holds, and
+the program does not grow with the sequences.
+
+Needs pulp and highspy: import this inside a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pulp
+
+from apportion.ir.arrays import Bools, Floats, Ints, group_of
+from apportion.planner.solvers.contracts import GroupingProblem
+from apportion.planner.solvers.grouping.mixing import Mix, mix_of
+from apportion.planner.solvers.highs import Run, solve_model
+from apportion.planner.solvers.status import Clock, Status
+
+# the sequences that get whole numbers in `mix_for`: those that need this share of a rank, but not more than so many
+_HEAVY_SHARE, _MOST_HEAVY = 0.2, 32
+# of more sequences than this, the others are taken together in so many kinds
+_MOST_KINDS = 128
+# shares below which a dual feasible function drops a sequence, and above whose complement it counts it whole
+_DROPPED = (0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.45, 0.5)
+# multiples by which others round down
+_MULTIPLES = (1, 2, 3, 4, 5, 6)
+# groups are taken this much larger, so that shares that fill one exactly are not counted above it
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Answer:
+    """refuted: proven that nothing keeps the time limit; counts: groups of each degree where an answer was found."""
+
+    refuted: bool
+    counts: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """Sequences that `mix_for` decides on together. label: int64 [K], the kind of each sequence; part: float64 [K],
+    its weight in the kind, 1 in all; whole: bool [kinds], those of one heavy sequence."""
+
+    label: Ints
+    part: Floats
+    whole: Bools
+
+    def room(self, fits: Bools) -> Floats:
+        """float64 [kinds, degrees]: how much of each kind a degree may take."""
+        rows = [np.bincount(self.label, self.part * column, len(self.whole)) for column in fits.T]
+        most: Floats = np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
+        return most
+
+    def least(self, items: Ints, row: Floats) -> Floats:
+        """float64 [kinds]: what a whole kind takes at least, made of whichever of its `items` take least."""
+        taken = np.full(len(self.whole), np.inf)
+        np.minimum.at(taken, self.label[items], row / self.part[items])
+        return np.where(np.isfinite(taken), taken, 0.0)
+
+
+def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) -> Answer:
+    """Whether some mix may keep a time limit."""
+    fits = problem.times <= limit
+    if not fits.any(1).all():
+        return Answer(True, None)
+    kinds = _kinds(problem, fits, limit)
+    model = pulp.LpProblem("mix", pulp.LpMinimize)
+    chosen, count = _mix_variables(model, problem, kinds, kinds.room(fits))
+    model += pulp.LpAffineExpression([(n, float(d)) for n, d in zip(count, problem.degrees, strict=True)])
+    model += model.objective <= problem.ranks
+    for k in range(len(kinds.whole)):
+        model += _sum(chosen, [(k, c) for c in range(len(count)) if (k, c) in chosen]) == 1
+    for c, variable in enumerate(count):
+        for shares in _shares(problem, kinds, np.flatnonzero(fits[:, c]), c, limit):
+            held = [(chosen[int(k), c], float(shares[k])) for k in np.flatnonzero(shares)]
+            model += pulp.LpAffineExpression([*held, (variable, -1.0)]) <= 0
+    # any answer will do: a gap of 100 % stops at the first
+    run = solve_model(model, clock, nodes, gap=1.0)
+    if run.status in (Status.OPTIMAL, Status.FEASIBLE):
+        return Answer(False, tuple(round(variable.varValue) for variable in count))
+    return Answer(run.status is Status.INFEASIBLE, None)
+
+
+def _kinds(problem: GroupingProblem, fits: Bools, limit: float) -> _Kinds:
+    """One kind a sequence; of many sequences, those of like size and little work together."""
+    work = np.where(fits, problem.times * problem.degrees, np.inf).min(1)
+    heavy = np.zeros(len(work), bool)
+    heavy[np.argsort(-work, kind="stable")[:_MOST_HEAVY]] = True
+    heavy &= work > _HEAVY_SHARE * limit
+    if len(work) <= _MOST_KINDS:
+        return _Kinds(np.arange(len(work)), np.ones(len(work)), heavy)
+    # no weight of zero: any weights give a bound, those by work the best
+    weight = np.maximum(work, 1e-9 * work.max() or 1.0)
+    done = np.cumsum(np.where(heavy, 0.0, weight))
+    band = done * _MOST_KINDS // done[-1]
+    new = heavy | np.roll(heavy, 1) | (band != np.roll(band, 1))
+    new[0] = True
+    label = np.cumsum(new) - 1
+    whole = np.zeros(int(label.max()) + 1, bool)
+    whole[label[heavy]] = True
+    return _Kinds(label, weight / np.bincount(label, weight)[label], whole)
+
+
+def _mix_variables(
+    model: pulp.LpProblem, problem: GroupingProblem, kinds: _Kinds, room: Floats
+) -> tuple[dict[tuple[int, int], pulp.LpVariable], list[pulp.LpVariable]]:
+    chosen = {
+        (int(k), int(c)): model.add_variable(
+            f"x_{k}_{c}", 0, float(room[k, c]), "Integer" if kinds.whole[k] else "Continuous"
+        )
+        for k, c in zip(*np.nonzero(room), strict=True)
+    }
+    most = problem.ranks // problem.degrees
+    return chosen, [model.add_variable(f"n_{c}", 0, int(most[c]), "Integer") for c in range(len(most))]
+
+
+def _shares(
+    problem: GroupingProblem, kinds: _Kinds, items: Ints, column: int, limit: float
+) -> Iterator[Floats]:
+    """Different rows of the kinds' shares, each of which adds up to at most 1 in one group."""
+    seen: set[bytes] = set()
+    room = float(problem.cap * problem.degrees[column]) * (1 + _SLACK)
+    for share in (problem.times[items, column] / (limit * (1 + _SLACK)), problem.sizes[items] / room):
+        for row in (kinds.least(items, row) for row in _dual_feasible(share)):
+            if row.any() and row.tobytes() not in seen:
+                seen.add(row.tobytes())
+                yield row
+
+
+def _dual_feasible(share: Floats) -> Iterator[Floats]:
+    yield share
+    for least in _DROPPED:
+        yield np.where(share > 1 - least, 1.0, np.where(share < least, 0.0, share))
+    for multiple in _MULTIPLES:
+        yield np.floor((multiple + 1) * share) / multiple
+
+
+def _sum(
+    chosen: dict[tuple[int, int], pulp.LpVariable], keys: list[tuple[int, int]]
+) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression([(chosen[key], 1.0) for key in keys])
+
+
+# ---- the whole problem
+
+
+def slots(
+    problem: GroupingProblem,
+    counts: Ints,
+    start: Mix | None,
+    bound: float,
+    clock: Clock,
+    nodes: int,
+    gap: float,
+) -> tuple[Mix | None, Run]:
+    """The best mix with at most `counts` groups of each degree (int64 [degrees]), and how the search ended; bounds
+    are times. The start must be of such counts; the answer is never worse."""
+    column = group_of(counts)
+    worst = np.inf if start is None else start.value
+    unit = start.value if start else float(problem.times[np.isfinite(problem.times)].max())
+    model = pulp.LpProblem("slots", pulp.LpMinimize)
+    x, y, time = _slot_variables(model, problem, column, worst, bound / unit)
+    model += time
+    for k in range(len(problem.times)):
+        model += _sum(x, [(k, g) for g in range(len(column)) if (k, g) in x]) == 1
+    for g, c in enumerate(column):
+        items = [k for k in range(len(problem.times)) if (k, g) in x]
+        spent = [(x[k, g], float(problem.times[k, c] / unit)) for k in items]
+        held = [(x[k, g], float(problem.sizes[k] / (problem.cap * problem.degrees[c]))) for k in items]
+        model += pulp.LpAffineExpression([*spent, (time, -1.0)]) <= 0
+        model += pulp.LpAffineExpression([*held, (y[g], -1.0)]) <= 0
+        if g and column[g - 1] == c:
+            model += y[g] <= y[g - 1]
+    model += (
+        pulp.LpAffineExpression([(y[g], float(problem.degrees[c])) for g, c in enumerate(column)])
+        <= problem.ranks
+    )
+    if start is not None:
+        _start_from(start, column, x, y, time, unit)
+    run = solve_model(model, clock, nodes, gap)
+    found = _read(problem, column, x) if run.status in (Status.OPTIMAL, Status.FEASIBLE) else None
+    return found, Run(run.status, run.limit, run.bound * unit)
+
+
+def _slot_variables(
+    model: pulp.LpProblem, problem: GroupingProblem, column: Ints, worst: float, bound: float
+) -> tuple[dict[tuple[int, int], pulp.LpVariable], list[pulp.LpVariable], pulp.LpVariable]:
+    nth = np.arange(len(column)) - np.searchsorted(column, column)
+    x = {
+        (k, g): model.add_variable(f"x_{k}_{g}", cat="Binary")
+        for k in range(len(problem.times))
+        for g in range(len(column))
+        if nth[g] <= k and np.isfinite(problem.times[k, column[g]]) and problem.times[k, column[g]] <= worst
+    }
+    y = [model.add_variable(f"y_{g}", cat="Binary") for g in range(len(column))]
+    return x, y, model.add_variable("time", max(0.0, bound))
+
+
+def _start_from(
+    start: Mix,
+    column: Ints,
+    x: dict[tuple[int, int], pulp.LpVariable],
+    y: list[pulp.LpVariable],
+    time: pulp.LpVariable,
+    unit: float,
+) -> None:
+    """Values of the start: its groups of a degree take that degree's slots in the order of their first sequences."""
+    used, first = np.unique(start.group, return_index=True)
+    order = used[np.lexsort((first, start.column[used]))]
+    kinds = start.column[order]
+    slot = np.full(len(start.column), -1)
+    slot[order] = np.searchsorted(column, kinds) + np.arange(len(order)) - np.searchsorted(kinds, kinds)
+    for (k, g), variable in x.items():
+        variable.setInitialValue(float(slot[start.group[k]] == g))
+    for g, variable in enumerate(y):
+        variable.setInitialValue(float(g in slot))
+    time.setInitialValue(start.value / unit)
+
+
+def _read(problem: GroupingProblem, column: Ints, x: dict[tuple[int, int], pulp.LpVariable]) -> Mix:
+    group = np.zeros(len(problem.times), np.int64)
+    for (k, g), variable in x.items():
+        if variable.varValue > 0.5:
+            group[k] = g
+    return mix_of(problem, column, group)

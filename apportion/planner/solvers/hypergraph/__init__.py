@@ -1,0 +1,1 @@
+"""Hypergraph partitioning."""

@@ -1,0 +1,165 @@
+"""Mt-KaHyPar (Gottesbüren et al., 2022) for the vertices without tokens, where those with tokens have their homes.
+
+It knows one weight a vertex and one bound: tokens are placed before and fixed, with a weight of 1, for 0 makes it hang
+or die. It is asked for nodes first and for the ranks of all nodes then, each time in a child process under the
+deadline; what it says is checked and repaired, for it also returns partitions that are out of balance. Where it has no
+answer in time, or dies, the greedy's moves decide, and the result's limit says so (time, engine).
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from io import BytesIO
+
+import numpy as np
+
+from apportion.ir.arrays import Ints, group_of, offsets
+from apportion.ir.errors import MissingDependencyError
+from apportion.planner.solvers.contracts import HypergraphProblem, Sides
+from apportion.planner.solvers.hypergraph import mtkahypar_child
+from apportion.planner.solvers.hypergraph.coarse import merge
+from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
+from apportion.planner.solvers.hypergraph.mtkahypar_child import Job, read, write
+from apportion.planner.solvers.hypergraph.solver import better, level, partition
+from apportion.planner.solvers.status import Budget, Clock, Limit
+
+# More free vertices of a job are merged to about so many. On 64 ranks (48,000 cells) 1,000 took 13 s and 10,000 51 s,
+# for no gain.
+MOST_VERTICES = 1_000
+# its weights and the sum of its prices are 32-bit
+_LARGEST = 2**30
+# by path, and without its folder to import from: it needs nothing of ours
+_COMMAND = (sys.executable, "-P", mtkahypar_child.__file__)
+
+
+def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
+    """Raises MissingDependencyError."""
+    if find_spec("mtkahypar") is None:
+        raise MissingDependencyError("mtkahypar", "solvers", "solver mtkahypar")
+    clock = budget.start()
+    return partition(problem, lambda case, homes: _spread(case, homes, clock))
+
+
+def _spread(problem: HypergraphProblem, homes: Ints, clock: Clock) -> tuple[Ints, Limit | None]:
+    """As the greedy's: nodes, then ranks."""
+    per_node, count = problem.ranks_per_node, len(homes)
+    node: Ints = np.zeros(count, np.int64)
+    limit = None
+    if problem.nodes > 1:
+        part = np.where(homes < 0, -1, homes // per_node)
+        everything = [(np.arange(count), 0)]
+        node, limit = _level(problem, everything, part, node, problem.flops_caps[0], problem.nodes, clock)
+    members = [(np.flatnonzero(node == n), n * per_node) for n in range(problem.nodes)]
+    rank, late = _level(problem, members, homes, node * per_node, problem.flops_caps[1], per_node, clock)
+    return rank, limit or late
+
+
+def _level(
+    problem: HypergraphProblem,
+    members: Sequence[tuple[Ints, int]],
+    part: Ints,
+    base: Ints,
+    caps: Ints,
+    span: int,
+    clock: Clock,
+) -> tuple[Ints, Limit | None]:
+    """Parts of one level: the engine's answer repaired, or the greedy's where that is better or there is no other."""
+    graph = graph_of(problem.ptr, problem.pins, problem.price, len(part))
+    asked = part.copy()
+    limit = _asked(graph, problem, members, asked, base, caps, span, clock)
+    found = level(graph, problem, part, base, span, caps)
+    if limit is not None:
+        return found, limit
+    return better(problem, level(graph, problem, asked, base, span, caps), found, caps), None
+
+
+def _asked(
+    graph: Graph,
+    problem: HypergraphProblem,
+    members: Sequence[tuple[Ints, int]],
+    part: Ints,
+    base: Ints,
+    caps: Ints,
+    span: int,
+    clock: Clock,
+) -> Limit | None:
+    """Gives the members of each job a part in [base, base + span) of `part`, in place, where they have none (-1).
+
+    members: (vertices, base) of each job. Returns why the engine has no answer, then nothing is given."""
+    free = part < 0
+    wanted = [(vertices, low) for vertices, low in members if free[vertices].any() and span > 1]
+    merged: Ints = np.arange(len(part))
+    if wanted and free.sum() > MOST_VERTICES * len(wanted):
+        merged = merge(graph, part, base, problem.flops, MOST_VERTICES * len(wanted))
+    coarse = [np.unique(merged[vertices], return_inverse=True)[1] for vertices, _ in wanted]
+    jobs = [
+        _job(problem, vertices, pieces, part, low, caps[low : low + span])
+        for (vertices, low), pieces in zip(wanted, coarse, strict=True)
+    ]
+    found = _run(jobs, clock)
+    if isinstance(found, Limit):
+        return found
+    for (vertices, low), pieces, answer in zip(wanted, coarse, found, strict=True):
+        mine = free[vertices]
+        part[vertices[mine]] = low + answer[pieces][mine]
+    return None
+
+
+def _job(problem: HypergraphProblem, vertices: Ints, merged: Ints, part: Ints, base: int, caps: Ints) -> Job:
+    """The part of the hypergraph that these vertices make, in the engine's numbers."""
+    count = int(merged.max()) + 1
+    place = np.full(len(problem.flops), -1, np.int64)
+    place[vertices] = merged
+    edge_of = group_of(np.diff(problem.ptr))
+    held = place[problem.pins] >= 0
+    pairs = np.unique(edge_of[held] * count + place[problem.pins[held]])
+    sizes = np.bincount(pairs // count, minlength=len(problem.price))
+    wide = sizes > 1
+    pins = (pairs % count)[wide[pairs // count]]
+    flops, fixed = np.zeros(count, np.int64), np.full(count, -1, np.int64)
+    np.add.at(flops, merged, problem.flops[vertices])
+    bound = part[vertices] >= 0
+    fixed[merged[bound]] = part[vertices[bound]] - base
+    scale = min(1.0, _LARGEST / max(1, int(caps.sum())))
+    weights = np.maximum(1, np.rint(flops * scale)).astype(np.int64)
+    own = np.bincount(fixed[fixed >= 0], minlength=len(caps))
+    limits = np.floor(caps * scale).astype(np.int64) + own
+    price = problem.price[wide]
+    spread = _LARGEST / max(1.0, float(price.sum()) * len(caps))
+    prices = np.maximum(1, np.rint(price * min(1.0, spread))).astype(np.int64)
+    return weights, fixed, offsets(sizes[wide]), pins, prices, limits
+
+
+def _run(jobs: list[Job], clock: Clock) -> list[Ints] | Limit:
+    """A partition of each job, or why there is none."""
+    if not jobs:
+        return []
+    if clock.expired:
+        return Limit.TIME
+    stream = BytesIO()
+    write(stream, [np.array([len(jobs)]), *(column for job in jobs for column in job)])
+    try:
+        done = subprocess.run(
+            _COMMAND,
+            input=stream.getvalue(),
+            capture_output=True,
+            timeout=None if math.isinf(clock.left_s) else clock.left_s,
+        )
+        found = read(BytesIO(done.stdout), len(jobs))
+    except subprocess.TimeoutExpired:
+        return Limit.TIME
+    except (OSError, ValueError, EOFError):
+        return Limit.ENGINE
+    right = all(_is_answer(job, answer) for job, answer in zip(jobs, found, strict=True))
+    return found if right else Limit.ENGINE
+
+
+def _is_answer(job: Job, answer: Ints) -> bool:
+    _, fixed, _, _, _, caps = job
+    if answer.shape != fixed.shape or (answer < 0).any() or (answer >= len(caps)).any():
+        return False
+    return bool((answer == fixed)[fixed >= 0].all())

@@ -1,0 +1,292 @@
+"""Balanced k-way partitioning of hypergraphs under two constraints, nodes before ranks (DCP, section 4.2).
+
+Vertices with tokens are placed first (`hypergraph_tokens`), the others follow and both balances are repaired
+(`hypergraph_moves`), first over nodes, then over the ranks of each. An engine may take the place of the second step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.arrays import Bools, Floats, Ints, group_of, offsets
+from apportion.planner.solvers.contracts import HypergraphProblem, Sides
+from apportion.planner.solvers.hypergraph.coarse import contract, merge
+from apportion.planner.solvers.hypergraph.graph import Graph, components, graph_of, spans
+from apportion.planner.solvers.hypergraph.moves import (
+    PASSES,
+    ROUNDS,
+    board_of,
+    refine,
+    regroup,
+    repair,
+    settle,
+    shed,
+)
+from apportion.planner.solvers.hypergraph.tokens import place_tokens
+from apportion.planner.solvers.status import NEVER, Budget, Clock, Limit, Status, Termination
+
+#: (problem, rank of the vertices with tokens) -> a rank for every vertex, and what cut the search
+Engine = Callable[[HypergraphProblem, Ints], tuple[Ints, Limit | None]]
+
+# Free vertices are merged to about so many a rank, where there are more (of 4 to 128, for log-normal batches).
+PIECES = 16
+# rounds of hashing that tell vertices apart by what is around them
+_ROUNDS = 3
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
+    """The greedy. It ends by itself; at a deadline it gives up what would only save bytes."""
+    clock = budget.start()
+    return partition(problem, lambda case, homes: spread(case, homes, clock))
+
+
+def quick(problem: HypergraphProblem, clock: Clock) -> Ints:
+    """int64 [V]: what the greedy begins with, to compare homes by, where all vertices with tokens are fixed. It depends
+    on the order of the vertices."""
+    return spread(problem, problem.bound_to, clock, thorough=False)[0]
+
+
+def partition(problem: HypergraphProblem, engine: Engine) -> Sides:
+    """Homes by our greedy, the rest by an engine, the answer checked.
+
+    FEASIBLE where both constraints hold at both levels, OPTIMAL where the value is the bound, else NO_SOLUTION, or
+    INFEASIBLE where a fixed vertex or a single one is too much."""
+    bound = lower_bound(problem)
+    if _hopeless(problem):
+        return _without(problem, Termination(Status.INFEASIBLE, bound))
+    order, case = canonical(problem)
+    homes = place_tokens(case)
+    if (homes[case.tokens > 0] < 0).any():
+        return _without(problem, Termination(Status.NO_SOLUTION, bound))
+    found, limit = engine(case, homes)
+    rank = np.empty(len(order), np.int64)
+    rank[order] = found
+    if not holds(problem, rank):
+        return _without(problem, Termination(Status.NO_SOLUTION, bound, limit=limit))
+    return answer(problem, rank, bound, limit)
+
+
+def spread(
+    problem: HypergraphProblem, homes: Ints, clock: Clock, thorough: bool = True
+) -> tuple[Ints, Limit | None]:
+    """int64 [V]: ranks for all vertices where those with tokens have their homes, nodes first; and what cut the search.
+    thorough: whether to try all that `level` can."""
+    per_node, free = problem.ranks_per_node, homes < 0
+    graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
+    node = np.where(free, -1, homes // per_node)
+    zero = np.zeros(len(homes), np.int64)
+    if problem.nodes > 1:
+        node = level(graph, problem, node, zero, problem.nodes, problem.flops_caps[0], clock, thorough)
+    else:
+        node = zero
+    base = node * per_node
+    rank = level(graph, problem, homes, base, per_node, problem.flops_caps[1], clock, thorough)
+    return rank, Limit.TIME if clock.expired else None
+
+
+def level(
+    graph: Graph,
+    problem: HypergraphProblem,
+    part: Ints,
+    base: Ints,
+    span: int,
+    cap: Ints,
+    clock: Clock = NEVER,
+    thorough: bool = True,
+) -> Ints:
+    """int64 [V]: parts in [base, base + span) for vertices that have none, and for others without tokens that repair
+    moves. thorough: move groups of vertices too, and on the level of ranks start from pieces as well."""
+    movable, flops = (problem.tokens == 0) & (problem.bound_to < 0), problem.flops
+    found = _moved(graph, flops, part, base, movable, span, cap, clock, thorough)
+    few = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
+    if few or not thorough or clock.expired:
+        return found
+    coarse = _coarsely(graph, flops, part, base, span, cap, clock)
+    return better(problem, found, _moved(graph, flops, coarse, base, movable, span, cap, clock), cap)
+
+
+def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Ints:
+    """The parts, int64 [V], that are less above the caps, and among equals those of less value; `one` of equals."""
+
+    def merit(part: Ints) -> tuple[float, float]:
+        over = np.bincount(part, problem.flops, len(cap)) - cap
+        return max(0.0, float(over.max())), connectivity(problem, part, len(cap))
+
+    return min(one, other, key=merit)
+
+
+def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints, clock: Clock) -> Ints:
+    """The parts where what is free moves in pieces: better for long sequences over many ranks, worse for others."""
+    free = part < 0
+    merged = merge(graph, part, base, flops, PIECES * len(cap))
+    count = int(merged.max()) + 1
+    held, of_base, weight, movable = (np.zeros(count, np.int64) for _ in range(4))
+    held[merged], of_base[merged], movable[merged] = part, base, free
+    np.add.at(weight, merged, flops)
+    coarse = contract(graph, merged, count)
+    return _moved(coarse, weight, held, of_base, movable > 0, span, cap, clock)[merged]
+
+
+def _moved(
+    graph: Graph,
+    flops: Ints,
+    part: Ints,
+    base: Ints,
+    movable: Bools,
+    span: int,
+    cap: Ints,
+    clock: Clock,
+    thorough: bool = True,
+) -> Ints:
+    board = board_of(graph, part, base, movable.astype(np.int64), flops, cap)
+    settle(graph, board, span, np.argsort(-graph.price, kind="stable"))
+    for _ in range(4 * len(part) // ROUNDS + 1):
+        if clock.expired:
+            shed(graph, board, span)
+            return board.part
+        if not repair(graph, board, span, ROUNDS):
+            break
+    refine(graph, board, span, PASSES)
+    if thorough and not clock.expired:
+        regroup(graph, board, span, PASSES)
+        refine(graph, board, span, PASSES)
+    return board.part
+
+
+def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> Sides:
+    """The answer of these ranks, int64 [V], with which both constraints hold, after moves that gain."""
+    graph, span = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.ranks_per_node
+    movable = ((problem.tokens == 0) & (problem.bound_to < 0)).astype(np.int64)
+    board = board_of(graph, rank, rank // span * span, movable, problem.flops, problem.flops_caps[1])
+    regroup(graph, board, span, PASSES)
+    refine(graph, board, span, PASSES)
+    return answer(problem, board.part, lower_bound(problem), limit)
+
+
+def holds(problem: HypergraphProblem, rank: Ints) -> bool:
+    """Whether every vertex has a rank, its own where it is fixed, and both constraints hold for nodes and ranks."""
+    fixed = problem.bound_to
+    if (rank < 0).any() or (rank >= problem.ranks).any() or (rank != fixed)[fixed >= 0].any():
+        return False
+    for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
+        used = np.zeros(problem.ranks, np.int64)
+        np.add.at(used, rank, weights)
+        if (used > caps[1]).any() or (used.reshape(problem.nodes, -1).sum(1) > caps[0]).any():
+            return False
+    return True
+
+
+def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | None) -> Sides:
+    """An answer with what it is worth."""
+    value = connectivity(problem, rank, problem.ranks)
+    between = connectivity(problem, rank // problem.ranks_per_node, problem.nodes)
+    status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
+    end = Termination(status, min(bound, value), value, None if status is Status.OPTIMAL else limit)
+    flops = imbalance(rank, problem.flops, problem.flops_shares)
+    return Sides(rank, between, flops, imbalance(rank, problem.tokens, problem.tokens_shares), end)
+
+
+def imbalance(rank: Ints, weights: Ints, shares: Floats) -> float:
+    """The fullest rank over its share, less 1; 0 where there is no weight."""
+    used = np.bincount(rank, weights, len(shares))
+    total = float(used.sum())
+    return float((used / shares).max() * shares.sum() / total - 1) if total else 0.0
+
+
+def connectivity(problem: HypergraphProblem, part: Ints, parts: int) -> float:
+    """The sum of price times (parts spanned - 1)."""
+    span = spans(problem.ptr, problem.pins, part, parts)
+    return float((problem.price * np.maximum(span - 1, 0)).sum())
+
+
+def lower_bound(problem: HypergraphProblem) -> float:
+    """A hyperedge spans at least the ranks that its vertices are fixed to, and what hangs together and needs n ranks
+    is held together by n - 1 crossings of hyperedges, each at least as dear as its cheapest."""
+    fixed = problem.bound_to
+    by_edge = connectivity(problem, fixed, problem.ranks)
+    count = len(fixed)
+    root = components(problem.ptr, problem.pins, count, np.zeros(count, np.int64), np.ones(count, bool))
+    need = np.ones(count, np.int64)
+    for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
+        total = np.zeros(count, np.int64)
+        np.add.at(total, root, weights)
+        need = np.maximum(need, -(-total // max(1, int(caps[1].max()))))
+    some = np.diff(problem.ptr) > 0
+    cheapest = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(cheapest, root[problem.pins[problem.ptr[:-1][some]]], problem.price[some])
+    split = np.flatnonzero(need > 1)
+    split = split[cheapest[split] < np.iinfo(np.int64).max]
+    return max(by_edge, float(((need[split] - 1) * cheapest[split]).sum()))
+
+
+def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
+    """Vertices and hyperedges in an order that depends on what they are, not on where they stood, so that the value
+    does not depend on it either: by hashes of their weights and of what is around them. Returns the order of the
+    vertices and the problem in it."""
+    mark, edge_mark = _marks(problem)
+    order, edges = np.argsort(mark, kind="stable"), np.argsort(edge_mark, kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    sizes = np.diff(problem.ptr)
+    ptr = offsets(sizes[edges])
+    at = np.arange(len(problem.pins)) + np.repeat(problem.ptr[:-1][edges] - ptr[:-1], sizes[edges])
+    pins = place[problem.pins[at]]
+    pins = pins[np.lexsort((pins, np.repeat(np.arange(len(sizes)), sizes[edges])))]
+    return order, replace(
+        problem,
+        flops=problem.flops[order],
+        tokens=problem.tokens[order],
+        ptr=ptr,
+        pins=pins,
+        price=problem.price[edges],
+        fixed=None if problem.fixed is None else problem.fixed[order],
+    )
+
+
+def _marks(problem: HypergraphProblem) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    edge_of = group_of(np.diff(problem.ptr))
+    own = _mixed(problem.flops, problem.tokens, problem.bound_to)
+    price = _mixed(problem.price)
+    edge_mark = price
+    for _ in range(_ROUNDS):
+        sums = np.zeros(len(price), np.uint64)
+        np.add.at(sums, edge_of, own[problem.pins])
+        edge_mark = _mixed(price, sums)
+        around = np.zeros(len(own), np.uint64)
+        np.add.at(around, problem.pins, edge_mark[edge_of])
+        own = _mixed(own, around)
+    return own, edge_mark
+
+
+def _mixed(*columns: NDArray[Any]) -> NDArray[np.uint64]:
+    """uint64 [n]: a hash of each row (the finaliser of splitmix64)."""
+    mark = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        mark = (mark ^ column.astype(np.uint64)) + _ODD
+        mark = (mark ^ (mark >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mark = (mark ^ (mark >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mark ^= mark >> np.uint64(31)
+    return mark
+
+
+def _hopeless(problem: HypergraphProblem) -> bool:
+    """Whether one vertex, or what is fixed to a rank, is more than a rank may have."""
+    fixed = problem.bound_to
+    for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
+        used = np.zeros(problem.ranks, np.int64)
+        np.add.at(used, fixed[fixed >= 0], weights[fixed >= 0])
+        nodes = used.reshape(problem.nodes, -1).sum(1)
+        if weights.max(initial=0) > caps[1].max() or (used > caps[1]).any() or (nodes > caps[0]).any():
+            return True
+    return False
+
+
+def _without(problem: HypergraphProblem, end: Termination) -> Sides:
+    none = np.full(len(problem.flops), -1, np.int64)
+    return Sides(none, float("inf"), float("inf"), float("inf"), end)

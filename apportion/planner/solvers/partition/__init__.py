@@ -1,0 +1,1 @@
+"""Weighted items to bins."""

@@ -1,0 +1,121 @@
+"""The exact partition: an integer program on HiGHS, started from LPT.
+
+    minimise T;  sum over bins of x[item, bin] = 1;  sum over items of weight * x <= T * speed, of size * x <= cap
+
+Bins of equal speed that every item may use are alike: of the heaviest items, the i-th is kept to the first i of these.
+A program of more choices than `MOST` is not built, and LPT's answer stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.planner.solvers.contracts import Partition, PartitionProblem
+from apportion.planner.solvers.partition import lpt
+from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
+
+# choices (items x bins) of a program
+MOST = 6_000
+# Where the budget says nothing, nodes of the search tree times choices, and nodes at least: seconds, of any size.
+_EFFORT, _LEAST_NODES = 500_000, 10
+# what HiGHS may miss a value by
+_TOLERANCE = 1e-6
+
+
+def solve(problem: PartitionProblem, budget: Budget) -> Partition:
+    """Never worse than LPT. OPTIMAL where value and bound agree; FEASIBLE or NO_SOLUTION with the limit that came
+    first; INFEASIBLE where that is proven; all within 1e-6. Raises MissingDependencyError."""
+    clock, start = budget.start(), lpt.solve(problem, budget)
+    end = start.termination
+    if end.status in (Status.OPTIMAL, Status.INFEASIBLE) or not len(problem.weights):
+        return start
+    if end.value is not None and budget.reached(end.value, end.bound):
+        return replace(start, termination=replace(end, limit=Limit.GAP))
+    if len(problem.weights) * problem.bins > MOST:
+        return replace(start, termination=replace(end, limit=Limit.STEPS))
+    return _by_program(problem, start, budget, clock)
+
+
+def _by_program(problem: PartitionProblem, start: Partition, budget: Budget, clock: Clock) -> Partition:
+    from apportion.planner.solvers.highs import solve_model
+
+    # sorted, so that the order of the items does not count
+    order = np.lexsort((_restriction(problem), -problem.sizes, -problem.weights))
+    end = start.termination
+    scale = max(1.0, end.bound)  # T is about 1
+    model, chosen, most = _model(problem, order, scale)
+    if end.solved:
+        for place, item in enumerate(order.tolist()):
+            for bin_, one in chosen[place].items():
+                one.varValue = float(start.bin[item] == bin_)
+        most.varValue = (end.value or 0.0) / scale
+    usual = max(_LEAST_NODES, _EFFORT // sum(map(len, chosen)))
+    run = solve_model(model, clock, usual if budget.steps is None else budget.steps, budget.gap)
+    bound = max(end.bound, run.bound * scale * (1 - _TOLERANCE))
+    if run.status is Status.INFEASIBLE:
+        return Partition(start.bin, Termination(Status.INFEASIBLE, end.bound))
+    if run.status is Status.NO_SOLUTION:
+        return Partition(start.bin, replace(end, bound=_below(bound, end.value), limit=run.limit))
+    found: Ints = np.empty(len(order), np.int64)
+    for place, item in enumerate(order.tolist()):
+        found[item] = max(chosen[place], key=lambda bin_: chosen[place][bin_].varValue)
+    value = _value(problem, found)
+    if value is None:  # what HiGHS takes for an answer is none in integers
+        return Partition(start.bin, replace(end, limit=Limit.ENGINE))
+    if end.value is not None and value > end.value:
+        found, value = start.bin, end.value
+    proven = run.status is Status.OPTIMAL and budget.gap == 0
+    status = Status.OPTIMAL if proven or value <= bound * (1 + _TOLERANCE) else Status.FEASIBLE
+    limit = None if status is Status.OPTIMAL else run.limit or Limit.GAP
+    return Partition(
+        found, Termination(status, value if status is Status.OPTIMAL else _below(bound, value), value, limit)
+    )
+
+
+def _model(problem: PartitionProblem, order: Ints, scale: float) -> tuple[Any, list[dict[int, Any]], Any]:
+    """The program, its choices (of each item in `order`: bin -> variable), and T."""
+    import pulp
+
+    model = pulp.LpProblem("partition", pulp.LpMinimize)
+    most = model.add_variable("T", 0)
+    model += most
+    rates, caps = problem.rates, np.maximum(problem.caps, 1).tolist()
+    alike = problem.speeds is None and problem.allowed is None and len(set(caps)) == 1
+    chosen: list[dict[int, Any]] = []
+    for place, item in enumerate(order.tolist()):
+        only = None if problem.allowed is None else problem.allowed[item]
+        bins = range(min(place + 1, problem.bins) if alike else problem.bins) if only is None else only
+        chosen.append({bin_: model.add_variable(f"x_{place}_{bin_}", cat="Binary") for bin_ in bins})
+        model += pulp.lpSum(chosen[place].values()) == 1
+    # numbers about 1: HiGHS keeps rows within 1e-6
+    weights, sizes = (problem.weights[order] / scale).tolist(), problem.sizes[order].tolist()
+    for bin_ in range(problem.bins):
+        here = [(place, held[bin_]) for place, held in enumerate(chosen) if bin_ in held]
+        model += pulp.lpSum(weights[place] * one for place, one in here) <= float(rates[bin_]) * most
+        model += pulp.lpSum(sizes[place] / caps[bin_] * one for place, one in here) <= 1
+    return model, chosen, most
+
+
+def _restriction(problem: PartitionProblem) -> Ints:
+    """int64 [K]: equal numbers for equal `allowed`, in their order."""
+    if problem.allowed is None:
+        return np.zeros(len(problem.weights), np.int64)
+    sets = [tuple(bins or ()) for bins in problem.allowed]
+    number = {bins: place for place, bins in enumerate(sorted(set(sets)))}
+    return np.array([number[bins] for bins in sets], np.int64)
+
+
+def _value(problem: PartitionProblem, found: Ints) -> float | None:
+    """The heaviest bin; None where one is over its cap."""
+    load, used = np.zeros(problem.bins, np.int64), np.zeros(problem.bins, np.int64)
+    np.add.at(load, found, problem.weights)
+    np.add.at(used, found, problem.sizes)
+    return None if (used > problem.caps).any() else float((load / problem.rates).max())
+
+
+def _below(bound: float, value: float | None) -> float:
+    return bound if value is None else min(bound, value)

@@ -1,0 +1,215 @@
+"""What must be computed where: the tasks of one attention kind, and the tiles they need from other ranks.
+
+A task is a band cut by a (query block, key block) rectangle. Where queries stay home it runs where its query block
+lives, and the KV rows that it sees must reach that rank once (an *edge*: rows of a key block -> rank). Query blocks
+that lie side by side on a rank and see all of the same keys make one task: fewer and larger kernel calls (FCP's
+coalescing, section 4.2, in the query direction). Where an `Execution` says who computes, each cell and head group is
+a task, and query rows may have edges too.
+
+              keys of one tile
+    block 4   x x x x  \
+    block 7   x x x x   } one task of three blocks, though their tokens are not consecutive
+    block 8   x x x x  /
+    block 2   x . . .     a task of its own: its band is not full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Ints
+from apportion.ir.loops.jit import jit, unlocked
+from apportion.ir.loops.sorting import counting_order, ranked
+from apportion.planner.problem import Execution
+from apportion.planner.tasks.cells import Cells, HeadGroups, cut_columns, pairs
+from apportion.planner.tasks.rows import Rows
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Columns int32 [tasks].
+
+    exec: the rank that computes; row, rows: its query rows in the attention order of their home; k: key block; k0, k1:
+    keys, global tokens; dmin, dmax: the band counted from the first row and key, clipped; edge, query_edge: the edges
+    that bring the keys and the queries, -1 where they are at home; group: head group.
+    """
+
+    exec: Ints
+    row: Ints
+    rows: Ints
+    k: Ints
+    k0: Ints
+    k1: Ints
+    dmin: Ints
+    dmax: Ints
+    edge: Ints
+    query_edge: Ints
+    group: Ints
+
+    def __len__(self) -> int:
+        return len(self.exec)
+
+    @property
+    def work(self) -> Ints:
+        """int64 [tasks]: pairs."""
+        return pairs(self.rows, self.k1 - self.k0, self.dmin, self.dmax)
+
+    @property
+    def columns(self) -> tuple[Ints, ...]:
+        """All of them, for compiled loops."""
+        return tuple(getattr(self, column.name) for column in fields(self))
+
+    def arriving(self, arrives: Ints) -> Tasks:
+        """The tasks once routes have renumbered the edges; arrives: int32, the new number of each."""
+        arrives = np.append(arrives, np.int32(-1))
+        queries = arrives[self.query_edge] if len(arrives) and self.queries_move else self.query_edge
+        return replace(self, edge=arrives[self.edge], query_edge=queries)
+
+    @cached_property
+    def queries_move(self) -> bool:
+        """Whether any task runs away from its queries' home."""
+        return bool((self.query_edge >= 0).any())
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Rows on their way, int32 [edges]: rows [row, row + rows) in the attention order of rank `home` go from rank
+    `src` to rank `dst`. parent: the edge that brought them to `src`, -1 where `src` is their home. Edges with one
+    `tile` carry rows of one block (or whatever a route makes of blocks). lane: 2 * head group, and one more where they
+    are query rows; all others are KV rows."""
+
+    tile: Ints
+    home: Ints
+    row: Ints
+    rows: Ints
+    src: Ints
+    dst: Ints
+    parent: Ints
+    lane: Ints
+
+    def __len__(self) -> int:
+        return len(self.tile)
+
+    def take(self, order: Ints) -> Edges:
+        """These edges, in this order, in which parents may not come after their children, nor be missing."""
+        taken = Edges(*[np.take(getattr(self, column.name), order) for column in fields(self)])
+        if (taken.parent < 0).all():
+            return taken
+        place = np.full(len(self) + 1, -1, np.int32)  # parent -1 is the last
+        place[order] = np.arange(len(order), dtype=np.int32)
+        return replace(taken, parent=place[taken.parent])
+
+
+def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Edges]:
+    """Tasks and edges of one kind; bands: int64 [bands, 6], global tokens."""
+    tasks, edges = _gather(cut_columns(bands, rows.starts), rows.starts, rows.home, rows.row, rows.ranks)
+    return Tasks(*tasks), Edges(*edges)
+
+
+def placed_tasks(cells: Cells, execution: Execution, rows: Rows, heads: HeadGroups) -> tuple[Tasks, Edges]:
+    """Tasks and edges of one kind and phase, where `execution` says who computes."""
+    groups, count = execution.rank.shape
+    rank = execution.rank.reshape(-1).astype(np.int64)
+    cell = np.tile(np.arange(count), groups)
+    group = np.repeat(np.arange(groups), count)
+    q, k, q0, q1, k0, k1, dmin, dmax = cells.columns[:, cell]
+    away = rows.home[q] != rank
+    query_edge, queries = _edges(rows, q, rank, 2 * group + 1, q0, q1, away)
+    edge, keys = _edges(rows, k, rank, 2 * heads.shared[group], k0, k1, rows.home[k] != rank)
+    query_edge[away] += len(keys)
+    row = rows.row[q] + q0 - rows.starts[q]
+    columns = (rank, row, q1 - q0, k, k0, k1, dmin, dmax, edge, query_edge, group)
+    return Tasks(*_narrow(*columns)), joined(keys, queries)
+
+
+def _edges(
+    rows: Rows, block: Ints, rank: Ints, lane: Ints, low: Ints, high: Ints, away: Bools
+) -> tuple[Ints, Edges]:
+    """int32 [n]: the edge of each task, -1 where not `away`; and the edges: one for each block, rank and lane, the hull
+    of the tokens [low, high)."""
+    index = np.flatnonzero(away)
+    blocks = len(rows.home)
+    key = (lane[index] * rows.ranks + rank[index]) * blocks + block[index]
+    found, number = ranked(key)
+    first, last = hulls(number, low[index], high[index], len(found))
+    rest, of = np.divmod(found, blocks)
+    lanes, dst = np.divmod(rest, rows.ranks)
+    home, none = rows.home[of], np.full(len(found), -1)
+    row = rows.row[of] + first - rows.starts[of]
+    edge = np.full(len(away), -1, np.int32)
+    edge[index] = number
+    return edge, Edges(*_narrow(lanes * blocks + of, home, row, last - first, home, dst, none, lanes))
+
+
+@jit
+def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
+    """int64 [count] each: the lowest `low` and the highest `high` of each number."""
+    first, last = np.full(count, np.int64(2**62)), np.zeros(count, np.int64)
+    for index in range(len(number)):
+        first[number[index]] = min(first[number[index]], low[index])
+        last[number[index]] = max(last[number[index]], high[index])
+    return first, last
+
+
+def joined(first: Edges, second: Edges) -> Edges:
+    """The edges of both; the second have no relays."""
+    columns = (np.concatenate([getattr(edges, f.name) for edges in (first, second)]) for f in fields(Edges))
+    return Edges(*columns)
+
+
+def _narrow(*columns: Ints) -> Iterator[Ints]:
+    return (column.astype(np.int32) for column in columns)
+
+
+@unlocked
+def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tuple[Ints, Ints]:
+    """The columns of tasks and of edges, int32 [11, tasks] and [8, edges], by key block, then in the order of the
+    cells. Until its last key is known, an edge has the keys [row, rows) that it brings."""
+    cells = cell.shape[1]
+    order = counting_order(cell[1], len(home))
+    task, edge = np.empty((11, cells), np.int32), np.empty((8, cells), np.int32)
+    tasks, edges = 0, 0
+    seen, tile, last = np.full(ranks, -1, np.int64), np.full(ranks, -1, np.int64), np.zeros(ranks, np.int64)
+    for m in range(cells):
+        c = order[m]
+        block, key, k0, k1, dmin, dmax = (
+            cell[0, c],
+            cell[1, c],
+            cell[4, c],
+            cell[5, c],
+            cell[6, c],
+            cell[7, c],
+        )
+        dst, rows = home[block], cell[3, c] - cell[2, c]
+        at = row[block] + cell[2, c] - starts[block]
+        if seen[dst] != key:
+            seen[dst], tile[dst], last[dst] = key, -1, -1
+            if home[key] != dst:
+                edge[0, edges], edge[1, edges], edge[2, edges], edge[3, edges] = key, home[key], k0, k1
+                edge[4, edges], edge[5, edges], edge[6, edges], edge[7, edges] = home[key], dst, -1, 0
+                tile[dst] = edges
+                edges += 1
+        e, t = tile[dst], last[dst]
+        if e >= 0:
+            edge[2, e], edge[3, e] = min(edge[2, e], k0), max(edge[3, e], k1)
+        full = dmin == k0 - k1 + 1 and dmax == rows - 1
+        if full and t >= 0 and task[4, t] == k0 and task[5, t] == k1 and task[1, t] + task[2, t] == at:
+            task[2, t] += rows
+            task[7, t] += rows
+        else:
+            t = tasks
+            task[0, t], task[1, t], task[2, t], task[3, t], task[4, t] = dst, at, rows, key, k0
+            task[5, t], task[6, t], task[7, t], task[8, t] = k1, dmin, dmax, e
+            task[9, t], task[10, t] = -1, 0
+            tasks += 1
+        if full:
+            last[dst] = t
+    for e in range(edges):
+        key = edge[0, e]
+        edge[3, e] -= edge[2, e]
+        edge[2, e] += row[key] - starts[key]
+    return task[:, :tasks], edge[:, :edges]
