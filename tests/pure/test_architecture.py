@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +45,36 @@ def test_import_contract() -> None:
     linter = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_map_of_the_design_has_every_folder() -> None:
+    text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    block = text.split("## Layout of the code")[1].split("\n    apportion/\n")[1].split("\n\n")[0]
+    told, above = set[str](), list[str]()
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip()) - 6) // 2
+        above[depth:] = [line.split()[0].rstrip("/")]
+        told.add("/".join(above))
+    package = ROOT / "apportion"
+    parts = {path.parent.relative_to(package).as_posix() for path in package.glob("*/__init__.py")}
+    inside = {
+        path.parent.relative_to(package).as_posix()
+        for part in ("ir", "planner")
+        for path in package.glob(f"{part}/**/__init__.py")
+    }
+    assert told == parts | inside
+
+
+def test_the_walk_of_the_design_names_what_is_there() -> None:
+    text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| [^|]+ \| `([\w/.]+)` \| ([^|]+) \|$", text.split("### One batch")[1], re.MULTILINE
+    )
+    assert len(rows) > 10
+    for file, names in rows:
+        tree = ast.parse((ROOT / "apportion" / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert set(re.findall(r"`(\w+)`", names)) <= defined, file
 
 
 def test_planning_needs_no_torch(planned: dict[str, object]) -> None:
