@@ -28,6 +28,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.verify import RULES
+from apportion.ir.verify.rules import coverage
 from apportion.ir.verify.subject import Subject
 from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe, with_block
@@ -185,11 +186,11 @@ def accepted(plan: Plan) -> tuple[bool, bool] | None:
         return None
     one, other = Subject(plan), Subject(plan)
     judged = one.judge()
-    judged_covered = judged and not any(one.coverage(program) for program in one.programs)
+    judged_covered = judged and not any(coverage.violations(one, program) for program in one.programs)
     held = _hold(other, by_name)
     if judged and not held:
         return True, False  # whatever coverage says
-    covered = held and not any(other.coverage(program) for program in other.programs)
+    covered = held and not any(coverage.violations(other, program) for program in other.programs)
     if judged and judged_covered != covered:
         return judged_covered, covered
     return judged_covered, covered

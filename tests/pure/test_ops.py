@@ -96,7 +96,8 @@ from pathlib import Path
 import numpy as np
 from apportion.backends import reference
 from apportion.ir.bytes import codec
-from apportion.ir import text, verify
+from apportion.ir import verify
+from apportion.ir.parse import parse
 from apportion.planner.simulate import simulate
 
 source = Path(sys.argv[1]).read_text()

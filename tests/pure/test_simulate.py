@@ -812,7 +812,7 @@ import hashlib, json, sys
 from dataclasses import replace
 from pathlib import Path
 {before}
-from apportion.ir import text
+from apportion.ir.parse import parse
 from apportion.ir.loops.jit import HAS_NUMBA
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import Hardware

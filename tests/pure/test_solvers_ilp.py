@@ -164,7 +164,7 @@ def test_bound_grows_with_what_is_refuted():
 def test_without_pulp_it_names_the_extra():
     code = (
         "import sys; sys.modules['pulp'] = None\n"
-        "from apportion.planner.solvers import ilp\n"
+        "from apportion.planner.solvers.grouping import ilp\n"
         "from apportion.planner.solvers.kit.cases import GroupingCases\n"
         "from apportion.planner.solvers.status import Budget\n"
         "import numpy as np\n"

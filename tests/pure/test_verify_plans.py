@@ -15,10 +15,10 @@ from apportion.backends import reference
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.loops.sorting import stable_order
-from apportion.ir.masks.bands import intersect_area
+from apportion.ir.masks.bands import intersect_area, overlaps
 from apportion.ir.parse import parse
 from apportion.ir.plan.tables import ProgramSet, Table
-from apportion.ir.verify import check
+from apportion.ir.verify import attended, check
 from apportion.ir.verify.attended import pairs
 
 PLANS = Path(__file__).parent.parent / "plans"
@@ -146,8 +146,6 @@ def test_pairs_of_a_band_by_counting() -> None:
 
 
 def test_sweep_finds_what_the_band_algebra_finds() -> None:
-    from apportion.ir.verify.attended import overlaps
-
     draw = np.random.default_rng(1)
     for _ in range(60):
         corners = draw.integers(0, 30, (6, 2))
@@ -155,7 +153,7 @@ def test_sweep_finds_what_the_band_algebra_finds() -> None:
         dmin = corners[:, 0] - corners[:, 1] + draw.integers(-4, 2, 6)
         columns = [corners[:, 0], corners[:, 0] + sizes[:, 0], corners[:, 1], corners[:, 1] + sizes[:, 1]]
         bands = np.column_stack([*columns, dmin, dmin + draw.integers(0, 6, 6)]).astype(np.int64)
-        found = overlaps(np.ascontiguousarray(bands.T))
+        found = attended.overlaps(np.ascontiguousarray(bands.T))
         pairs_found = sorted(map(tuple, found[:, :2].tolist()))
         assert pairs_found == sorted(map(tuple, overlaps(bands).tolist()))
         for i, j, shared in found.tolist():
@@ -173,7 +171,7 @@ import sys
 if sys.argv[1] == "plain":
     sys.modules["numba"] = None
 from pathlib import Path
-from apportion.ir import text
+from apportion.ir.parse import parse
 from apportion.ir.loops.jit import HAS_NUMBA
 from apportion.ir.verify import check
 print(HAS_NUMBA, file=sys.stderr)

@@ -225,7 +225,7 @@ VERDICTS = """
 import json, sys
 if sys.argv[1] == "plain":
     sys.modules["numba"] = None
-from apportion.ir import text
+from apportion.ir.parse import parse
 from apportion.ir.verify import check
 for plan in json.load(sys.stdin):
     print(*check(parse(plan)))
