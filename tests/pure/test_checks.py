@@ -15,7 +15,8 @@ from apportion.planner.pipeline.pipeline import SILENT, Placed
 from apportion.planner.place.lpt import Lpt
 from apportion.planner.problem import Placement, PlacePass, Problem, ShardPass, Shards
 from apportion.planner.recipe.recipes import passes_of
-from apportion.planner.route.trees import Node, Routed, Site
+from apportion.planner.route.gateways import Node
+from apportion.planner.route.routes import Routed, Site
 from apportion.planner.schedule.rounds import Matchings, Schedule
 from apportion.planner.shard.blocks import Blocks
 from apportion.planner.tasks.tasks import Edges, Tasks

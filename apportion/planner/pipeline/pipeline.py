@@ -40,7 +40,8 @@ from apportion.planner.pipeline.report import build_report
 from apportion.planner.pipeline.steps import Passes
 from apportion.planner.problem import Pass, Placement, Problem, Shards, exact_sums
 from apportion.planner.remap import Remapping
-from apportion.planner.route.trees import KeysOnly, Routed, Site, depths
+from apportion.planner.route.routes import Routed, Site, depths
+from apportion.planner.route.trees import KeysOnly
 from apportion.planner.tasks.cells import HeadGroups, check_tasks, cut_cells
 from apportion.planner.tasks.rows import Rows
 from apportion.planner.tasks.tasks import Edges, Tasks, find_tasks, placed_tasks

@@ -29,7 +29,8 @@ from apportion.planner.recipe import registry
 from apportion.planner.recipe.built_in import BUILT_IN, Entry
 from apportion.planner.recipe.registry import STEPS
 from apportion.planner.remap import RemapPass
-from apportion.planner.route.trees import RoutePass, Star
+from apportion.planner.route.routes import RoutePass
+from apportion.planner.route.trees import Star
 from apportion.planner.schedule.rounds import SchedulePass
 
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
