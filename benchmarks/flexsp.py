@@ -34,7 +34,7 @@ from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.grouping import ilp
-from apportion.planner.solvers.kit.cases import GroupingCases
+from apportion.planner.solvers.kit.grouping import GroupingCases
 from apportion.planner.solvers.status import Budget
 
 GOAL = 1.01

@@ -18,7 +18,7 @@ from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers
 from apportion.planner.forecast.memory import Activations, activations, attention_row, output_row
 from apportion.planner.forecast.training import Training
-from apportion.planner.pipeline.pipeline import attention_bytes
+from apportion.planner.pipeline.feasibility import attention_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/comparison.md"

@@ -13,7 +13,7 @@ from apportion.cli.output import emit, note, progress
 
 if TYPE_CHECKING:
     from apportion.ir.request.policy import Recipe
-    from apportion.planner.recipe.recipes import Entry
+    from apportion.planner.recipe.built_in import Entry
     from apportion.planner.solvers import registry
 
 

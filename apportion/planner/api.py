@@ -14,7 +14,10 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.verify import verify as verify_plan
-from apportion.planner.pipeline.pipeline import Made, Watch, check_request, draft, place, seal
+from apportion.planner.pipeline.feasibility import check_request
+from apportion.planner.pipeline.pipeline import Made, draft, seal
+from apportion.planner.pipeline.placing import place
+from apportion.planner.pipeline.watch import Watch
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe, passes_of, search_of
 

@@ -9,13 +9,15 @@ import pytest
 
 import apportion as ap
 from apportion.ir.errors import VerifyError
-from apportion.planner.pipeline import pipeline
+from apportion.planner.pipeline import placing, scheduling
 from apportion.planner.pipeline.checks import Checks, checked_steps
-from apportion.planner.pipeline.pipeline import SILENT, Placed
+from apportion.planner.pipeline.placing import Placed
+from apportion.planner.pipeline.watch import SILENT
 from apportion.planner.place.lpt import Lpt
 from apportion.planner.problem import Placement, PlacePass, Problem, ShardPass, Shards
 from apportion.planner.recipe.recipes import passes_of
-from apportion.planner.route.trees import Node, Routed, Site
+from apportion.planner.route.gateways import Node
+from apportion.planner.route.routes import Routed, Site
 from apportion.planner.schedule.rounds import Matchings, Schedule
 from apportion.planner.shard.blocks import Blocks
 from apportion.planner.tasks.tasks import Edges, Tasks
@@ -38,7 +40,7 @@ def problem() -> Problem:
 
 def placed(**passes: object) -> Placed:
     with checked_steps():
-        return pipeline.place(problem(), replace(passes_of(RECIPE), **passes), SILENT)
+        return placing.place(problem(), replace(passes_of(RECIPE), **passes), SILENT)
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,12 @@ def test_a_fault_is_found_where_it_is_made(passes: dict, fault: str) -> None:
 def test_a_fault_of_a_schedule_too(passes: dict, fault: str) -> None:
     held = placed(**passes)
     with checked_steps(), pytest.raises(VerifyError, match=fault):
-        pipeline.schedule(held)
+        scheduling.schedule(held)
 
 
 def test_tasks_and_their_stages() -> None:
     held = placed()
-    low = pipeline.schedule(held)["default", "forward"]
+    low = scheduling.schedule(held)["default", "forward"]
     checks, bands = Checks(held.passes), held.problem.bands["default"]
     star = replace(low.tasks, edge=np.full(len(low.tasks), -1), query_edge=np.full(len(low.tasks), -1))
     none = low.edges.take(np.zeros(0, np.int64))

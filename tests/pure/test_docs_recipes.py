@@ -12,14 +12,14 @@ from xml.etree import ElementTree
 import pytest
 
 from apportion.planner import options
-from apportion.planner.recipe import recipes, registry
+from apportion.planner.recipe import built_in, recipes, registry
 from benchmarks import pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 ROWS = re.findall(r"^\| (\w+ \w+) \| `(\w+)` \| `([^|]+)` \| \S", PAGE, re.MULTILINE)
-BUILT_IN = [name for name, entry in recipes._BUILT_IN.items() if entry is recipes.entries()[name]]
+BUILT_IN = [name for name, entry in built_in.BUILT_IN.items() if entry is recipes.entries()[name]]
 
 
 def told(value: Any) -> str:

@@ -32,7 +32,7 @@ from apportion.planner.forecast.result import Forecast, Row
 from apportion.planner.forecast.schedule import makespan_us, orders
 from apportion.planner.forecast.step import PARTS
 from apportion.planner.forecast.training import Training
-from apportion.planner.pipeline.pipeline import attention_bytes
+from apportion.planner.pipeline.feasibility import attention_bytes
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
 

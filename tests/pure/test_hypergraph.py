@@ -14,7 +14,7 @@ from apportion.planner.solvers.hypergraph import solver as hypergraph
 from apportion.planner.solvers.hypergraph.graph import graph_of
 from apportion.planner.solvers.hypergraph.moves import board_of, refine, regroup
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
-from apportion.planner.solvers.kit.cases import HypergraphCases
+from apportion.planner.solvers.kit.hypergraph import HypergraphCases
 from apportion.planner.solvers.registry import SOLVERS
 from apportion.planner.solvers.status import NEVER, Budget, Limit, Status
 

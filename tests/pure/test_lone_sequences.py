@@ -20,9 +20,9 @@ from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.inner.groups import Groups
 from apportion.planner.inner.lone import Lone, find_lone
 from apportion.planner.iteration.assignment import decode_assignment, encode_assignment, restored
-from apportion.planner.pipeline import pipeline
+from apportion.planner.pipeline import pipeline, placing
 from apportion.planner.pipeline.checks import checked_steps
-from apportion.planner.pipeline.pipeline import SILENT
+from apportion.planner.pipeline.watch import SILENT
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe, passes_of
 from apportion.planner.search.price import least_placed_us
@@ -257,7 +257,7 @@ def test_no_candidate_is_dropped_for_more_than_it_takes() -> None:
     model = Model(8, 2, 64, layers={"global": 1, "local": 40})
     steps = with_kinds(("global",), place={"blend": {"weigh": "time"}})
     problem = Problem(batch, Cluster(1, 4, speeds=(1.0, 1.0, 1.0, 0.2)), model, Policy(steps))
-    placed = pipeline.place(problem, passes_of(steps), SILENT)
+    placed = placing.place(problem, passes_of(steps), SILENT)
     plan = pipeline.draft(placed, SILENT).plan()
     found = ap.simulate(plan).runs
     taken = sum(problem.layers[kind] * run.makespan_us for (kind, _), run in found.items())
@@ -290,7 +290,7 @@ def test_a_compact_form_is_read_back() -> None:
     for batch in (lognormal(), Batch.from_lengths([200] * 64)):
         policy = Policy(find_recipe("mixed"))
         problem = Problem(batch, Cluster(2, 4), MODEL, policy)
-        placed = pipeline.place(problem, passes_of(policy.recipe), SILENT)
+        placed = placing.place(problem, passes_of(policy.recipe), SILENT)
         made = pipeline.Made(pipeline.seal(pipeline.draft(placed, SILENT), SILENT), placed)
         job = Job(problem.cluster, MODEL, policy, tokens_per_rank=32768)
         held = encode_assignment(job, [batch], [], [made], b"0" * 32)

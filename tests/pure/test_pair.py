@@ -25,7 +25,7 @@ from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.iteration.nano import nano_batches
 from apportion.planner.recipe.recipes import find_recipe, has_own_cap
-from apportion.planner.simulate import pair, simulate
+from apportion.planner.simulate import pair, pair_result, simulate
 from apportion.planner.simulate.pair import simulate_pair, simulate_pair_with
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
@@ -261,7 +261,7 @@ def test_the_undivided_microbatch_is_the_one_to_beat():
         assert run.whole.makespan_us >= alone.makespan_us
         assert run.whole.makespan_us <= alone.makespan_us + (half.before + half.after).max() * (1 + 1e-9)
     assert found.whole_gain == pytest.approx(found.ms("whole") / found.ms("turns") - 1)
-    assert set(found.to_data()["ms"]) == {*pair.WAYS, "whole"}
+    assert set(found.to_data()["ms"]) == {*pair_result.WAYS, "whole"}
     assert simulate_pair(ping, pong, layers=1).whole_gain is None
 
 
@@ -305,7 +305,7 @@ def test_data_is_plain_and_adds_up():
         == list(found.runs)
         == list(map(tuple, found.runs))
     )
-    for way in pair.WAYS:
+    for way in pair_result.WAYS:
         total = sum(run["makespan_us"][way] for run in data["runs"])
         assert data["ms"][way] == pytest.approx(total / 1e3, rel=1e-3)
     assert data["gain"] == pytest.approx(found.ms("single") / found.ms() - 1)

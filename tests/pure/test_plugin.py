@@ -11,7 +11,7 @@ from apportion.planner import plugins
 from apportion.planner.problem import PlacePass
 from apportion.planner.recipe.recipes import entries, find_recipe
 from apportion.planner.recipe.registry import STEPS, broken, find_pass, names
-from apportion.planner.route.trees import RoutePass
+from apportion.planner.route.routes import RoutePass
 from apportion.planner.solvers import kit
 from apportion.planner.solvers.registry import GROUP, SOLVERS, find_solver, list_solvers
 

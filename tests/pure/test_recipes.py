@@ -20,7 +20,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe, Step
-from apportion.planner.recipe import recipes
+from apportion.planner.recipe import built_in
 from apportion.planner.recipe.recipes import entries, find_recipe, has_own_cap, passes_of
 
 #: heads of every recipe: MHA, GQA 2, 4 and 8
@@ -99,7 +99,7 @@ def test_upipe_as_it_is_shipped_takes_hidden_states(name: str, ranks: int) -> No
 
 
 def test_every_built_in_recipe_is_among_the_strategies_with_its_own_passes() -> None:
-    for name in recipes._BUILT_IN:
+    for name in built_in.BUILT_IN:
         passes = [(step.step, step.name) for step in find_recipe(name)]
         assert [(step.step, step.name) for step in Recipe(name, STRATEGIES[name])] == passes
 

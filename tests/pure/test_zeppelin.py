@@ -18,8 +18,8 @@ from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.place.zeppelin import Zeppelin
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.registry import build
-from apportion.planner.route.rings import INTER, INTRA, LOCAL, QueueRings
-from apportion.planner.route.trees import Site
+from apportion.planner.route.queue_rings import INTER, INTRA, LOCAL, QueueRings
+from apportion.planner.route.routes import Site
 from apportion.planner.schedule.queues import Queues
 from apportion.planner.shard.sequences import Sequences
 from apportion.planner.tasks.rows import Rows

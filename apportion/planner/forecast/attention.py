@@ -17,7 +17,7 @@ from apportion.planner.api import plan
 from apportion.planner.forecast.grids import groups_of
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.pack import Sequential
-from apportion.planner.pipeline.pipeline import attention_bytes
+from apportion.planner.pipeline.feasibility import attention_bytes
 from apportion.planner.recipe.recipes import pack_of
 from apportion.planner.remap import LINEAR, even_parameters
 from apportion.planner.simulate import simulate

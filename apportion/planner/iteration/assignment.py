@@ -32,7 +32,9 @@ from apportion.ir.plan.tables import Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.policy import Recipe
 from apportion.ir.version import __version__
-from apportion.planner.pipeline.pipeline import Made, Placed, check_request, grouped, unequal_groups
+from apportion.planner.pipeline.feasibility import check_request
+from apportion.planner.pipeline.pipeline import Made
+from apportion.planner.pipeline.placing import Placed, grouped, unequal_groups
 from apportion.planner.problem import Execution, Placement, Problem, Shards
 from apportion.planner.recipe.recipes import passes_of
 from apportion.planner.shard.blocks import row_weights

@@ -27,7 +27,9 @@ from apportion.planner.api import make
 from apportion.planner.iteration import assignment
 from apportion.planner.iteration.iterate import pack
 from apportion.planner.pack import Packing
-from apportion.planner.pipeline.pipeline import SILENT, Placed, draft, seal
+from apportion.planner.pipeline.pipeline import draft, seal
+from apportion.planner.pipeline.placing import Placed
+from apportion.planner.pipeline.watch import SILENT
 from apportion.planner.problem import Problem
 
 

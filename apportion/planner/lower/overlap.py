@@ -15,7 +15,8 @@ import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
 from apportion.planner.lower.exchange import Pieces, Turns, at_once
-from apportion.planner.lower.inputs import Lowering, Side
+from apportion.planner.lower.inputs import Lowering
+from apportion.planner.lower.sides import Side
 
 
 def overlapped(low: Lowering) -> Lowering:

@@ -40,8 +40,9 @@ from apportion.planner.lower.exchange import (
     take_out,
     take_out_shared,
 )
-from apportion.planner.lower.inputs import Lowering, Side
+from apportion.planner.lower.inputs import Lowering
 from apportion.planner.lower.order import Between, Fetches, Returns, append_steps
+from apportion.planner.lower.sides import Side
 from apportion.planner.tasks.rows import allot, whole_ranges
 
 #: list of tasks -> the tensor of each of its operands

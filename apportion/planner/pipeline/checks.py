@@ -21,7 +21,7 @@ from apportion.ir.errors import VerifyError
 from apportion.planner.lower.inputs import Lowering
 from apportion.planner.pipeline.steps import Passes
 from apportion.planner.problem import Placement, Problem, Shards
-from apportion.planner.route.trees import Routed
+from apportion.planner.route.routes import Routed
 from apportion.planner.schedule.rounds import Schedule
 from apportion.planner.tasks.cells import cut_cells
 from apportion.planner.tasks.tasks import Edges, Tasks

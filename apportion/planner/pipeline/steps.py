@@ -8,7 +8,7 @@ from apportion.planner.inner.groups import InnerPass
 from apportion.planner.pods import PodsPass
 from apportion.planner.problem import PlacePass, ShardPass
 from apportion.planner.remap import RemapPass
-from apportion.planner.route.trees import RoutePass
+from apportion.planner.route.routes import RoutePass
 from apportion.planner.schedule.rounds import SchedulePass
 
 

@@ -50,9 +50,9 @@ _BUILT_IN = {
     },
     "route": {
         "star": "route.trees:Star",
-        "node": "route.trees:Node",
+        "node": "route.gateways:Node",
         "tree": "route.trees:Tree",
-        "ring": "route.trees:Ring",
+        "ring": "route.ring:Ring",
     },
     "schedule": {
         "matchings": "schedule.rounds:Matchings",
@@ -71,7 +71,7 @@ _CONTRACTS = {
     "pods": "pods:PodsPass",
     "shard": "problem:ShardPass",
     "place": "problem:PlacePass",
-    "route": "route.trees:RoutePass",
+    "route": "route.routes:RoutePass",
     "schedule": "schedule.rounds:SchedulePass",
     "remap": "remap:RemapPass",
     "search": "pipeline.pipeline:SearchPass",

@@ -11,7 +11,7 @@ from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.loops.jit import jit
 from apportion.planner.options import Count
-from apportion.planner.route.trees import Routed, depths
+from apportion.planner.route.routes import Routed, depths
 from apportion.planner.schedule.rounds import Schedule, SchedulePass, degrees
 
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import ConfigError
-from apportion.planner.route.trees import Routed, RoutePass, Site, holders, hulls, index_on_ring
+from apportion.planner.route.ring import holders, index_on_ring
+from apportion.planner.route.routes import Routed, RoutePass, Site, hulls
 from apportion.planner.tasks.tasks import Edges
 
 

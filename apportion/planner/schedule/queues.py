@@ -8,8 +8,8 @@ import numpy as np
 
 from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
-from apportion.planner.route.rings import Queued, QueueRings
-from apportion.planner.route.trees import Routed
+from apportion.planner.route.queue_rings import Queued, QueueRings
+from apportion.planner.route.routes import Routed
 from apportion.planner.schedule.rounds import Local, Schedule, SchedulePass, degrees
 
 

@@ -14,8 +14,8 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.loops.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.problem import Pass, raise_to
-from apportion.planner.route.trees import Ring as RingRoute
-from apportion.planner.route.trees import Routed, RoutePass, depths, join
+from apportion.planner.route.ring import Ring as RingRoute
+from apportion.planner.route.routes import Routed, RoutePass, depths, join
 from apportion.planner.schedule.double_ring import DoubleRing, Windowed
 from apportion.planner.solvers.colouring.matching import max_degree
 from apportion.planner.solvers.contracts import ColouringProblem

@@ -18,9 +18,11 @@ from apportion.ir.request.policy import Recipe
 from apportion.planner.inner.groups import Ulysses
 from apportion.planner.lower.inputs import Lowered, held_tokens
 from apportion.planner.options import Count, Positive
-from apportion.planner.pipeline import pipeline
-from apportion.planner.pipeline.pipeline import SILENT, Draft, Made, Placed, SearchPass, Watch
+from apportion.planner.pipeline import pipeline, placing, scheduling
+from apportion.planner.pipeline.pipeline import Draft, Made, SearchPass
+from apportion.planner.pipeline.placing import Placed
 from apportion.planner.pipeline.report import compute_imbalance
+from apportion.planner.pipeline.watch import SILENT, Watch
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe, is_deterministic, passes_of
 from apportion.planner.schedule.rounds import Matchings
@@ -227,7 +229,7 @@ class _Search:
         if (same := _same(placed)) in self._planned:
             return None, None
         self._planned.add(same)
-        lowered = lowered or pipeline.schedule(placed)
+        lowered = lowered or scheduling.schedule(placed)
         least = least_scheduled_us(placed, lowered)
         if least >= most:
             return Trial(candidate, least), None
@@ -254,7 +256,7 @@ class _Search:
 
     def _place(self, candidate: Candidate) -> Placed:
         if candidate.placing not in self._placed:
-            placed = pipeline.place(self.problem, passes_of(candidate.recipe), SILENT)
+            placed = placing.place(self.problem, passes_of(candidate.recipe), SILENT)
             self._placed[candidate.placing] = placed
         return self._placed[candidate.placing]
 
@@ -320,7 +322,7 @@ def _same(placed: Placed) -> str:
     alone = b"" if lone is None else lone.index.tobytes() + lone.home.tobytes()
     homes = digest(placement.starts.tobytes() + placement.home.tobytes() + alone)
     heads = replace(passes.inner, lone=None) if isinstance(passes.inner, Ulysses) else passes.inner
-    several = len(placed.groups) > 1 or not pipeline.splits_all(passes, placed.problem)
+    several = len(placed.groups) > 1 or not placing.splits_all(passes, placed.problem)
     moving = (passes.route, passes.schedule) if several else ()
     return f"{homes.hex()} {(heads, *moving, passes.reshuffle, passes.remap)!r}"
 
@@ -336,7 +338,7 @@ def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Place
     if candidate.rounds is None or not isinstance(schedule, Matchings):
         return candidate, placed, None
     single = replace(placed, passes=replace(placed.passes, schedule=replace(schedule, coalesce=1)))
-    lowered = pipeline.schedule(single)
+    lowered = scheduling.schedule(single)
     slots = max(low.schedule.slots for low in lowered.values())
     coalesce = max(1, -(-slots // candidate.rounds))
     named = candidate.with_schedule(coalesce=coalesce)

@@ -10,7 +10,7 @@ import numpy as np
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import PHASES
 from apportion.planner.lower.inputs import Lowered
-from apportion.planner.pipeline.pipeline import Placed, splits_all
+from apportion.planner.pipeline.placing import Placed, splits_all
 from apportion.planner.problem import Problem
 from apportion.planner.simulate import prepare, run_all
 from apportion.planner.simulate.losses import attainable_us

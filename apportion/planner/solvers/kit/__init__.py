@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from apportion.planner.solvers.contracts import KINDS, Solver
-from apportion.planner.solvers.kit.cases import CASES, Cases
+from apportion.planner.solvers.kit.cases import CASES
+from apportion.planner.solvers.kit.contract import Cases
 from apportion.planner.solvers.registry import Entry
 from apportion.planner.solvers.status import Budget, Limit, Status
 

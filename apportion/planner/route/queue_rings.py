@@ -19,7 +19,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints, changes
 from apportion.ir.loops.jit import jit
-from apportion.planner.route.trees import Routed, RoutePass, Site
+from apportion.planner.route.routes import Routed, RoutePass, Site
 from apportion.planner.tasks.rows import Rows
 from apportion.planner.tasks.tasks import Edges
 

@@ -1,0 +1,60 @@
+"""From schedules to programs: each kind and phase, and parts of the ranks that were planned apart side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.isa import TABLES, Op
+from apportion.ir.loops.threads import spread
+from apportion.ir.plan.tables import ProgramSet, Table, joined
+from apportion.planner.lower.head_stages import lower_stages
+from apportion.planner.lower.inputs import Lowered, Lowering
+from apportion.planner.lower.programs import lower_backward, lower_forward
+
+
+def lower_parts(
+    first: Sequence[int], parts: Sequence[Lowered], threads: int
+) -> dict[tuple[str, str], ProgramSet]:
+    """first: the first rank of each part."""
+    keys, each = list(parts[0]), len(parts)
+    items = [(part[key], key[1]) for key in keys for part in parts]
+    made = spread(lambda item: _lower_phase(*item), items, threads)
+    return {key: _side_by_side(first, made[at * each : (at + 1) * each]) for at, key in enumerate(keys)}
+
+
+def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
+    if low.exchange is not None and low.sets.stages is not None:
+        return lower_stages(low, low.exchange, low.sets.stages, phase)
+    return lower_forward(low) if phase == "forward" else lower_backward(low)
+
+
+def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramSet:
+    """The programs of all ranks. first: the first rank of each part, of which its peers are counted."""
+    if len(parts) == 1:
+        return parts[0]
+    tables = {name: joined([part[name] for part in parts]) for name in TABLES}
+    peer, sizes = tables["transfers"].wide("peer"), [len(part["transfers"]) for part in parts]
+    tables["transfers"] = tables["transfers"].with_column("peer", peer + np.repeat(first, sizes))
+    rounds = _same_rounds([part["instructions"] for part in parts])
+    tables["instructions"] = tables["instructions"].with_column("round", rounds)
+    return ProgramSet(tables)
+
+
+def _same_rounds(parts: Sequence[Table]) -> Ints:
+    """int64 [instructions]: rounds numbered anew, in their order, so that all of a number have one channel and mode."""
+    ways = [part.wide("channel") << 8 | part.wide("mode") for part in parts]
+    stride, found = max(int(way.max(initial=0)) for way in ways) + 1, []
+    for part, way in zip(parts, ways, strict=True):
+        round_, launch = part.wide("round"), np.flatnonzero(part["op"] == Op.LAUNCH)
+        of_round = np.zeros(int(round_.max(initial=0)) + 1, np.int64)
+        of_round[round_[launch]] = way[launch]
+        found.append(round_ * stride + of_round[round_])
+    number, op = np.concatenate(found), np.concatenate([part["op"] for part in parts])
+    some = np.flatnonzero((op == Op.LAUNCH) | (op == Op.WAIT))
+    rounds, used = np.zeros(len(op), np.int64), np.zeros(int(number.max(initial=0)) + 1, bool)
+    used[number[some]] = True
+    rounds[some] = (np.cumsum(used) - 1)[number[some]]
+    return rounds

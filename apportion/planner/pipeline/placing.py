@@ -1,0 +1,114 @@
+"""From a problem to blocks with homes: the steps `shard` and `place`, over groups of ranks where heads are split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.planner.inner.groups import Groups, virtual_problem
+from apportion.planner.inner.lone import Lone
+from apportion.planner.pipeline.checks import Checks
+from apportion.planner.pipeline.steps import Passes
+from apportion.planner.pipeline.watch import Watch
+from apportion.planner.problem import Placement, Problem, Shards
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A problem whose blocks have homes. inner: the problem whose ranks are `groups`, without `lone` sequences."""
+
+    problem: Problem
+    passes: Passes
+    groups: Groups
+    inner: Problem
+    shards: Shards
+    placement: Placement
+    lone: Lone | None = None
+
+    def apart(self) -> list[tuple[int, Placed]]:
+        """The first ranks and the placements of parts between which nothing moves; where there are none, of all."""
+        passes = self.passes
+        if passes.pods is None or passes.inner is not None or passes.reshuffle:
+            return [(0, self)]
+        found = []
+        for pod in passes.pods.apart(self.problem, self.placement):
+            own, single = pod.problem, Groups.single(pod.problem.ranks)
+            found.append((pod.first, Placed(own, passes, single, own, self.shards, pod.placement)))
+        return found or [(0, self)]
+
+
+def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> Placed:
+    """Runs the passes up to placement. Raises ConfigError, CapacityError."""
+    groups, inner, lone = grouped(problem, passes)
+    checks = Checks(passes)
+    if lone is not None and lone.is_all:
+        with watch("place"):
+            shards, placement = lone.placement(problem)
+        return Placed(problem, passes, groups, inner, shards, placement)
+    if passes.pods is not None:
+        with watch("place"), in_groups(groups):
+            members = int(groups.sizes.max())
+            shards, placement = passes.pods(inner, members, passes.shard, passes.place, threads)
+    else:
+        with watch("shard"):
+            shards = passes.shard(inner)
+        with watch("place"), in_groups(groups):
+            placement = passes.place(inner, shards)
+    checks.shards(inner, shards)
+    checks.placement(inner, shards, placement)
+    if placement.groups is not None:
+        groups = unequal_groups(passes, placement.groups)
+    return Placed(problem, passes, groups, inner, shards, placement, lone)
+
+
+def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | None]:
+    """The groups of ranks that placement takes for ranks, the problem in which they are, and the sequences that are not
+    in it. Raises ConfigError, CapacityError."""
+    if passes.inner is None:
+        return Groups.single(problem.ranks), problem, None
+    groups = passes.inner.groups(problem)
+    lone = passes.inner.find_lone(problem, groups)
+    if passes.reshuffle and groups.split and not splits_all(passes, problem):
+        rule = "would leave kinds whose heads are not split in the loader's layout"
+        raise ConfigError(
+            "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.kinds` out"
+        )
+    if lone is not None and passes.reshuffle:
+        rule = "moves all rows, those of lone sequences too"
+        raise ConfigError(
+            "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.lone` out"
+        )
+    if lone is not None and lone.is_all:
+        return Groups.single(problem.ranks), problem, lone
+    return groups, virtual_problem(problem, groups, lone), lone
+
+
+def splits_all(passes: Passes, problem: Problem) -> bool:
+    """Whether heads of all attention kinds are split, or of none."""
+    return passes.inner is None or passes.inner.splits(problem) == set(problem.batch.kinds)
+
+
+@contextmanager
+def in_groups(groups: Groups) -> Iterator[None]:
+    """Says of a refusal that ranks are groups where they are."""
+    try:
+        yield
+    except CapacityError as error:
+        if not groups.split:
+            raise
+        raise CapacityError(
+            f"{error} (heads are split: each rank here is a group of {groups.sizes[0]}, with their tokens and caps)"
+        ) from error
+
+
+def unequal_groups(passes: Passes, first: Ints) -> Groups:
+    """The groups that a placement made; first: int64 [groups + 1]. Raises ConfigError."""
+    if passes.inner is not None:
+        rule = "the placement makes groups of its own"
+        raise ConfigError(
+            "recipe.steps.inner", type(passes.inner).__name__.lower(), rule, "leave `inner` out"
+        )
+    return Groups(first)

@@ -1,0 +1,184 @@
+"""From placed blocks to tasks, and when the tiles that they need move: the steps `route` and `schedule`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import PHASES
+from apportion.ir.request.batch import Batch
+from apportion.planner.inner.groups import Groups, HeadSets, check_groups
+from apportion.planner.inner.lone import Lone
+from apportion.planner.lower.exchange import Exchange, plan_exchange
+from apportion.planner.lower.inputs import Beside, Lowered, Lowering
+from apportion.planner.lower.overlap import overlapped
+from apportion.planner.lower.stages import program_order
+from apportion.planner.pipeline.checks import Checks
+from apportion.planner.pipeline.placing import Placed
+from apportion.planner.pipeline.steps import Passes
+from apportion.planner.problem import Problem
+from apportion.planner.route.routes import Routed, Site, depths
+from apportion.planner.route.trees import KeysOnly
+from apportion.planner.tasks.cells import HeadGroups, check_tasks, cut_cells
+from apportion.planner.tasks.rows import Rows
+from apportion.planner.tasks.tasks import Edges, Tasks, find_tasks, placed_tasks
+
+
+def schedule(placed: Placed) -> Lowered:
+    """The tasks of every kind and phase and when their tiles move. Raises ConfigError, CapacityError."""
+    problem, passes, placement, groups = placed.inner, placed.passes, placed.placement, placed.groups
+    if placement.execution is not None and passes.route.rings:
+        rule = "the placement says who computes, and what that adds up does not go around rings"
+        remedy = "use schedule matchings, gather or divisions, with route star, node or tree"
+        raise ConfigError("recipe.steps.route", "ring", rule, remedy)
+    rows = Rows(placement.starts, placement.home, len(groups))
+    heads = HeadGroups.of(problem.model, placement.head_groups)
+    sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
+    exchange = _exchange(placed, rows, sets)
+    site = Site(rows, problem.batch, problem.cluster)
+    home = None if exchange is None else exchange.home
+    if home is not None and placed.lone is not None:
+        home = placed.lone.beside(home)
+    split = problem.bands if passes.inner is None else passes.inner.splits(placed.problem)
+    lowered: Lowered = {}
+    for kind, bands in problem.bands.items():
+        if home is not None and kind not in split:
+            low = _alone(placed, home, placed.problem.batch, kind)
+            lowered |= {(kind, phase): low for phase in PHASES}
+            continue
+        beside = None if home is None or placed.lone is None else _beside(placed, placed.lone, home, kind)
+        if placement.execution is None:
+            found = find_tasks(bands, rows)
+            Checks(passes).tasks(bands, rows.starts, *found, len(heads))
+            if placement.groups is not None:
+                check_groups(groups, len(found[1]))
+            low = _scheduled(passes, site, found, None, exchange, groups, sets, heads, beside)
+            lowered |= {(kind, phase): low for phase in PHASES}
+            continue
+        cells = cut_cells(bands, rows.starts)
+        for phase in PHASES:
+            execution = placement.execution[kind, phase]
+            if phase == PHASES[1] and execution is placement.execution[kind, PHASES[0]]:
+                lowered[kind, phase] = lowered[kind, PHASES[0]]
+                continue
+            found = placed_tasks(cells, execution, rows, heads)
+            Checks(passes).tasks(bands, rows.starts, *found, len(heads))
+            division = None if execution.division is None else execution.division.reshape(-1)
+            low = _scheduled(passes, site, found, division, exchange, groups, sets, heads, beside)
+            lowered[kind, phase] = low
+    return lowered
+
+
+def _exchange(placed: Placed, rows: Rows, sets: HeadSets) -> Exchange | None:
+    """Of home rows and those of groups; home rows of lone sequences stay where they are."""
+    passes, lone, shares, first = placed.passes, placed.lone, placed.problem.member_shares, None
+    tokens = placed.inner.batch.tokens
+    if lone is not None:
+        first = lone.rows.per_rank
+        shares = _room_beside(placed.problem, placed.groups, first, rows.per_rank)
+    return plan_exchange(
+        tokens, rows, placed.groups, shares, sets, passes.schedule.exchange, passes.reshuffle, first
+    )
+
+
+def _room_beside(problem: Problem, groups: Groups, first: Ints, held: Ints) -> Ints:
+    """int64 [ranks] > 0: in what proportion members share the rows of their group, int64 [groups], beside `first` rows
+    of their own: what their default caps leave, or an explicit one where a group holds more."""
+    shares: Ints = np.maximum(problem.member_room - first, 1)
+    if problem.policy.token_cap is None:
+        return shares
+    short = held > np.add.reduceat(shares, groups.first[:-1])
+    room: Ints = np.where(short[groups.of_rank], np.maximum(problem.policy.token_cap - first, 1), shares)
+    return room
+
+
+def _beside(placed: Placed, lone: Lone, home: Rows, kind: str) -> Beside:
+    """What single ranks compute of one kind while rows of groups travel. home: all home rows."""
+    low = _alone(placed, lone.rows, lone.alone, kind)
+    return Beside(low, home, lone.early[low.tasks.k])
+
+
+def _alone(placed: Placed, rows: Rows, batch: Batch, kind: str) -> Lowering:
+    """What single ranks compute of one kind, with all heads, of the sequences of a batch whose rows they have."""
+    cluster, model, bands = placed.problem.cluster, placed.problem.model, batch.bands(kind)
+    found, single = find_tasks(bands, rows), Groups.single(cluster.ranks)
+    sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
+    passes = replace(placed.passes, inner=None)
+    Checks(passes).tasks(bands, rows.starts, *found, 1)
+    return _scheduled(passes, Site(rows, batch, cluster), found, None, None, single, sets, heads)
+
+
+def _scheduled(
+    passes: Passes,
+    site: Site,
+    found: tuple[Tasks, Edges],
+    division: Ints | None,
+    exchange: Exchange | None,
+    groups: Groups,
+    sets: HeadSets,
+    heads: HeadGroups,
+    beside: Beside | None = None,
+) -> Lowering:
+    """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
+    tasks, edges = found
+    if groups.split:  # every rank of a group has them
+        check_tasks(int(groups.sizes[tasks.exec].sum()))
+    routed, checks = _routed(passes, edges, site), Checks(passes)
+    checks.routed(edges, routed, len(groups))
+    if division is not None:
+        routed = replace(routed, division=_first_needed(tasks, routed, division))
+    schedule, overlap = (
+        passes.schedule(routed, len(groups)),
+        passes.inner is not None and passes.inner.overlap,
+    )
+    checks.schedule(routed, schedule)
+    if overlap:
+        schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))
+    tasks = tasks.arriving(schedule.routed.arrives)
+    tasks, parts, stage = program_order(tasks, schedule, site.rows, division)
+    low = Lowering(site.rows, tasks, parts, stage, schedule, exchange, groups, sets, heads, beside)
+    checks.lowering(low)
+    return overlapped(low) if overlap else low
+
+
+def _first_needed(tasks: Tasks, routed: Routed, division: Ints) -> Ints:
+    """int32 [edges]: the first division with a task that needs the edge's rows."""
+    first = np.full(len(routed.edges), np.iinfo(np.int32).max, np.int32)
+    for edge in (tasks.edge, tasks.query_edge):
+        some = np.flatnonzero(edge >= 0)
+        np.minimum.at(first, routed.arrives[edge[some]], division[some])
+    depth, parent = depths(routed.edges.parent), routed.edges.parent
+    for level in range(int(depth.max(initial=0)), 0, -1):  # what is passed on must have come
+        relays = np.flatnonzero(depth == level)
+        np.minimum.at(first, parent[relays], first[relays])
+    return first
+
+
+def _head_sets(problem: Problem, passes: Passes, groups: Groups) -> HeadSets:
+    """The heads of every rank, all at once or in stages."""
+    of = HeadSets.of if passes.inner is None else passes.inner.head_sets
+    return of(problem.model, groups)
+
+
+def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
+    """The heads of work rows where tasks have some of the heads: all tiles have equally many of either side."""
+    if passes.inner is not None or passes.reshuffle:
+        step = "reshuffle" if passes.inner is None else "inner"
+        rule = "cannot be used where the placement splits heads"
+        raise ConfigError(f"recipe.steps.{step}", "on", rule, "leave it out or use one head group")
+    zero, ones = np.zeros(rows.ranks, np.int64), np.ones(rows.ranks, np.int64)
+    q, kv = (max(len(heads.sets[number - 1]) for number in side) for side in (heads.query, heads.key))
+    return HeadSets(heads.sets, zero, zero, q * ones, kv * ones, np.zeros(rows.ranks, bool))
+
+
+def _routed(passes: Passes, edges: Edges, site: Site) -> Routed:
+    """How the tiles travel that the schedule makes of the edges. Only KV rows are shared, so only these have routes."""
+    route = passes.route if not (edges.lane & 1).any() else KeysOnly(passes.route)
+    star = None if passes.route.by_block else passes.schedule.tiles(edges, passes.route.relays)
+    if star is None:
+        return route(edges, site)
+    routed = route(star.edges, site)
+    return replace(routed, arrives=routed.arrives[star.arrives])

@@ -1,0 +1,145 @@
+"""What a route is: a tree of edges for every tile, from its home to the ranks that need it; and what makes one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.loops.jit import jit
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.planner.problem import Pass
+from apportion.planner.tasks.rows import Rows
+from apportion.planner.tasks.tasks import Edges
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where tiles travel: the attention rows, the sequences in them, and the ranks."""
+
+    rows: Rows
+    batch: Batch
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class Routed:
+    """edges: with relays, parents before their children. arrives: int32, for each edge of the star the one that now
+    brings its rows. carry: gradients go on along the ring. ring: int32 [edges] members of each edge's ring, where it
+    is one. division: int32 [edges], the first part of the phase that needs each edge's rows, where placement has parts.
+    onward: int32 [edges], where gradients go on and a tile branches: the edge to whose tile's those of each edge's tile
+    are added, -1: to its home rows.
+    """
+
+    edges: Edges
+    arrives: Ints
+    carry: bool = False
+    ring: Ints | None = None
+    division: Ints | None = None
+    onward: Ints | None = None
+
+    @cached_property
+    def returns_to(self) -> Ints:
+        """int32 [edges]: the edge to whose tile what each edge's tile adds up is added; -1: to its home rows."""
+        if not self.carry:
+            return self.edges.parent
+        if self.onward is not None:
+            return self.onward
+        following, relays = np.full(len(self.edges), -1, np.int32), np.flatnonzero(self.edges.parent >= 0)
+        following[self.edges.parent[relays]] = relays
+        return following
+
+    def take(self, order: Ints) -> Routed:
+        """The same with its edges in another order, in which parents come before their children."""
+        place = np.empty(len(order), np.int32)
+        place[order] = np.arange(len(order), dtype=np.int32)
+        ring, division = (None if held is None else held[order] for held in (self.ring, self.division))
+        onward = self.onward
+        if onward is not None:
+            onward = np.append(place, np.int32(-1))[onward[order]]  # -1 is the last
+        return Routed(self.edges.take(order), place[self.arrives], self.carry, ring, division, onward)
+
+
+def join(edges: Edges, whole: bool) -> Routed:
+    """The star with one tile for rows that lie side by side at home and go to the same rank; whole: with one tile a
+    rank, the hull of all rows that leave it."""
+    if whole and len(edges):
+        leaving = edges.lane * np.int64(int(edges.home.max()) + 1) + edges.home
+        key = leaving * (int(edges.dst.max()) + 1) + edges.dst
+        _, first, group = np.unique(key, return_index=True, return_inverse=True)
+        tiles = as_tiles(replace(edges, tile=leaving), _numbered(leaving))
+        return Routed(tiles.take(first), group.astype(np.int32))
+    order = np.lexsort((edges.row, edges.lane, edges.dst, edges.home))
+    by = edges.take(order)
+    fresh = np.ones(len(order), bool)
+    fresh[1:] = (by.home[1:] != by.home[:-1]) | (by.dst[1:] != by.dst[:-1])
+    fresh[1:] |= (by.row[1:] != by.row[:-1] + by.rows[:-1]) | (by.lane[1:] != by.lane[:-1])
+    first = np.flatnonzero(fresh)
+    rows = np.add.reduceat(by.rows, first) if len(first) else by.rows
+    joined = replace(by.take(first), tile=np.arange(len(first), dtype=np.int32), rows=rows)
+    arrives = np.empty(len(order), np.int32)
+    arrives[order] = np.cumsum(fresh) - 1
+    return Routed(joined, arrives)
+
+
+def _numbered(keys: Ints) -> Ints:
+    """int64 [n]: equal keys have equal numbers, from 0."""
+    return np.unique(keys, return_inverse=True)[1]
+
+
+class RoutePass(Pass, Protocol):
+    """Says how tiles travel. edges: the star, home -> every rank that needs rows, in the order of their tiles.
+
+    rings: tiles go around rings, which bring keys alone. relays: several ranks may share a tile that one of them passes
+    on. by_block: tiles must be blocks, whatever the schedule would make of them."""
+
+    rings: ClassVar[bool] = False
+    relays: ClassVar[bool] = True
+
+    @property
+    def by_block(self) -> bool:
+        return False
+
+    @abstractmethod
+    def __call__(self, edges: Edges, site: Site) -> Routed: ...
+
+
+@jit
+def depths(parent: Ints) -> Ints:
+    """int64 [edges]: how many relays each edge comes after; none comes before its parent."""
+    depth = np.zeros(len(parent), np.int64)
+    for edge in range(len(parent)):
+        if parent[edge] >= 0:
+            depth[edge] = depth[parent[edge]] + 1
+    return depth
+
+
+def as_tiles(edges: Edges, group: Ints) -> Edges:
+    """Each edge carries the hull of its group's rows."""
+    low, rows = hulls(edges.row, edges.rows, group, int(group.max()) + 1)
+    columns = (
+        edges.tile,
+        edges.home,
+        low[group],
+        rows[group],
+        edges.src,
+        edges.dst,
+        edges.parent,
+        edges.lane,
+    )
+    return Edges(*(column.astype(np.int32) for column in columns))
+
+
+@jit
+def hulls(row: Ints, rows: Ints, group: Ints, groups: int) -> tuple[Ints, Ints]:
+    """row, rows int64 [groups]: the hull of each group's rows."""
+    low, high = np.full(groups, np.int64(2**62)), np.zeros(groups, np.int64)
+    for edge in range(len(group)):
+        low[group[edge]] = min(low[group[edge]], row[edge])
+        high[group[edge]] = max(high[group[edge]], row[edge] + rows[edge])
+    return low, high - low
