@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
+
+from apportion.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -50,3 +54,58 @@ def test_actions_are_pinned_by_major_version() -> None:
     jobs = read(".github/workflows/ci.yml")["jobs"]
     used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
     assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", name) for name in used), used
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's, in order: name and the rest, continued lines as one."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    return [(name, rest) for name, rest in lines]
+
+
+def options_of(*command: str) -> set[str]:
+    """What `apportion COMMAND --help` lists."""
+    found: Any = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]
+    return {option for parameter in found.params for option in parameter.opts if option.startswith("--")}
+
+
+def test_the_image_installs_what_is_there_and_serves_as_a_user_with_few_rights() -> None:
+    steps = instructions()
+    last = dict(steps)
+    for name, rest in steps:
+        if name == "COPY":
+            assert all((ROOT / source).exists() for source in rest.split()[:-1])
+    extras = re.findall(r"pip install \"\.\[([a-z,]+)\]\"", " ".join(rest for _, rest in steps))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras[0].split(",")) <= set(project["optional-dependencies"])
+    assert last["USER"] == "apportion"
+    program, serve, *rest = json.loads(last["ENTRYPOINT"])
+    assert (program, serve) == ("apportion", "serve")
+    flags = [flag for flag in [*rest, *json.loads(last["CMD"])] if flag.startswith("--")]
+    assert set(flags) <= options_of("serve")
+    assert rest[rest.index("--host") + 1] == "0.0.0.0"
+    assert rest[rest.index("--dir") + 1].startswith(last["VOLUME"])
+    port = rest[rest.index("--port") + 1]
+    assert last["EXPOSE"] == port
+    assert f"http://127.0.0.1:{port}/healthz" in last["HEALTHCHECK"]
+    warmup = next(rest for name, rest in steps if name == "RUN" and "apportion warmup" in rest)
+    assert set(re.findall(r"--(?:recipes|into)\b", warmup)) <= options_of("warmup")
+
+
+def test_compose_runs_the_service_on_a_redis_that_forgets_nothing() -> None:
+    composed = read("compose.yaml")
+    service, redis = composed["services"]["apportion"], composed["services"]["redis"]
+    flags = [word for word in service["command"] if word.startswith("--")]
+    assert set(flags) <= options_of("serve")
+    store = service["command"][service["command"].index("--store") + 1]
+    assert store == "redis://redis:6379/0"
+    for wanted in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction"):
+        assert wanted in redis["command"]  # docs/service.md, "Where plans are kept"
+    assert {name.split(":")[0] for part in (service, redis) for name in part["volumes"]} == set(
+        composed["volumes"]
+    )
+    assert all(part["restart"] and part["healthcheck"]["test"] for part in (service, redis))
+    assert service["secrets"] == list(composed["secrets"])
+    assert service["depends_on"]["redis"]["condition"] == "service_healthy"
