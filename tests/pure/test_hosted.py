@@ -1,4 +1,4 @@
-"""What is run by others (hooks of git, hosted CI, containers) names what is here."""
+"""What is run by others (hooks of git, hosted CI, containers, releases) names what is here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 import yaml
 
 from apportion.cli import app
+from apportion.ir.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -109,3 +110,22 @@ def test_compose_runs_the_service_on_a_redis_that_forgets_nothing() -> None:
     assert all(part["restart"] and part["healthcheck"]["test"] for part in (service, redis))
     assert service["secrets"] == list(composed["secrets"])
     assert service["depends_on"]["redis"]["condition"] == "service_healthy"
+
+
+def test_the_release_is_the_same_wherever_it_is_said() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == __version__
+
+
+def test_every_result_of_a_benchmark_is_in_its_table_with_a_command_that_is_there() -> None:
+    text = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+\.json)` \| `(.+?)` \|", text, re.MULTILINE)
+    assert [name for name, _ in rows] == sorted(
+        path.name for path in (ROOT / "benchmarks/results").glob("*.json")
+    )
+    for _, command in rows:
+        module = re.fullmatch(r"python (?:-m )?benchmarks[./](\w+?)(?:\.py)?(?: .*)?", command)
+        if module:
+            assert (ROOT / f"benchmarks/{module[1]}.py").exists(), command
+        else:
+            assert re.search(rf"^{command.split()[1]}:", MAKEFILE, re.MULTILINE), command
