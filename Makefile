@@ -3,6 +3,7 @@
 #   make demo     plan real document lengths, train on 4 CPU processes, compare with one process
 #   make test     lint, types, import contract, all tests with branch coverage
 #   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
+#   make test-plain  the core's tests where only numpy is, without torch; NUMBA=1: with numba
 #   make lint     the first three of these
 #   make bench    the planning benchmark, one core
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
@@ -19,6 +20,7 @@
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
 #   make wheel    a wheel with compiled loops, for this Python, numba and kind of CPU, in dist/; RECIPES=fcp CHECK=1: of
 #                 one recipe, installed and started in a new environment
+#   make package  sdist and pure wheel, in dist/: nothing is missing, and both plan in new environments
 #   make suite    the conformance suite of the plan format, made anew from its plans
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
 #   make clean    remove the environment and every cache
@@ -30,13 +32,14 @@ TORCH  ?= torch==2.13.0
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAINERS := $(VENV)-trainers
+PLAIN := $(VENV)-plain$(if $(NUMBA),-numba)
 
 # Numbers and times must not depend on how many threads a library likes to start.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-trainers lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
-  replay wheel suite conformance clean
+.PHONY: help demo test test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
+  replay wheel package suite conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +79,17 @@ $(TRAINERS)/.ready: pyproject.toml tests/trainers/requirements.txt
 
 test-trainers: $(TRAINERS)/.ready
 	$(TRAINERS)/bin/pytest tests/trainers
+
+$(PLAIN)/.ready: pyproject.toml
+	@echo "Setting up $(PLAIN) ..."
+	@$(PYTHON) -m venv $(PLAIN)
+	@$(PLAIN)/bin/pip install --quiet --editable ".$(if $(NUMBA),[numba])" hypothesis jsonschema msgpack pytest
+	@touch $@
+
+# What takes minutes without numba is left to `make test`, which hides numba where bytes are compared.
+test-plain: $(PLAIN)/.ready
+	$(PLAIN)/bin/pytest $(patsubst %,tests/pure/test_%.py,bands masks batch codec text checks lpt matching verify \
+	  reference cost hf_config config forest launches sorting format conformance)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/planning.py
@@ -118,6 +132,9 @@ replay: $(READY)
 wheel: $(READY)
 	@$(BIN)/python benchmarks/wheel.py $(if $(RECIPES),--recipes $(RECIPES)) $(if $(CHECK),--check)
 
+package: $(READY)
+	@$(BIN)/python benchmarks/package.py
+
 suite: $(READY)
 	@$(BIN)/python tests/conformance_suite.py
 
@@ -125,6 +142,6 @@ conformance: $(READY)
 	$(BIN)/pytest tests/torch/stage --full -n 2
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
+	rm -rf $(VENV) $(TRAINERS) $(VENV)-plain $(VENV)-plain-numba *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
 	  .coverage .coverage.* .demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -77,6 +77,8 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
         "docs/performance.md",
         "docs/comparison.md",
         "docs/forecast.md",
+        "docs/release.md",
+        "benchmarks/README.md",
     ],
 )
 def test_files_that_the_documents_name_are_there(document: str) -> None:
@@ -87,7 +89,9 @@ def test_files_that_the_documents_name_are_there(document: str) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/performance.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/release.md"]
+)
 def test_make_has_the_targets_that_the_documents_name(document: str) -> None:
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     named = re.findall(

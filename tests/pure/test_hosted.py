@@ -1,12 +1,18 @@
-"""What is run by others (hooks of git, hosted CI, containers) names what is here."""
+"""What is run by others (hooks of git, hosted CI, containers, releases) names what is here."""
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
+
+from apportion.cli import app
+from apportion.ir.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -28,3 +34,98 @@ def test_hooks_before_a_commit_run_what_make_lint_runs() -> None:
     assert local["repo"] == "local"
     assert [hook["entry"] for hook in local["hooks"]] == commands_of("lint")
     assert not any(hook["pass_filenames"] for hook in local["hooks"])  # the tools know what to look at
+
+
+def test_hosted_ci_names_targets_of_make_and_every_python() -> None:
+    jobs = read(".github/workflows/ci.yml")["jobs"]
+    lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+    named = {name for line in lines for name in re.findall(r"\bmake ([a-z-]+)", line)}
+    assert named == {"lint", "test-plain", "test", "package"}
+    assert named <= targets
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    said = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    matrix = jobs["plain"]["strategy"]["matrix"]
+    assert matrix == {"python": said, "numba": ["", "1"]}
+    first, beyond = re.findall(r"3\.(\d+)", project["requires-python"])
+    assert said == [f"3.{minor}" for minor in range(int(first), int(beyond))]
+
+
+def test_actions_are_pinned_by_major_version() -> None:
+    jobs = read(".github/workflows/ci.yml")["jobs"]
+    used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", name) for name in used), used
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's, in order: name and the rest, continued lines as one."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    return [(name, rest) for name, rest in lines]
+
+
+def options_of(*command: str) -> set[str]:
+    """What `apportion COMMAND --help` lists."""
+    found: Any = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]
+    return {option for parameter in found.params for option in parameter.opts if option.startswith("--")}
+
+
+def test_the_image_installs_what_is_there_and_serves_as_a_user_with_few_rights() -> None:
+    steps = instructions()
+    last = dict(steps)
+    for name, rest in steps:
+        if name == "COPY":
+            assert all((ROOT / source).exists() for source in rest.split()[:-1])
+    extras = re.findall(r"pip install \"\.\[([a-z,]+)\]\"", " ".join(rest for _, rest in steps))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras[0].split(",")) <= set(project["optional-dependencies"])
+    assert last["USER"] == "apportion"
+    program, serve, *rest = json.loads(last["ENTRYPOINT"])
+    assert (program, serve) == ("apportion", "serve")
+    flags = [flag for flag in [*rest, *json.loads(last["CMD"])] if flag.startswith("--")]
+    assert set(flags) <= options_of("serve")
+    assert rest[rest.index("--host") + 1] == "0.0.0.0"
+    assert rest[rest.index("--dir") + 1].startswith(last["VOLUME"])
+    port = rest[rest.index("--port") + 1]
+    assert last["EXPOSE"] == port
+    assert f"http://127.0.0.1:{port}/healthz" in last["HEALTHCHECK"]
+    warmup = next(rest for name, rest in steps if name == "RUN" and "apportion warmup" in rest)
+    assert set(re.findall(r"--(?:recipes|into)\b", warmup)) <= options_of("warmup")
+
+
+def test_compose_runs_the_service_on_a_redis_that_forgets_nothing() -> None:
+    composed = read("compose.yaml")
+    service, redis = composed["services"]["apportion"], composed["services"]["redis"]
+    flags = [word for word in service["command"] if word.startswith("--")]
+    assert set(flags) <= options_of("serve")
+    store = service["command"][service["command"].index("--store") + 1]
+    assert store == "redis://redis:6379/0"
+    for wanted in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction"):
+        assert wanted in redis["command"]  # docs/service.md, "Where plans are kept"
+    assert {name.split(":")[0] for part in (service, redis) for name in part["volumes"]} == set(
+        composed["volumes"]
+    )
+    assert all(part["restart"] and part["healthcheck"]["test"] for part in (service, redis))
+    assert service["secrets"] == list(composed["secrets"])
+    assert service["depends_on"]["redis"]["condition"] == "service_healthy"
+
+
+def test_the_release_is_the_same_wherever_it_is_said() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == __version__
+
+
+def test_every_result_of_a_benchmark_is_in_its_table_with_a_command_that_is_there() -> None:
+    text = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+\.json)` \| `(.+?)` \|", text, re.MULTILINE)
+    assert [name for name, _ in rows] == sorted(
+        path.name for path in (ROOT / "benchmarks/results").glob("*.json")
+    )
+    for _, command in rows:
+        module = re.fullmatch(r"python (?:-m )?benchmarks[./](\w+?)(?:\.py)?(?: .*)?", command)
+        if module:
+            assert (ROOT / f"benchmarks/{module[1]}.py").exists(), command
+        else:
+            assert re.search(rf"^{command.split()[1]}:", MAKEFILE, re.MULTILINE), command

@@ -1,0 +1,97 @@
+"""Builds the sdist, and from it the pure wheel; installs each into a new environment and starts there.
+
+Run: python benchmarks/package.py [--out dist]. Exit code 1 where one of the two lacks a file of the package that
+git knows, or a first plan fails. It needs the package index. `make wheel` makes wheels with compiled loops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BATCH = ROOT / "examples/batch.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build sdist and wheel, install them, start them.")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    out = parser.parse_args().out.resolve()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        made = build(folder)
+        lacking = {path.name: missing(path) for path in made}
+        for file, names in lacking.items():
+            print(f"{file}: lacks {', '.join(names[:5]) or 'nothing'}{' …' if len(names) > 5 else ''}")
+        if any(lacking.values()):
+            return 1
+        for number, path in enumerate(made):
+            start(folder / f"environment{number}", path)
+        out.mkdir(parents=True, exist_ok=True)
+        for path in made:
+            print(shutil.copy(path, out))
+    return 0
+
+
+def build(folder: Path) -> tuple[Path, Path]:
+    """The sdist of what git knows, and the wheel that is made of the sdist."""
+    tree, tools, made = folder / "tree", folder / "tools", folder / "made"
+    for name in _known():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_bytes((ROOT / name).read_bytes())
+    python = _environment(tools)
+    _run([python, "-m", "pip", "install", "--quiet", "build"], folder)
+    _run([python, "-m", "build", "--outdir", str(made), str(tree)], folder, quiet=True)
+    (sdist,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
+    return sdist, wheel
+
+
+def missing(path: Path) -> list[str]:
+    """Files of the package that an archive lacks."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as archive:
+            held = set(archive.namelist())
+    else:
+        with tarfile.open(path) as found:
+            held = {name.partition("/")[2] for name in found.getnames()}
+    return sorted(name for name in _known() if name.startswith("apportion/") and name not in held)
+
+
+def start(home: Path, path: Path) -> None:
+    """Installs it without extras, plans a batch, and verifies the plan."""
+    python = _environment(home)
+    _run([python, "-m", "pip", "install", "--quiet", str(path)], home)
+    command, plan = str(home / "bin/apportion"), str(home / "first.plan")
+    _run([command, "version"], home)
+    _run([command, "plan", "--batch", str(BATCH), "--ranks", "8", "-o", plan], home, quiet=True)
+    _run([command, "verify", plan], home)
+
+
+def _known() -> list[str]:
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def _environment(home: Path) -> str:
+    venv.create(home, with_pip=True)
+    return str(home / "bin/python")
+
+
+def _run(command: list[str], folder: Path, *, quiet: bool = False) -> None:
+    """In a folder where the package of the checkout is not found."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    print("$", " ".join(Path(part).name if "/" in part else part for part in command), flush=True)
+    subprocess.run(command, cwd=folder, env=clean, stdout=subprocess.DEVNULL if quiet else None, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
