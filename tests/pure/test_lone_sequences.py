@@ -19,7 +19,8 @@ from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.inner.groups import Groups
 from apportion.planner.inner.lone import Lone, find_lone
-from apportion.planner.iteration.assignment import decode_assignment, encode_assignment, restored
+from apportion.planner.iteration.assignment import decode_assignment, encode_assignment
+from apportion.planner.iteration.restored import restored
 from apportion.planner.pipeline import pipeline, placing
 from apportion.planner.pipeline.checks import checked_steps
 from apportion.planner.pipeline.watch import SILENT
