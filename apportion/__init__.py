@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     )
     from apportion.ir.masks import specs as masks
     from apportion.ir.plan.tables import Layout
-    from apportion.ir.request.batch import Batch, Sequence
+    from apportion.ir.request.batch import Batch
     from apportion.ir.request.cluster import Cluster
     from apportion.ir.request.hardware import Hardware
     from apportion.ir.request.model import Model
     from apportion.ir.request.policy import Policy, Recipe
+    from apportion.ir.request.sequences import Sequence
     from apportion.ir.verify import verify
     from apportion.planner.api import plan
     from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
@@ -56,7 +57,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "apportion.backends.torch.remap": ("from_linear", "to_linear"),
     "apportion.backends.torch.transport": ("Communicator",),
-    "apportion.ir.request.batch": ("Batch", "Sequence"),
+    "apportion.ir.request.batch": ("Batch",),
+    "apportion.ir.request.sequences": ("Sequence",),
     "apportion.ir.request.cluster": ("Cluster",),
     "apportion.ir.bytes.codec": ("Plan", "Slice"),
     "apportion.ir.errors": (

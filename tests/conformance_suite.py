@@ -32,7 +32,7 @@ from apportion.ir.masks import bands
 from apportion.ir.masks import specs as masks
 from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Table
-from apportion.ir.request.batch import Sequence
+from apportion.ir.request.sequences import Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = ROOT / "apportion/schemas/conformance"

@@ -25,7 +25,7 @@ from apportion.ir.bytes.codec import Plan, Slice, seal
 from apportion.ir.bytes.iteration import IterationPlan
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES
 from apportion.ir.errors import DecodeError, VersionError
-from apportion.ir.request.batch import Sequence
+from apportion.ir.request.sequences import Sequence
 from apportion.planner.iteration.iterate import plan_iteration
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
