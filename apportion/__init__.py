@@ -11,9 +11,10 @@ from apportion.ir.version import __version__
 if TYPE_CHECKING:
     from apportion.backends.torch.remap import from_linear, to_linear
     from apportion.backends.torch.transport import Communicator
-    from apportion.ir.bytes.codec import Plan, Slice
+    from apportion.ir.bytes.codec import Plan
     from apportion.ir.bytes.iteration import IterationPlan
     from apportion.ir.bytes.job import Job
+    from apportion.ir.bytes.slices import Slice
     from apportion.ir.errors import (
         ApportionError,
         CapacityError,
@@ -60,7 +61,7 @@ _HOMES = {
     "apportion.ir.request.batch": ("Batch",),
     "apportion.ir.request.sequences": ("Sequence",),
     "apportion.ir.request.cluster": ("Cluster",),
-    "apportion.ir.bytes.codec": ("Plan", "Slice"),
+    "apportion.ir.bytes.codec": ("Plan",),
     "apportion.ir.errors": (
         "ApportionError",
         "CapacityError",
@@ -75,6 +76,7 @@ _HOMES = {
     "apportion.ir.request.hardware": ("Hardware",),
     "apportion.ir.bytes.iteration": ("IterationPlan",),
     "apportion.ir.bytes.job": ("Job",),
+    "apportion.ir.bytes.slices": ("Slice",),
     "apportion.ir.request.model": ("Model",),
     "apportion.ir.plan.tables": ("Layout",),
     "apportion.ir.request.policy": ("Policy", "Recipe"),

@@ -26,7 +26,8 @@ from strategies import STRATEGIES, steps
 
 import apportion as ap
 from apportion.backends import reference
-from apportion.ir.bytes.codec import Plan, Slice
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
 from apportion.ir.masks import bands
 from apportion.ir.masks import specs as masks

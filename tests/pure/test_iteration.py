@@ -21,9 +21,10 @@ from test_format import SCHEMAS, decoded
 from test_fuzz import fuzz_plans
 
 import apportion as ap
-from apportion.ir.bytes.codec import Plan, Slice, seal
+from apportion.ir.bytes.codec import Plan, seal
 from apportion.ir.bytes.iteration import IterationPlan
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.request.sequences import Sequence
 from apportion.planner.iteration.iterate import plan_iteration
