@@ -11,9 +11,10 @@ from apportion.ir.version import __version__
 if TYPE_CHECKING:
     from apportion.backends.torch.remap import from_linear, to_linear
     from apportion.backends.torch.transport import Communicator
-    from apportion.ir.bytes.codec import Plan, Slice
+    from apportion.ir.bytes.codec import Plan
     from apportion.ir.bytes.iteration import IterationPlan
     from apportion.ir.bytes.job import Job
+    from apportion.ir.bytes.slices import Slice
     from apportion.ir.errors import (
         ApportionError,
         CapacityError,
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
     )
     from apportion.ir.masks import specs as masks
     from apportion.ir.plan.tables import Layout
-    from apportion.ir.request.batch import Batch, Sequence
+    from apportion.ir.request.batch import Batch
     from apportion.ir.request.cluster import Cluster
     from apportion.ir.request.hardware import Hardware
     from apportion.ir.request.model import Model
     from apportion.ir.request.policy import Policy, Recipe
+    from apportion.ir.request.sequences import Sequence
     from apportion.ir.verify import verify
     from apportion.planner.api import plan
     from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
@@ -56,9 +58,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "apportion.backends.torch.remap": ("from_linear", "to_linear"),
     "apportion.backends.torch.transport": ("Communicator",),
-    "apportion.ir.request.batch": ("Batch", "Sequence"),
+    "apportion.ir.request.batch": ("Batch",),
+    "apportion.ir.request.sequences": ("Sequence",),
     "apportion.ir.request.cluster": ("Cluster",),
-    "apportion.ir.bytes.codec": ("Plan", "Slice"),
+    "apportion.ir.bytes.codec": ("Plan",),
     "apportion.ir.errors": (
         "ApportionError",
         "CapacityError",
@@ -73,6 +76,7 @@ _HOMES = {
     "apportion.ir.request.hardware": ("Hardware",),
     "apportion.ir.bytes.iteration": ("IterationPlan",),
     "apportion.ir.bytes.job": ("Job",),
+    "apportion.ir.bytes.slices": ("Slice",),
     "apportion.ir.request.model": ("Model",),
     "apportion.ir.plan.tables": ("Layout",),
     "apportion.ir.request.policy": ("Policy", "Recipe"),

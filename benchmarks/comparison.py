@@ -26,10 +26,10 @@ from apportion.cli.tables import COLUMNS, comparison_cells, remarks
 from apportion.compare import Setting, compare
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
-from apportion.ir.request.batch import Sequence as Sample
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
+from apportion.ir.request.sequences import Sequence as Sample
 from apportion.ir.request.workload import lognormal_lengths, read_workload
 from apportion.planner.cost import CostModel
 from apportion.planner.recipe.recipes import find_recipe

@@ -27,8 +27,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from apportion.ir.bytes import codec
+from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.sections import Sections, section_id
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.ir.isa import LIMIT
 from apportion.ir.plan.tables import Layout, Move, Table
@@ -173,7 +174,7 @@ def _change_list(rng: random.Random, value: list[Any]) -> Any:
     return value
 
 
-def change_numbers(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+def change_numbers(rng: random.Random, sections: Sections) -> Sections:
     """One or a few numbers of one table: what only deep checks see."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     table = _some_table(rng, plan)
@@ -185,7 +186,7 @@ def change_numbers(rng: random.Random, sections: codec.Sections) -> codec.Sectio
     return _with_tables(sections, plan)
 
 
-def change_rows(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+def change_rows(rng: random.Random, sections: Sections) -> Sections:
     """A row of one table of a rank dropped, doubled, or exchanged with another."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     table = _some_table(rng, plan)
@@ -207,8 +208,8 @@ def _some_table(rng: random.Random, plan: Plan) -> Table:
     return rng.choice(tables + [table for p in plan.programs.values() for table in p.tables.values()])
 
 
-def _with_tables(sections: codec.Sections, plan: Plan) -> codec.Sections:
-    parts = codec.encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
+def _with_tables(sections: Sections, plan: Plan) -> Sections:
+    parts = table_bytes.encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
     return replace(sections, parts=list(parts))
 
 
@@ -228,7 +229,7 @@ def change_cell(rng: random.Random, part: Any) -> Any:
     return part
 
 
-def change_part(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+def change_part(rng: random.Random, sections: Sections) -> Sections:
     rank = rng.randrange(len(sections.parts))
     change = rng.choice((change_inside, change_cell))
     parts = list(sections.parts)
@@ -236,7 +237,7 @@ def change_part(rng: random.Random, sections: codec.Sections) -> codec.Sections:
     return replace(sections, parts=parts)
 
 
-def change_tables(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+def change_tables(rng: random.Random, sections: Sections) -> Sections:
     """Sections as they are where an earlier mutation broke them."""
     try:
         return rng.choice((change_numbers, change_numbers, change_numbers, change_rows))(rng, sections)
@@ -252,7 +253,7 @@ def _edited(data: bytes, change: Callable[[Any], bytes]) -> bytes:
         return data
 
 
-def change_section(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+def change_section(rng: random.Random, sections: Sections) -> Sections:
     name = rng.choice(("header", "header", "request", "request", "request", "layouts", "moves", "report"))
     data = getattr(sections, name)
     if rng.random() < 0.1:
@@ -262,7 +263,7 @@ def change_section(rng: random.Random, sections: codec.Sections) -> codec.Sectio
     return replace(sections, **{name: changed})
 
 
-def change_parts(rng: random.Random, sections: codec.Sections) -> codec.Sections:
+def change_parts(rng: random.Random, sections: Sections) -> Sections:
     parts = _change_list(rng, [*sections.parts])
     return replace(sections, parts=[part if isinstance(part, bytes) else b"" for part in parts])
 
@@ -272,7 +273,7 @@ def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
     plan = rng.choice(plans)
     if rng.random() < 0.15:
         return rng.choice(RAW)(rng, plan.encode(), rng.choice(plans).encode())
-    sections: codec.Sections = plan.sections
+    sections: Sections = plan.sections
     for _ in range(rng.choice((1, 1, 1, 2))):
         if not sections.parts:
             break
@@ -280,7 +281,7 @@ def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
             rng, sections
         )
     sections = replace(sections, id=b"")
-    sections = replace(sections, id=codec.section_id(sections) if sections.parts else b"")
+    sections = replace(sections, id=section_id(sections) if sections.parts else b"")
     return codec.encode_wire(sections, plan.header.version)
 
 

@@ -22,9 +22,9 @@ import numpy as np
 from apportion.cli.house import versions
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
-from apportion.ir.request.batch import Sequence as Sample
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
+from apportion.ir.request.sequences import Sequence as Sample
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.forecast.parallelism import Degrees
 from apportion.planner.forecast.step import Step

@@ -84,9 +84,10 @@ def _variant(
 
     import apportion as ap
     from apportion.ir.masks import specs as masks
-    from apportion.ir.request.batch import Batch, Sequence
+    from apportion.ir.request.batch import Batch
     from apportion.ir.request.model import Model
     from apportion.ir.request.policy import Policy, Recipe
+    from apportion.ir.request.sequences import Sequence
 
     own = [SEQUENCES[name] for name in chosen] + [(64, masks.causal())]
     kinds = [(length, {"global": mask, "local": masks.sliding_window(7)}) for length, mask in own]

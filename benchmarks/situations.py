@@ -26,10 +26,11 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths, read_workload, sample
 from apportion.ir.verify import verify
 from apportion.planner import api

@@ -13,8 +13,9 @@ import msgpack
 import msgspec
 import numpy as np
 
-from apportion.ir.bytes import codec
+from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.sections import section_id
 from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Layout, Table
@@ -29,7 +30,7 @@ Faults = dict[str, tuple[str, bytes]]
 def rebuilt(plan: Plan, **sections: Any) -> bytes:
     """The plan with other sections, and the id of these."""
     changed = replace(plan.sealed(), id=b"", **sections)
-    return codec.encode_wire(replace(changed, id=codec.section_id(changed)))
+    return codec.encode_wire(replace(changed, id=section_id(changed)))
 
 
 def newer(plan: Plan) -> bytes:
@@ -75,7 +76,7 @@ def _with_value(plan: Plan, table: str, column: str, value: int, row: int = -1) 
     columns[column][row] = value
     programs = {**program.tables, table: Table(program[table].ptr, columns)}
     changed = {**plan.programs, ("default", "forward"): replace(program, tables=programs)}
-    return rebuilt(plan, parts=codec.encode_parts(plan.layouts, changed, plan.moves, plan.header.ranks))
+    return rebuilt(plan, parts=table_bytes.encode_parts(plan.layouts, changed, plan.moves, plan.header.ranks))
 
 
 def _span(plan: Plan, column: str, value: int) -> bytes:
@@ -83,7 +84,9 @@ def _span(plan: Plan, column: str, value: int) -> bytes:
     columns = {name: np.array(values, np.int64) for name, values in spans.columns.items()}
     columns[column][-1] = value
     layouts = {"attention": Layout("attention", Table(spans.ptr, columns))}
-    return rebuilt(plan, parts=codec.encode_parts(layouts, plan.programs, plan.moves, plan.header.ranks))
+    return rebuilt(
+        plan, parts=table_bytes.encode_parts(layouts, plan.programs, plan.moves, plan.header.ranks)
+    )
 
 
 def malformed() -> Faults:

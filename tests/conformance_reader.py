@@ -12,7 +12,8 @@ from conformance_suite import Weights, tables_of
 
 from apportion.backends import reference
 from apportion.ir.bytes import codec
-from apportion.ir.bytes.codec import Plan, Slice
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError
 from apportion.ir.verify import check
 

@@ -26,13 +26,14 @@ from strategies import STRATEGIES, steps
 
 import apportion as ap
 from apportion.backends import reference
-from apportion.ir.bytes.codec import Plan, Slice
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
 from apportion.ir.masks import bands
 from apportion.ir.masks import specs as masks
 from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Table
-from apportion.ir.request.batch import Sequence
+from apportion.ir.request.sequences import Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = ROOT / "apportion/schemas/conformance"

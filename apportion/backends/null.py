@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.backends.interp import Machine, Operand, Program, Step, Transfer, compile_program, components
-from apportion.ir.bytes.codec import Slice
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import OP_NAMES, Op, Tensor
 

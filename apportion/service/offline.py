@@ -30,8 +30,8 @@ from apportion.ir.hashing import digest
 from apportion.ir.isa import VERSION
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.specs import causal, to_data
-from apportion.ir.request.batch import DEFAULT_KIND
 from apportion.ir.request.sampling import Masks, MaskSpec, Sampling
+from apportion.ir.request.sequences import DEFAULT_KIND
 from apportion.ir.version import __version__
 from apportion.service.store import Store, open_store
 

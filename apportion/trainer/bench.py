@@ -26,7 +26,8 @@ from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Floats
-from apportion.ir.bytes.codec import Plan, Slice
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import PHASES, Op
 from apportion.ir.masks.windows import Causal

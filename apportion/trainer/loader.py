@@ -24,9 +24,9 @@ from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.arrays import Ints
-from apportion.ir.bytes.codec import Slice
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice, integer, integers, name, number
 from apportion.ir.masks.bands import MAX_TOKENS

@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from apportion.ir.arrays import Ints
-from apportion.ir.bytes.codec import Slice
 from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.request.batch import Batch
 from apportion.trainer.loss import IGNORED

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from apportion.backends.torch.engines import ENGINES
-from apportion.ir.bytes.codec import Slice
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.masks import specs as masks
 from apportion.ir.plan.tables import Header
 from apportion.ir.request.batch import Batch

@@ -27,11 +27,12 @@ from apportion.ir.isa import SENT_GRADIENTS
 from apportion.ir.loops.jit import compiling
 from apportion.ir.masks.spec import Mask
 from apportion.ir.plan.plain import MODEL_FACTS
-from apportion.ir.request.batch import DEFAULT_KIND, Batch
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
+from apportion.ir.request.sequences import DEFAULT_KIND
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import Client, ServiceProblem, UnreachableError
 from apportion.service.offline import Offline, open_offline

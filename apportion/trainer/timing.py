@@ -18,7 +18,7 @@ from apportion.backends.torch.arrays import DTYPES
 from apportion.backends.torch.engines import Engine
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Transport
-from apportion.ir.bytes.codec import Slice
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import PHASES
 from apportion.ir.plan.tables import Header
 from apportion.trainer.attention import PlanHandle, planned_attention

@@ -23,7 +23,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner.iteration import assignment as compact
-from apportion.planner.iteration import jobs
+from apportion.planner.iteration import cell_counts, jobs
 from apportion.planner.iteration.jobs import lower_job, plan_job
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.tasks.cells import cut_cells
@@ -102,8 +102,8 @@ def place_anew(rng: random.Random, choice: compact.Choice, ranks: int) -> None:
         return
     cells = cut_cells(Batch.from_lengths(LENGTHS).bands("default"), starts)
     rank = np.array([rng.randrange(ranks) for _ in range(len(cells))]) - home[cells.q]
-    executed = compact._ExecutionWire(compact._cell(rank=rank), False)
-    choice.executions = [executed, compact._ExecutionWire([], False)]
+    executed = compact.ExecutionWire(compact._cell(rank=rank), False)
+    choice.executions = [executed, compact.ExecutionWire([], False)]
 
 
 def other_numbers(rng: random.Random, data: bytes) -> bytes:
@@ -239,9 +239,15 @@ def test_blocks_that_make_too_many_cells_are_not_cut() -> None:
 
 def test_an_iteration_beyond_the_limits_has_no_compact_form(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, batch = Job(cluster(4), MODEL, Policy(find_recipe("ring")), 64), Batch.from_lengths(LENGTHS)
-    for name in ("MOST_CELLS", "MOST_PLACED", "MOST_REQUEST", "MOST_CHOICES"):
+    limits = (
+        (compact, "MOST_CELLS"),
+        (cell_counts, "MOST_PLACED"),
+        (compact, "MOST_REQUEST"),
+        (compact, "MOST_CHOICES"),
+    )
+    for module, name in limits:
         with monkeypatch.context() as small:
-            small.setattr(compact, name, 1)
+            small.setattr(module, name, 1)
             assert plan_job(asked, (batch,)).assignment is None
 
 
@@ -267,7 +273,7 @@ def test_cells_are_counted_without_being_cut(mask: masks.Mask) -> None:
         cuts = rng.choice(np.arange(1, batch.tokens), rng.integers(0, batch.tokens - 1), replace=False)
         starts = np.concatenate([[0], np.sort(cuts), [batch.tokens]])
         bands = batch.bands("default")
-        assert compact.count_cells(bands, starts) == len(cut_cells(bands, starts))
+        assert cell_counts.count_cells(bands, starts) == len(cut_cells(bands, starts))
 
 
 def test_what_is_stored_is_far_smaller_than_the_plan() -> None:

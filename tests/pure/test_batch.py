@@ -16,7 +16,8 @@ from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
 from apportion.ir.masks import bands as algebra
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import INF
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sequences import Sequence
 
 DATA = Path(__file__).parent.parent / "data"
 property_test = settings(max_examples=60, derandomize=True, deadline=None, database=None)

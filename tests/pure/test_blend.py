@@ -8,8 +8,8 @@ from test_reference_matrix import LAYERS, SEQUENCES, compare
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.request.batch import Sequence
 from apportion.ir.request.policy import Step
+from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.place.blend.placement import UNEVEN, Blend, token_shares
 from apportion.planner.place.blend.profile import profile

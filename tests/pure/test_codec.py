@@ -21,12 +21,14 @@ from random_plans import random_plan
 from stand_alone import read_plan
 
 from apportion.ir import hashing
-from apportion.ir.bytes import codec, wire
-from apportion.ir.bytes.codec import Plan, Sections, Slice
+from apportion.ir.bytes import codec, table_bytes, wire
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.columns import DENSEST, MAX_ROWS, Cell, Cells
 from apportion.ir.bytes.numbers import BITS, EACH, FEW, SAME, read_numbers, write_numbers
 from apportion.ir.bytes.parts import encode_table, encoder
 from apportion.ir.bytes.predictions import RULES, Named, Rule, rules_of
+from apportion.ir.bytes.sections import Sections, section_id
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.bytes.sources import room_for
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
 from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
@@ -440,7 +442,7 @@ def test_reports_that_no_plan_can_hold(plan: Plan, value: object) -> None:
 
 
 def test_parts_made_before_are_taken_over(plan: Plan) -> None:
-    parts = codec.encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
+    parts = table_bytes.encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
     assert codec.seal(plan, parts) == plan
 
 
@@ -484,7 +486,7 @@ def test_parts_name_neither_layouts_nor_kinds_so_their_order_is_checked(plan: Pl
 def test_parts_are_the_same_however_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     plans = [random_plan(seed, ranks=9) for seed in range(5)]
     parts = [codec.encode_sections(plan).parts for plan in plans]
-    monkeypatch.setattr(codec, "_ROWS_AT_ONCE", rows)
+    monkeypatch.setattr(table_bytes, "_ROWS_AT_ONCE", rows)
     assert [codec.encode_sections(plan).parts for plan in plans] == parts
 
 
@@ -493,7 +495,7 @@ def test_parts_are_the_same_on_threads(threads: int) -> None:
     for seed in range(5):
         plan = random_plan(seed, ranks=9)
         given = plan.layouts, plan.programs, plan.moves, 9
-        assert codec.encode_parts(*given, threads=threads) == codec.encode_parts(*given)
+        assert table_bytes.encode_parts(*given, threads=threads) == table_bytes.encode_parts(*given)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint64])
@@ -571,7 +573,7 @@ def test_slices_of_no_rank(plan: Plan) -> None:
 def rebuilt(plan: Plan, version: tuple[int, int] = VERSION, **sections: object) -> bytes:
     """The plan with other sections and the id of these."""
     changed = replace(plan.sections, id=b"", **sections)
-    return codec.encode_wire(replace(changed, id=codec.section_id(changed)), version)
+    return codec.encode_wire(replace(changed, id=section_id(changed)), version)
 
 
 def with_part(plan: Plan, edit: object, rank: int = 1, version: tuple[int, int] = VERSION) -> bytes:
@@ -608,7 +610,7 @@ def test_a_wrong_id_can_be_looked_at(plan: Plan) -> None:
     refused(data, "stored id 0000")
     opened = codec.decode(data, check_id=False)
     assert opened.id == bytes(32)
-    assert codec.section_id(opened.sections) == plan.id
+    assert section_id(opened.sections) == plan.id
 
 
 @pytest.mark.parametrize(
@@ -1035,5 +1037,5 @@ def test_slices_are_proven(plan: Plan) -> None:
 
 def test_section_id_needs_no_cache(plan: Plan) -> None:
     sections = Sections(*(getattr(plan.sections, name) for name in Sections.__dataclass_fields__))
-    assert codec.section_id(sections) == plan.id
+    assert section_id(sections) == plan.id
     assert hashing.tree([b"a"]) == [[b"a"]]

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
 from apportion.ir.isa import Tensor
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe, Step
+from apportion.ir.request.sequences import Sequence
 
 SCHEMAS = Path(__file__).parents[2] / "apportion" / "schemas"
 FCP = {

@@ -161,7 +161,7 @@ def damaged(count: int) -> list[bytes]:
             part[rng.randrange(len(part))] ^= 1 << rng.randrange(8)
         parts[number] = bytes(part)
         changed = replace(sealed, parts=parts)
-        found.append(codec.encode_wire(changed.with_id(codec.section_id(changed))))
+        found.append(codec.encode_wire(changed.with_id(sealed.section_id(changed))))
     return found
 
 

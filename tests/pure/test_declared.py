@@ -10,7 +10,8 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.declared import NO_WINDOW, Declared, in_words
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sequences import Sequence
 
 SPANS = [(1, 3)]
 MASKS: dict[str, Mask] = {

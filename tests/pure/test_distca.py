@@ -9,8 +9,8 @@ from test_reference_matrix import LAYERS, SEQUENCES, compare
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 from apportion.ir.isa import Tensor
-from apportion.ir.request.batch import Sequence
 from apportion.ir.request.policy import Step
+from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.place.distca import parts
 from apportion.planner.place.distca.candidates import note_price

@@ -16,7 +16,8 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.masks import bands
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.forest import Forest, Saving, fold
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sequences import Sequence
 
 ROLLOUTS = Path(__file__).resolve().parents[2] / "examples/rollouts"
 property_test = settings(max_examples=150, derandomize=True, deadline=None, database=None)

@@ -17,8 +17,9 @@ from stand_alone import read_plan as reader
 
 from apportion.ir import verify
 from apportion.ir.bytes import codec, numbers, predictions
-from apportion.ir.bytes.codec import Plan, Slice
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.columns import DENSEST, MAX_ROWS
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.bytes.wire import MAX_BYTES
 from apportion.ir.diff import diff
 from apportion.ir.isa import (

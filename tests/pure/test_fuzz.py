@@ -12,7 +12,7 @@ import pytest
 from random_plans import random_plan
 
 from apportion.ir.bytes import codec
-from apportion.ir.bytes.codec import Slice
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError
 from apportion.ir.parse import parse
 from apportion.ir.verify import check

@@ -21,11 +21,12 @@ from test_format import SCHEMAS, decoded
 from test_fuzz import fuzz_plans
 
 import apportion as ap
-from apportion.ir.bytes.codec import Plan, Slice, seal
+from apportion.ir.bytes.codec import Plan, seal
 from apportion.ir.bytes.iteration import IterationPlan
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError, VersionError
-from apportion.ir.request.batch import Sequence
+from apportion.ir.request.sequences import Sequence
 from apportion.planner.iteration.iterate import plan_iteration
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)

@@ -15,11 +15,12 @@ from strategies import STRATEGIES, WIDE, cluster
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.planner.iteration.iterate import plan_iteration
 from apportion.planner.iteration.jobs import lower_job, plan_job

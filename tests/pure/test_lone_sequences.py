@@ -12,14 +12,16 @@ from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import Op, Space, Tensor
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.inner.groups import Groups
 from apportion.planner.inner.lone import Lone, find_lone
-from apportion.planner.iteration.assignment import decode_assignment, encode_assignment, restored
+from apportion.planner.iteration.assignment import decode_assignment, encode_assignment
+from apportion.planner.iteration.restored import restored
 from apportion.planner.pipeline import pipeline, placing
 from apportion.planner.pipeline.checks import checked_steps
 from apportion.planner.pipeline.watch import SILENT

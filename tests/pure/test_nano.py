@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sequences import Sequence
 from apportion.planner.iteration.nano import nano_batches
 
 

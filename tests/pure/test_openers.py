@@ -6,9 +6,10 @@ import pytest
 import apportion as ap
 from apportion.ir.isa import Op
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
+from apportion.ir.request.sequences import Sequence
 from apportion.planner.lower.first_writes import Written, find_openers
 
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=64, layers=1)

@@ -9,10 +9,11 @@ from test_reference_matrix import LAYERS, SEQUENCES, compare
 
 import apportion as ap
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sequences import Sequence
 
 #: with heads that divide unevenly: six query heads on three KV heads, or on two
 HEADS = [*LAYERS, (6, 3, 4, 4, True, None), (4, 4, 4, 2, False, None), (6, 2, 2, 4, False, None)]

@@ -13,10 +13,11 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.masks import bands
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sequences import Sequence
 from apportion.planner.api import plan as make_plan
 
 EXACT = 1e-10

@@ -17,7 +17,7 @@ from apportion.ir.plan import totals
 from apportion.ir.plan.fusion import find_complete, result_ranges
 from apportion.ir.plan.messages import find_messages
 from apportion.ir.plan.ops import instruction_of
-from apportion.ir.request.batch import Sequence
+from apportion.ir.request.sequences import Sequence
 
 PLAN = (Path(__file__).resolve().parents[1] / "plans/results.txt").read_text()
 

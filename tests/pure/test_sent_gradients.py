@@ -13,7 +13,7 @@ import pytest
 import apportion as ap
 from apportion.backends import reference
 from apportion.backends.numpy_kernels import rounded
-from apportion.ir.bytes import codec, sections
+from apportion.ir.bytes import codec, sections, slices
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import GRADIENTS, PHASES, Op, Tensor
@@ -70,7 +70,7 @@ def test_plans_say_it_and_keep_it(recipe: str) -> None:
     assert plan.header.sent_gradients == "model"
     assert codec.decode(plan.encode()) == plan == parse(plan.text())
     assert '"sent_gradients": "model"' in plan.text()
-    assert codec.Slice.decode(plan.for_rank(1).encode()).header.narrows(Tensor.DKV)
+    assert slices.Slice.decode(plan.for_rank(1).encode()).header.narrows(Tensor.DKV)
     assert check(plan) == ()
 
 

@@ -15,7 +15,8 @@ from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Tensor
 from apportion.ir.masks import bands
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import DEFAULT_KIND, Batch, Sequence
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sequences import DEFAULT_KIND, Sequence
 from apportion.planner.iteration.ticks import (
     BACKWARD,
     FORWARD,

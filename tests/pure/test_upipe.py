@@ -19,9 +19,10 @@ from apportion.ir.isa import TABLES, Op, Space, Tensor
 from apportion.ir.masks import bands
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
+from apportion.ir.request.sequences import Sequence
 from apportion.planner import memory_model as memory
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe, stage_lists

@@ -9,8 +9,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from apportion.ir.bytes import codec
+from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.sections import section_id
 from apportion.ir.isa import MOVE_COLUMNS
 from apportion.ir.plan.tables import Layout, Move, Table, empty_table
 from apportion.ir.request.batch import Batch
@@ -29,7 +30,7 @@ def plan() -> Plan:
 
 def known(plan: Plan) -> bool:
     parts = plan.sections.parts
-    return isinstance(parts, codec.Parts) and parts.are_of(plan.layouts, plan.programs, plan.moves)
+    return isinstance(parts, table_bytes.Parts) and parts.are_of(plan.layouts, plan.programs, plan.moves)
 
 
 def rules(plan: Plan) -> set[str]:
@@ -98,7 +99,7 @@ def test_columns_in_memory_of_others_are_never_known(plan: Plan) -> None:
 
 def test_a_decoded_plan_is_encoded_anew(plan: Plan) -> None:
     again = Plan.decode(plan.encode())
-    assert not isinstance(again.sections.parts, codec.Parts)
+    assert not isinstance(again.sections.parts, table_bytes.Parts)
     assert rules(again) == set()
 
 
@@ -109,7 +110,7 @@ def test_another_writer_may_choose_other_forms_and_sources(plan: Plan) -> None:
     number = next(n for n, cell in enumerate(cells) if cell and cell[0] < 128 and len(cell) > cell[0] + 1)
     cells[number] = bytes([cells[number][0] | 128, 0]) + cells[number][1:]
     sections = replace(plan.sections, parts=[msgpack.packb(part) for part in parts])
-    other = Plan.decode(codec.encode_wire(sections.with_id(codec.section_id(sections))))
+    other = Plan.decode(codec.encode_wire(sections.with_id(section_id(sections))))
     assert other != plan
     assert rules(other) <= {"report"}  # which says how many bytes there are
 

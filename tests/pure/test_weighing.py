@@ -7,10 +7,11 @@ import pytest
 
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
+from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner import api
 from apportion.planner.place.blend.placement import pair_times

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import (
     lognormal_lengths,
     read_lengths,

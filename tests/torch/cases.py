@@ -12,8 +12,9 @@ import torch
 
 from apportion.ir.masks import bands
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
+from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 
 # name -> sequences of every family of masks, about 60 tokens, with queries that see no key in the last two

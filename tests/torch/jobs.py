@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from apportion.ir.bytes.codec import Slice
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ApportionError
 from apportion.ir.isa import Op
 from apportion.trainer.attention import (

@@ -11,9 +11,9 @@ from apportion.backends.torch.autograd import backward_home, run
 from apportion.backends.torch.executor import Layer
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels import Score
-from apportion.ir.bytes.codec import Slice
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.request.batch import DEFAULT_KIND
+from apportion.ir.request.sequences import DEFAULT_KIND
 
 HEADS, WIDTH = 2, 8
 

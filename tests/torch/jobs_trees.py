@@ -7,10 +7,11 @@ import torch
 from loading import HereSource
 
 from apportion.ir.bytes.job import Job
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
+from apportion.ir.request.sequences import Sequence
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import trees
 from apportion.trainer.attention import planned_attention

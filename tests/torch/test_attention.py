@@ -22,8 +22,9 @@ from apportion.ir.isa import Space
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.masks import specs as masks
 from apportion.ir.parse import parse
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.sequences import Sequence
 from apportion.trainer.attention import PlanHandle, planned_attention
 
 COVER = cases.pairwise()

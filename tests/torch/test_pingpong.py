@@ -13,9 +13,10 @@ from strategies import STRATEGIES as OTHERS
 from strategies import cluster, steps
 
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.planner.iteration.nano import nano_batches
 from apportion.planner.recipe.recipes import has_own_cap

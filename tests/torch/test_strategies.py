@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from strategies import STRATEGIES, WIDE, cluster
 
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.planner.recipe.recipes import has_own_cap
 

@@ -21,8 +21,9 @@ from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.executor import PlainMachine
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.trainer import demo, selftest
 from apportion.trainer.attention import PlanHandle, planned_attention

@@ -17,7 +17,7 @@ from apportion.backends.torch.arrays import DTYPES
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
-from apportion.ir.bytes.codec import Slice
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import choice, integer
 from apportion.ir.isa import PHASES

@@ -20,10 +20,11 @@ import msgspec
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.bytes import codec, wire
-from apportion.ir.bytes.codec import Plan, Slice
+from apportion.ir.bytes import slices, wire
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.iteration_slice import IterationSlice, encode_slice
 from apportion.ir.bytes.sequences import FORMAT, MAX_MICROBATCHES, iteration_id, packed, unpacked
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integers
 from apportion.ir.plan.tables import Request
@@ -156,7 +157,7 @@ class IterationPlan:
 
 def encode_slices(plan: IterationPlan) -> tuple[bytes, ...]:
     """What every rank receives, as bytes: `plan.slice_for(rank).encode()` of each, without opening any."""
-    columns = zip(*map(codec.encode_slices, plan.plans), strict=True)
+    columns = zip(*map(slices.encode_slices, plan.plans), strict=True)
     return tuple(encode_slice(list(own), plan.indexes, plan.deferred, plan.id) for own in columns)
 
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes import wire
-from apportion.ir.bytes.codec import Slice
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES, consecutive, iteration_id, packed, unpacked
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import VERSION
 

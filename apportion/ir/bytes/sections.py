@@ -1,14 +1,18 @@
-"""The sections of a plan that are plain data: header, request, names of layouts and moves, report."""
+"""The sections of a plan and the id that they have; those that are plain data: header, request, names of layouts and
+moves, report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from apportion.ir.bytes import wire
 from apportion.ir.errors import DecodeError
+from apportion.ir.hashing import SIZE, digest, leaf, plan_id, tree
 from apportion.ir.isa import LIMIT
 from apportion.ir.plan import wellformed
 from apportion.ir.plan.plain import (
@@ -17,6 +21,44 @@ from apportion.ir.plan.plain import (
     request_from_data,
 )
 from apportion.ir.plan.tables import Header, Request
+
+
+@dataclass(frozen=True)
+class Sections:
+    """An encoded plan, section by section. `id` is the stored id: `section_id` computes the real one."""
+
+    header: bytes
+    request: bytes
+    layouts: bytes
+    moves: bytes
+    report: bytes
+    parts: list[bytes]
+    id: bytes = b""
+
+    @cached_property
+    def tree(self) -> list[list[bytes]]:
+        """The hash tree over the parts: its levels from the leaves up."""
+        return tree([leaf(part) for part in self.parts])
+
+    def with_id(self, id: bytes) -> Sections:
+        """The same sections under another stored id."""
+        named = replace(self, id=id)
+        named.__dict__["tree"] = self.tree  # hashing is most of the work: not twice
+        return named
+
+
+def section_id(sections: Sections) -> bytes:
+    """The id that the sections' bytes have (a damaged plan stores another)."""
+    fixed = (sections.header, sections.request, sections.layouts, sections.moves, sections.report)
+    return plan_id(map(digest, fixed), sections.tree[-1][0])
+
+
+def check_stored_id(stored: bytes, real: bytes, what: str) -> None:
+    if stored != real:
+        raise DecodeError(
+            f"{what}: stored id {stored[:SIZE].hex()} differs from {real.hex()}, the id of its bytes: "
+            "it was changed or damaged after it was made"
+        )
 
 
 class _Layout(msgspec.Struct):

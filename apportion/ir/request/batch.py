@@ -5,62 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from apportion.ir.arrays import Ints, offsets
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import integer, integers, known, load, name, sequence, suggestion
-from apportion.ir.isa import MAX_RANKS
+from apportion.ir.fields import integer, integers, known, load, sequence, suggestion
 from apportion.ir.masks import bands as algebra
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import MAX_DIAGONALS, MAX_TOKENS
 from apportion.ir.masks.spec import Diagonal, Mask, expand_runs, lower_runs, lower_unlabelled
+from apportion.ir.request.sequences import (
+    Kind,
+    Sequence,
+    as_list,
+    carried,
+    check_count,
+    check_fit,
+    check_lengths,
+    checked_places,
+    kinds_of,
+    masks_by_kind,
+    masks_taken,
+    own_columns,
+    read_homes,
+    read_mask,
+    read_sequences,
+    without_default,
+)
 
-T = TypeVar("T")
-
-DEFAULT_KIND = "default"
-MAX_SEQUENCES = 10_000_000
 MAX_BANDS = 50_000_000
-MAX_KINDS = 64
-
-_SEQUENCE_FIELDS = ("length", "mask", "home_ranks", "positions", "labels")
 _COMPACT_FIELDS = ("lengths", "mask", "home_ranks")
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """One training sample.
-
-    mask: a spec, or {kind: spec}. home_ranks: the ranks where it must live. positions, labels: its own, one
-    for each token; a label is the local index of the token to predict, or -1. Without them the mask says.
-    """
-
-    length: int
-    mask: Mask | Mapping[str, Mask] = field(default_factory=masks.causal)
-    home_ranks: tuple[int, ...] | None = None
-    positions: ArrayLike | None = None
-    labels: ArrayLike | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """The masks of one attention kind: distinct specs, and the index of each sequence's own, int64 [n]."""
-
-    specs: tuple[Mask, ...]
-    index: Ints
-
-    def groups(self) -> Iterable[tuple[Mask, Ints]]:
-        """(spec, the sequences that have it)."""
-        if len(self.specs) == 1:
-            yield self.specs[0], np.arange(len(self.index))
-            return
-        order = np.argsort(self.index, kind="stable")
-        bounds = np.searchsorted(self.index[order], np.arange(len(self.specs) + 1))
-        for spec, low, high in zip(self.specs, bounds[:-1], bounds[1:], strict=True):
-            yield spec, order[low:high]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +57,9 @@ class Batch:
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        _check_lengths(self.lengths)
+        check_lengths(self.lengths)
         for kind, held in self.masks.items():
-            _check_fit(kind, held, self.lengths)
+            check_fit(kind, held, self.lengths)
         _check_structure(self)
         self.lengths.setflags(write=False)
 
@@ -98,29 +75,29 @@ class Batch:
 
         home_ranks: for each sequence the ranks where it must live, or None.
         """
-        array = integers("lengths", _listed(lengths), 1, MAX_TOKENS)
+        array = integers("lengths", as_list(lengths), 1, MAX_TOKENS)
         index = np.zeros(len(array), np.int64)
-        kinds = {kind: Kind((spec,), index) for kind, spec in _by_kind("mask", mask).items()}
-        return Batch(array, kinds, _homes(home_ranks, len(array)))
+        kinds = {kind: Kind((spec,), index) for kind, spec in masks_by_kind("mask", mask).items()}
+        return Batch(array, kinds, read_homes(home_ranks, len(array)))
 
     @staticmethod
     def from_sequences(sequences: Iterable[Sequence]) -> Batch:
         """Sequences that each carry their own mask; all name the same attention kinds."""
         held = list(sequences)
         lengths = integers("lengths", [item.length for item in held], 1, MAX_TOKENS)
-        by_kind = [_by_kind(f"sequences[{i}].mask", item.mask) for i, item in enumerate(held)]
+        by_kind = [masks_by_kind(f"sequences[{i}].mask", item.mask) for i, item in enumerate(held)]
         return Batch(
             lengths,
-            _kinds(by_kind),
-            _homes([item.home_ranks for item in held], len(held)),
-            _own("positions", [item.positions for item in held], lengths, 0),
-            _own("labels", [item.labels for item in held], lengths, -1),
+            kinds_of(by_kind),
+            read_homes([item.home_ranks for item in held], len(held)),
+            own_columns("positions", [item.positions for item in held], lengths, 0),
+            own_columns("labels", [item.labels for item in held], lengths, -1),
         )
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: ArrayLike, mask: Mask | Mapping[str, Mask] | None = None) -> Batch:
         """Sequences between cumulative lengths [n + 1], as varlen attention kernels take them."""
-        cu = integers("cu_seqlens", _listed(cu_seqlens), 0, MAX_TOKENS)
+        cu = integers("cu_seqlens", as_list(cu_seqlens), 0, MAX_TOKENS)
         if len(cu) < 2 or cu[0] != 0:
             raise ConfigError(
                 "cu_seqlens", cu.tolist()[:8], "must begin with 0 and have two numbers", "write [0, n]"
@@ -150,12 +127,12 @@ class Batch:
         if "sequences" in data:
             known("batch", data, ("sequences",))
             items = sequence("batch.sequences", data["sequences"])
-            _check_count(len(items))
-            return Batch.from_sequences(_sequences(items))
+            check_count(len(items))
+            return Batch.from_sequences(read_sequences(items))
         known("batch", data, _COMPACT_FIELDS, ("lengths",))
         return Batch.from_lengths(
             sequence("batch.lengths", data["lengths"]),
-            _mask_data(data.get("mask"), "batch.mask"),
+            read_mask(data.get("mask"), "batch.mask"),
             data.get("home_ranks"),
         )
 
@@ -166,13 +143,13 @@ class Batch:
 
     def take(self, indexes: ArrayLike) -> Batch:
         """The batch of these sequences, in the order of `indexes` (integers [m], each once), with all they carry."""
-        taken = _places(indexes, len(self.lengths))
+        taken = checked_places(indexes, len(self.lengths))
         return Batch(
             self.lengths[taken],
-            {kind: _taken(held, taken) for kind, held in self.masks.items()},
-            _moved(self.home_ranks, taken),
-            _moved(self.own_positions, taken),
-            _moved(self.own_labels, taken),
+            {kind: masks_taken(held, taken) for kind, held in self.masks.items()},
+            carried(self.home_ranks, taken),
+            carried(self.own_positions, taken),
+            carried(self.own_labels, taken),
         )
 
     def to_data(self) -> dict[str, Any]:
@@ -188,7 +165,7 @@ class Batch:
 
     def _compact_data(self) -> dict[str, Any]:
         mask = {kind: masks.to_data(held.specs[0]) for kind, held in self.masks.items()}
-        data: dict[str, Any] = {"lengths": self.lengths.tolist(), "mask": _without_default(mask)}
+        data: dict[str, Any] = {"lengths": self.lengths.tolist(), "mask": without_default(mask)}
         if self.home_ranks:
             homes = (self.home_ranks.get(i) for i in range(len(self.lengths)))
             data["home_ranks"] = [None if home is None else list(home) for home in homes]
@@ -196,7 +173,7 @@ class Batch:
 
     def _sequence_data(self, i: int) -> dict[str, Any]:
         mask = {kind: masks.to_data(held.specs[held.index[i]]) for kind, held in self.masks.items()}
-        data: dict[str, Any] = {"length": int(self.lengths[i]), "mask": _without_default(mask)}
+        data: dict[str, Any] = {"length": int(self.lengths[i]), "mask": without_default(mask)}
         if i in self.home_ranks:
             data["home_ranks"] = list(self.home_ranks[i])
         for key, own in (("positions", self.own_positions), ("labels", self.own_labels)):
@@ -365,40 +342,6 @@ class Batch:
         )
 
 
-# ---- checks
-
-
-def _listed(values: ArrayLike) -> Any:
-    return (
-        list(values)
-        if isinstance(values, Iterable) and not isinstance(values, np.ndarray | str | dict)
-        else values
-    )
-
-
-def _check_count(count: int) -> None:
-    if not 1 <= count <= MAX_SEQUENCES:
-        raise ConfigError(
-            "sequences", count, f"must be 1 to {MAX_SEQUENCES}", "give at least one, or split the batch"
-        )
-
-
-def _check_lengths(lengths: Ints) -> None:
-    _check_count(len(lengths))
-    if lengths.sum() > MAX_TOKENS:
-        raise ConfigError(
-            "lengths", int(lengths.sum()), f"must add up to at most {MAX_TOKENS}", "split the batch"
-        )
-
-
-def _check_fit(kind: str, held: Kind, lengths: Ints) -> None:
-    for spec, members in held.groups():
-        if type(spec).check is Mask.check:
-            continue
-        for i in members:
-            spec.check(int(lengths[i]), f"sequences[{i}].mask" + ("" if kind == DEFAULT_KIND else f".{kind}"))
-
-
 def _check_structure(batch: Batch) -> None:
     """Two structured masks of one sequence must agree on what it does not bring itself of positions and labels."""
     held = list(batch.masks.values())
@@ -428,116 +371,3 @@ def _labels(spec: Mask, length: int) -> tuple[bytes, ...]:
     tokens, labels = spec.unlabelled(length)
     differs = labels != tokens + 1
     return tokens[differs].tobytes(), labels[differs].tobytes()
-
-
-def _by_kind(where: str, mask: Any) -> dict[str, Mask]:
-    if mask is None:
-        return {DEFAULT_KIND: masks.causal()}
-    if isinstance(mask, Mask):
-        return {DEFAULT_KIND: mask}
-    if not isinstance(mask, Mapping) or not 1 <= len(mask) <= MAX_KINDS:
-        raise ConfigError(where, mask, "must be a mask or {kind: mask}", "write masks.causal()")
-    for kind, spec in mask.items():
-        if not isinstance(spec, Mask):
-            raise ConfigError(f"{where}.{kind}", spec, "must be a mask", "write masks.causal()")
-    return {name(where, kind): spec for kind, spec in mask.items()}
-
-
-def _kinds(by_kind: list[dict[str, Mask]]) -> dict[str, Kind]:
-    _check_count(len(by_kind))
-    kinds = list(by_kind[0])
-    for i, mask in enumerate(by_kind):
-        if mask.keys() != by_kind[0].keys():
-            rule = f"must name the attention kinds of the first sequence, {', '.join(kinds)}"
-            raise ConfigError(
-                f"sequences[{i}].mask", list(mask), rule, "give every sequence a mask for each kind"
-            )
-    return {kind: _distinct([mask[kind] for mask in by_kind]) for kind in kinds}
-
-
-def _distinct(specs: list[Mask]) -> Kind:
-    number = {spec: i for i, spec in enumerate(dict.fromkeys(specs))}
-    return Kind(tuple(number), np.array([number[spec] for spec in specs]))
-
-
-def _homes(home_ranks: Any, count: int) -> dict[int, tuple[int, ...]]:
-    if home_ranks is None:
-        return {}
-    listed = sequence("home_ranks", _listed(home_ranks))
-    if len(listed) != count:
-        raise ConfigError(
-            "home_ranks", len(listed), f"must have one entry a sequence ({count})", "write null for any"
-        )
-    return {i: _home(f"home_ranks[{i}]", ranks) for i, ranks in enumerate(listed) if ranks is not None}
-
-
-def _home(where: str, ranks: Any) -> tuple[int, ...]:
-    home = tuple(integers(where, _listed(ranks), 0, MAX_RANKS - 1).tolist())
-    if not home or len(set(home)) != len(home):
-        raise ConfigError(
-            where, home, "must name at least one rank, each once", "write null where any rank will do"
-        )
-    return home
-
-
-def _places(indexes: ArrayLike, count: int) -> Ints:
-    """Indexes of some of `count` sequences, checked."""
-    places = integers("indexes", _listed(indexes), 0, count - 1)
-    if len(np.unique(places)) < len(places):
-        values, times = np.unique(places, return_counts=True)
-        raise ConfigError(
-            "indexes", int(values[times.argmax()]), "is there more than once", "name each sequence once"
-        )
-    return places
-
-
-def _taken(held: Kind, taken: Ints) -> Kind:
-    """The masks of some sequences, without the specs that none of them has."""
-    used, index = np.unique(held.index[taken], return_inverse=True)
-    return Kind(tuple(held.specs[spec] for spec in used), index)
-
-
-def _moved(held: Mapping[int, T], taken: Ints) -> dict[int, T]:
-    """What single sequences carry, under their places among those taken."""
-    if not held:
-        return {}
-    return {place: held[i] for place, i in enumerate(taken.tolist()) if i in held}
-
-
-def _own(what: str, columns: list[Any], lengths: Ints, low: int) -> dict[int, Ints]:
-    """Each sequence's own positions or labels, by index."""
-    held = {}
-    for i, column in enumerate(columns):
-        if column is not None:
-            where, length = f"sequences[{i}].{what}", int(lengths[i])
-            held[i] = integers(where, _listed(column), low, length - 1 if what == "labels" else MAX_TOKENS)
-            if len(held[i]) != length:
-                raise ConfigError(
-                    where, len(held[i]), f"must have one a token ({length})", "correct the list"
-                )
-    return held
-
-
-# ---- data
-
-
-def _sequences(items: Iterable[Any]) -> Iterable[Sequence]:
-    for i, item in enumerate(items):
-        where = f"sequences[{i}]"
-        data = dict(known(where, item, _SEQUENCE_FIELDS, ("length",)))
-        length = integer(f"{where}.length", data.pop("length"), 1, MAX_TOKENS)
-        mask = _mask_data(data.pop("mask", None), f"{where}.mask")
-        yield Sequence(length, mask, **data)
-
-
-def _mask_data(data: Any, where: str) -> Mask | dict[str, Mask]:
-    if data is None:
-        return masks.causal()
-    if isinstance(data, Mapping) and data and all(map(masks.is_data, data.values())):
-        return {kind: masks.from_data(mask, f"{where}.{kind}") for kind, mask in data.items()}
-    return masks.from_data(data, where)
-
-
-def _without_default(mask: dict[str, Any]) -> dict[str, Any]:
-    """The mask itself where its only kind is the default one."""
-    return mask[DEFAULT_KIND] if tuple(mask) == (DEFAULT_KIND,) else mask

@@ -15,7 +15,7 @@ from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.specs import causal
 from apportion.ir.request.batch import Batch
-from apportion.ir.request.batch import Sequence as Sample
+from apportion.ir.request.sequences import Sequence as Sample
 
 #: one spec, or one of each attention kind
 MaskSpec = Mask | Mapping[str, Mask]

@@ -30,7 +30,8 @@ from apportion.ir.fields import integer, integers, load, mapping, read_text, row
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sequences import Sequence
 
 _DRAWS = 1024  # indices drawn together
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from apportion.ir.errors import CapacityError
 from apportion.ir.masks.windows import Causal, SlidingWindow
-from apportion.ir.request.batch import Batch, Kind
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sequences import Kind
 
 
 def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:

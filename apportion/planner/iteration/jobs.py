@@ -24,7 +24,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.verify import verify as verify_plan
 from apportion.planner.api import make
-from apportion.planner.iteration import assignment
+from apportion.planner.iteration import assignment, restored
 from apportion.planner.iteration.iterate import pack
 from apportion.planner.pack import Packing
 from apportion.planner.pipeline.pipeline import draft, seal
@@ -76,7 +76,7 @@ def lower_job(data: bytes) -> IterationPlan:
     packing = Packing(sequences, np.zeros(0, np.int64))
     with _of_foreign_bytes():
         problems = _problems(found.job, found.batches, policy, packing)
-        plans = [_lowered(*each) for each in assignment.restored(problems, found.choices)]
+        plans = [_lowered(*each) for each in restored.restored(problems, found.choices)]
     plan = IterationPlan(tuple(plans), packing.microbatches)
     if plan.id != found.id:
         raise DecodeError(

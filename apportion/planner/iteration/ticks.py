@@ -29,11 +29,12 @@ from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import integer
 from apportion.ir.isa import PHASES
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.batch import DEFAULT_KIND, Batch, Kind
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
+from apportion.ir.request.sequences import DEFAULT_KIND, Kind
 from apportion.planner.api import plan
 
 FORWARD, BACKWARD = range(2)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from apportion.ir.bytes import codec
+from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.loops.threads import spread
 from apportion.ir.plan.tables import Layout, Move, ProgramSet, Request
@@ -100,7 +100,7 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
     Raises CapacityError where the plan breaks a promise of the policy."""
     problem, placed = draft.problem, draft.placed
     with watch("encode"):
-        parts = codec.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks, threads)
+        parts = table_bytes.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks, threads)
     with watch("report"):
         report = build_report(
             problem,

@@ -10,8 +10,9 @@ from strategies import STRATEGIES, WIDE, cluster
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.ir.isa import PHASES
 from apportion.ir.plan.messages import ALIGNMENT
-from apportion.ir.request.batch import Batch, Sequence
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.planner.recipe.recipes import has_own_cap
 from apportion.planner.simulate import simulate

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from apportion.ir.bytes import codec, sections
+from apportion.ir.bytes import codec, sections, table_bytes
 from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.sections import Sections, section_id
 from apportion.ir.errors import ApportionError
 from apportion.ir.isa import VERSION
 from apportion.ir.plan import plain
@@ -21,8 +22,8 @@ def check(subject: Subject) -> Iterator[Violation]:
     plan = subject.plan
     if plan.sections is None:
         return
-    stored: codec.Sections = plan.sections
-    real = codec.section_id(stored)
+    stored: Sections = plan.sections
+    real = section_id(stored)
     if stored.id != real:
         message = f"the plan stores id {stored.id.hex()}, its bytes have {real.hex()}: they were changed"
         yield _violation(None, message)
@@ -37,7 +38,7 @@ def _violation(rank: int | None, message: str) -> Violation:
     return Violation(RULE, rank, None, None, None, message)
 
 
-def _same_bytes(plan: Plan, stored: codec.Sections) -> Iterator[Violation]:
+def _same_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
     """The tables in memory, where they may have changed, say what the bytes do that the id is of."""
     fresh = codec.encode_sections(plan, [b""])  # without parts: they need no second round of hashes
     for name in ("header", "request", "layouts", "moves", "report"):
@@ -47,7 +48,7 @@ def _same_bytes(plan: Plan, stored: codec.Sections) -> Iterator[Violation]:
             yield _violation(None, f"the plan's {name} is not what its bytes say: seal it after a change")
     known = stored.parts
     if (
-        isinstance(known, codec.Parts)
+        isinstance(known, table_bytes.Parts)
         and len(known) == plan.header.ranks
         and known.are_of(plan.layouts, plan.programs, plan.moves)
     ):
@@ -55,7 +56,9 @@ def _same_bytes(plan: Plan, stored: codec.Sections) -> Iterator[Violation]:
     if len(stored.parts) != plan.header.ranks:
         yield _violation(None, f"the plan has {plan.header.ranks} ranks, its bytes have {len(stored.parts)}")
         return
-    layouts, programs, moves = codec.read_tables(plan.header, stored.layouts, stored.moves, stored.parts)
+    layouts, programs, moves = table_bytes.read_tables(
+        plan.header, stored.layouts, stored.moves, stored.parts
+    )
     if (
         programs.keys() != plan.programs.keys()
         or layouts.keys() != plan.layouts.keys()
@@ -82,7 +85,7 @@ def _differing(ours: Table, theirs: Table) -> list[int]:
     return [rank for rank in range(theirs.ranks) if not theirs.rank(rank).equal(ours.rank(rank))]
 
 
-def _same_request(fresh: codec.Sections, stored: codec.Sections) -> bool:
+def _same_request(fresh: Sections, stored: Sections) -> bool:
     """A request may be written in several ways, and a plan keeps the one that it came with."""
     ours, theirs = (
         plain.request_data(sections.read_request(found.request, VERSION)) for found in (fresh, stored)

@@ -1,0 +1,128 @@
+"""Slices: one rank's part of a plan as bytes, with the proof that it belongs to the plan's id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from apportion.ir.bytes import wire
+from apportion.ir.bytes.sections import Sections, check_stored_id, read_header
+from apportion.ir.bytes.table_bytes import Pair, read_tables
+from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
+from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id
+from apportion.ir.isa import MAX_RANKS
+from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet
+
+if TYPE_CHECKING:
+    from apportion.ir.bytes.codec import Plan
+
+
+SLICE_FORMAT = "apportion.slice"
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """One rank's part of a plan, with the proof that it belongs to the plan's id.
+
+    Tables and layouts hold this rank alone: address them with rank 0.
+    """
+
+    id: bytes
+    rank: int
+    header: Header
+    layouts: Mapping[str, Layout]
+    programs: Mapping[Pair, ProgramSet]
+    moves: tuple[Move, ...]
+    wire: wire.SliceWire
+
+    @property
+    def ranks(self) -> int:
+        return self.header.ranks
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of the encoded part, in bytes: what targets on plan size count."""
+        return len(self.wire.part)
+
+    def layout(self, name: str) -> Layout:
+        """This rank's rows of the layout of that name. Raises UnknownNameError."""
+        if name not in self.layouts:
+            raise UnknownNameError(
+                "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
+            )
+        return self.layouts[name]
+
+    def encode(self) -> bytes:
+        """The slice as bytes."""
+        return wire.encode_struct(self.wire)
+
+    @staticmethod
+    def decode(data: bytes) -> Slice:
+        """The slice in `data`; its id follows from its bytes. Raises DecodeError, VersionError."""
+        found: wire.SliceWire = wire.read_envelope(data, wire.decode_slice, "slice", SLICE_FORMAT)
+        if not wire.newer(found.version):
+            wire.check_canonical(len(data), found, "slice")
+        check_stored_id(found.id, _slice_id(found), f"slice of rank {found.rank}")
+        return _open_slice(found)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slice) and (self.id, self.rank) == (other.id, other.rank)
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.rank))
+
+
+def _slice_id(found: wire.SliceWire) -> bytes:
+    if not 0 <= found.rank < found.ranks <= MAX_RANKS:
+        raise DecodeError(f"slice: rank {found.rank} of {found.ranks}")
+    if len(found.digests) != 2:
+        raise DecodeError(f"slice: {len(found.digests)} digests, expected those of request and report")
+    if any(len(node) != SIZE for node in [*found.digests, *found.path]):
+        raise DecodeError(f"slice: a digest does not have {SIZE} bytes")
+    request, report = found.digests
+    digests = (digest(found.header), request, digest(found.layouts), digest(found.moves), report)
+    return plan_id(digests, climb(leaf(found.part), found.rank, found.ranks, found.path))
+
+
+def _open_slice(found: wire.SliceWire) -> Slice:
+    header = read_header(found.header, found.version)
+    if header.ranks != found.ranks:
+        raise DecodeError(f"slice: of {found.ranks} ranks, but its plan has {header.ranks}")
+    tables = read_tables(header, found.layouts, found.moves, [found.part], found.rank)
+    return Slice(found.id, found.rank, header, *tables, found)
+
+
+def slice_plan(plan: Plan, rank: int) -> Slice:
+    """The slice of one rank. Raises ConfigError where the plan has no such rank."""
+    if not 0 <= rank < plan.header.ranks:
+        raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "name one from 0 on")
+    (found,) = _slice_wires(plan, [rank])
+    layouts = {name: Layout(name, layout.spans.rank(rank)) for name, layout in plan.layouts.items()}
+    programs = {key: program.rank(rank) for key, program in plan.programs.items()}
+    moves = tuple(Move(move.source, move.target, move.table.rank(rank)) for move in plan.moves)
+    return Slice(found.id, rank, plan.header, layouts, programs, moves, found)
+
+
+def encode_slices(plan: Plan) -> list[bytes]:
+    """The bytes of every rank's slice, without opening any."""
+    return [wire.encode_struct(found) for found in _slice_wires(plan, range(plan.header.ranks))]
+
+
+def _slice_wires(plan: Plan, ranks: Iterable[int]) -> Iterator[wire.SliceWire]:
+    s: Sections = plan.sealed()
+    digests = [digest(s.request), digest(s.report)]
+    for rank in ranks:
+        yield wire.SliceWire(
+            SLICE_FORMAT,
+            plan.header.version,
+            rank,
+            plan.header.ranks,
+            s.header,
+            s.layouts,
+            s.moves,
+            s.parts[rank],
+            digests,
+            path(s.tree, rank),
+            s.id,
+        )

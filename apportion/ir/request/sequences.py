@@ -1,0 +1,200 @@
+"""The sequences of a batch and the masks of an attention kind: as data, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integer, integers, known, name, sequence
+from apportion.ir.isa import MAX_RANKS
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.ir.masks.spec import Mask
+
+T = TypeVar("T")
+
+DEFAULT_KIND = "default"
+MAX_SEQUENCES = 10_000_000
+MAX_KINDS = 64
+
+_SEQUENCE_FIELDS = ("length", "mask", "home_ranks", "positions", "labels")
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One training sample.
+
+    mask: a spec, or {kind: spec}. home_ranks: the ranks where it must live. positions, labels: its own, one
+    for each token; a label is the local index of the token to predict, or -1. Without them the mask says.
+    """
+
+    length: int
+    mask: Mask | Mapping[str, Mask] = field(default_factory=masks.causal)
+    home_ranks: tuple[int, ...] | None = None
+    positions: ArrayLike | None = None
+    labels: ArrayLike | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """The masks of one attention kind: distinct specs, and the index of each sequence's own, int64 [n]."""
+
+    specs: tuple[Mask, ...]
+    index: Ints
+
+    def groups(self) -> Iterable[tuple[Mask, Ints]]:
+        """(spec, the sequences that have it)."""
+        if len(self.specs) == 1:
+            yield self.specs[0], np.arange(len(self.index))
+            return
+        order = np.argsort(self.index, kind="stable")
+        bounds = np.searchsorted(self.index[order], np.arange(len(self.specs) + 1))
+        for spec, low, high in zip(self.specs, bounds[:-1], bounds[1:], strict=True):
+            yield spec, order[low:high]
+
+
+def as_list(values: ArrayLike) -> Any:
+    return (
+        list(values)
+        if isinstance(values, Iterable) and not isinstance(values, np.ndarray | str | dict)
+        else values
+    )
+
+
+def check_count(count: int) -> None:
+    if not 1 <= count <= MAX_SEQUENCES:
+        raise ConfigError(
+            "sequences", count, f"must be 1 to {MAX_SEQUENCES}", "give at least one, or split the batch"
+        )
+
+
+def check_lengths(lengths: Ints) -> None:
+    check_count(len(lengths))
+    if lengths.sum() > MAX_TOKENS:
+        raise ConfigError(
+            "lengths", int(lengths.sum()), f"must add up to at most {MAX_TOKENS}", "split the batch"
+        )
+
+
+def check_fit(kind: str, held: Kind, lengths: Ints) -> None:
+    for spec, members in held.groups():
+        if type(spec).check is Mask.check:
+            continue
+        for i in members:
+            spec.check(int(lengths[i]), f"sequences[{i}].mask" + ("" if kind == DEFAULT_KIND else f".{kind}"))
+
+
+def masks_by_kind(where: str, mask: Any) -> dict[str, Mask]:
+    if mask is None:
+        return {DEFAULT_KIND: masks.causal()}
+    if isinstance(mask, Mask):
+        return {DEFAULT_KIND: mask}
+    if not isinstance(mask, Mapping) or not 1 <= len(mask) <= MAX_KINDS:
+        raise ConfigError(where, mask, "must be a mask or {kind: mask}", "write masks.causal()")
+    for kind, spec in mask.items():
+        if not isinstance(spec, Mask):
+            raise ConfigError(f"{where}.{kind}", spec, "must be a mask", "write masks.causal()")
+    return {name(where, kind): spec for kind, spec in mask.items()}
+
+
+def kinds_of(by_kind: list[dict[str, Mask]]) -> dict[str, Kind]:
+    check_count(len(by_kind))
+    kinds = list(by_kind[0])
+    for i, mask in enumerate(by_kind):
+        if mask.keys() != by_kind[0].keys():
+            rule = f"must name the attention kinds of the first sequence, {', '.join(kinds)}"
+            raise ConfigError(
+                f"sequences[{i}].mask", list(mask), rule, "give every sequence a mask for each kind"
+            )
+    return {kind: _distinct([mask[kind] for mask in by_kind]) for kind in kinds}
+
+
+def _distinct(specs: list[Mask]) -> Kind:
+    number = {spec: i for i, spec in enumerate(dict.fromkeys(specs))}
+    return Kind(tuple(number), np.array([number[spec] for spec in specs]))
+
+
+def read_homes(home_ranks: Any, count: int) -> dict[int, tuple[int, ...]]:
+    if home_ranks is None:
+        return {}
+    listed = sequence("home_ranks", as_list(home_ranks))
+    if len(listed) != count:
+        raise ConfigError(
+            "home_ranks", len(listed), f"must have one entry a sequence ({count})", "write null for any"
+        )
+    return {i: _home(f"home_ranks[{i}]", ranks) for i, ranks in enumerate(listed) if ranks is not None}
+
+
+def _home(where: str, ranks: Any) -> tuple[int, ...]:
+    home = tuple(integers(where, as_list(ranks), 0, MAX_RANKS - 1).tolist())
+    if not home or len(set(home)) != len(home):
+        raise ConfigError(
+            where, home, "must name at least one rank, each once", "write null where any rank will do"
+        )
+    return home
+
+
+def checked_places(indexes: ArrayLike, count: int) -> Ints:
+    """Indexes of some of `count` sequences, checked."""
+    places = integers("indexes", as_list(indexes), 0, count - 1)
+    if len(np.unique(places)) < len(places):
+        values, times = np.unique(places, return_counts=True)
+        raise ConfigError(
+            "indexes", int(values[times.argmax()]), "is there more than once", "name each sequence once"
+        )
+    return places
+
+
+def masks_taken(held: Kind, taken: Ints) -> Kind:
+    """The masks of some sequences, without the specs that none of them has."""
+    used, index = np.unique(held.index[taken], return_inverse=True)
+    return Kind(tuple(held.specs[spec] for spec in used), index)
+
+
+def carried(held: Mapping[int, T], taken: Ints) -> dict[int, T]:
+    """What single sequences carry, under their places among those taken."""
+    if not held:
+        return {}
+    return {place: held[i] for place, i in enumerate(taken.tolist()) if i in held}
+
+
+def own_columns(what: str, columns: list[Any], lengths: Ints, low: int) -> dict[int, Ints]:
+    """Each sequence's own positions or labels, by index."""
+    held = {}
+    for i, column in enumerate(columns):
+        if column is not None:
+            where, length = f"sequences[{i}].{what}", int(lengths[i])
+            held[i] = integers(where, as_list(column), low, length - 1 if what == "labels" else MAX_TOKENS)
+            if len(held[i]) != length:
+                raise ConfigError(
+                    where, len(held[i]), f"must have one a token ({length})", "correct the list"
+                )
+    return held
+
+
+def read_sequences(items: Iterable[Any]) -> Iterable[Sequence]:
+    for i, item in enumerate(items):
+        where = f"sequences[{i}]"
+        data = dict(known(where, item, _SEQUENCE_FIELDS, ("length",)))
+        length = integer(f"{where}.length", data.pop("length"), 1, MAX_TOKENS)
+        mask = read_mask(data.pop("mask", None), f"{where}.mask")
+        yield Sequence(length, mask, **data)
+
+
+def read_mask(data: Any, where: str) -> Mask | dict[str, Mask]:
+    if data is None:
+        return masks.causal()
+    if isinstance(data, Mapping) and data and all(map(masks.is_data, data.values())):
+        return {kind: masks.from_data(mask, f"{where}.{kind}") for kind, mask in data.items()}
+    return masks.from_data(data, where)
+
+
+def without_default(mask: dict[str, Any]) -> dict[str, Any]:
+    """The mask itself where its only kind is the default one."""
+    return mask[DEFAULT_KIND] if tuple(mask) == (DEFAULT_KIND,) else mask
