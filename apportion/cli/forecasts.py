@@ -121,6 +121,8 @@ def _bars(rows: Sequence[Record]) -> str:
 def _saved(record: Record) -> str:
     rows = {row["name"]: row for row in record["rows"]}
     best, base = rows.get(record["best"]), rows.get(record["baseline"])
+    if best is None and all(row["status"] == "refused" for row in record["rows"]):
+        return "\nnothing was planned: every row is refused, as told below"
     if best is None:
         return "\nnothing fits: more ranks, more recomputation (--training '{recompute: full}') or fewer tokens a rank"
     if base is None or best is base:

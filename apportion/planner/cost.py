@@ -9,7 +9,9 @@ share of the rectangle that it computes:
 Grids are interpolated bilinearly in rows and keys (DistCA, section 4.2), not in their logarithms: time is a sum of
 terms in rows x keys, rows, keys and 1, which straight lines reproduce. A cell on the diagonal of the causal grid,
 where rows = keys bends, is split along it. Beyond the grid, the time a pair of the nearest edge holds: saturation.
-Both rules keep what the grids have: no time falls when rows or keys are added.
+Both rules keep what the grids have: no time falls when rows or keys are added, and where no causal time of the grids is
+above the full one, none is anywhere. Where some are, as of kernels that cut causal tasks into several calls, all are at
+most so many times the full one as the worst of them.
 """
 
 from __future__ import annotations
@@ -138,6 +140,7 @@ class PhaseCost:
     full: Surface
     causal: Surface
     pair_us: float  # the least time a pair of any grid point: saturated throughput
+    most_causal: float = 1.0  # times the full time, where causal ones are above it; at least 1
     window_us: float = 0.0  # a query row, of what dmax cuts
 
     @staticmethod
@@ -150,6 +153,7 @@ class PhaseCost:
             _surface(axis.points, full, False),
             _surface(axis.points, causal, True),
             float(best),
+            max(1.0, float((causal / full).max())),
             grid.window_us,
         )
 
@@ -165,7 +169,10 @@ class PhaseCost:
 
     def _part_us(self, full: Floats, rows: Ints, keys: Ints, pairs: Ints) -> Floats:
         corner = causal_pairs(rows, keys)
-        causal = np.minimum(self._causal_us(rows, keys), full)
+        most = full
+        if self.most_causal > 1.0:
+            most = full * np.where(np.minimum(rows, keys) == 1, 1.0, self.most_causal)
+        causal = np.minimum(self._causal_us(rows, keys), most)
         above = (pairs - corner) / np.maximum(rows * keys - corner, 1)
         time: Floats = causal + (full - causal) * np.clip(above, 0.0, 1.0)
         few = np.flatnonzero(pairs < corner)

@@ -493,7 +493,7 @@ REFUSED = [
     (in_grid(full=[[1e299] * 4] * 4), r"hardware.forward.full\[0\]\[0\]"),
     (in_grid(causal=cell("1")), r"hardware.forward.causal\[1\]\[2\]"),
     (in_grid(causal=cell(1.0)), r"hardware.forward.causal\[1\]\[2\]"),
-    (in_grid(causal=SMALL.backward.causal), r"hardware.forward.causal\[0\]\[0\]"),
+    (in_grid(causal=(4 * np.array(SMALL.forward.full)).tolist()), r"hardware.forward.causal\[0\]\[0\]"),
     (changed(measured={"device": "x"}), "hardware.measured"),
     (changed(measured={"device": "x", "versions": {"a": 1}, "date": "now"}), "hardware.measured.versions.a"),
     (
@@ -527,6 +527,26 @@ def test_windows_take_what_was_measured_of_them() -> None:
         assert took[1] == pytest.approx(took[0] + longer)
     took = [float(cost.attention_us("backward", n, n, causal // 2, 4, 2)[0]) for cost in (before, after)]
     assert took[1] == took[0]
+
+
+def test_causal_tasks_may_take_longer_than_full_ones() -> None:
+    """As on CPUs, whose kernel takes a rectangle in one call and one without its corner in two or three."""
+    causal = np.array(SMALL.forward.causal) * 2
+    causal[0, 0] = SMALL.forward.full[0][0]
+    dear = Hardware.from_data(in_grid(causal=causal.tolist()))
+    assert schema_accepts(dear.to_data())
+    cost = CostModel(dear, SMALL_COST.model)
+    rows, keys = (side.ravel() for side in np.meshgrid(dear.axis, dear.axis, indexing="ij"))
+    np.testing.assert_allclose(causal_us(cost, "forward", rows, keys), causal.ravel(), rtol=1e-12)
+    np.testing.assert_allclose(full_us(cost, "forward", rows, keys), np.ravel(SMALL.forward.full), rtol=1e-12)
+    corner, full = int(causal_pairs(32, 64)), 32 * 64
+    between = cost.attention_us("forward", 32, 64, (corner + full) // 2, 4, 2)[0]
+    assert full_us(cost, "forward", 32, 64)[0] < between < causal_us(cost, "forward", 32, 64)[0]
+    assert (
+        causal_us(cost, "forward", 1, 64)[0] <= SMALL.forward.full[0][2]
+    )  # one row is full and causal at once
+    far = causal_us(cost, "forward", 5000, 5000)[0] / full_us(cost, "forward", 5000, 5000)[0]
+    assert far <= (causal / np.array(SMALL.forward.full)).max()
 
 
 @pytest.mark.parametrize(("data", "field"), REFUSED, ids=range(len(REFUSED)))

@@ -136,6 +136,49 @@ def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabu
     assert {**alone, "data_parallel": 0} == {**found, "data_parallel": 0}
 
 
+@pytest.mark.parametrize("sharding", ["zero1", "zero2"])
+def test_sharded_gradients_are_scattered_for_each_microbatch_and_new_weights_gathered_once(
+    sharding: str,
+) -> None:
+    """ZeRO-2 keeps no whole gradients, so that it cannot add up microbatches before it scatters them; of the
+    vocabulary's matrices nothing hides."""
+    training = Training(vocab=1000, sharding=sharding, recompute="none")  # type: ignore[arg-type]
+    one_step, two = (
+        one(form(microbatches=count), training, batch=Batch.from_lengths([1024] * 16 * count)).rows[0].parts()
+        for count in (1, 2)
+    )
+    layers = Layers(H100, SMALL, training)
+    scattered, gathered = (gather_us(layers.parameters * size, CLUSTER) for size in (4, 2))
+    behind = layers.linear_us(2048) + layers.rows_us(2048)
+    once = exposed_us(gathered, behind, 4) + gather_us(2 * 1000 * 512 * 2, CLUSTER)
+    matrices = 2 if sharding == "zero1" else 1  # the head's are made first, and hidden
+    each = exposed_us(scattered, 2 * behind, 4) + gather_us(matrices * 1000 * 512 * 4, CLUSTER)
+    assert one_step["data_parallel"] == pytest.approx((once + each) / 1e6)
+    assert two["data_parallel"] == pytest.approx((once + each * (1 if sharding == "zero1" else 2)) / 1e6)
+
+
+def test_a_smaller_state_of_the_optimizer_takes_less_time() -> None:
+    adam, eight_bit = (Layers(H100, SMALL, Training(optimizer_bytes=count)) for count in (12, 6))
+    assert eight_bit.optimizer_us(1e6) == pytest.approx(adam.optimizer_us(1e6) * (12 + 6) / (24 + 6))
+
+
+def test_layers_are_those_of_the_kinds_of_the_sequences() -> None:
+    """One number for two kinds would count each layer twice; a kind without masks would be left out."""
+    kinds = {"full": masks.causal(), "local": masks.sliding_window(100)}
+    lengths = [6000, 3000, 2000, 1000, 4384]
+    for layers, mask, said in (
+        (4, kinds, "is one number, and the sequences have masks of 2 kinds"),
+        ({"full": 2, "local": 2}, {"full": masks.causal()}, "has layers of kind local"),
+    ):
+        batch = Batch.from_lengths(lengths, mask)
+        row = ap.forecast([batch], CLUSTER, replace(SMALL, layers=layers), [form()]).rows[0]
+        assert row.reason is not None
+        assert said in row.reason
+    batch = Batch.from_lengths(lengths, kinds)
+    told = ap.forecast([batch], CLUSTER, replace(SMALL, layers={"full": 2, "local": 2}), [form()]).rows[0]
+    assert told.reason is None, told.reason
+
+
 def test_sharded_weights_are_gathered_twice_and_their_gradients_scattered_for_each_microbatch() -> None:
     found = parts_of(form(), Training(vocab=1000, sharding="fsdp", recompute="none"))
     layers, tokens = Layers(H100, SMALL, Training(vocab=1000)), parts_tokens(1)
@@ -283,6 +326,10 @@ def test_chunks_are_refused_where_nobody_says_what_they_would_be() -> None:
     refused = one(form("ring"), Training(recompute="full", offload=True, chunks=2)).rows[0].reason
     assert refused is not None
     assert "use --recipes ulysses" in refused
+    many = Training(recompute="full", offload=True, chunks=2049)
+    refused = one(form("ulysses"), many).rows[0].reason
+    assert refused is not None
+    assert "must be at most the 2048 tokens of a rank" in refused
 
 
 def test_selective_recomputation_keeps_what_attention_gives() -> None:
@@ -425,6 +472,15 @@ def test_degrees_that_do_not_divide_are_refused_by_name(degrees: dict[str, int],
     assert said in row.reason
 
 
+def test_kv_heads_that_ranks_cannot_share_evenly_are_refused() -> None:
+    model = replace(SMALL, q_heads=24, kv_heads=6, ffn=1536)
+    for tensor in (1, 2, 12):
+        assert form(tensor=tensor).rank_model(model).kv_heads == max(1, 6 // tensor)
+    for tensor in (4, 8):
+        with pytest.raises(ConfigError, match=r"must divide model\.kv_heads \(6\), or be a multiple"):
+            form(tensor=tensor).rank_model(model)
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"parallelism\.virtual = 2: is for several pipeline stages"):
         Degrees(virtual=2)
@@ -504,4 +560,8 @@ def test_the_search_proposes_degrees(run: Call) -> None:
     assert record["best"] in {row["name"] for row in record["rows"] if row["status"] == "ok"}
     assert any(row["parallelism"]["pipeline"] > 1 for row in record["rows"])
     assert run(*SIZE, "--search", "--tensor", 2)[0] == 2
+    code, said = run(*SIZE, "--recipes", "blend", "--grids", "none", "--tensor", 3)
+    assert code == 1
+    assert "nothing was planned" in said
+    assert "nothing fits" not in said
     assert run(*SIZE, "--training", "{sharding: x}")[0] == 2

@@ -14,7 +14,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.cost import CostModel
-from apportion.planner.forecast.training import Training
+from apportion.planner.forecast.training import ADAM_BYTES, Training
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,10 @@ class Layers:
         return products + logits * LOSS * m.element_bytes / self._bytes_per_us("loss_gbs")
 
     def optimizer_us(self, parameters: float) -> float:
-        """A step of Adam over so many parameters, bound by memory."""
+        """A step of Adam over so many parameters, bound by memory; of a smaller or larger state, each byte of it read
+        and written."""
         moved = adam_bytes(self.gradient_bytes, self.model.element_bytes)
+        moved += 2 * (self.training.optimizer_bytes - ADAM_BYTES)
         return parameters * moved / self._bytes_per_us("optimizer_gbs")
 
     @property

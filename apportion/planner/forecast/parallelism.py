@@ -142,8 +142,9 @@ class Parallelism:
             return model
         for field, count in (("q_heads", model.q_heads), ("ffn", model.ffn)):
             _divides("parallelism.tensor", self.tensor, count, f"model.{field}")
-        if model.kv_heads > self.tensor:
-            _divides("parallelism.tensor", self.tensor, model.kv_heads, "model.kv_heads")
+        if max(model.kv_heads, self.tensor) % min(model.kv_heads, self.tensor):
+            rule = f"must divide model.kv_heads ({model.kv_heads}), or be a multiple of it"
+            raise ConfigError("parallelism.tensor", self.tensor, rule, "use another degree")
         return replace(
             model,
             q_heads=model.q_heads // self.tensor,

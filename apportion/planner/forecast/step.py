@@ -66,11 +66,16 @@ class Setting:
     hardware: Hardware
 
     def check(self, batch: Batch) -> None:
-        """Raises ConfigError where degrees do not divide what they share, or the recipe has no chunks."""
+        """Raises ConfigError where degrees do not divide what they share, or the recipe has no chunks, or a rank fewer
+        tokens than these."""
         self.parallelism.check(self.cluster, self.model, all_layers(self.model, batch.kinds))
         if self.training.chunks > 1 and self.parallelism.recipe.name != "ulysses":
             rule = f"are of heads that ranks share, which {self.parallelism.recipe.name} is not"
             raise ConfigError("training.chunks", self.training.chunks, rule, "use --recipes ulysses, or 1")
+        tokens = batch.tokens // (self.parallelism.stage(self.cluster).ranks * self.parallelism.steps())
+        if self.training.chunks > max(tokens, 1):
+            rule = f"must be at most the {tokens} tokens of a rank and microbatch"
+            raise ConfigError("training.chunks", self.training.chunks, rule, "use fewer")
 
     @property
     def layers(self) -> Layers:
@@ -82,8 +87,19 @@ class Setting:
 
 
 def all_layers(model: Model, kinds: Iterable[str]) -> int:
-    """Of all attention kinds. Raises UnknownNameError."""
-    return sum(model.layers_of(kind) for kind in kinds)
+    """Of all attention kinds, which must be those of the model. Raises ConfigError, UnknownNameError."""
+    kinds = tuple(kinds)
+    count = sum(model.layers_of(kind) for kind in kinds)
+    if isinstance(model.layers, int):
+        if len(kinds) > 1:
+            rule = f"is one number, and the sequences have masks of {len(kinds)} kinds ({', '.join(kinds)})"
+            raise ConfigError("model.layers", model.layers, rule, "give the layers of each kind by its name")
+        return count
+    missing = [kind for kind in model.layers if kind not in kinds]
+    if missing:
+        rule = f"has layers of kind {missing[0]}, of which the sequences have no mask: a step has all layers"
+        raise ConfigError("model.layers", dict(model.layers), rule, "give that kind a mask, or leave it out")
+    return count
 
 
 def step(setting: Setting, planned: list[list[Planned]], batch: Batch) -> Step:
@@ -188,9 +204,10 @@ def _behind_us(setting: Setting, planned: Planned) -> float:
 
 def _exposed(setting: Setting, planned: Planned, stage: int) -> tuple[float, float]:
     """Microseconds in which a microbatch waits for weights, forward, and for weights and gradients, backward: where
-    weights are sharded they are gathered for every pass over a layer. Nothing hides those of the embedding, which is
-    used first, and whose gradient comes last."""
-    if not setting.training.shards("weights"):
+    gradients are sharded they are scattered as each microbatch makes them, and where weights are, too, these are
+    gathered for every pass over a layer. Nothing hides those of the embedding, which is used first, and whose gradient
+    comes last."""
+    if not setting.training.shards("gradients"):
         return 0.0, 0.0
     layers, ranks = setting.layers, setting.parallelism.stage(setting.cluster)
     count, behind = setting.stage_layers(planned), _behind_us(setting, planned)
@@ -198,6 +215,8 @@ def _exposed(setting: Setting, planned: Planned, stage: int) -> tuple[float, flo
     gathered, scattered = (gather_us(layers.parameters * size, ranks) for size in sizes)
     first, last = (gather_us(layers.vocabulary_parameters * size, ranks) * (stage == 0) for size in sizes)
     again = behind * (setting.training.recompute != "none")
+    if not setting.training.shards("weights"):
+        return 0.0, exposed_us(scattered, BACKWARD * behind + again, count) + last
     forward = exposed_us(gathered, behind, count) + first
     return forward, exposed_us(gathered + scattered, BACKWARD * behind + again, count) + last
 
@@ -209,7 +228,7 @@ def _least_behind(setting: Setting, planned: list[list[Planned]]) -> float:
 
 def _after(setting: Setting, planned: Planned, behind: float) -> dict[str, float]:
     """Microseconds once a step: the reduction of gradients that are not sharded as they are made, the gathering of
-    weights whose optimizer is sharded, and the optimizer."""
+    weights whose optimizer is sharded (of the vocabulary's nothing is hidden), and the optimizer."""
     layers, training = setting.layers, setting.training
     stage = setting.parallelism.stage(setting.cluster)
     count = setting.stage_layers(planned)
@@ -219,14 +238,16 @@ def _after(setting: Setting, planned: Planned, behind: float) -> dict[str, float
     found = {"optimizer": layers.optimizer_us(owned)}
     if training.shards("weights"):
         return found
-    reduce = gather_us if training.shards("optimizer") else reduce_us
-    again = behind * (training.recompute != "none")
-    waits = exposed_us(
-        reduce(layers.parameters * layers.gradient_bytes, stage), BACKWARD * behind + again, count
-    )
-    waits += reduce(layers.vocabulary_parameters * layers.gradient_bytes * max(first, last), stage)
+    waits, vocabulary = 0.0, layers.vocabulary_parameters * max(first, last)
+    if not training.shards("gradients"):
+        reduce = gather_us if training.shards("optimizer") else reduce_us
+        hidden = (BACKWARD + (training.recompute != "none")) * behind
+        waits += exposed_us(reduce(layers.parameters * layers.gradient_bytes, stage), hidden, count)
+        waits += reduce(vocabulary * layers.gradient_bytes, stage)
     if training.shards("optimizer"):
-        waits += exposed_us(gather_us(layers.parameters * layers.model.element_bytes, stage), behind, count)
+        number = layers.model.element_bytes
+        waits += exposed_us(gather_us(layers.parameters * number, stage), behind, count)
+        waits += gather_us(vocabulary * number, stage)
     return found | {"data_parallel": waits}
 
 
