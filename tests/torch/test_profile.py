@@ -53,7 +53,6 @@ def test_links_are_assumed_until_they_are_measured(measured):
         "inter_latency_us",
         "post_us",
         "peak_tflops",
-        "host_gbs",
         "contention",
     }
     assert measured[0].peak_tflops.value == measured[0].linear_tflops.value
