@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.backends.torch.profile import LAYER_FIGURES, Effort, _peak_tflops, profile
+from apportion.backends.torch.profile import LAYER_FIGURES, Effort, _grid, _peak_tflops, profile
 from apportion.backends.torch.profile_links import Line, Links, fit, profile_links, with_links
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.request.figures import Figure
@@ -97,6 +97,18 @@ def test_more_work_takes_no_less_time(measured):
         assert (np.diff(causal, axis=1) >= 0).all()
         assert (causal <= 3 * full * (1 + 1e-9)).all()
         assert full[-1, -1] > full[0, 0]
+
+
+def test_causal_times_are_kept_as_measured_up_to_three_times_the_full_ones():
+    full = np.array([[1.1664, 2.0], [2.0, 4.0]])
+    grid = _grid("flash", full, full * [[9.0, 1.5], [1.5, 0.8]])
+    assert np.array(grid.full).tolist() == [[1.166, 2.0], [2.0, 4.0]]
+    assert np.array(grid.causal).tolist() == [
+        [3.0, 3.0],
+        [3.0, 3.2],
+    ]  # none is above that of more rows or keys
+    grid = _grid("flash", full, np.full((2, 2), 99.0))
+    assert np.array(grid.causal).tolist() == [[3.498, 6.0], [6.0, 12.0]]
 
 
 def test_profile_round_trips_through_a_file(measured, tmp_path):
