@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ def _groups(allowed: Sequence[tuple[int, ...] | None] | None, items: int) -> tup
     for item, bins in enumerate(allowed):
         group[item] = distinct.setdefault(tuple(bins or ()), len(distinct))
     ptr = offsets([len(bins) for bins in distinct])
-    return group, ptr, np.array([b for bins in distinct for b in bins], np.int64)
+    return group, ptr, np.fromiter(chain.from_iterable(distinct), np.int64, ptr[-1])
 
 
 class _Near(NamedTuple):
