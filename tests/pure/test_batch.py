@@ -16,6 +16,7 @@ from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
 from apportion.ir.masks import bands as algebra
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import INF
+from apportion.ir.masks.structures import Tree
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sequences import Sequence
 
@@ -380,3 +381,30 @@ def test_too_many_diagonals_are_none() -> None:
     windows = [Sequence(4, masks.sliding_window(n)) for n in range(1, 10)]
     assert len(Batch.from_sequences(windows[:8]).diagonals("default")) == 8
     assert Batch.from_sequences(windows).diagonals("default") == ()
+
+
+def test_many_sequences_of_one_spec_are_checked_once_a_length(monkeypatch):
+    checked = []
+    monkeypatch.setattr(Tree, "check", lambda spec, length, field: checked.append((length, field)))
+    Batch.from_lengths([4, 4, 5, 4, 5] * 1000, masks.tree([[-1, 1], [0, 3]]))
+    assert checked == [(4, "sequences[0].mask"), (5, "sequences[2].mask")]
+
+
+def test_parts_are_counted_before_anything_is_built():
+    deep = masks.documents([1])
+    for level in range(8):
+        deep = masks.documents([8**level] * 8, deep)
+    assert deep.parts() == 8**8
+    with pytest.raises(ConfigError, match="16777216"):
+        Batch.from_lengths([8**8], {"one": deep, "two": deep})
+    with pytest.raises(ConfigError, match=r"mask.*split the batch"):
+        Batch.from_lengths([3] * 2**21, masks.tree([[-1, 1], [0, 1], [1, 1]]))
+
+
+def test_kinds_are_compared_for_each_length_and_what_a_sequence_brings():
+    two = masks.documents([2, 2])
+    kinds = {"one": two, "two": masks.documents([1, 3])}
+    own = Sequence(4, kinds, positions=[0, 1, 2, 3], labels=[1, 2, 3, -1])
+    Batch.from_sequences([own, own])
+    with pytest.raises(ConfigError, match=r"sequences\[1\].mask.*disagree on positions"):
+        Batch.from_sequences([own, Sequence(4, kinds), Sequence(4, kinds)])

@@ -51,6 +51,11 @@ class Mask(ABC):
         """What it declares, also where a sequence is too short to show it. A rectangle whose keys all come before its
         queries looks back, and counts with dmin = 0 at least."""
 
+    def parts(self) -> int:
+        """What it makes of one sequence, nested ones multiplied: documents, nodes, answers, spans. Of the spec alone,
+        so that it is known before anything is built."""
+        return 1
+
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
         """[m, 6] bands of sequences of `lengths` that begin at `starts`, in no particular order."""
         parts: list[Ints] = [np.zeros((0, 6), np.int64)]

@@ -49,6 +49,9 @@ class SharedQuestion(Mask):
         integer("shared_question.prompt", self.prompt, 1, MAX_TOKENS)
         object.__setattr__(self, "answers", lengths_of("shared_question.answers", self.answers))
 
+    def parts(self) -> int:
+        return 1 + len(self.answers)
+
     def _starts(self) -> Ints:
         return np.cumsum([self.prompt, *self.answers])
 
@@ -94,6 +97,9 @@ class ImageSpans(Mask):
                 )
         object.__setattr__(self, "spans", table)
         check_inner("image_spans.mask", self.mask)
+
+    def parts(self) -> int:
+        return len(self.spans) + self.mask.parts()
 
     def bands(self, length: int) -> Ints:
         edges = np.array([0, *(edge for span in self.spans for edge in span), length])
@@ -146,6 +152,9 @@ class Tree(Mask):
                     "reorder the nodes",
                 )
         object.__setattr__(self, "nodes", table)
+
+    def parts(self) -> int:
+        return len(self.nodes)
 
     def _columns(self) -> tuple[Ints, Ints, Ints]:
         """(parent, start, stop) of every node."""
@@ -204,6 +213,9 @@ class Documents(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", lengths_of("documents.lengths", self.lengths))
         check_inner("documents.mask", self.mask)
+
+    def parts(self) -> int:
+        return len(self.lengths) * self.mask.parts()
 
     def _columns(self) -> Columns:
         """(lengths, starts)."""

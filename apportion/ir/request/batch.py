@@ -347,8 +347,11 @@ def _check_structure(batch: Batch) -> None:
     held = list(batch.masks.values())
     if len(held) < 2 or sum(any(spec.structured for spec in kind.specs) for kind in held) < 2:
         return
-    for i, length in enumerate(batch.lengths.tolist()):
-        specs = [kind.specs[kind.index[i]] for kind in held]
+    owns = np.zeros((2, len(batch.lengths)), np.int64)
+    owns[0, list(batch.own_positions)] = owns[1, list(batch.own_labels)] = 1
+    alike = np.column_stack([batch.lengths, *owns, *(kind.index for kind in held)])
+    for i in sorted(np.unique(alike, axis=0, return_index=True)[1].tolist()):  # one of each kind
+        specs, length = [kind.specs[kind.index[i]] for kind in held], int(batch.lengths[i])
         structured = [spec for spec in specs if spec.structured]
         for what, own, of in (
             ("positions", batch.own_positions, _positions),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from apportion.ir.fields import integer, integers, known, name, sequence
 from apportion.ir.isa import MAX_RANKS
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import MAX_TOKENS
-from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.spec import MAX_PARTS, Mask
 
 T = TypeVar("T")
 
@@ -83,11 +84,22 @@ def check_lengths(lengths: Ints) -> None:
 
 
 def check_fit(kind: str, held: Kind, lengths: Ints) -> None:
+    """Every spec fits its sequences, and all of them make no more parts than a batch may have: looked at once for each
+    spec and length, before anything is built."""
+    parts = 0
     for spec, members in held.groups():
+        parts += spec.parts() * len(members) if spec.parts() > 1 else 0
+        if parts > MAX_PARTS:
+            where = "mask" if kind == DEFAULT_KIND else f"mask.{kind}"
+            rule = f"must make at most {MAX_PARTS} documents, nodes, answers and spans in all"
+            raise ConfigError(where, parts, rule, "split the batch, or use coarser parts")
         if type(spec).check is Mask.check:
             continue
-        for i in members:
-            spec.check(int(lengths[i]), f"sequences[{i}].mask" + ("" if kind == DEFAULT_KIND else f".{kind}"))
+        distinct, first = np.unique(lengths[members], return_index=True)
+        for length, i in sorted(
+            zip(distinct.tolist(), members[first].tolist(), strict=True), key=itemgetter(1)
+        ):
+            spec.check(length, f"sequences[{i}].mask" + ("" if kind == DEFAULT_KIND else f".{kind}"))
 
 
 def masks_by_kind(where: str, mask: Any) -> dict[str, Mask]:

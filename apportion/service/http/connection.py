@@ -14,6 +14,7 @@ from apportion.service.http.problems import encode, headers_of, plain
 from apportion.service.http.streams import ABORT, RESPOND
 
 MAX_HEAD = 32 << 10
+_STEP = 16 << 10  # bytes that are read before they are counted
 _LINGER_S = 30.0  # beyond the time of a body: then the client is cut off, whatever it waits for
 
 
@@ -35,11 +36,15 @@ class Connection(HttpToolsProtocol):
             self._refuse(503, f"{self._most_connections} connections are open, this server takes no more")
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_message:
-            self._bound(len(data))
-        elif self.timeout_keep_alive_task is None and self._is_idle():
-            self._rearm()
+        for start in range(0, len(data), _STEP):  # a head that comes in one read is bounded, too
+            part = data[start : start + _STEP]
+            super().data_received(part)
+            if self._in_message:
+                self._bound(len(part))
+            elif self.timeout_keep_alive_task is None and self._is_idle():
+                self._rearm()
+            if self.transport.is_closing():
+                return
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
