@@ -108,7 +108,9 @@ def local_rows(
 
 
 def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form) -> Iterator[Rows]:
-    """The rows of each microbatch of an iteration, read when asked for. Raises as `local_rows`."""
+    """The rows of each microbatch of an iteration, read when asked for. Raises as `local_rows`, and ExecutionError
+    where the plan is of other batches."""
+    wanted.check(piece)
     for own, (batch, samples) in zip(piece.slices, wanted.parts(piece.indexes), strict=True):
         yield local_rows(own, batch, partial(_read, dataset, samples), samples, form)
 

@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Ints
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integers
+from apportion.ir.isa import VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Masks, Sampling, batches_of
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One iteration. samples: int64 arrays, the sample numbers of each microbatch. batches: what is asked of the
-    planner, one a microbatch, or a single one where the recipe packs."""
+    """One iteration of a job. samples: int64 arrays, the sample numbers of each microbatch. batches: what is asked of
+    the planner, one a microbatch, or a single one where the recipe packs."""
 
+    job: Job
     number: int
     samples: tuple[Ints, ...]
     batches: tuple[Batch, ...]
@@ -35,6 +38,25 @@ class Wanted:
             return
         for own in indexes:
             yield self.batches[0].take(own), samples[own]
+
+    def check(self, piece: IterationSlice) -> None:
+        """Raises ExecutionError where the plan is not of these batches: other lengths, masks, positions, labels or
+        homes, another cluster, model or policy. A plan of a newer format is not looked at."""
+        sequences = sum(len(samples) for samples in self.samples)
+        named = np.sort(np.concatenate(piece.indexes))
+        if not np.array_equal(named, np.arange(sequences)):
+            raise self._foreign(f"it has {len(named)} sequences, {sequences} were asked for")
+        for place, (own, (batch, _)) in enumerate(zip(piece.slices, self.parts(piece.indexes), strict=True)):
+            wanted = self.job.request_digest(batch, sequences, own.wire.token_cap)
+            if own.header.version <= VERSION and own.request_digest != wanted:
+                what = "(lengths, masks, positions, labels or homes), cluster, model or policy"
+                raise self._foreign(f"microbatch {place} is of another batch {what}")
+
+    def _foreign(self, how: str) -> ExecutionError:
+        return ExecutionError(
+            f"iteration {self.number}: the plan is not the one that this rank asked for: {how}; delete what the source "
+            "keeps of this run, and plan again"
+        )
 
 
 @dataclass(frozen=True)
@@ -51,7 +73,7 @@ class Asked:
         samples = self.samples(number, drawn)
         batches = batches_of(samples, self.lengths, self.masks, self.job.packs)
         self.job.check(batches)
-        return Wanted(number, samples, batches)
+        return Wanted(self.job, number, samples, batches)
 
     def microbatches(self, number: int, drawn: Any) -> int:
         """How many an iteration has. Raises ConfigError."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -43,11 +45,12 @@ def job(ranks=1, tokens=64, microbatches=1, recipe="fcp", seed=0):
 @dataclass(frozen=True)
 class HereSource(LocalSource):
     """Plans in the thread that asks. late: iterations that never come; broken: those that are refused; submitted: those
-    that were submitted."""
+    that were submitted; other: of a job and its batches, those that are planned in their place."""
 
     late: frozenset[int] = frozenset()
     broken: frozenset[int] = frozenset()
     submitted: list[int] = field(default_factory=list)
+    other: Callable[..., Any] | None = None
 
     def begin(self, run, rank, stream="train"):
         return HereFeed(self, rank, threading.Event())
@@ -72,7 +75,9 @@ class HereFeed:
             raise TimeoutError(f"iteration {iteration} is late")
         if iteration in self.source.broken:
             raise ConfigError("batches", iteration, "are refused", "change them")
-        return plan_job(self.source.job, batches).plan.slice_for(self.rank)
+        asked = self.source.job, batches
+        planned, batches = asked if self.source.other is None else self.source.other(*asked)
+        return plan_job(planned, batches).plan.slice_for(self.rank)
 
     def stop(self):
         self.stopped.set()

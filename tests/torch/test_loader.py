@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import replace
 from itertools import chain, count, islice
 
 import jobs_loader
@@ -10,13 +11,17 @@ import pytest
 import torch
 from loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
 
-from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
+from apportion.ir.errors import CapacityError, ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
+from apportion.planner.iteration.jobs import plan_job
+from apportion.planner.recipe import recipes
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import PlanTimeoutError
 from apportion.trainer.loader import PlannedLoader
 from apportion.trainer.loss import IGNORED
+from apportion.trainer.wanted import Wanted
 
 
 def loader_of(source=None, dataset=None, **options):
@@ -284,6 +289,57 @@ def test_leaving_a_pass_early_ends_its_threads():
 
 def no_threads():
     return not [thread for thread in threading.enumerate() if thread.name == "apportion-plans"]
+
+
+# --- plans that are not of what was asked for
+
+
+def last_left_out(job, batches):
+    return job, (*batches[:-1], batches[-1].take(range(len(batches[-1].lengths) - 1)))
+
+
+OTHERS = {
+    "another mask": lambda job, batches: (
+        job,
+        [Batch.from_lengths(one.lengths, masks.full()) for one in batches],
+    ),
+    "other lengths": lambda job, batches: (
+        job,
+        [Batch.from_lengths([*one.lengths[:-1], one.lengths[-1] + 1]) for one in batches],
+    ),
+    "without the last sequence": last_left_out,
+    "a microbatch less": lambda job, batches: (job, batches[:1]),
+    "another model": lambda job, batches: (replace(job, model=replace(job.model, kv_heads=2)), batches),
+    "another seed": lambda job, batches: (replace(job, policy=replace(job.policy, seed=7)), batches),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_plan_of_something_else_is_refused(what):
+    source = HereSource(job(microbatches=2, tokens=100), other=OTHERS[what])
+    sampler = [[[0, 1, 2], [3, 4]], [[5], [6]]]
+    assert list(loader_of(replace(source, other=None), sampler=sampler))
+    with pytest.raises(ExecutionError, match="iteration 0: the plan is not the one that this rank asked for"):
+        list(loader_of(source, sampler=sampler))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_packed_plan_of_other_sequences_is_refused(workers):
+    asked = job(recipe="wlb", microbatches=2, tokens=200)
+    assert list(loader_of(HereSource(asked), workers=workers))
+    with pytest.raises(ExecutionError, match=r"it has \d+ sequences, \d+ were asked for"):
+        list(loader_of(HereSource(asked, other=last_left_out), workers=workers))
+
+
+@pytest.mark.parametrize("recipe", recipes.entries())
+def test_plans_of_every_recipe_are_known_by_what_was_asked_for(recipe):
+    """With and without a cap and hardware of the job's own."""
+    asked = job(2, 128, recipe=recipe, microbatches=2 if find_recipe(recipe).step("pack") else 1)
+    capped = replace(asked, policy=replace(asked.policy, token_cap=108), hardware="h100")
+    for one in (asked, capped):
+        batches = [Batch.from_lengths([40, 9, 33, 1, 25])]
+        piece = plan_job(one, batches).plan.slice_for(0)
+        Wanted(one, 0, (np.arange(5),), tuple(batches)).check(piece)
 
 
 # --- submitting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +17,13 @@ from apportion.ir.fields import integer, known, load
 from apportion.ir.hashing import digest
 from apportion.ir.isa import VERSION
 from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.ir.plan.plain import request_data
+from apportion.ir.plan.tables import Request
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.version import __version__
 
 FORMAT = "apportion.request"
@@ -109,6 +111,32 @@ class Job:
         if not self.packs:  # then only the batches say how much is planned
             data |= {"tokens_per_rank": None, "microbatches": None}
         return data
+
+    def policy_for(self, sequences: int) -> Policy:
+        """The policy of an iteration with so many sequences: a pack step gets the job's figures."""
+        step = self.policy.recipe.step("pack")
+        if step is None:
+            return self.policy
+        count = min(self.microbatches, sequences)
+        params = {**step.params, "microbatches": count, "tokens_per_rank": self.tokens_per_rank}
+        steps = self.policy.recipe.to_data()["steps"] | {"pack": {step.name: params}}
+        return replace(self.policy, recipe=Recipe(self.policy.recipe.name, steps))
+
+    def request_digest(self, batch: Batch, sequences: int, token_cap: int | None) -> bytes:
+        """32 bytes, of the request that the plan of a microbatch has in it. sequences: of the whole iteration.
+        token_cap: what the plan came to, where the job leaves it open."""
+        policy = self.policy_for(sequences)
+        if policy.token_cap is None:
+            policy = replace(policy, token_cap=token_cap)
+        return digest(
+            wire.encode_section(
+                request_data(Request(batch, self.cluster, self.model, policy, self._hardware_digest))
+            )
+        )
+
+    @cached_property
+    def _hardware_digest(self) -> str:
+        return "" if self.hardware is None else self.hardware.digest()
 
     def request_key(self, batches: Sequence[Batch]) -> bytes:
         """32 bytes, the content address of an iteration's plan: equal requests to one release have equal keys."""

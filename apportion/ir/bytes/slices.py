@@ -45,6 +45,11 @@ class Slice:
         """Size of the encoded part, in bytes: what targets on plan size count."""
         return len(self.wire.part)
 
+    @property
+    def request_digest(self) -> bytes:
+        """32 bytes, of the request that the plan was made for."""
+        return self.wire.digests[0]
+
     def layout(self, name: str) -> Layout:
         """This rank's rows of the layout of that name. Raises UnknownNameError."""
         if name not in self.layouts:
@@ -124,5 +129,6 @@ def _slice_wires(plan: Plan, ranks: Iterable[int]) -> Iterator[wire.SliceWire]:
             s.parts[rank],
             digests,
             path(s.tree, rank),
+            plan.request.policy.token_cap,
             s.id,
         )

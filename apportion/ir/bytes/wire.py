@@ -55,7 +55,8 @@ class PlanWire(Version):
 
 
 class SliceWire(Version):
-    """One rank's part of a plan with the proof that it belongs to the id."""
+    """One rank's part of a plan with the proof that it belongs to the id. token_cap: of the request: who knows the
+    batch makes its digest with it."""
 
     rank: int
     ranks: int
@@ -65,6 +66,7 @@ class SliceWire(Version):
     part: bytes
     digests: Annotated[list[bytes], _Few]  # of request and report
     path: Annotated[list[bytes], _Few]
+    token_cap: int | None
     id: bytes
 
 

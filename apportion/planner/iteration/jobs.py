@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from apportion.ir.bytes.job import Job
 from apportion.ir.bytes.sequences import consecutive
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError
 from apportion.ir.request.batch import Batch
-from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.policy import Policy
 from apportion.ir.verify import verify as verify_plan
 from apportion.planner.api import make
 from apportion.planner.iteration import assignment, restored
@@ -119,16 +119,11 @@ def _packing(job: Job, batches: Sequence[Batch], policy: Policy) -> Packing:
 
 
 def _policy(job: Job, batches: Sequence[Batch]) -> Policy:
-    """The job's policy; a pack step gets the job's figures. Raises ConfigError where it would defer sequences."""
+    """The job's policy. Raises ConfigError where it would defer sequences."""
     step = job.policy.recipe.step("pack")
-    if step is None:
-        return job.policy
-    if step.params.get("defer"):
+    if step is not None and step.params.get("defer"):
         raise _deferring(True)
-    count = min(job.microbatches, len(batches[0].lengths))
-    params = {**step.params, "microbatches": count, "tokens_per_rank": job.tokens_per_rank}
-    steps = job.policy.recipe.to_data()["steps"] | {"pack": {step.name: params}}
-    return replace(job.policy, recipe=Recipe(job.policy.recipe.name, steps))
+    return job.policy_for(len(batches[0].lengths))
 
 
 def _deferring(value: object) -> ConfigError:
