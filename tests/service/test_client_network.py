@@ -270,8 +270,10 @@ def pump(near: socket.socket, far: socket.socket) -> None:
 
 
 @contextmanager
-def forward_proxy(server: SmallServer) -> Iterator[ForwardProxy]:
-    proxy = ForwardProxy(("127.0.0.1", server.server_address[1]))
+def forward_proxy(
+    server: SmallServer, kind: type[ForwardProxy] = ForwardProxy
+) -> Iterator[ForwardProxy]:
+    proxy = kind(("127.0.0.1", server.server_address[1]))
     thread = threading.Thread(target=proxy.run)
     thread.start()
     try:
@@ -296,6 +298,29 @@ def test_through_a_proxy(server: SmallServer) -> None:
         login = base64.b64encode(b"me:pw")
         assert all(head.startswith((b"GET http://", b"POST http://")) for head in proxy.seen)
         assert all(b"Basic " + login in head for head in proxy.seen)
+
+
+class ClosingProxy(ForwardProxy):
+    """One that ends the connection after each answer, and says so, as many do."""
+
+    def serve(self, near: socket.socket) -> None:
+        with near, socket.create_connection(self.target) as far:
+            self.seen.append(near.recv(1 << 16))
+            far.sendall(self.seen[-1].replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+            answer = b""
+            while b"\r\n\r\n" not in answer:
+                answer += far.recv(1 << 16)
+            near.sendall(answer.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+            with suppress(OSError):  # the client leaves its stream
+                while rest := far.recv(1 << 16):
+                    near.sendall(rest)
+
+
+def test_through_a_proxy_that_ends_connections(server: SmallServer) -> None:
+    with forward_proxy(server, ClosingProxy) as proxy:
+        with Client(server.job_url, KEY, proxy=f"http://127.0.0.1:{proxy.port}") as client:
+            gets_all(client)
+        assert len(proxy.seen) == len(proxy.threads)
 
 
 @pytest.mark.parametrize("proxy", ["socks5://me:pw@host", "http://", "host:1"])

@@ -129,7 +129,7 @@ class Opened:
         if not self._link.own:  # what is read here is missing in the parent
             raise TransientError(UnreachableError("the process was forked"))
         with self._link.failures():
-            if self._sock is not None:
+            if self._sock is not None and self._sock.fileno() >= 0:  # with the end of an answer the last one is closed
                 self._sock.settimeout(max(wait_s, 1e-3))
             return self._response.read1(_CHUNK, decode_content=False)
 
