@@ -270,9 +270,7 @@ def pump(near: socket.socket, far: socket.socket) -> None:
 
 
 @contextmanager
-def forward_proxy(
-    server: SmallServer, kind: type[ForwardProxy] = ForwardProxy
-) -> Iterator[ForwardProxy]:
+def forward_proxy(server: SmallServer, kind: type[ForwardProxy] = ForwardProxy) -> Iterator[ForwardProxy]:
     proxy = kind(("127.0.0.1", server.server_address[1]))
     thread = threading.Thread(target=proxy.run)
     thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_a_log_has_one_line_an_event(form: logs.Format) -> None:
             raise ValueError("why")
         except ValueError as error:
             logs.log("failed", logging.ERROR, error=error)
+        root.handlers[0].flush()
     finally:
         root.handlers[:], root.level = before, level
     lines = told.getvalue().splitlines()
@@ -109,6 +111,25 @@ def test_a_log_has_one_line_an_event(form: logs.Format) -> None:
     else:
         assert lines[0].endswith(r' INFO    request path="/a b\n\"c\"=d" status=200 ms=1.5')
         assert lines[-1] == "ValueError: why"
+
+
+def test_a_log_that_is_not_read_loses_lines_and_says_how_many() -> None:
+    near, far = os.pipe()
+    root, before, level = logging.getLogger(), logging.getLogger().handlers[:], logging.getLogger().level
+    try:
+        with open(far, "w", encoding="utf-8") as stream, open(near, encoding="utf-8") as reader:
+            logs.configure("text", stream)
+            for number in range(20_000):
+                logs.log("request", number=number, path="x" * 5000)
+            lines = []
+            while not lines or "lines lost" not in lines[-1]:
+                lines.append(reader.readline())
+            lost = int(lines[-1].rpartition("=")[2])
+            assert len(lines) - 1 + lost == 20_000
+            assert "(5000 characters)" in lines[0]
+            root.handlers[0].flush()
+    finally:
+        root.handlers[:], root.level = before, level
 
 
 @pytest.mark.parametrize(

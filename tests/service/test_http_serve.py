@@ -198,6 +198,29 @@ def test_it_says_how_to_go_on(tmp_path: Path) -> None:
     assert "apportion job create run1 --server http://127.0.0.1:" in text
 
 
+def test_nobody_has_to_read_what_it_logs(tmp_path: Path) -> None:
+    """More than a pipe holds: it goes on answering, ends when told, and what found no room is counted."""
+    command = [sys.executable, "-m", "apportion", "serve", "--port", "0", "--dir", str(tmp_path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            url = json.loads(process.stdout.readline())["url"]
+            caller = Caller(url, None, urllib3.PoolManager(retries=False, timeout=MINUTE_S))
+            for number in range(300):
+                assert caller("GET", f"/v1/{number}{'x' * 5000}").status == 404
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(MINUTE_S) == 0
+        finally:
+            process.kill()
+        told = process.stderr.read().decode()
+    lines = [line for line in told.splitlines() if " request " in line]
+    assert len(lines) > 20
+    assert all(len(line) < 2000 for line in lines)
+    assert "client=127.0.0.1:" in lines[0]
+    assert "reason=" in lines[0]
+
+
 def _address(server: Serving) -> tuple[str, int]:
     host, port = server.url.removeprefix("http://").rsplit(":", 1)
     return host, int(port)

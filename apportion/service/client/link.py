@@ -129,7 +129,9 @@ class Opened:
         if not self._link.own:  # what is read here is missing in the parent
             raise TransientError(UnreachableError("the process was forked"))
         with self._link.failures():
-            if self._sock is not None and self._sock.fileno() >= 0:  # with the end of an answer the last one is closed
+            if (
+                self._sock is not None and self._sock.fileno() >= 0
+            ):  # with the end of an answer the last one is closed
                 self._sock.settimeout(max(wait_s, 1e-3))
             return self._response.read1(_CHUNK, decode_content=False)
 
@@ -205,6 +207,10 @@ class Link:
     def _failure(self, error: Exception) -> ClientError | TransientError:
         failure = UnreachableError(f"{self._peer.url}: {_reason(error)}")
         failure.__cause__ = error
+        if _in_the_clear(error):
+            return UnreachableError(
+                f"{self._peer.url}: the server answers without TLS; write http:// in the url"
+            )
         if _untrusted(error):
             return UnreachableError(
                 f"{self._peer.url}: {_reason(error)}; pass ca=, the certificates that it is to be checked against"
@@ -248,6 +254,11 @@ def _untrusted(error: Exception) -> bool:
     return isinstance(error, SSLError | OSError) and any(
         isinstance(cause, ssl.SSLCertVerificationError) for cause in _causes(error)
     )
+
+
+def _in_the_clear(error: Exception) -> bool:
+    reasons = {cause.reason for cause in _causes(error) if isinstance(cause, ssl.SSLError)}
+    return bool(reasons & {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"})
 
 
 def _reason(error: Exception) -> str:

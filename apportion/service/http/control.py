@@ -30,7 +30,7 @@ from apportion.service.http.delivery import MAX_EPOCH, MAX_ITERATION
 from apportion.service.http.metrics import render
 from apportion.service.http.openapi import describe, document
 from apportion.service.http.pages import page
-from apportion.service.http.problems import Problem, encode, headers_of, plain, problem_of
+from apportion.service.http.problems import REASON, Problem, encode, headers_of, plain, problem_of
 from apportion.service.limits import Limits
 from apportion.service.protocol import JSON, job_path
 
@@ -326,6 +326,7 @@ def control(parts: Parts, has_admin: bool) -> FastAPI:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     problem = _problem(request, error)
+    request.scope[REASON] = problem.detail
     body = encode(problem)
     headers = headers_of(problem, body, _allowed(request))
     answer = Response(body, problem.status)

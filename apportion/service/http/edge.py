@@ -11,7 +11,7 @@ from apportion.service.http.bodies import ClientGoneError
 from apportion.service.http.delivery import App, Delivery
 from apportion.service.http.logs import log, request_id
 from apportion.service.http.metrics import Traffic
-from apportion.service.http.problems import MethodError, is_expected, problem_of, send_problem
+from apportion.service.http.problems import REASON, MethodError, is_expected, problem_of, send_problem
 
 _PROBES = ("/healthz", "/readyz", "/metrics")
 
@@ -38,8 +38,11 @@ class Edge:
     async def _refuse(self, error: Exception, scope: Scope, send: Send) -> None:
         id = _id(scope)
         problem = problem_of(error, id)
+        facts = {"path": scope["path"], "client": _client(scope), "request_id": id}
         if not is_expected(error):
-            log("request failed", logging.ERROR, error=error, path=scope["path"], request_id=id)
+            log("request failed", logging.ERROR, error=error, **facts)
+        elif problem.status == 503:
+            log("request refused", logging.WARNING, status=503, reason=problem.detail, **facts)
         self._traffic.plans[problem.status] += 1
         await send_problem(send, problem, error.allow if isinstance(error, MethodError) else "")
 
@@ -78,8 +81,19 @@ class Exchange:
         self._traffic.requests[scope["method"], route, self._status] += 1
         self._traffic.request_s.observe(took_s)
         level = logging.ERROR if failed else logging.DEBUG if route in _PROBES else logging.INFO
-        facts = {"method": scope["method"], "path": scope["path"], "status": self._status}
+        facts = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": self._status,
+            "client": _client(scope),
+            "reason": scope.get(REASON),
+        }
         log("request", level, error=failed, ms=took_s * 1e3, request_id=self._id, **facts)
+
+
+def _client(scope: Scope) -> str | None:
+    """Address and port of whoever asked, or of the proxy before it."""
+    return "{}:{}".format(*scope["client"]) if scope.get("client") else None
 
 
 def _id(scope: Scope) -> str:

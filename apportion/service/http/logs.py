@@ -7,8 +7,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
+from queue import Full, Queue
 from typing import Literal, TextIO
 
 import msgspec
@@ -17,6 +21,10 @@ Fact = str | int | float | bool | None
 Format = Literal["text", "json"]
 
 _LOG = logging.getLogger("apportion.service")
+_MOST_LINES = 10_000  # that wait to be written
+_MOST_CHARS = 1000  # of a fact: clients choose paths
+_MOST_TRACE = 16_000  # characters
+_FLUSH_S = 1.0
 _QUIET = ("uvicorn.error", "asyncio")  # whoever connects can make them warn
 _ID = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-_.")
 
@@ -28,12 +36,72 @@ def log(event: str, level: int = logging.INFO, *, error: BaseException | None = 
 
 
 def configure(form: Format, stream: TextIO) -> None:
-    """Send all that this process logs to `stream`."""
-    handler = logging.StreamHandler(stream)
+    """Send all that this process logs to `stream`. Who logs never waits for whoever reads it."""
+    handler = _Beside(_write_to(stream))
     handler.setFormatter(_Lines() if form == "text" else _Objects())
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class _Beside(logging.Handler):
+    """Writes lines in a thread of its own; those that find no room are counted, and the count is written later."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        super().__init__()
+        self._write, self._lost = write, 0
+        self._lines: Queue[str | threading.Event] = Queue(_MOST_LINES)
+        threading.Thread(target=self._run, name="apportion-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except Full:
+            self._lost += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until what came before is written, `_FLUSH_S` seconds at most."""
+        written = threading.Event()
+        try:
+            self._lines.put(written, timeout=_FLUSH_S)
+        except Full:
+            return
+        written.wait(_FLUSH_S)
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            self._put(line)
+            if self._lost and self._lines.empty():
+                lost, self._lost = self._lost, 0
+                told = {"msg": "lines lost", "levelno": logging.WARNING, "levelname": "WARNING"}
+                self._put(self.format(logging.makeLogRecord({**told, "facts": {"lines": lost}})))
+
+    def _put(self, line: str) -> None:
+        try:
+            self._write(f"{line}\n")
+        except OSError:  # nobody will ever read it
+            self._lost += 1
+
+
+def _write_to(stream: TextIO) -> Callable[[str], object]:
+    """Past the stream's own buffer, whose lock would be held at the end of the process where nobody reads."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # in memory
+        return stream.write
+
+    def write(line: str) -> None:
+        data = line.encode()
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    return write
 
 
 def request_id(given: bytes | None) -> str:
@@ -44,7 +112,13 @@ def request_id(given: bytes | None) -> str:
 
 def _facts(record: logging.LogRecord) -> dict[str, Fact]:
     found: dict[str, Fact] = getattr(record, "facts", {})
-    return {name: fact for name, fact in found.items() if fact is not None}
+    return {name: _bounded(fact) for name, fact in found.items() if fact is not None}
+
+
+def _bounded(fact: Fact) -> Fact:
+    if isinstance(fact, str) and len(fact) > _MOST_CHARS:
+        return f"{fact[:_MOST_CHARS]}... ({len(fact)} characters)"
+    return fact
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -56,15 +130,19 @@ def _time(record: logging.LogRecord) -> str:
 class _Objects(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         head = {"time": _time(record), "level": record.levelname, "event": record.getMessage()}
-        trace = {"trace": self.formatException(record.exc_info)} if record.exc_info else {}
+        trace = {"trace": _trace(self, record)} if record.exc_info else {}
         return msgspec.json.encode({**head, **_facts(record), **trace}).decode()
 
 
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         facts = "".join(f" {name}={_shown(fact)}" for name, fact in _facts(record).items())
-        trace = "\n" + self.formatException(record.exc_info) if record.exc_info else ""
+        trace = "\n" + _trace(self, record) if record.exc_info else ""
         return f"{_time(record)} {record.levelname:<7} {record.getMessage()}{facts}{trace}"
+
+
+def _trace(form: logging.Formatter, record: logging.LogRecord) -> str:
+    return form.formatException(record.exc_info)[-_MOST_TRACE:] if record.exc_info else ""
 
 
 def _shown(fact: Fact) -> str:

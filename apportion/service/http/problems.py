@@ -118,6 +118,10 @@ def headers_of(problem: Problem, body: bytes, allow: str = "") -> Headers:
     return found
 
 
+#: of a request's scope: why it was refused, for the log
+REASON = "apportion.reason"
+
+
 async def send_problem(send: Send, problem: Problem, allow: str = "") -> None:
     """The whole answer."""
     body = encode(problem)
