@@ -4,7 +4,8 @@
     ├── NotFoundError 404            no job, epoch or rank of that name
     ├── ConflictError 409            the name is taken by something else
     │   ├── RefusedBatchError        the planner refused the batch, or took too long over it
-    │   └── QuarantinedError         the batch killed its worker again and again
+    │   ├── QuarantinedError         the batch killed its worker again and again
+    │   └── DamagedJobError          what the store has of the job is damaged
     ├── GoneError 410                a later epoch of the stream has begun, or the iteration is no longer kept
     ├── QuotaError 429               this job has enough under way
     ├── OverloadError 503            the server has enough under way
@@ -61,6 +62,12 @@ class QuarantinedError(ConflictError):
     """The batch killed its worker again and again."""
 
     type, title = "quarantined", "The batch kills the planner"
+
+
+class DamagedJobError(ConflictError):
+    """What the store has of the job is damaged."""
+
+    type, title = "damaged", "What the server kept of the job is damaged"
 
 
 class GoneError(ServiceError, LookupError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -14,13 +15,15 @@ import engine_soak
 import pytest
 from engines import JOB, KEY, DownStore, LocalPool, Rig, batch, begin, raised, run, submit, take, until
 
-from apportion.ir.errors import DecodeError
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.planner.iteration.jobs import plan_job
 from apportion.service.engine.journal import Journal
+from apportion.service.engine.library import Library
 from apportion.service.engine.records import IterationRecord, JobRecord, decode, encode
+from apportion.service.engine.restore import restore
 from apportion.service.errors import (
+    DamagedJobError,
     GoneError,
     NotFoundError,
     OverloadError,
@@ -101,12 +104,16 @@ def test_what_nothing_refers_to_is_dropped_at_the_start() -> None:
     run(main())
 
 
-def test_a_damaged_record_is_named() -> None:
+def test_a_job_with_a_damaged_record_is_set_aside() -> None:
+    """Its requests say why, the others go on; deleted and made anew it begins above its last epoch."""
+
     async def main() -> None:
         rig = Rig()
         async with rig.with_job() as engine:
             await submit(engine, 0)
             await take(engine, 0)
+            await engine.create_job("other", JOB, 8, KEY)
+            await engine.begin_epoch("other", "run-1")
         sound = dict(rig.store.records())
         iteration = next(key for key in sound if key.startswith("iteration/"))
         job = decode("job/run", sound["job/run"], JobRecord)
@@ -118,7 +125,41 @@ def test_a_damaged_record_is_named() -> None:
         ):
             store = MemoryStore()
             store.commit({**sound, key: data})
-            assert repr(key) in str(await raised(Rig(store).started().__aenter__(), DecodeError))
+            async with Rig(store).started() as engine:
+                assert [state.name for state in engine.jobs()] == ["other"]
+                for asked in (engine.begin_epoch("run", "run-2"), engine.create_job("run", JOB, 8, KEY)):
+                    assert repr(key) in str(await raised(asked, DamagedJobError))
+                await engine.begin_epoch("other", "run-2")
+                await engine.delete_job("run")
+                assert await engine.create_job("run", JOB, 8, KEY)
+                number, _ = await engine.begin_epoch("run", "run-2")
+                assert number == 2 or key == "job/run"
+            async with Rig(store).started() as engine:
+                assert len(engine.jobs()) == 2
+
+    run(main())
+
+
+def test_no_flipped_bit_of_a_record_is_believed() -> None:
+    """Any bit of a value, or of a key behind its kind: the job that the key names is set aside."""
+
+    async def main() -> None:
+        rig = Rig()
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            await submit(engine, 1)
+            await take(engine, 0)
+        held, rng = dict(rig.store._records), random.Random(3)
+        for _ in range(2000):
+            store, (key, value) = MemoryStore(), rng.choice(sorted(held.items()))
+            both = bytearray(key + value)
+            both[rng.randrange(key.index(b"/") + 1, len(both))] ^= 1 << rng.randrange(8)
+            store._records = {**held}
+            del store._records[key]
+            store._records[bytes(both[: len(key)])] = bytes(both[len(key) :])
+            found = restore(store, Library(Limits()), 0.0)
+            assert len(found.aside) == 1
+            assert not found.aside.keys() & found.jobs.keys()
 
     run(main())
 

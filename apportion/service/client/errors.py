@@ -34,6 +34,7 @@ _REMEDIES = {
 }
 _REMEDIES_OF_TYPES = {
     "refused": "change the sequences that it names; no rank gets a plan of this iteration",
+    "damaged": "delete the job, create it anew and begin a new epoch",
     "quarantined": "leave the batch out and report it; no rank gets a plan of this iteration",
 }
 

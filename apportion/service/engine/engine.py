@@ -36,12 +36,13 @@ from apportion.service.engine.records import (
     job_key,
     past_key,
 )
-from apportion.service.engine.restore import restore
+from apportion.service.engine.restore import keys_of, restore
 from apportion.service.engine.schedule import choose
 from apportion.service.engine.state import Epoch, EpochState, Iteration, IterationState, Job, JobState
 from apportion.service.engine.tasks import shared
 from apportion.service.errors import (
     ConflictError,
+    DamagedJobError,
     GoneError,
     NotFoundError,
     ServiceError,
@@ -86,6 +87,7 @@ class Engine:
         self._admission = Admission(self.limits, self._library, self._counters)
         self._jobs: dict[str, Job] = {}
         self._past: dict[str, int] = {}  # last epochs of deleted jobs
+        self._aside: dict[str, str] = {}  # why a job cannot go on: what the store has of it is damaged
         self._control = asyncio.Lock()
         self._turn = 0
         self.draining = False
@@ -103,13 +105,14 @@ class Engine:
         return await self._journal.probe()
 
     async def start(self) -> None:
-        """Goes on where the last server on this store was. Raises StoreError, DecodeError for a damaged store."""
+        """Goes on where the last server on this store was; jobs with damaged records are set aside. Raises
+        StoreError."""
         try:
             found = await self._journal.call(restore, self._journal.store, self._library, self._clock())
         except BaseException:
             self._journal.close()
             raise
-        self._jobs, self._past = found.jobs, found.past
+        self._jobs, self._past, self._aside = found.jobs, found.past, found.aside
         self._journal.later({}, found.stale)
         self._started = True
         self._trim()
@@ -152,6 +155,7 @@ class Engine:
 
     async def _create(self, state: JobState) -> bool:
         async with self._control:
+            self._check_whole(state.name)
             there = self._jobs.get(state.name)
             if there is not None:
                 _check_same(there.state, state)
@@ -168,7 +172,10 @@ class Engine:
         rank that did not hear of the deletion never gets its plans. Packs stay while there is room."""
         async with self._control:
             self._check_running()
-            job = self._jobs.pop(checked_name("name", name), None)
+            if checked_name("name", name) in self._aside:
+                await self._delete_aside(name)
+                return
+            job = self._jobs.pop(name, None)
             if job is None:
                 raise self._no_job(name)
             drops = [job_key(name)]
@@ -180,6 +187,13 @@ class Engine:
                 self._planning.give_up(entry)
             self._journal.later(self._remember(job.state), drops)
             await self._guarded(self._journal.flush())
+
+    async def _delete_aside(self, name: str) -> None:
+        drops = await self._guarded(self._journal.call(keys_of, self._journal.store, name))
+        last = self._past.get(name, 0)
+        self._journal.later({past_key(name): encode(PastRecord(last))} if last else {}, drops)
+        await self._guarded(self._journal.flush())
+        del self._aside[name]
 
     def _remember(self, state: JobState) -> dict[str, bytes]:
         """The record of what is left of a job."""
@@ -475,8 +489,16 @@ class Engine:
     def _job(self, name: str) -> Job:
         job = self._jobs.get(name)
         if job is None:
+            self._check_whole(name)
             raise self._no_job(name)
         return job
+
+    def _check_whole(self, name: str) -> None:
+        if name in self._aside:
+            raise DamagedJobError(
+                f"job {name} is set aside ({self._aside[name]}): delete it, create it anew and begin a new epoch",
+                field="job",
+            )
 
     def _no_job(self, name: str) -> NotFoundError:
         return NotFoundError(f"there is no job {name[:64]!r}", field="job")

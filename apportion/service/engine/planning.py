@@ -234,7 +234,7 @@ def _read_id(store: Store, key: bytes) -> bytes | None:
 
 
 def _request(store: Store, key: str) -> bytes | None:
-    found = next(store.records(key), None)
+    found = next(store.records(key, []), None)
     return None if found is None else decode(key, found[1], IterationRecord).request
 
 

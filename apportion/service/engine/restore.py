@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,36 +15,84 @@ from apportion.service.engine.records import (
     JobRecord,
     PastRecord,
     decode,
+    job_key,
     place,
 )
 from apportion.service.engine.state import Epoch, Iteration, Job, JobState
 from apportion.service.store import Store
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Restored:
-    """jobs by name; past: last epochs of deleted ones, by name; stale: keys of records that belong to nothing."""
+    """jobs by name; past: last epochs of deleted ones, by name; stale: keys of records that belong to nothing; aside:
+    by name, why a job cannot go on: a damaged record of it."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     past: dict[str, int] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
+    aside: dict[str, str] = field(default_factory=dict)
 
 
 def restore(store: Store, library: Library, now_s: float) -> Restored:
-    """All that the store has; what was not planned yet waits again. Reads the whole store but its packs. Raises
-    StoreError, DecodeError."""
+    """All that the store has; what was not planned yet waits again. Reads the whole store but its packs. A job with a
+    damaged record is set aside, the others go on. Raises StoreError."""
     library.index(store.packs())
-    found = Restored()
-    for key, data in store.records("past/"):
+    found, damaged = Restored(), list[str]()
+
+    def past(key: str, data: bytes) -> None:
         found.past[place(key)[0]] = decode(key, data, PastRecord).epoch
-    for key, data in store.records("job/"):
-        job = _job(key, data, found.past)
-        found.jobs[job.name] = job
-    for key, data in store.records("epoch/"):
+
+    def job(key: str, data: bytes) -> None:
+        one = _job(key, data, found.past)
+        found.jobs[one.name] = one
+
+    def epoch(key: str, data: bytes) -> None:
         _add_epoch(found, key, decode(key, data, EpochRecord), now_s)
-    for key, data in store.records("iteration/"):
+
+    def iteration(key: str, data: bytes) -> None:
         _add_iteration(found, key, decode(key, data, IterationRecord), library, now_s)
+
+    for prefix, add in (("past/", past), ("job/", job), ("epoch/", epoch), ("iteration/", iteration)):
+        for key, data in store.records(prefix, damaged):
+            try:
+                add(key, data)
+            except DecodeError as error:
+                found.aside.setdefault(_named(key), str(error))
+        for key in damaged:
+            found.aside.setdefault(
+                _named(key), f"store: the record of {key!r} is damaged: it is not what was written"
+            )
+        damaged.clear()
+    for name in found.aside:
+        _set_aside(found, name, library)
     return found
+
+
+def _named(key: str) -> str:
+    """The job in a key, however damaged."""
+    return key.split("/")[1] if "/" in key else key
+
+
+def _set_aside(found: Restored, name: str, library: Library) -> None:
+    """Its last epoch stays known: one of a new job of this name begins above it."""
+    job = found.jobs.pop(name, None)
+    log.error("job %s is set aside: %s", name, found.aside[name])
+    if job is None:
+        return
+    found.past[name] = max(job.state.last, found.past.get(name, 0))
+    for epoch in job.open.values():
+        for held in epoch.iterations.values():
+            library.release(held)
+
+
+def keys_of(store: Store, name: str) -> list[str]:
+    """Of all records of a job, the damaged ones too, but for its past."""
+    found = list[str]()
+    for prefix in (f"epoch/{name}/", f"iteration/{name}/"):
+        found += [key for key, _ in store.records(prefix, found)]
+    return [job_key(name), *found]
 
 
 def _job(key: str, data: bytes, past: Mapping[str, int]) -> Job:

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.hashing import digest
-from apportion.service.errors import AuthError, ForbiddenError, NotFoundError
+from apportion.service.errors import AuthError, ConflictError, ForbiddenError, NotFoundError
 
 MIN_KEY, MAX_KEY = 16, 256
 KEY = rf"^[\x21-\x7e]{{{MIN_KEY},{MAX_KEY}}}$"
@@ -59,7 +59,7 @@ class Keys:
         sent = given(authorization)
         if self._is_admin(sent):
             return
-        with suppress(NotFoundError):
+        with suppress(NotFoundError, ConflictError):
             if compare_digest(job(), sent):
                 raise ForbiddenError("only the admin key deletes jobs, this is the job's own key")
         raise AuthError(_WRONG_ADMIN)

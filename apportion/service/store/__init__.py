@@ -29,9 +29,10 @@ class Store(Protocol):
     and it may be done again. Keys that are no text of 1 to 1024 bytes of UTF-8, or no 32 bytes, raise ConfigError.
     """
 
-    def records(self, prefix: str = "") -> Iterator[tuple[str, bytes]]:
+    def records(self, prefix: str = "", damaged: list[str] | None = None) -> Iterator[tuple[str, bytes]]:
         """(key, value) of the records whose keys begin with `prefix`, sorted by code points. Reads a page at a time:
-        what is written meanwhile may or may not be seen."""
+        what is written meanwhile may or may not be seen. Keys of records that are not what was written go to `damaged`;
+        without it they raise DecodeError."""
 
     def commit(self, puts: Mapping[str, bytes], drops: Collection[str] = ()) -> None:
         """Write and drop records, all or none of them. A key that is in both is written."""

@@ -15,7 +15,7 @@ from apportion.service.store.sqlite import INDEX, SqliteStore, pack_keys, pack_p
 
 @dataclass(frozen=True)
 class BadPack:
-    """A file that is not what it should be, and why."""
+    """A file that is not what it should be, and why; for a record, the index that has it."""
 
     path: Path
     why: str
@@ -23,7 +23,7 @@ class BadPack:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """What `check_store` found. bytes: of all packs; bad: in the order of their keys."""
+    """What `check_store` found. bytes: of all packs; bad: damaged records, then packs in the order of their keys."""
 
     records: int
     packs: int
@@ -47,14 +47,16 @@ def check_store(
                 f"{folder / INDEX} is damaged ({damage}): move it away, and the packs are found again"
             )
         known, there = dict(store.packs()), set(pack_keys(folder))
-        bad: list[BadPack] = []
+        damaged: list[str] = []
+        records = sum(1 for _ in store.records("", damaged))
+        bad = [BadPack(folder / INDEX, f"the record of {key!r} is not what was written") for key in damaged]
         progress(0, len(keys := sorted(known.keys() | there)))
         for done, key in enumerate(keys, 1):
             path = pack_path(folder, key)
             why = _mismatch(path, known.get(key), key in there) or _fault(key, path, verify)
             bad += [BadPack(path, why)] if why else []
             progress(done, len(keys))
-        return StoreReport(sum(1 for _ in store.records()), len(known), sum(known.values()), tuple(bad))
+        return StoreReport(records, len(known), sum(known.values()), tuple(bad))
 
 
 def _mismatch(path: Path, told: int | None, there: bool) -> str | None:

@@ -20,9 +20,9 @@ class MemoryStore:
         self._packs: dict[bytes, bytes] = {}
         self._open = True
 
-    def records(self, prefix: str = "") -> Iterator[tuple[str, bytes]]:
+    def records(self, prefix: str = "", damaged: list[str] | None = None) -> Iterator[tuple[str, bytes]]:
         self._check()
-        return names.records(self._page, prefix)
+        return names.records(self._page, prefix, damaged)
 
     def _page(self, first: bytes, last: bytes) -> list[names.Record]:
         with self._lock:

@@ -1,13 +1,18 @@
-"""Keys and values as stores take them."""
+"""Keys and values as stores take them, each record with a checksum of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.hashing import digest
 
 MAX_KEY = 1024  # bytes of UTF-8
 PAGE = 256  # records or packs read at once
+
+#: before a checksum; no msgpack begins with it: so records of older stores, which have none, are known
+_SEAL = b"\xc1"
+_SUM = 8  # bytes
 
 Record = tuple[bytes, bytes]
 
@@ -28,9 +33,27 @@ def changes(puts: Mapping[str, bytes], drops: Collection[str]) -> tuple[list[Rec
     for key, value in puts.items():
         if not isinstance(value, bytes):
             raise ConfigError(f"puts[{key!r}]", value, "must be bytes", "encode it")
-    return [(encoded(key), value) for key, value in puts.items()], [
+    return [sealed(key, value) for key, value in puts.items()], [
         encoded(key) for key in drops if key not in puts
     ]
+
+
+def sealed(key: str, value: bytes) -> Record:
+    """A record as stored. Raises ConfigError."""
+    name = encoded(key)
+    return name, _SEAL + _sum(name, value) + value
+
+
+def _sum(name: bytes, value: bytes) -> bytes:
+    return digest(len(name).to_bytes(2, "big") + name + value)[:_SUM]
+
+
+def _opened(name: bytes, data: bytes) -> bytes | None:
+    """The value, None where the record is not what was put."""
+    if data[:1] != _SEAL:
+        return data  # of an older store
+    told, value = data[1 : 1 + _SUM], data[1 + _SUM :]
+    return value if told == _sum(name, value) else None
 
 
 def span(prefix: str) -> tuple[bytes, bytes]:
@@ -39,11 +62,20 @@ def span(prefix: str) -> tuple[bytes, bytes]:
     return first, first[:-1] + bytes([first[-1] + 1]) if first else b"\xff"  # no byte of UTF-8 is above 0xf4
 
 
-def records(page: Callable[[bytes, bytes], list[Record]], prefix: str) -> Iterator[tuple[str, bytes]]:
+def records(
+    page: Callable[[bytes, bytes], list[Record]], prefix: str, damaged: list[str] | None
+) -> Iterator[tuple[str, bytes]]:
     """The records that begin with `prefix`, by pages: page(first, last) -> at most PAGE records in [first, last)."""
     first, last = span(prefix)
     while found := page(first, last):
-        yield from ((key.decode(), value) for key, value in found)
+        for name, data in found:
+            value, key = _opened(name, data), name.decode("utf-8", "backslashreplace")
+            if value is not None and key.encode() == name:
+                yield key, value
+            elif damaged is None:
+                raise DecodeError(f"store: the record of {key!r} is damaged: it is not what was written")
+            else:
+                damaged.append(key)
         if len(found) < PAGE:
             return
         first = found[-1][0] + b"\0"  # the next possible key

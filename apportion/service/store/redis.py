@@ -117,8 +117,8 @@ class RedisStore:
 
     # ------------------------------------------------------------------------------------------ records
 
-    def records(self, prefix: str = "") -> Iterator[tuple[str, bytes]]:
-        return names.records(self._records, prefix)
+    def records(self, prefix: str = "", damaged: list[str] | None = None) -> Iterator[tuple[str, bytes]]:
+        return names.records(self._records, prefix, damaged)
 
     def _records(self, first: bytes, last: bytes) -> list[names.Record]:
         bounds = (b"[" + first, b"(" + last, names.PAGE)

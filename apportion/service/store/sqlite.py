@@ -92,8 +92,8 @@ class SqliteStore:
 
     # ------------------------------------------------------------------------------------------ records
 
-    def records(self, prefix: str = "") -> Iterator[tuple[str, bytes]]:
-        return names.records(self._records, prefix)
+    def records(self, prefix: str = "", damaged: list[str] | None = None) -> Iterator[tuple[str, bytes]]:
+        return names.records(self._records, prefix, damaged)
 
     def _records(self, first: bytes, last: bytes) -> list[names.Record]:
         sql = "SELECT key, value FROM records WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
@@ -300,7 +300,7 @@ def _write_index(path: Path, records: Iterator[tuple[str, bytes]], packs: list[t
         with transaction(db):
             _create(db)
             db.executemany(
-                "INSERT INTO records VALUES (?, ?)", ((key.encode(), value) for key, value in records)
+                "INSERT INTO records VALUES (?, ?)", (names.sealed(key, value) for key, value in records)
             )
             db.executemany("INSERT INTO packs VALUES (?, ?, 0)", packs)
     finally:
