@@ -39,7 +39,7 @@ from apportion.ir.request.policy import Recipe, Step
 from apportion.planner import api
 from apportion.planner.recipe import recipes
 from apportion.planner.simulate import simulate
-from apportion.trainer.attention import Communicator, PlanHandle, planned_attention
+from apportion.trainer.step.attention import Communicator, PlanHandle, planned_attention
 
 Floats = NDArray[np.float64]
 

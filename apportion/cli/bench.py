@@ -16,7 +16,7 @@ from apportion.ir.errors import CapacityError
 
 if TYPE_CHECKING:
     from apportion.bench import Job, Source
-    from apportion.trainer.bench import Bench
+    from apportion.trainer.measure.bench import Bench
 
 app = typer.Typer(help="Measure planning and attention.", no_args_is_help=True)
 
@@ -108,7 +108,7 @@ def bench_attention(
     from apportion import views
     from apportion.bench import Job, cluster_of
     from apportion.ir.isa import MAX_RANKS
-    from apportion.trainer.bench import job
+    from apportion.trainer.measure.bench import job
 
     source, used, shape = _source(workload), inputs.hardware_of(hardware), inputs.model_of(model)
     recipes, counts = inputs.recipes_of(recipe, "--recipe"), inputs.integers("--ranks", ranks, 1, MAX_RANKS)

@@ -52,12 +52,12 @@ def profile(
       torchrun --nnodes 2 --nproc-per-node 8 -m apportion profile --model config.json -o mine.json
     """
     inputs.need("torch", "torch", "a profile")
-    from apportion.trainer import profiling
+    from apportion.trainer.measure import profile
 
     files.check_output("--output", output)
     with progress("measuring") as report:
         shapes = None if model is None else inputs.model_of(model)
-        measured = profiling.run(
+        measured = profile.run(
             quick, name or output.stem, lambda done, total: report("", total), engine, shapes, tokens
         )
     if measured is None:  # another rank writes

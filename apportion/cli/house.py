@@ -35,7 +35,7 @@ def demo(
     """
     inputs.need("torch", "torch", "the demo")
     inputs.need("uvicorn", "service", "the demo")
-    from apportion.trainer import demo as trainer
+    from apportion.trainer.demo import run as trainer
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it started ends with it
     raise typer.Exit(trainer.run(workload, steps, as_json))
@@ -55,7 +55,7 @@ def selftest(as_json: options.AsJson = False) -> None:
       apportion selftest --json
     """
     inputs.need("torch", "torch", "the selftest")
-    from apportion.trainer import selftest as trainer
+    from apportion.trainer.measure import selftest as trainer
 
     raise typer.Exit(trainer.run(as_json))
 

@@ -20,9 +20,9 @@ from torch.nn.functional import one_hot
 from apportion.backends.torch.arrays import DTYPES
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.ir.request.hf_config import masks_of, model_of
-from apportion.trainer.attention import PlanHandle, planned_attention
-from apportion.trainer.batch import PlannedBatch
-from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 try:
     from transformers import AttentionInterface

@@ -3,7 +3,7 @@
 import torch
 
 from apportion.backends.torch.memory import Post
-from apportion.trainer.attention import Communicator
+from apportion.trainer.step.attention import Communicator
 
 
 def batches(comm):

@@ -14,7 +14,7 @@ from apportion.backends.torch.checks import is_checking
 from apportion.backends.torch.columns import columns_of, head_groups
 from apportion.backends.torch.kernels import Band, Score, accumulator_dtype, attend, attend_grad, merge
 from apportion.ir.errors import ExecutionError
-from apportion.trainer.attention import check_kernels
+from apportion.trainer.step.attention import check_kernels
 
 INF = 2**62
 

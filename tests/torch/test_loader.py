@@ -15,8 +15,8 @@ from apportion.ir.masks import specs as masks
 from apportion.ir.request.cluster import Cluster
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import PlanTimeoutError
-from apportion.trainer.loader import PlannedLoader
-from apportion.trainer.loss import IGNORED
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step.loss import IGNORED
 
 
 def loader_of(source=None, dataset=None, **options):

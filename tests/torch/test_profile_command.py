@@ -12,7 +12,7 @@ from apportion import cli
 from apportion.backends.torch.profile import Effort
 from apportion.backends.torch.profile_links import Line, Links
 from apportion.ir.request.hardware import Hardware
-from apportion.trainer import profiling
+from apportion.trainer.measure import profile as profiling
 
 told: list[Effort] = []
 

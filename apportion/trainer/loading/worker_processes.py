@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ExecutionError
-from apportion.trainer.ahead import Fetched, Late, Progress, Stopwatch, Waits
-from apportion.trainer.rows import Dataset, Form, Rows, rows_of
-from apportion.trainer.sources import Source
-from apportion.trainer.wanted import Asked, Draw, Iterations, Wanted
+from apportion.trainer.loading.fetching import Fetched, Late, Progress, Stopwatch, Waits
+from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
+from apportion.trainer.loading.rows import Dataset, Form, Rows, rows_of
+from apportion.trainer.loading.sources.source import Source
 
 PREFETCHED = 2  # iterations that each process has ready
 

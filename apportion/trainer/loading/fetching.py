@@ -21,9 +21,9 @@ from torch._utils import ExceptionWrapper
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.service.client import PlanTimeoutError
-from apportion.trainer.rows import Rows
-from apportion.trainer.sources import Feed
-from apportion.trainer.wanted import Iterations, Wanted
+from apportion.trainer.loading.iterations import Iterations, Wanted
+from apportion.trainer.loading.rows import Rows
+from apportion.trainer.loading.sources.source import Feed
 
 DEPTH = 2
 POLL_S = 2.0

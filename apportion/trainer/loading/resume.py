@@ -13,7 +13,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer
 from apportion.ir.hashing import digest
 from apportion.ir.request.sampling import Masks, Sampling
-from apportion.trainer.wanted import Asked
+from apportion.trainer.loading.iterations import Asked
 
 VERSION = 1
 _SHOWN = 16  # hex digits of a fingerprint

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from apportion.trainer.timing import Attention
+from apportion.trainer.measure.timing import Attention
 
 
 def sdpa(lengths: Sequence[int], device: torch.device) -> Attention:

@@ -14,8 +14,8 @@ from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import read_text
 from apportion.ir.request.cluster import Cluster
-from apportion.trainer.batch import PlannedBatch
-from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.loader import PlannedLoader
 
 
 def configured_loader(

@@ -34,10 +34,21 @@ from apportion.ir.masks.windows import Causal
 from apportion.ir.plan.tables import Header
 from apportion.ir.request.hardware import Hardware
 from apportion.planner.simulate import simulate
-from apportion.trainer import bare
-from apportion.trainer.attention import Communicator, PlanHandle
-from apportion.trainer.selftest import process_group
-from apportion.trainer.timing import Meter, Rows, T, Took, best, counted, on_gpu, on_host, planned, prepared
+from apportion.trainer.measure import unplanned
+from apportion.trainer.measure.selftest import process_group
+from apportion.trainer.measure.timing import (
+    Meter,
+    Rows,
+    T,
+    Took,
+    best,
+    counted,
+    on_gpu,
+    on_host,
+    planned,
+    prepared,
+)
+from apportion.trainer.step.attention import Communicator, PlanHandle
 
 #: products as wide as QK, and as wide as V, of each pair and query head; backward computes the scores anew
 PRODUCTS: Mapping[str, tuple[int, int]] = MappingProxyType({"forward": (1, 1), "backward": (3, 2)})
@@ -231,7 +242,7 @@ class Bench:
         batch = plan.request.batch
         rows = Rows.of(plan.header, batch.tokens, self.device, drawn=True)
         try:
-            kernel = bare.KERNELS[name](batch.lengths.tolist(), self.device)
+            kernel = unplanned.KERNELS[name](batch.lengths.tolist(), self.device)
             return best(kernel, rows, self.clock, self.repeats)
         except RuntimeError as error:
             self.skip(f"{name}: {str(error).splitlines()[0]}")
@@ -274,6 +285,6 @@ def job(engines: tuple[str, ...], repeats: int, skip: Callable[[str], object]) -
     """The bench of this process: of torchrun's ranks, or alone."""
     with process_group() as device:
         on_cuda = device.type == "cuda"
-        kernels = tuple(bare.KERNELS) if on_cuda else ("sdpa",)
+        kernels = tuple(unplanned.KERNELS) if on_cuda else ("sdpa",)
         clock = on_gpu if on_cuda else on_host
         yield Bench(device, Communicator(), clock, engines, kernels, repeats, skip)

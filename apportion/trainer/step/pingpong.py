@@ -23,7 +23,7 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.pingpong import Post, Pre
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.plan.tables import Header
-from apportion.trainer.attention import score_of
+from apportion.trainer.step.attention import score_of
 
 __all__ = ["PingPongLayer", "ping_pong", "ping_pong_attention"]
 

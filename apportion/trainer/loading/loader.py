@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch.nn.functional import pad
@@ -23,30 +22,38 @@ from torch.nn.functional import pad
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
-from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.fields import choice, integer, integers, name, number
-from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.ir.fields import choice, integer, name, number
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
 from apportion.ir.request.sampling import Masks
-from apportion.planner.recipe.recipes import is_deterministic
 from apportion.service.client import PlanTimeoutError
-from apportion.trainer.agreement import Agreement
-from apportion.trainer.ahead import DEPTH, Fetched, Fetching, Progress, Stopwatch, Threads, Waits, submit
-from apportion.trainer.batch import PlannedBatch
-from apportion.trainer.meters import NOTHING, Facts, Meters, as_bits, as_float
-from apportion.trainer.processes import PREFETCHED, Collecting, Share
-from apportion.trainer.resume import Place, fingerprint, place_of, state_of
-from apportion.trainer.rows import SHIFTED, Dataset, Form, Rows, rows_of
-from apportion.trainer.sources import Source, Told, check_kinds, open_source
-from apportion.trainer.wanted import Asked, Deal, Draw, Iterations, Wanted
-
-MAX_RUN = 48  # characters: the service takes 64, and passes are numbered behind them
+from apportion.trainer.loading.agreement import Agreement
+from apportion.trainer.loading.arguments import communicator_of, device_of, lengths_of, plans_here, run_of
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.fetching import (
+    DEPTH,
+    Fetched,
+    Fetching,
+    Progress,
+    Stopwatch,
+    Threads,
+    Waits,
+    submit,
+)
+from apportion.trainer.loading.groups import Groups
+from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
+from apportion.trainer.loading.metrics import NOTHING, Facts, Meters
+from apportion.trainer.loading.resume import Place, fingerprint, place_of, state_of
+from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
+from apportion.trainer.loading.sources import open_source
+from apportion.trainer.loading.sources.source import Source
+from apportion.trainer.loading.sources.told import Told, check_kinds
+from apportion.trainer.loading.worker_processes import PREFETCHED, Collecting, Share
 
 
 class Sampler(Protocol):
@@ -135,23 +142,22 @@ class PlannedLoader:
         self._source = open_source(source, key, ca, told)
         masks = getattr(dataset, "masks", None) if masks is None else masks
         check_kinds(self._source.job, masks)
-        self._asked = Asked(self._source.job, _lengths(dataset, lengths), masks)
+        self._asked = Asked(self._source.job, lengths_of(dataset, lengths), masks)
         self._sampling = None
         if sampler is None:
             self._sampling = self._source.sampling(self._asked.lengths, seed, shuffle)
-        self._communicator = _communicator(self._source.job, communicator, rank)
+        self._communicator = communicator_of(self._source.job, communicator, rank)
         self._rank, self._agreement = self._communicator.rank, Agreement(self._communicator)
-        self._replicas = _replicas(replicas)
-        self._deal = Deal() if self._replicas is None else Deal(self._replicas.rank, self._replicas.ranks)
-        self._stream = name("stream", stream if self._replicas is None else f"{stream}-{self._deal.group}")
+        self._groups = Groups.of(replicas)
+        self._deal, self._stream = self._groups.deal, name("stream", self._groups.stream(stream))
         packs = sampler is not None and self._source.job.packs  # then every iteration is filled
         self._least = self._source.job.microbatches if drop_last and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
         self._form = Form(frozenset(shifted), multiple)
-        self._agrees = _agrees(on_timeout, self._source, self._communicator.ranks)
-        self._run = None if run is None else _name(run)
+        self._agrees = plans_here(on_timeout, self._source, self._communicator.ranks)
+        self._run = run_of(run)
         self._workers = integer("workers", workers, 0)
-        self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), _device(device)
+        self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), device_of(device)
         self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
         self._waits = Waits.of(self._rank, number("timeout_s", timeout_s, above=True))
         self._begin = self._place = Place()  # of the next pass; of the next batch
@@ -227,7 +233,7 @@ class PlannedLoader:
                         yield batch
                 iterations.forget(wanted.number + 1)
                 progress.reach(wanted.number + 1)
-        self._over_groups(-1, 0, 0, 0.0)
+        self._groups.totals((self._place.epoch, -1, 0), 0, 0.0)
 
     def _left(self) -> None:
         """The pass is left, or over."""
@@ -356,7 +362,8 @@ class PlannedLoader:
         except ExecutionError as unequal:
             ranks, error = [], unequal
         valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
-        totals = self._over_groups(number, len(handles), valid, weight, error)
+        place = self._place.epoch, number, len(handles)
+        totals = self._groups.totals(place, valid, weight, error)
         assert not isinstance(rows, Exception)
         self._meters.add(ranks, timed=not self._place.microbatch)
         return rows, *totals
@@ -378,79 +385,3 @@ class PlannedLoader:
             f"iteration {number}: samples of ranks {others} have other fields than those of rank {self._rank}, "
             f"{own_form}: give all samples the same, of one dtype and width"
         )
-
-    def _over_groups(
-        self, number: int, microbatches: int, valid: int, weight: float, error: Exception | None = None
-    ) -> tuple[int, float]:
-        """The totals of all groups; a collective of theirs. Raises `error`, which ends the other groups too, and
-        ExecutionError where they are apart."""
-        place = [self._place.epoch, number, microbatches]
-        given = [*place, valid, as_bits(weight), int(error is not None)]
-        groups = [given] if self._replicas is None else self._replicas.all_gather(given)
-        if error is not None:
-            raise error
-        if failed := [group for group, row in enumerate(groups) if row[-1]]:
-            raise ExecutionError(f"iteration {number}: groups {failed} failed: their own errors say why")
-        if any(row[:3] != place for row in groups):
-            told = "; ".join(f"group {group}: {row[:3]}" for group, row in enumerate(groups))
-            raise ExecutionError(
-                f"groups are not in step (epoch, iteration or -1 at the end, microbatches): {told}. Give their "
-                "samplers equally many, and begin in the same place"
-            )
-        return sum(row[3] for row in groups), sum(as_float(row[4]) for row in groups)
-
-
-def _lengths(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
-    found = getattr(dataset, "lengths", None) if lengths is None else lengths
-    if found is None:
-        rule = "planning needs the length of each sample before it is read"
-        raise ConfigError("lengths", None, rule, "give lengths, or a dataset that has them as `lengths`")
-    listed = found if isinstance(found, list | tuple | range) else np.asarray(found)
-    checked = integers("lengths", listed, 1, MAX_TOKENS)
-    held = len(dataset) if isinstance(dataset, Sized) else "an unknown number of"
-    if held != len(checked):
-        rule = f"there must be one for each sample, and the dataset has {held} samples"
-        raise ConfigError("lengths", f"{len(checked)} lengths", rule, "give the length of each sample")
-    return checked
-
-
-def _communicator(job: Job, given: Communicator | None, rank: int | None) -> Communicator:
-    found = Communicator.shared() if given is None else given
-    if found.ranks != job.ranks:
-        rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
-        remedy = "initialise torch.distributed with as many before the loader is made, or make another job"
-        raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
-    if rank not in (None, found.rank):
-        rule = f"this process is rank {found.rank} of its group"
-        raise ConfigError("rank", rank, rule, "leave it out, or give the communicator of the right group")
-    return found
-
-
-def _replicas(given: Any) -> Transport | None:
-    return given if given is None or isinstance(given, Transport) else Communicator(given)
-
-
-def _device(given: torch.device | str | None) -> torch.device:
-    """Where attention runs: this process' GPU where it has one. With its number: threads have a current one of their
-    own."""
-    device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _name(run: str) -> str:
-    if len(name("run", run)) > MAX_RUN:
-        raise ConfigError("run", run, f"must have at most {MAX_RUN} characters", "write a shorter name")
-    return run
-
-
-def _agrees(on_timeout: str, source: Source, ranks: int) -> bool:
-    """Whether ranks plan themselves what does not come. Raises ConfigError where they could come to different plans."""
-    agrees = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
-    several = agrees or (ranks > 1 and not source.shared)
-    if several and not is_deterministic(source.job.policy.recipe):
-        rule = "a clock ends this recipe's search: two ranks would come to different plans"
-        remedy = "let a service plan, with on_timeout='raise', or take its time limit out of the recipe"
-        raise ConfigError("on_timeout" if agrees else "source", "local", rule, remedy)
-    return agrees

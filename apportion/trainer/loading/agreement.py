@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from apportion.backends.torch.transport import Communicator, require_one_plan
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
-from apportion.trainer.ahead import Fetched
+from apportion.trainer.loading.fetching import Fetched
 
 HELD, MISSING, FAILED = 0, 1, 2
 

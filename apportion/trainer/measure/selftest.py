@@ -31,8 +31,8 @@ from apportion.ir.plan.tables import Header
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
-from apportion.trainer.attention import Communicator, PlanHandle, planned_attention
-from apportion.trainer.plain import plain_attention
+from apportion.trainer.step.attention import Communicator, PlanHandle, planned_attention
+from apportion.trainer.step.plain import plain_attention
 
 LENGTHS = (1201, 640, 150, 56, 1)
 WINDOW = 300

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from apportion.ir.arrays import Ints
 from apportion.ir.masks import specs as masks
-from apportion.trainer.attention import planned_attention
-from apportion.trainer.batch import PlannedBatch
-from apportion.trainer.decoder import Decoder, DecoderConfig
-from apportion.trainer.loader import PlannedLoader
-from apportion.trainer.loss import normalised_loss
+from apportion.trainer.demo.decoder import Decoder, DecoderConfig
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step.attention import planned_attention
+from apportion.trainer.step.loss import normalised_loss
 
 SEED = 0
 LEARNING_RATE = 2e-3

@@ -21,8 +21,8 @@ from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.request.batch import Batch
-from apportion.trainer.loss import IGNORED
-from apportion.trainer.wanted import Wanted
+from apportion.trainer.loading.iterations import Wanted
+from apportion.trainer.step.loss import IGNORED
 
 Sample = ArrayLike | Tensor | Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from apportion.backends.torch.transport import Transport
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import PHASES
 from apportion.ir.plan.tables import Header
-from apportion.trainer.attention import PlanHandle, planned_attention
+from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 T = TypeVar("T")
 Seen = TypeVar("Seen")

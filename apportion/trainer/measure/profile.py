@@ -7,8 +7,8 @@ from apportion.backends.torch.profile import Effort, Progress, profile
 from apportion.backends.torch.profile_links import profile_links, with_links
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.trainer.attention import Communicator
-from apportion.trainer.selftest import process_group
+from apportion.trainer.measure.selftest import process_group
+from apportion.trainer.step.attention import Communicator
 
 
 def run(

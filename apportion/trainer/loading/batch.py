@@ -20,7 +20,7 @@ from apportion.ir.arrays import Ints, group_of
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
-from apportion.trainer.rows import WEIGHTS
+from apportion.trainer.loading.rows import WEIGHTS
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.plan.totals import pairs
-from apportion.trainer.rows import Rows
+from apportion.trainer.loading.rows import Rows
 
 
 class Facts(NamedTuple):

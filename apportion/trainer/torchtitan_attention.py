@@ -17,7 +17,7 @@ from torchtitan.trainer import Trainer
 
 from apportion.ir.masks.specs import causal, sliding_window
 from apportion.ir.request.model import Model
-from apportion.trainer.attention import planned_attention
+from apportion.trainer.step.attention import planned_attention
 
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # kinds of attention, as Titan calls them
 
