@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.multiprocessing import spawn
 
 import apportion as ap
-from apportion.cli.house import machine, versions
+from apportion.cli.environment import machine, versions
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.request.hardware import Hardware
 from apportion.planner.forecast.result import Row

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from apportion.bench import Job, Source, cluster_of, planned
-from apportion.cli.house import machine, versions
+from apportion.cli.environment import machine, versions
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.model import Model
 from apportion.planner.recipe.recipes import entries

@@ -20,7 +20,7 @@ from typing import Any
 
 import apportion as ap
 from apportion.bench import Source, cluster_of, warm_up
-from apportion.cli.house import versions
+from apportion.cli.environment import versions
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model

@@ -16,7 +16,7 @@ from apportion.ir.fields import choice, integers, name
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.planner.recipe.recipes import is_deterministic
 from apportion.trainer.loading.rows import Dataset
-from apportion.trainer.loading.sources import Source
+from apportion.trainer.loading.sources.source import Source
 
 MAX_RUN = 48  # characters: the service takes 64, and passes are numbered behind them
 

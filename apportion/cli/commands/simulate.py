@@ -42,7 +42,7 @@ def simulate(
 
       apportion simulate first.plan --hardware mine.json --trace first.json
     """
-    from apportion.cli import timelines
+    from apportion.cli.printed import timelines
     from apportion.planner.simulate import simulate as run
 
     if trace is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from apportion.cli import inputs, options
-from apportion.cli.house import machine, versions
+from apportion.cli.environment import machine, versions
 from apportion.cli.output import count, emit, note
 from apportion.ir.errors import CapacityError
 

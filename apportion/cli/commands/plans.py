@@ -174,7 +174,7 @@ def _check_rank(plan: Plan, rank: int) -> None:
 
 
 def _draw(plan: Plan, path: Path, kind: str | None, phase: str, hardware: str | None) -> None:
-    from apportion.cli.pictures import draw
+    from apportion.cli.pictures.draw import draw
 
     the_hardware = inputs.hardware_of(hardware)
     inputs.warn_of_mismatch(the_hardware, plan.request.cluster)

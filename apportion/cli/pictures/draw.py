@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from apportion.cli import svg
-from apportion.cli.mask_cells import Axis, axis_of, owners
 from apportion.cli.output import count
+from apportion.cli.pictures import svg
+from apportion.cli.pictures.mask_cells import Axis, axis_of, owners
 from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError

@@ -64,7 +64,7 @@ def compare(
       apportion compare --ranks 16 --mask '{sliding_window: {window: 1024}}' --hardware a800 --wide
     """
     from apportion import compare as engine
-    from apportion.cli import tables
+    from apportion.cli.printed import comparison
 
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
@@ -86,7 +86,7 @@ def compare(
         "workload": str(batch or workload or lengths or "log-normal documents"),
         **_setting(setting),
     }
-    emit(record, as_json, *tables.comparison(record, wide), width=WIDE if wide else WIDTH)
+    emit(record, as_json, *comparison.comparison(record, wide), width=WIDE if wide else WIDTH)
     raise typer.Exit(FAILED if found.broken or not any(row.trials for row in found.rows) else OK)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.cli.svg import NOBODY
+from apportion.cli.pictures.svg import NOBODY
 from apportion.ir.arrays import Bools, Ints, group_of, within
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError

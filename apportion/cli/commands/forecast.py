@@ -105,7 +105,7 @@ def forecast(
 
       apportion forecast --ranks 128 --recipes auto,blend --grids none --search --microbatches 4 --json
     """
-    from apportion.cli import forecasts
+    from apportion.cli.printed import forecast as printed
     from apportion.planner.forecast.parallelism import Degrees
     from apportion.planner.forecast.run import forecast as engine
 
@@ -141,7 +141,7 @@ def forecast(
         "seed": seed,
         "workload": str(batch or workload or lengths or "log-normal documents"),
     }
-    emit(record, as_json, *forecasts.views(record, wide), width=WIDTH)
+    emit(record, as_json, *printed.views(record, wide), width=WIDTH)
     raise typer.Exit(OK if found.best is not None else FAILED)
 
 

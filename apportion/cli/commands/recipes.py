@@ -42,7 +42,7 @@ def recipes(
 
       apportion recipes --schema > recipe.schema.json
     """
-    from apportion.cli import tables
+    from apportion.cli.printed import recipes as printed
     from apportion.planner.recipe import recipes
     from apportion.planner.recipe.recipes import entries, find_recipe
 
@@ -54,11 +54,11 @@ def recipes(
     known = entries()
     if name is None:
         rows = [_recipe(entry) for entry in known.values()]
-        emit({"recipes": rows}, as_json, lambda: tables.recipes_table(rows))
+        emit({"recipes": rows}, as_json, lambda: printed.recipes_table(rows))
         return
     find_recipe(name)  # says what there is where the name is unknown
     record = _recipe(known[name])
-    emit(record, as_json, lambda: tables.recipe_file(record))
+    emit(record, as_json, lambda: printed.recipe_file(record))
 
 
 def _recipe(entry: Entry) -> dict[str, Any]:
@@ -102,12 +102,12 @@ def list_all(context: typer.Context, as_json: options.AsJson = False) -> None:
         if as_json:
             raise typer.BadParameter("write it behind compare", param_hint="--json")
         return
-    from apportion.cli import tables
+    from apportion.cli.printed import recipes as printed
     from apportion.planner.recipe.registry import users_of
     from apportion.planner.solvers.registry import list_solvers
 
     rows = [_solver(entry) | {"steps": users_of(entry.kind)} for entry in list_solvers()]
-    emit({"solvers": rows}, as_json, lambda: tables.solvers_table(rows))
+    emit({"solvers": rows}, as_json, lambda: printed.solvers_table(rows))
 
 
 def _solver(entry: registry.Entry) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def compare(
 
       apportion solvers compare --kind partition --problems 200 --json
     """
-    from apportion.cli import tables
+    from apportion.cli.printed import recipes as printed
     from apportion.ir.fields import choice
     from apportion.planner.solvers.contracts import KINDS
     from apportion.planner.solvers.kit.comparison import compare as compared
@@ -148,4 +148,4 @@ def compare(
     missing = [f"{entry.kind} {entry.name}" for entry in wanted if not entry.installed]
     if missing:
         note(f"not installed: {', '.join(missing)}: pip install 'apportion[solvers]'")
-    emit({"solvers": rows, "not_installed": missing}, as_json, lambda: tables.compared_table(rows))
+    emit({"solvers": rows, "not_installed": missing}, as_json, lambda: printed.compared_table(rows))
