@@ -14,16 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from apportion.backends.interp import compile_program, components
-from apportion.backends.local_ranks import (
-    Array,
-    Arrays,
-    Kernels,
-    Layer,
-    Network,
-    Projection,
-    Rank,
-    take_turns,
-)
+from apportion.backends.local_network import Array, Arrays, Network
+from apportion.backends.local_ranks import Kernels, Layer, Projection, Rank, take_turns
 from apportion.backends.numpy_kernels import Scores
 from apportion.ir.arrays import Floats
 from apportion.ir.errors import ExecutionError, UnknownNameError

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from apportion.backends.torch.arrays import DTYPES
+from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.ir.request.hf_config import masks_of, model_of
 from apportion.trainer.loading.batch import PlannedBatch

@@ -2,7 +2,7 @@
 
 import torch
 
-from apportion.backends.torch.memory import Post
+from apportion.backends.torch.memory.arenas import Post
 from apportion.trainer.step.attention import Communicator
 
 

@@ -16,9 +16,9 @@ import torch
 from cases import model, recipe
 from loading import Recorded
 
-from apportion.backends.torch import kernels
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.executor import PlainMachine
+from apportion.backends.torch.kernels import attention
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -188,7 +188,7 @@ def test_selftest_in_one_process(monkeypatch, capsys):
 def test_selftest_fails_where_one_engine_errs(monkeypatch, capsys):
     monkeypatch.setattr(selftest, "LENGTHS", (40, 9))
     monkeypatch.setattr(selftest, "DTYPES", {"fp32": torch.float32})
-    right = kernels.PLAIN
+    right = attention.PLAIN
 
     def wrong(*args):
         o, lse = right.forward(*args)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from apportion.backends.torch.engines import ENGINES, activate_newest
-from apportion.backends.torch.profile import device_name
+from apportion.backends.torch.profile.device import device_name
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Transport

@@ -3,8 +3,8 @@ share a machine's memory and power; rank 0's figures count."""
 
 from __future__ import annotations
 
-from apportion.backends.torch.profile import Effort, Progress, profile
-from apportion.backends.torch.profile_links import profile_links, with_links
+from apportion.backends.torch.profile.device import Effort, Progress, profile
+from apportion.backends.torch.profile.links import profile_links, with_links
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.trainer.measure.selftest import process_group

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from apportion.backends.torch.arrays import DTYPES
 from apportion.backends.torch.engines import Engine
+from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Transport
 from apportion.ir.bytes.slices import Slice

@@ -17,12 +17,12 @@ import numpy as np
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from apportion.backends.torch.arrays import accumulator_dtype
 from apportion.backends.torch.autograd import attend, attend_block
-from apportion.backends.torch.checks import check_kernels
 from apportion.backends.torch.executor import Projection
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.kernels import Score
+from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.kernels.checks import check_kernels
+from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.remap import find_move, remapped
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Operand, Program, Step
-from apportion.backends.torch.arrays import Array, arrays_of, part_views
-from apportion.backends.torch.columns import Columns, pick, put
-from apportion.backends.torch.rounds import PAGE, Message, Round, aligned, tile_arrays
+from apportion.backends.torch.memory.arrays import Array, arrays_of, part_views
+from apportion.backends.torch.memory.head_columns import Columns, pick, put
+from apportion.backends.torch.memory.rounds import PAGE, Message, Round, aligned, tile_arrays
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import HEADLESS, Space
 from apportion.ir.isa import Tensor as Name

@@ -1,7 +1,7 @@
 """Measures what times are predicted from: this backend's own kernels, memory, and layers besides attention.
 
     profile()               one process, CPU or CUDA ──► Hardware (links, posting and contention assumed)
-    profile_links.py        a process a rank, gloo or NCCL ──► Links ──with_links──► Hardware
+    links.profile_links()   a process a rank, gloo or NCCL ──► Links ──with_links──► Hardware
 
 Times are the best of several runs. Grids hold what one task costs where the executor runs it: calls of the kernel
 and merging into the accumulator rows, so launch and tile times of their own are 0. Engine `flash` runs task by task in
@@ -26,10 +26,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apportion.backends.torch.arrays import DTYPES, accumulator_dtype
-from apportion.backends.torch.clock import Runs, Work, best_us
-from apportion.backends.torch.kernels import Band, Score, attend, attend_grad
-from apportion.backends.torch.profile_layers import Layer
+from apportion.backends.torch.kernels.attention import Band, Score, attend, attend_grad
+from apportion.backends.torch.memory.arrays import DTYPES, accumulator_dtype
+from apportion.backends.torch.profile.clock import Runs, Work, best_us
+from apportion.backends.torch.profile.layers import Layer
 from apportion.backends.torch.stage import device_obstacle
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
@@ -222,7 +222,7 @@ class _Arena:
 
     def stage_task(self, task: Task, at: int) -> tuple[Work, Work]:
         """Its forward and its backward, one launch and two."""
-        from apportion.backends.torch.lone import Shape, lone_task
+        from apportion.backends.torch.profile.lone_task import Shape, lone_task
 
         band, shape = self._band(task), (task.rows, task.keys)
         q, do = (tensor[at : at + task.rows] for tensor in self.queries[:2])

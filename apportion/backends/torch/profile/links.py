@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apportion.backends.torch.clock import beside_us, wall_us
-from apportion.backends.torch.memory import Post
+from apportion.backends.torch.memory.arenas import Post
+from apportion.backends.torch.profile.clock import beside_us, wall_us
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ExecutionError
 from apportion.ir.request.figures import Figure

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, rms_norm, silu
 
-from apportion.backends.torch.arrays import DTYPES
-from apportion.backends.torch.clock import Runs, Work, best_us
+from apportion.backends.torch.memory.arrays import DTYPES
+from apportion.backends.torch.profile.clock import Runs, Work, best_us
 from apportion.ir.layer_work import BACKWARD, LOSS, adam_bytes, linear_parameters, row_numbers
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.model import Model

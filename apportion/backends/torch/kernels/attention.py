@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apportion.backends.torch.arrays import accumulator_dtype
-from apportion.backends.torch.checks import is_checking, require_finite, require_numbers
-from apportion.backends.torch.columns import HeadGroup, head_groups, pick, put
-from apportion.backends.torch.cuts import Call, cut_squares, cut_strips, cut_windows
+from apportion.backends.torch.kernels.checks import is_checking, require_finite, require_numbers
+from apportion.backends.torch.kernels.cuts import Call, cut_squares, cut_strips, cut_windows
+from apportion.backends.torch.memory.arrays import accumulator_dtype
+from apportion.backends.torch.memory.head_columns import HeadGroup, head_groups, pick, put
 
 _cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

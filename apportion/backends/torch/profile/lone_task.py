@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from apportion.backends.interp import compile_program
-from apportion.backends.torch.arrays import DTYPES
 from apportion.backends.torch.executor import Layer
-from apportion.backends.torch.kernels import Score
-from apportion.backends.torch.memory import Buffer, Memory
+from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.memory.arenas import Buffer, Memory
+from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage.machine import StageMachine
 from apportion.backends.torch.stage.program import load

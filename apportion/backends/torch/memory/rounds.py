@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from apportion.backends.interp import Operand, Program, Step, components
-from apportion.backends.torch.arrays import DTYPES, Array, arrays_of, wire_dtype
+from apportion.backends.torch.memory.arrays import DTYPES, Array, arrays_of, wire_dtype
 from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op, Space
 from apportion.ir.plan.messages import ALIGNMENT, find_messages
 from apportion.ir.plan.tables import Header, ProgramSet
