@@ -72,9 +72,8 @@ def compare(
         [*inputs.recipes_of(recipes), inputs.recipe_of(baseline)], recipes, deadline_ms
     )
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
-    drawn, skipped = inputs.batches_of(
-        workload, lengths, batch, mask, tokens_per_rank, tokens, batches, BATCHES, seed
-    )
+    sources = inputs.Files(batch, lengths, workload)
+    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
     setting = engine.Setting(the_cluster, inputs.model_of(model), the_hardware, seed, verify)
     with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
         found = engine.compare(drawn, chosen, reference, setting, report)

@@ -113,9 +113,8 @@ def forecast(
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
     the_model, trained = inputs.model_of(model), _training(training)
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED) * microbatches
-    drawn, skipped = inputs.batches_of(
-        workload, lengths, batch, mask, tokens_per_rank, tokens, batches, BATCHES, seed
-    )
+    sources = inputs.Files(batch, lengths, workload)
+    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
     degrees = Degrees(tensor, pipeline, virtual, microbatches)
     planned = inputs.recipes_of(recipes)
     chosen = [
