@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from apportion.planner.simulate.pair import simulate_pair
     from apportion.service.client import Client, create_job
     from apportion.trainer import trees
-    from apportion.trainer.attention import PlanHandle, planned_attention, planned_attention_block
-    from apportion.trainer.batch import PlannedBatch
-    from apportion.trainer.gradients import sum_gradients
-    from apportion.trainer.loader import PlannedLoader
-    from apportion.trainer.loss import normalised_loss
-    from apportion.trainer.pingpong import PingPongLayer, ping_pong, ping_pong_attention
-    from apportion.trainer.projection import HeadProjection
+    from apportion.trainer.loading.batch import PlannedBatch
+    from apportion.trainer.loading.loader import PlannedLoader
+    from apportion.trainer.step.attention import PlanHandle, planned_attention, planned_attention_block
+    from apportion.trainer.step.gradients import sum_gradients
+    from apportion.trainer.step.loss import normalised_loss
+    from apportion.trainer.step.pingpong import PingPongLayer, ping_pong, ping_pong_attention
+    from apportion.trainer.step.projection import HeadProjection
 
 _HOMES = {
     "apportion.backends.torch.remap": ("from_linear", "to_linear"),
@@ -92,13 +92,13 @@ _HOMES = {
     "apportion.planner.simulate.pair": ("simulate_pair",),
     "apportion.planner.iteration.ticks": ("plan_tick", "tick_batch", "tick_table"),
     "apportion.service.client": ("Client", "create_job"),
-    "apportion.trainer.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
-    "apportion.trainer.batch": ("PlannedBatch",),
-    "apportion.trainer.gradients": ("sum_gradients",),
-    "apportion.trainer.loader": ("PlannedLoader",),
-    "apportion.trainer.loss": ("normalised_loss",),
-    "apportion.trainer.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
-    "apportion.trainer.projection": ("HeadProjection",),
+    "apportion.trainer.step.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
+    "apportion.trainer.loading.batch": ("PlannedBatch",),
+    "apportion.trainer.step.gradients": ("sum_gradients",),
+    "apportion.trainer.loading.loader": ("PlannedLoader",),
+    "apportion.trainer.step.loss": ("normalised_loss",),
+    "apportion.trainer.step.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
+    "apportion.trainer.step.projection": ("HeadProjection",),
 }
 #: modules that have another name here, or none of their own
 _MODULES = {"masks": "apportion.ir.masks.specs", "trees": "apportion.trainer.trees"}

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from apportion.cli.house import machine, versions
+from apportion.cli.environment import machine, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = "fcp=fcp_paper:2048,fcp=fcp_paper:auto,blend,distca,zeppelin,ulysses,upipe,ring"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from apportion.bench import Source, cluster_of, warm_up
-from apportion.cli.house import versions
+from apportion.cli.environment import versions
 from apportion.compare import Refusal, Setting, Trial, attempt
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.hardware import Hardware

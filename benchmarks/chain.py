@@ -42,14 +42,14 @@ from torch import Tensor
 from torch.multiprocessing import spawn
 
 import apportion as ap
-from apportion.cli.house import machine, versions
+from apportion.cli.environment import machine, versions
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.request.hardware import Hardware
 from apportion.planner.forecast.result import Row
-from apportion.trainer import demo, demo_rank
-from apportion.trainer.attention import Communicator, PlanHandle
-from apportion.trainer.decoder import DecoderConfig
-from apportion.trainer.loss import IGNORED
+from apportion.trainer.demo import process, workload
+from apportion.trainer.demo.decoder import DecoderConfig
+from apportion.trainer.step.attention import Communicator, PlanHandle
+from apportion.trainer.step.loss import IGNORED
 
 Floats = NDArray[np.float64]
 
@@ -60,7 +60,11 @@ WITHIN = 0.25
 RECIPES = ("fcp", "ring", "allgather", "ulysses", "hybrid_dp", "wlb")
 #: as the demo trains: gradients are summed once a step while nothing else runs, nothing is recomputed
 TRAINING = ap.Training(
-    vocab=DecoderConfig().vocabulary, sharding="ddp", recompute="none", overlap=False, loss_tokens=demo.TOKENS
+    vocab=DecoderConfig().vocabulary,
+    sharding="ddp",
+    recompute="none",
+    overlap=False,
+    loss_tokens=workload.TOKENS,
 )
 
 
@@ -75,7 +79,7 @@ class Case:
 
 
 class Rows(NamedTuple):
-    """A rank's rows of a step, as `demo_rank.loss_of` reads them."""
+    """A rank's rows of a step, as `process.loss_of` reads them."""
 
     tokens: Tensor
     position_ids: Tensor
@@ -90,11 +94,11 @@ class Rows(NamedTuple):
 def profiled(folder: Path) -> Hardware:
     """This machine's, by the command, with a rank a process."""
     model, output = folder / "model.json", folder / "hardware.json"
-    model.write_text(json.dumps(demo.model().to_data()))
+    model.write_text(json.dumps(workload.model().to_data()))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
         *("-m", "apportion", "profile", "--quick", "--model", str(model)),
-        *("--tokens", str(demo.TOKENS // RANKS), "--output", str(output)),
+        *("--tokens", str(workload.TOKENS // RANKS), "--output", str(output)),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
@@ -105,9 +109,9 @@ def profiled(folder: Path) -> Hardware:
 
 
 def cases(recipes: Sequence[str], batches: int, hardware: Hardware) -> list[Case]:
-    cluster, model = hardware.cluster(1, RANKS), demo.model()
+    cluster, model = hardware.cluster(1, RANKS), workload.model()
     found = []
-    for number, step in enumerate(demo.steps(batches)):
+    for number, step in enumerate(workload.steps(batches)):
         forms = ap.recipe_parallelisms(recipes)
         rows = ap.forecast([step.batch], cluster, model, forms, TRAINING, hardware=hardware).rows
         found += [_case(row, number, step.batch, hardware) for row in rows]
@@ -119,7 +123,7 @@ def _case(row: Row, number: int, batch: ap.Batch, hardware: Hardware) -> Case:
         raise SystemExit(f"{row.parallelism}, batch {number}: {row.reason}")
     recipe = row.parallelism.recipe
     policy = ap.Policy(recipe)
-    plan = ap.plan(batch, hardware.cluster(1, RANKS), demo.model(), policy=policy, hardware=hardware)
+    plan = ap.plan(batch, hardware.cluster(1, RANKS), workload.model(), policy=policy, hardware=hardware)
     return Case(recipe.name, number, plan, row.parts())
 
 
@@ -139,11 +143,11 @@ def _work(rank: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", (Path(folder) / "store").as_uri(), rank=rank, world_size=RANKS)
     communicator = Communicator()
-    data = demo.steps(BATCHES)
+    data = workload.steps(BATCHES)
     plans = [Plan.decode(encoded) for encoded in torch.load(Path(folder) / "plans")]
     texts = {step.batch.lengths.tobytes(): step.text for step in data}
     held = [_rows(plan, texts[plan.request.batch.lengths.tobytes()], communicator) for plan in plans]
-    model, optimizer = demo_rank.trainer()
+    model, optimizer = process.trainer()
     every = [[_step(model, optimizer, rows) for rows in held] for _ in range(rounds + 1)]
     np.save(Path(folder) / f"{rank}.npy", np.array(every[1:]))
     dist.barrier()
@@ -165,9 +169,9 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, rows: Rows) -> tuple[flo
     dist.barrier()
     start = time.perf_counter(), _delay_s(), time.thread_time()
     optimizer.zero_grad()
-    loss = demo_rank.loss_of(model, rows)
+    loss = process.loss_of(model, rows)
     loss.backward()
-    demo_rank.sum_gradients(model)
+    process.sum_gradients(model)
     optimizer.step()
     end = time.perf_counter(), _delay_s(), time.thread_time()
     return tuple(after - before for before, after in zip(start, end, strict=True))
@@ -228,7 +232,7 @@ def main() -> int:
         "versions": versions(),
         "date": date.today().isoformat(),
         "ranks": RANKS,
-        "tokens": demo.TOKENS,
+        "tokens": workload.TOKENS,
         "rounds": chosen.rounds,
         "within": WITHIN,
         "ok": all(row["ok"] for row in rows),

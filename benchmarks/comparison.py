@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from apportion.bench import Source, cluster_of
-from apportion.cli.house import versions
-from apportion.cli.tables import COLUMNS, comparison_cells, remarks
+from apportion.cli.environment import versions
+from apportion.cli.printed.comparison import COLUMNS, comparison_cells, remarks
 from apportion.compare import Setting, compare
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch

@@ -18,7 +18,7 @@ from statistics import mean
 from typing import Any
 
 from apportion.bench import Source, cluster_of
-from apportion.cli.house import versions
+from apportion.cli.environment import versions
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner import api

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from apportion.bench import Job, Source, cluster_of, planned
-from apportion.cli.house import machine, versions
+from apportion.cli.environment import machine, versions
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.model import Model
 from apportion.planner.recipe.recipes import entries
-from apportion.trainer.attention import Communicator
-from apportion.trainer.bench import Bench
-from apportion.trainer.timing import on_host
+from apportion.trainer.measure.bench import Bench
+from apportion.trainer.measure.timing import on_host
+from apportion.trainer.step.attention import Communicator
 from benchmarks.targets import ROOT, TOKENS, Figure, Rows, line, promised, say, write_tables
 
 RESULTS = ROOT / "benchmarks/results/execution.json"

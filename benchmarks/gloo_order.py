@@ -27,8 +27,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.multiprocessing import spawn
 
-from apportion.backends.torch.profile import profile
-from apportion.backends.torch.profile_links import profile_links, with_links
+from apportion.backends.torch.profile.device import profile
+from apportion.backends.torch.profile.links import profile_links, with_links
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError
 from apportion.ir.masks import specs as masks
@@ -39,7 +39,7 @@ from apportion.ir.request.policy import Recipe, Step
 from apportion.planner import api
 from apportion.planner.recipe import recipes
 from apportion.planner.simulate import simulate
-from apportion.trainer.attention import Communicator, PlanHandle, planned_attention
+from apportion.trainer.step.attention import Communicator, PlanHandle, planned_attention
 
 Floats = NDArray[np.float64]
 

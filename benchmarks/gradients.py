@@ -38,7 +38,7 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.trainer.attention import Communicator, PlanHandle, planned_attention
+from apportion.trainer.step.attention import Communicator, PlanHandle, planned_attention
 from benchmarks.auto import MODEL, batch_of
 from benchmarks.targets import line
 

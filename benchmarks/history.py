@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from apportion.cli import svg
+from apportion.cli.pictures import svg
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = "benchmarks/results/targets.json"

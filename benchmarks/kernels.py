@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from apportion.backends.torch.arrays import DTYPES
+from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.stage.arguments import examples
 from apportion.backends.torch.stage.launcher import KERNELS
 from apportion.backends.torch.stage.rowlists import Panel, move

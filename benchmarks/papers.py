@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.cli.house import versions
+from apportion.cli.environment import versions
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model

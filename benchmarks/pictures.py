@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from apportion.cli.pictures import draw
+from apportion.cli.pictures.draw import draw
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware

@@ -20,7 +20,7 @@ from typing import Any
 
 import apportion as ap
 from apportion.bench import Source, cluster_of, warm_up
-from apportion.cli.house import versions
+from apportion.cli.environment import versions
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
@@ -41,7 +41,7 @@ POD = 1024
 LAYOUTS = (Degrees(8, 1), Degrees(8, 4))
 #: most planner ranks that are planned here; beyond, time and bytes grow with the ranks
 MOST_PLANNED, MOST_AUTO = 16384, 256
-LOOKAHEAD = 8  # iterations: trainer/loader.py
+LOOKAHEAD = 8  # iterations: trainer/loading/loader.py
 #: docs/performance.md, "Serving": CPU of the server for a frame of up to 13 KB
 FRAME_US, FRAME_BYTES = 101.0, 13_000
 

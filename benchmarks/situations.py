@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.bench import Source, warm_up
-from apportion.cli.house import versions
+from apportion.cli.environment import versions
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError
 from apportion.ir.masks import specs as masks

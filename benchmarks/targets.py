@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from apportion.bench import Job, Source, Times, cluster_of, timed_plan, timed_verify
-from apportion.cli.house import versions
+from apportion.cli.environment import versions
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, UnknownNameError
 from apportion.ir.isa import PHASES

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.bench import Job, Source, cluster_of, timed_plan, timed_verify, warm_up
-from apportion.cli.house import versions
+from apportion.cli.environment import versions
 from apportion.compare import UNVERIFIED
 from apportion.ir.errors import ApportionError, VerifyError
 from apportion.ir.request.hardware import Hardware

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import apportion as ap
-from apportion.trainer.decoder import Decoder, DecoderConfig
+from apportion.trainer.demo.decoder import Decoder, DecoderConfig
 
 RANKS, STEPS, RATE, CLIP, KL = 4, 3, 0.5, 0.2, 0.04
 PROMPTS, PROMPT, VOCABULARY, STOP = 4, 20, 16, 0

@@ -8,22 +8,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from apportion.backends.interp import compile_program, components
-from apportion.backends.local_ranks import (
-    Array,
-    Arrays,
-    Kernels,
-    Layer,
-    Network,
-    Projection,
-    Rank,
-    take_turns,
-)
+from apportion.backends.local_network import Array, Arrays, Network
+from apportion.backends.local_ranks import Kernels, Layer, Projection, Rank, take_turns
 from apportion.backends.numpy_kernels import Scores
 from apportion.ir.arrays import Floats
 from apportion.ir.errors import ExecutionError, UnknownNameError
@@ -57,6 +49,17 @@ class Saved:
     homes: tuple[dict[Tensor, Arrays], ...]
 
 
+class Options(TypedDict, total=False):
+    """Of a layer. sinks: [Hq], learned logits; scale: D^-1/2 by default; dtype: in which all is computed and kept,
+    float64 by default; kernels: what computes a task."""
+
+    sinks: Array | None
+    scale: float | None
+    softcap: float | None
+    dtype: DTypeLike
+    kernels: Kernels | None
+
+
 class Result(NamedTuple):
     """Everything of one call, in token order; gradients are None without `do`, dsinks also without sinks."""
 
@@ -68,9 +71,11 @@ class Result(NamedTuple):
     dsinks: Floats | None = None
 
 
-def run(plan: Plan, kind: str, q: Array, k: Array, v: Array, do: Array | None = None, **layer: Any) -> Result:
+def run(
+    plan: Plan, kind: str, q: Array, k: Array, v: Array, do: Array | None = None, **options: Unpack[Options]
+) -> Result:
     """Forward, and backward where `do` is given. Arguments as in `run_forward` and `run_backward`."""
-    o, lse, saved = run_forward(plan, kind, q, k, v, **layer)
+    o, lse, saved = run_forward(plan, kind, q, k, v, **options)
     return Result(o, lse) if do is None else Result(o, lse, *run_backward(plan, kind, saved, do))
 
 
@@ -80,21 +85,15 @@ def run_forward(
     q: Array,
     k: Array,
     v: Array,
-    *,
-    sinks: Array | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dtype: DTypeLike = np.float64,
-    kernels: Kernels | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Floats, Floats, Saved]:
     """Planned attention of one kind: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] in token order.
 
-    Returns o [T, Hq, Dv], lse [T, Hq] and what `run_backward` needs. `sinks` [Hq] are learned logits; `scale`
-    defaults to D^-1/2. Everything is computed and kept in `dtype`. A row that sees no key has o = 0 and
+    Returns o [T, Hq, Dv], lse [T, Hq] and what `run_backward` needs. A row that sees no key has o = 0 and
     lse = -inf (its sink logit, with sinks). Raises ExecutionError for wrong shapes and for a plan that cannot
     be executed.
     """
-    layer = _layer(plan, sinks, scale, softcap, dtype, kernels)
+    layer = _layer(plan, **options)
     given = {Tensor.Q: (q,), Tensor.KV: (k, v)}
     _check_shapes(plan, layer, given)
     return _forward(plan, kind, layer, given)
@@ -115,15 +114,10 @@ def run_block_forward(
     kind: str,
     x: Array,
     project: Projection,
-    *,
-    sinks: Array | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dtype: DTypeLike = np.float64,
+    **options: Unpack[Options],
 ) -> tuple[Floats, Floats, Saved]:
     """As `run_forward`, for a plan that projects hidden states x [T, E] itself."""
-    layer = _layer(plan, sinks, scale, softcap, dtype, None)
-    layer = replace(layer, project=project, hidden=np.shape(x)[-1])
+    layer = replace(_layer(plan, **options), project=project, hidden=np.shape(x)[-1])
     home = _home(plan)
     position_ids = gather(home, [home.position_ids(rank) for rank in range(plan.header.ranks)])
     given = {Tensor.X: (x, position_ids)}
@@ -214,18 +208,18 @@ def _gather_tensor(plan: Plan, homes: Sequence[dict[Tensor, Arrays]], tensor: Te
 
 def _layer(
     plan: Plan,
-    sinks: Array | None,
-    scale: float | None,
-    softcap: float | None,
-    dtype: DTypeLike,
-    chosen: Kernels | None,
+    sinks: Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dtype: DTypeLike = np.float64,
+    kernels: Kernels | None = None,
 ) -> Layer:
     head = plan.header
     if sinks is not None and np.shape(sinks) != (head.q_heads,):
         raise ExecutionError(f"sinks have shape {np.shape(sinks)}; the plan has {head.q_heads} query heads")
     scores = Scores(head.head_dim**-0.5 if scale is None else scale, softcap)
     kept = None if sinks is None else np.asarray(sinks, dtype)
-    return Layer(scores, np.dtype(dtype), kept, kernels=chosen or Kernels())
+    return Layer(scores, np.dtype(dtype), kept, kernels=kernels or Kernels())
 
 
 def _check_shapes(plan: Plan, layer: Layer, given: Mapping[Tensor, Arrays]) -> None:

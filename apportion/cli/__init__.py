@@ -14,20 +14,20 @@ from collections.abc import Sequence
 
 import typer
 
-from apportion.cli import (
+from apportion.cli.commands import (
     bench,
-    catalogue,
+    compare,
     conformance,
     forecast,
-    hardware,
-    house,
+    installation,
     jobs,
     plans,
     precompute,
+    profile,
+    recipes,
     serve,
     simulate,
     stores,
-    worth,
 )
 from apportion.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, drop_stdout, refuse
 from apportion.ir.errors import ApportionError, VerifyError
@@ -47,21 +47,21 @@ for name, command in (
     ("verify", plans.verify),
     ("show", plans.show),
     ("diff", plans.diff),
-    ("compare", worth.compare),
+    ("compare", compare.compare),
     ("forecast", forecast.forecast),
     ("simulate", simulate.simulate),
     ("serve", serve.serve),
     ("precompute", precompute.precompute),
-    ("profile", hardware.profile),
-    ("recipes", catalogue.recipes),
+    ("profile", profile.profile),
+    ("recipes", recipes.recipes),
     ("conformance", conformance.conformance),
-    ("demo", house.demo),
-    ("selftest", house.selftest),
-    ("warmup", house.warmup),
-    ("version", house.version),
+    ("demo", installation.demo),
+    ("selftest", installation.selftest),
+    ("warmup", installation.warmup),
+    ("version", installation.version),
 ):
     app.command(name)(command)
-app.add_typer(catalogue.solvers, name="solvers")
+app.add_typer(recipes.solvers, name="solvers")
 app.add_typer(jobs.app, name="job")
 app.add_typer(bench.app, name="bench")
 app.add_typer(stores.app, name="store")

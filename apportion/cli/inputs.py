@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from apportion.cli.output import count, note
 from apportion.ir.errors import ConfigError, MissingDependencyError
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from apportion.ir.request.hardware import Hardware
     from apportion.ir.request.model import Model
     from apportion.ir.request.policy import Recipe
+    from apportion.ir.request.workload import Workload
 
 MAX_WORKERS = 4096
 
@@ -102,28 +103,37 @@ def mask_of(text: str | None) -> Mask | None:
     return masks.from_data({data: {}} if isinstance(data, str) else data, "--mask")
 
 
-def batch_of(
-    batch: Path | None, lengths: Path | None, workload: Path | None, tokens: int, seed: int
-) -> tuple[Batch, int]:
+class Files(NamedTuple):
+    """Where sequences come from: --batch, --lengths and --workload, at most one of them."""
+
+    batch: Path | None
+    lengths: Path | None
+    workload: Path | None
+
+    @property
+    def given(self) -> list[str]:
+        """Those that are there."""
+        return [str(path) for path in self if path is not None]
+
+
+def batch_of(files: Files, tokens: int, seed: int) -> tuple[Batch, int]:
     """The batch, and how many samples were larger than `tokens` and so skipped."""
     from apportion.ir.request.batch import Batch
-    from apportion.ir.request.workload import read_lengths, read_workload, sample
+    from apportion.ir.request.workload import sample
 
-    given = [path for path in (batch, lengths, workload) if path is not None]
-    if len(given) != 1:
+    if len(files.given) != 1:
         rule = "exactly one of --batch, --lengths and --workload must be there"
-        raise ConfigError("input", [str(path) for path in given] or "nothing", rule, "name one file")
-    if batch is not None:
-        return Batch.load(batch), 0
-    drawn, skipped = sample((read_lengths if lengths else read_workload)(given[0]), tokens, tokens, seed)
+        raise ConfigError("input", files.given or "nothing", rule, "name one file")
+    samples = _samples(files)
+    if samples is None:
+        return Batch.load(files.given[0]), 0
+    drawn, skipped = sample(samples, tokens, tokens, seed)
     warn_of_skipped(skipped, tokens)
     return drawn, skipped
 
 
 def batches_of(
-    workload: Path | None,
-    lengths: Path | None,
-    batch: Path | None,
+    files: Files,
     mask: str | None,
     tokens_per_rank: int | None,
     tokens: int,
@@ -134,35 +144,40 @@ def batches_of(
     """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its own
     seed; and how many samples were too large. Raises ConfigError."""
     from apportion.bench import Source
-    from apportion.ir.request.workload import read_lengths, read_workload
 
-    if batch is not None:
-        _refuse_with_batch(batch, workload, lengths, mask, tokens_per_rank, batches)
-        return [batch_of(batch, None, None, 0, seed)[0]], 0
-    if workload is not None and lengths is not None:
+    if files.batch is not None:
+        _refuse_with_batch(files, mask, tokens_per_rank, batches)
+        return [batch_of(files, 0, seed)[0]], 0
+    if len(files.given) > 1:
         rule = "at most one of --batch, --lengths and --workload may be there"
-        raise ConfigError("--workload", str(workload), rule, "name one file")
-    samples = read_workload(workload) if workload else read_lengths(lengths) if lengths else None
-    source = Source(samples, mask_of(mask))
+        raise ConfigError("--workload", str(files.workload), rule, "name one file")
+    source = Source(_samples(files), mask_of(mask))
     seeds = range(seed, seed + (batches or usual))
     drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
     warn_of_skipped(sum(skips), tokens)
     return list(drawn), sum(skips)
 
 
-def _refuse_with_batch(
-    batch: Path, workload: Any, lengths: Any, mask: Any, tokens: Any, batches: Any
-) -> None:
+def _samples(files: Files) -> Workload | None:
+    """Samples to draw from, None where there is no file of them."""
+    from apportion.ir.request.workload import read_lengths, read_workload
+
+    if files.workload is not None:
+        return read_workload(files.workload)
+    return None if files.lengths is None else read_lengths(files.lengths)
+
+
+def _refuse_with_batch(files: Files, mask: Any, tokens: Any, batches: Any) -> None:
     given = {
-        "--workload": workload,
-        "--lengths": lengths,
+        "--workload": files.workload,
+        "--lengths": files.lengths,
         "--mask": mask,
         "--tokens-per-rank": tokens,
         "--batches": batches,
     }
     for option, value in given.items():
         if value is not None:
-            rule = f"the batch {batch} is taken as it is, nothing is drawn"
+            rule = f"the batch {files.batch} is taken as it is, nothing is drawn"
             raise ConfigError(option, str(value), rule, f"drop {option} or --batch")
 
 

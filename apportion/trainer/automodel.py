@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from apportion.ir.errors import MissingDependencyError
-from apportion.trainer.batch import PlannedBatch
-from apportion.trainer.loss import IGNORED
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.step.loss import IGNORED
 
 try:
     from nemo_automodel.components.distributed.context_parallel.sharder import (

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.trainer.batch import PlannedBatch
-from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.loader import PlannedLoader
 
 
 @dataclass

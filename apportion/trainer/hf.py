@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from apportion.backends.torch.arrays import DTYPES
+from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.ir.request.hf_config import masks_of, model_of
-from apportion.trainer.attention import PlanHandle, planned_attention
-from apportion.trainer.batch import PlannedBatch
-from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 try:
     from transformers import AttentionInterface
@@ -58,20 +58,19 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, Hq, rows, D], key and value [1, Hk, rows, D] -> [1, rows, Hq, Dv]. Raises as
-    `planned_attention`, which holds the layer's window against the plan's."""
+    """What transformers calls, by name behind the mask: query [1, Hq, rows, D], key and value [1, Hk, rows, D] ->
+    [1, rows, Hq, Dv]. Raises as `planned_attention`, which holds the layer's window against the plan's."""
     handle: PlanHandle = kwargs[NAME]
     kind = module.config.layer_types[module.layer_idx] if len(handle.kinds) > 1 else None
     device = query.device.type  # autocast leaves q and k in float32 behind RoPE
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
-    own = {"window": sliding_window or -1, "layer": module.layer_idx, "dropout": dropout}
+    window, dropout = kwargs.get("sliding_window") or -1, kwargs.get("dropout", 0.0)
+    own = {"window": window, "layer": module.layer_idx, "dropout": dropout}
     looks_ahead = not (module.is_causal and getattr(module.config, "is_causal", True))
     own["causal"] = False if looks_ahead else None  # a causal model may be given masks that look ahead
     return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **own), None

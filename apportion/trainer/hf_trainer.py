@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.epochs import Epochs
 from apportion.trainer.hf import NAME, inputs
-from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loading.loader import PlannedLoader
 
 try:
     import accelerate  # noqa: F401

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
-from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.epochs import Epochs
-from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.loader import PlannedLoader
 
 try:
     import lightning  # noqa: F401

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, MissingDependencyError
-from apportion.trainer.batch import PlannedBatch
-from apportion.trainer.configured import endless, require
-from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.shared import endless, require
 
 try:
     from megatron.core import parallel_state

@@ -15,7 +15,7 @@ from torch import Tensor
 from apportion.ir.errors import ExecutionError
 from apportion.ir.masks.specs import causal, sliding_window
 from apportion.ir.request.model import Model
-from apportion.trainer.attention import planned_attention
+from apportion.trainer.step.attention import planned_attention
 
 
 @dataclass

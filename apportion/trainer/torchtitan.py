@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apportion.ir.errors import MissingDependencyError
-from apportion.trainer.configured import communicator_of, configured_loader, endless, require
+from apportion.trainer.shared import communicator_of, configured_loader, endless, require
 
 try:
     import tyro
@@ -29,11 +29,11 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependencyError("torchtitan", "torchtitan", "apportion.trainer.torchtitan") from error
 
-from apportion.trainer.titan_attention import PlannedMasks, PlannedSelectiveAC, masks_of, model_of
+from apportion.trainer.torchtitan_attention import PlannedMasks, PlannedSelectiveAC, masks_of, model_of
 
 _OWN = ("dataset", "dataset_path", "infinite", "_seat")  # of the loader's fields, not the planned loader's
 _TOLD = ("tokens_per_s", "waited_s", "sent_bytes_per_layer", "fallbacks")
-_ATTENTION = "apportion.trainer.titan_attention"
+_ATTENTION = "apportion.trainer.torchtitan_attention"
 _OVERRIDES = [f"{_ATTENTION}.planned_flex", f"{_ATTENTION}.planned_varlen"]
 
 

@@ -32,7 +32,7 @@ from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.forest import Forest, Saving, fold
-from apportion.trainer.batch import PlannedBatch
+from apportion.trainer.loading.batch import PlannedBatch
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
 

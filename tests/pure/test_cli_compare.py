@@ -15,7 +15,7 @@ import yaml
 
 import apportion as ap
 from apportion import cli
-from apportion.cli import hardware as profiling
+from apportion.cli.commands import profile as profiling
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.policy import Recipe
 from apportion.planner.recipe.recipes import entries, find_recipe

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from apportion import cli, views
-from apportion.cli import pictures, svg
-from apportion.cli.mask_cells import Axis, axis_of, owners
-from apportion.cli.pictures import CELLS, Colours, draw
+from apportion.cli.pictures import draw as pictures
+from apportion.cli.pictures import svg
+from apportion.cli.pictures.draw import CELLS, Colours, draw
+from apportion.cli.pictures.mask_cells import Axis, axis_of, owners
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.masks import bands

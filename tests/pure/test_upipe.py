@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 
-from apportion.backends import local_ranks, reference
+from apportion.backends import local_network, local_ranks, reference
 from apportion.ir import verify
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
@@ -352,7 +352,7 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
     """The highest work row and head column that anything writes, by (rank, tensor, phase)."""
     found: dict[tuple, memory.Arena] = defaultdict(lambda: memory.Arena(0, 0))
     rank_of: dict[int, local_ranks.Rank] = {}
-    view, write, phase = local_ranks.Rank.view, local_ranks.View.write, []
+    view, write, phase = local_ranks.Rank.view, local_network.View.write, []
 
     def noted_view(self, operand):
         seen = view(self, operand)
@@ -369,7 +369,7 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
         write(self, values)
 
     monkeypatch.setattr(local_ranks.Rank, "view", noted_view)
-    monkeypatch.setattr(local_ranks.View, "write", noted_write)
+    monkeypatch.setattr(local_network.View, "write", noted_write)
     m, tokens = plan.request.model, plan.request.batch.tokens
     p = oracle.Problem.random(1, tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim)
     phase.append("forward")

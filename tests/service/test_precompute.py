@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from apportion import cli
-from apportion.cli import precompute as command_line
+from apportion.cli.commands import precompute as command_line
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.policy import Policy, Recipe

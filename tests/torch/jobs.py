@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ApportionError
 from apportion.ir.isa import Op
-from apportion.trainer.attention import (
+from apportion.trainer.step.attention import (
     Communicator,
     PlanHandle,
     check_kernels,

@@ -5,8 +5,8 @@ from unittest import mock
 
 import torch
 
-from apportion.trainer import bench
-from apportion.trainer.timing import Took
+from apportion.trainer.measure import bench
+from apportion.trainer.measure.timing import Took
 
 
 def two_ms(work):

@@ -8,8 +8,8 @@ import signal
 from loading import HereSource, Recorded, seen
 
 from apportion.ir.errors import ApportionError
-from apportion.trainer.loader import PlannedLoader
-from apportion.trainer.sources import ServiceFeed, ServiceSource
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.loading.sources.service import ServiceFeed, ServiceSource
 
 
 def passes(comm, source, count, options, dataset=None):

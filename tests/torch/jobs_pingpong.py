@@ -13,9 +13,9 @@ from torch import nn
 
 from apportion.backends.torch.executor import TorchMachine
 from apportion.ir.errors import ApportionError
-from apportion.trainer.attention import Communicator, planned_attention, planned_attention_block
-from apportion.trainer.decoder import DecoderConfig, Layer, rotate
-from apportion.trainer.pingpong import PingPongLayer, ping_pong, ping_pong_attention
+from apportion.trainer.demo.decoder import DecoderConfig, Layer, rotate
+from apportion.trainer.step.attention import Communicator, planned_attention, planned_attention_block
+from apportion.trainer.step.pingpong import PingPongLayer, ping_pong, ping_pong_attention
 
 
 def attention_pair(comm, kind, sinks, options, shards):

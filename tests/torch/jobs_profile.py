@@ -5,8 +5,8 @@ from dataclasses import asdict
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from apportion.backends.torch.profile import Effort, profile
-from apportion.backends.torch.profile_links import Line, Links, profile_links
+from apportion.backends.torch.profile.device import Effort, profile
+from apportion.backends.torch.profile.links import Line, Links, profile_links
 from apportion.ir.isa import Tensor as Name
 
 
@@ -23,7 +23,7 @@ def from_data(data):
 
 def lone_task(comm):
     """Largest errors of O, dQ and dKV of one task whose queries see keys up to 25 rows behind them and 3 ahead."""
-    from apportion.backends.torch.lone import Shape, lone_task
+    from apportion.backends.torch.profile.lone_task import Shape, lone_task
 
     rows, keys, generator = 40, 24, torch.Generator().manual_seed(0)
     q, do = (torch.randn(rows, 4, 16, generator=generator) for _ in range(2))

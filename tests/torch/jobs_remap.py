@@ -4,7 +4,7 @@ import torch
 from jobs import handle_of, leaf
 
 from apportion.backends.torch.remap import from_linear, to_linear
-from apportion.trainer.attention import planned_attention, planned_remap
+from apportion.trainer.step.attention import planned_attention, planned_remap
 
 
 def project(x, weights):

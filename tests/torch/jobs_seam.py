@@ -12,9 +12,9 @@ from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ExecutionError
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.trainer.loader import PlannedLoader
-from apportion.trainer.loss import IGNORED
-from apportion.trainer.projection import HeadProjection
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step.loss import IGNORED
+from apportion.trainer.step.projection import HeadProjection
 
 
 class Rich(Recorded):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from apportion.backends.torch.autograd import backward_home, run
 from apportion.backends.torch.executor import Layer
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.kernels import Score
+from apportion.backends.torch.kernels.attention import Score
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.request.sequences import DEFAULT_KIND

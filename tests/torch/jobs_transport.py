@@ -2,8 +2,8 @@
 
 import torch
 
-from apportion.backends.torch.memory import Post
-from apportion.trainer.attention import Communicator
+from apportion.backends.torch.memory.arenas import Post
+from apportion.trainer.step.attention import Communicator
 
 
 def batches(comm):

@@ -14,10 +14,10 @@ from apportion.ir.request.policy import Policy
 from apportion.ir.request.sequences import Sequence
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import trees
-from apportion.trainer.attention import planned_attention
-from apportion.trainer.decoder import Decoder, DecoderConfig
-from apportion.trainer.loader import PlannedLoader
-from apportion.trainer.plain import plain_attention
+from apportion.trainer.demo.decoder import Decoder, DecoderConfig
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step.attention import planned_attention
+from apportion.trainer.step.plain import plain_attention
 
 VOCABULARY = 11
 CONFIG = DecoderConfig(

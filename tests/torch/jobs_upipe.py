@@ -11,11 +11,11 @@ from torch import nn
 
 from apportion.backends.torch.autograd import prepare
 from apportion.backends.torch.executor import Layer as AttentionLayer
-from apportion.backends.torch.kernels import Score
+from apportion.backends.torch.kernels.attention import Score
 from apportion.ir.isa import Tensor as Name
-from apportion.trainer.attention import planned_attention_block
-from apportion.trainer.decoder import rotate
-from apportion.trainer.projection import HeadProjection
+from apportion.trainer.demo.decoder import rotate
+from apportion.trainer.step.attention import planned_attention_block
+from apportion.trainer.step.projection import HeadProjection
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.trainer.sources import LocalSource
+from apportion.trainer.loading.sources.local import LocalSource
 
 LENGTHS = [40, 9, 33, 1, 25, 60, 12]
 MODEL = Model(2, 1, 8, dtype="fp32")

@@ -11,7 +11,7 @@ from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.planner import api
-from apportion.trainer.attention import PlanHandle, planned_attention
+from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 
 def piece_of(batch):

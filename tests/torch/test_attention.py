@@ -25,7 +25,7 @@ from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
-from apportion.trainer.attention import PlanHandle, planned_attention
+from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 COVER = cases.pairwise()
 BY_HAND = {path.stem: path for path in sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))}

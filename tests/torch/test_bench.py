@@ -16,10 +16,10 @@ from apportion.ir.masks import bands
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
-from apportion.trainer import bare, bench, timing
-from apportion.trainer.attention import Communicator
-from apportion.trainer.plain import plain_attention
-from apportion.trainer.timing import Took
+from apportion.trainer.measure import bench, timing, unplanned
+from apportion.trainer.measure.timing import Took
+from apportion.trainer.step.attention import Communicator
+from apportion.trainer.step.plain import plain_attention
 
 SMALL = ("bench", "attention", "--tokens-per-rank", "512", "--ranks", "2,4", "--repeats", "1")
 FIELDS = {
@@ -228,5 +228,5 @@ def test_bare_kernels_compute_causal_documents(monkeypatch, name):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     batch, generator = Batch.from_lengths([100, 27, 1]), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(128, heads, 16, generator=generator) for heads in (4, 2, 2))
-    kernel = bare.KERNELS[name]([100, 27, 1], torch.device("cpu"))
+    kernel = unplanned.KERNELS[name]([100, 27, 1], torch.device("cpu"))
     torch.testing.assert_close(kernel(q, k, v), plain_attention(q, k, v, batch, "default"))

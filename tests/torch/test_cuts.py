@@ -6,8 +6,8 @@ import flash_rule
 import numpy as np
 import pytest
 
-from apportion.backends.torch import cuts
-from apportion.backends.torch.cuts import Call, cut_squares, cut_strips, cut_windows
+from apportion.backends.torch.kernels import cuts
+from apportion.backends.torch.kernels.cuts import Call, cut_squares, cut_strips, cut_windows
 
 INF = 2**62
 

@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.backends.torch import kernels
-from apportion.backends.torch.checks import is_checking
-from apportion.backends.torch.columns import columns_of, head_groups
-from apportion.backends.torch.kernels import Band, Score, accumulator_dtype, attend, attend_grad, merge
+from apportion.backends.torch.kernels import attention
+from apportion.backends.torch.kernels.attention import (
+    Band,
+    Score,
+    accumulator_dtype,
+    attend,
+    attend_grad,
+    merge,
+)
+from apportion.backends.torch.kernels.checks import is_checking
+from apportion.backends.torch.memory.head_columns import columns_of, head_groups
 from apportion.ir.errors import ExecutionError
-from apportion.trainer.attention import check_kernels
+from apportion.trainer.step.attention import check_kernels
 
 INF = 2**62
 
@@ -99,7 +106,7 @@ def test_strips_and_squares_longer_than_one_call():
 
 
 def test_plain_strips_are_the_fallback_of_every_dtype(monkeypatch):
-    monkeypatch.setattr(kernels, "FLASH_CPU", kernels.PLAIN)
+    monkeypatch.setattr(attention, "FLASH_CPU", attention.PLAIN)
     args = inputs(300, 280, 2, 2, (8, 4), torch.float64, 4)
     close(
         run_task(*args, [(-9, 270)], (0, 1), Score(1.0)),
@@ -151,7 +158,7 @@ def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients():
     do[1] = 0
     do[2] *= 1e-200
     delta = (do * out).sum(-1)
-    stand_in = kernels.out_with_delta(do, delta)
+    stand_in = attention.out_with_delta(do, delta)
     torch.testing.assert_close((do * stand_in).sum(-1), delta, rtol=1e-14, atol=0)
     assert (stand_in.norm(dim=-1) <= out.norm(dim=-1) * (1 + 1e-14)).all()
 
@@ -160,7 +167,7 @@ def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients():
 @pytest.mark.parametrize("kernel", ["FLASH_CPU", "FLASH_CUDA", "PLAIN"])
 def test_a_gradient_of_lse_needs_no_gradient_of_the_output(monkeypatch, kernel, size):
     emulate_cuda(monkeypatch)
-    monkeypatch.setattr(kernels, "choose_kernel", lambda *_: getattr(kernels, kernel))
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: getattr(attention, kernel))
     *qkv, do = inputs(30, 25, 4, 2, (8, 5), torch.float64, 14)
     dlse = torch.randn(30, 4, generator=torch.Generator().manual_seed(15), dtype=torch.float64)
     args = *qkv, do * size, [(-3, 4), (5, 20)], (0, 0, 1, 1), Score(0.3)
@@ -169,7 +176,7 @@ def test_a_gradient_of_lse_needs_no_gradient_of_the_output(monkeypatch, kernel, 
 
 def test_columns_for_delta_hold_it_to_twice_the_bits_of_a_half():
     do, delta = torch.zeros(4, 8, dtype=torch.bfloat16), torch.tensor([1.2345678, -300.7, 1e-6, 0.0])
-    do, out = kernels.with_delta_columns(do, delta)
+    do, out = attention.with_delta_columns(do, delta)
     assert (do.dtype, out.dtype) == (torch.bfloat16, torch.bfloat16)
     torch.testing.assert_close((do.float() * out.float()).sum(-1), delta, rtol=2**-16, atol=0)
 
@@ -200,10 +207,10 @@ def spoiled(function, part, value, row, head):
 
 @pytest.mark.parametrize("what", BAD)
 def test_the_check_names_what_a_forward_kernel_got_wrong(monkeypatch, what):
-    bad = kernels.Kernel(
-        kernels.cut_strips, spoiled(kernels._plain, *BAD[what], 3, 1), kernels._plain_backward
+    bad = attention.Kernel(
+        attention.cut_strips, spoiled(attention._plain, *BAD[what], 3, 1), attention._plain_backward
     )
-    monkeypatch.setattr(kernels, "FLASH_CPU", bad)
+    monkeypatch.setattr(attention, "FLASH_CPU", bad)
     args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 11)
     with (
         check_kernels(True),
@@ -216,8 +223,10 @@ def test_the_check_names_what_a_forward_kernel_got_wrong(monkeypatch, what):
 
 @pytest.mark.parametrize(("part", "name", "row"), [(0, "dq", 7), (1, "dk", 2), (2, "dv", 8)])
 def test_the_check_names_what_a_backward_kernel_got_wrong(monkeypatch, part, name, row):
-    spoil = spoiled(kernels._plain_backward, part, float("nan"), row, 1)
-    monkeypatch.setattr(kernels, "FLASH_CPU", kernels.Kernel(kernels.cut_strips, kernels._plain, spoil))
+    spoil = spoiled(attention._plain_backward, part, float("nan"), row, 1)
+    monkeypatch.setattr(
+        attention, "FLASH_CPU", attention.Kernel(attention.cut_strips, attention._plain, spoil)
+    )
     args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 12)
     with (
         check_kernels(True),
@@ -255,7 +264,7 @@ def _flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *,
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     o, lse = dense(q, k, v, _visible(q, k, window), kv_of, Score(scale))
     # the kernel's LSE of a row without keys is +inf
-    return o, lse.T.contiguous().masked_fill_(lse.T == kernels.NEG_INF, float("inf")), None, None, None
+    return o, lse.T.contiguous().masked_fill_(lse.T == attention.NEG_INF, float("inf")), None, None, None
 
 
 def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, **options):
@@ -264,7 +273,7 @@ def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, ca
     scale = options["scale"]
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     s = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * scale
-    p = (s.masked_fill(~_visible(q, k, options), kernels.NEG_INF) - lse[..., None]).exp()
+    p = (s.masked_fill(~_visible(q, k, options), attention.NEG_INF) - lse[..., None]).exp()
     delta = (do * out).sum(-1).T
     ds = p * (torch.einsum("thd,shd->hts", do, v[:, kv_of]) - delta[..., None]) * scale
     dq = torch.einsum("hts,shd->thd", ds, k[:, kv_of])
@@ -274,13 +283,13 @@ def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, ca
 
 
 def emulate_cuda(monkeypatch):
-    monkeypatch.setattr(kernels, "_cuda", _flash_forward)
-    monkeypatch.setattr(kernels, "_cuda_backward", _flash_backward)
+    monkeypatch.setattr(attention, "_cuda", _flash_forward)
+    monkeypatch.setattr(attention, "_cuda_backward", _flash_backward)
 
 
 def test_cuda_calls_windows_widths_and_heads(monkeypatch):
     emulate_cuda(monkeypatch)
-    monkeypatch.setattr(kernels, "choose_kernel", lambda *_: kernels.FLASH_CUDA)
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: attention.FLASH_CUDA)
     rng = np.random.default_rng(9)
     for seed in range(60):
         rows, keys = rng.integers(1, 60, 2).tolist()
@@ -293,12 +302,17 @@ def test_cuda_calls_windows_widths_and_heads(monkeypatch):
 
 def test_kernels_are_chosen_by_device_dtype_width_and_score():
     half, wide = (torch.zeros(1, 1, width, dtype=torch.bfloat16, device="meta") for width in (128, 512))
-    assert kernels.choose_kernel(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), Score(1.0)) is kernels.FLASH_CPU
-    assert kernels.choose_kernel(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), Score(1.0, 2.0)) is kernels.PLAIN
-    assert kernels.choose_kernel(half, half, Score(1.0)) is kernels.PLAIN
+    assert (
+        attention.choose_kernel(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), Score(1.0)) is attention.FLASH_CPU
+    )
+    assert (
+        attention.choose_kernel(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), Score(1.0, 2.0))
+        is attention.PLAIN
+    )
+    assert attention.choose_kernel(half, half, Score(1.0)) is attention.PLAIN
     cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=half.shape)
-    assert kernels.choose_kernel(cuda, half, Score(1.0)) is kernels.FLASH_CUDA
-    assert kernels.choose_kernel(cuda, wide, Score(1.0)) is kernels.PLAIN
-    widest = wide[..., : kernels.CUDA_WIDEST]
-    assert kernels.choose_kernel(cuda, widest, Score(1.0)) is kernels.FLASH_CUDA
-    assert kernels.choose_kernel(cuda, widest, Score(1.0, any_delta=True)) is kernels.PLAIN
+    assert attention.choose_kernel(cuda, half, Score(1.0)) is attention.FLASH_CUDA
+    assert attention.choose_kernel(cuda, wide, Score(1.0)) is attention.PLAIN
+    widest = wide[..., : attention.CUDA_WIDEST]
+    assert attention.choose_kernel(cuda, widest, Score(1.0)) is attention.FLASH_CUDA
+    assert attention.choose_kernel(cuda, widest, Score(1.0, any_delta=True)) is attention.PLAIN

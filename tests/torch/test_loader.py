@@ -19,9 +19,9 @@ from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe import recipes
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import PlanTimeoutError
-from apportion.trainer.loader import PlannedLoader
-from apportion.trainer.loss import IGNORED
-from apportion.trainer.wanted import Wanted
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.loading.wanted import Wanted
+from apportion.trainer.step.loss import IGNORED
 
 
 def loader_of(source=None, dataset=None, **options):

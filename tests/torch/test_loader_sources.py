@@ -30,9 +30,11 @@ from apportion.service.offline import FACTS, read_facts
 from apportion.service.precompute import Work, precompute
 from apportion.service.store import open_store
 from apportion.service.workers import Planner
-from apportion.trainer import sources
-from apportion.trainer.loader import PlannedLoader
-from apportion.trainer.sources import FolderSource, ServiceSource
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.loading.sources import local
+from apportion.trainer.loading.sources.folder import FolderSource
+from apportion.trainer.loading.sources.service import ServiceSource
+from apportion.trainer.loading.sources.told import check_model
 
 KEY = "a key of the tests".replace(" ", "-")
 WAIT_S = 60
@@ -157,7 +159,7 @@ def test_an_iterator_that_is_still_held_does_not_keep_the_process():
         program = (
             "from loading import MODEL, HereSource, Recorded, job\n"
             "from apportion.ir.request.cluster import Cluster\n"
-            "from apportion.trainer.loader import PlannedLoader\n"
+            "from apportion.trainer.loading.loader import PlannedLoader\n"
             f"batches = iter(PlannedLoader(Recorded(), {told}))\n"
             "print(next(batches).iteration)"
         )
@@ -375,10 +377,10 @@ def test_groups_of_ranks_on_one_job_fence_only_themselves(pool, urls):
 
 
 def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(caplog, monkeypatch):
-    monkeypatch.setattr(sources, "FIRST_S", 0.0)
-    monkeypatch.setattr(sources.LocalFeed, "_seen", set())
+    monkeypatch.setattr(local, "FIRST_S", 0.0)
+    monkeypatch.setattr(local.LocalFeed, "_seen", set())
     batches = [Batch.from_lengths([40, 20])]
-    with closing(sources.LocalSource(job()).begin("run", 0)) as feed:
+    with closing(local.LocalSource(job()).begin("run", 0)) as feed:
         before = feed.compiled_s
         with pytest.raises(TimeoutError):
             feed.plan(0, batches, 1e-3)
@@ -388,10 +390,10 @@ def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(caplog, mo
         there_s = feed.compiled_s - compiling.seconds
         time.sleep(0.05)
         assert feed.compiled_s - compiling.seconds == there_s >= 0
-    with closing(sources.LocalSource(job()).begin("next", 0)) as feed:
+    with closing(local.LocalSource(job()).begin("next", 0)) as feed:
         time.sleep(0.05)
         assert feed.compiled_s == compiling.seconds  # a later pass: its plans will say
-    (record,) = [record for record in caplog.records if record.name == sources.LOG.name]
+    (record,) = [record for record in caplog.records if record.name == local.LOG.name]
     assert "apportion warmup" in record.getMessage()
 
 
@@ -424,8 +426,8 @@ def test_streams_of_a_job_go_on_side_by_side(urls):
 
 def test_the_job_says_how_gradients_travel_unless_the_trainer_asks_for_it():
     wide, narrow = Model(), Model(sent_gradients="model")
-    sources.check_model(wide, wide)
-    sources.check_model(wide, narrow)
-    sources.check_model(narrow, narrow)
+    check_model(wide, wide)
+    check_model(wide, narrow)
+    check_model(narrow, narrow)
     with pytest.raises(ConfigError, match="the trainer's model has 'model', the job's 'wide'"):
-        sources.check_model(narrow, wide)
+        check_model(narrow, wide)

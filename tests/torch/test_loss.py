@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apportion.ir.errors import ConfigError
-from apportion.trainer.loss import IGNORED, normalised_loss
+from apportion.trainer.step.loss import IGNORED, normalised_loss
 
 LABELS = torch.tensor([1, IGNORED, 3, 0, 6])
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.backends.torch.profile import LAYER_FIGURES, Effort, _grid, _peak_tflops, profile
-from apportion.backends.torch.profile_links import Line, Links, fit, profile_links, with_links
+from apportion.backends.torch.profile.device import LAYER_FIGURES, Effort, _grid, _peak_tflops, profile
+from apportion.backends.torch.profile.links import Line, Links, fit, profile_links, with_links
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import MOST_CONTENTION, Hardware

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from apportion import cli
-from apportion.backends.torch.profile import Effort
-from apportion.backends.torch.profile_links import Line, Links
+from apportion.backends.torch.profile.device import Effort
+from apportion.backends.torch.profile.links import Line, Links
 from apportion.ir.request.hardware import Hardware
-from apportion.trainer import profiling
+from apportion.trainer.measure import profile as profiling
 
 told: list[Effort] = []
 

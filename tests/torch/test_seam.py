@@ -13,11 +13,11 @@ from loading import LENGTHS, HereSource, Recorded, job
 import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks import specs as masks
-from apportion.trainer import loader as loader_module
-from apportion.trainer import meters
-from apportion.trainer.loader import PlannedLoader
-from apportion.trainer.loss import IGNORED
-from apportion.trainer.wanted import Deal
+from apportion.trainer.loading import loader as loader_module
+from apportion.trainer.loading import metrics
+from apportion.trainer.loading.iterations import Deal
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step.loss import IGNORED
 
 
 def loader_of(dataset=None, source=None, **options):
@@ -356,7 +356,7 @@ def test_metrics_count_what_was_given_out():
 
 def test_tokens_a_second_are_those_of_iterations_that_ended(monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(meters, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     loader = loader_of()
     assert loader.metrics()["tokens_per_s"] == 0
     sizes = [b.batch.tokens for b in loader]  # each an iteration

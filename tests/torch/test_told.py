@@ -8,7 +8,7 @@ from loading import MODEL, job
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks import specs as masks
-from apportion.trainer.sources import Told, check_kinds
+from apportion.trainer.loading.sources.told import Told, check_kinds
 
 KINDS = {"global": masks.causal(), "local": masks.sliding_window(4)}
 

@@ -16,20 +16,22 @@ import torch
 from cases import model, recipe
 from loading import Recorded
 
-from apportion.backends.torch import kernels
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.executor import PlainMachine
+from apportion.backends.torch.kernels import attention
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
-from apportion.trainer import demo, selftest
-from apportion.trainer.attention import PlanHandle, planned_attention
-from apportion.trainer.baselines import contiguous, zigzag_ring
-from apportion.trainer.loss import IGNORED, normalised_loss
-from apportion.trainer.rows import local_rows
+from apportion.trainer.demo import run as demo
+from apportion.trainer.demo import training, workload
+from apportion.trainer.demo.baselines import contiguous, zigzag_ring
+from apportion.trainer.loading.rows import local_rows
+from apportion.trainer.measure import selftest
+from apportion.trainer.step.attention import PlanHandle, planned_attention
+from apportion.trainer.step.loss import IGNORED, normalised_loss
 
 
 def piece_of(batch, ranks=1, rank=0, **options):
@@ -186,7 +188,7 @@ def test_selftest_in_one_process(monkeypatch, capsys):
 def test_selftest_fails_where_one_engine_errs(monkeypatch, capsys):
     monkeypatch.setattr(selftest, "LENGTHS", (40, 9))
     monkeypatch.setattr(selftest, "DTYPES", {"fp32": torch.float32})
-    right = kernels.PLAIN
+    right = attention.PLAIN
 
     def wrong(*args):
         o, lse = right.forward(*args)
@@ -229,14 +231,14 @@ def test_demo_agrees_in_two_steps(capsys):
     assert record["largest_difference"] <= record["tolerance"]
     assert len(record["losses"]["planned"]) == len(record["losses"]["plain"]) == 2
     assert set(record["layouts"]) == {"planned (fcp)", "contiguous", "zig-zag ring"}
-    assert record["service"]["delivered"] == 2 * demo.RANKS
+    assert record["service"]["delivered"] == 2 * workload.RANKS
     assert record["service"]["planning_ms"] > 0
 
 
 def test_demo_exits_non_zero_where_losses_differ_or_plans_are_others(monkeypatch, capsys):
-    ran = [demo.Ran(1.0, (bytes(32),) * demo.RANKS, (0.0,) * demo.RANKS)]
-    monkeypatch.setattr(demo, "_train_planned", lambda steps, progress: (ran, demo.Service(4, 1.0, 0.0)))
-    monkeypatch.setattr(demo, "_train_plain", lambda steps: iter([1.001]))
+    ran = [training.Ran(1.0, (bytes(32),) * workload.RANKS, (0.0,) * workload.RANKS)]
+    monkeypatch.setattr(demo, "train_planned", lambda steps, progress: (ran, training.Service(4, 1.0, 0.0)))
+    monkeypatch.setattr(demo, "train_plain", lambda steps: iter([1.001]))
     assert demo.run(steps=1) == 1
     told = " ".join(capsys.readouterr().out.split())
     assert "losses differ by 1.0e-03" in told
@@ -245,7 +247,7 @@ def test_demo_exits_non_zero_where_losses_differ_or_plans_are_others(monkeypatch
 
 @pytest.mark.usefixtures("nothing_left")
 def test_demo_ends_its_processes_where_one_fails(monkeypatch):
-    monkeypatch.setattr(demo, "_documents", lambda steps: (_ for _ in ()).throw(ExecutionError("no disk")))
+    monkeypatch.setattr(training, "documents", lambda steps: (_ for _ in ()).throw(ExecutionError("no disk")))
     with pytest.raises(ExecutionError, match="no disk"):
         demo.run(steps=1)
 
@@ -256,7 +258,7 @@ def test_a_demo_that_is_killed_leaves_no_process(number, tmp_path):
     with open(tmp_path / "out", "wb") as out:
         run = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     with run:
-        started = until(lambda: len(processes_of(run.pid)) >= 2 + demo.RANKS or run.poll() is not None)
+        started = until(lambda: len(processes_of(run.pid)) >= 2 + workload.RANKS or run.poll() is not None)
         run.send_signal(number)
         run.wait(60)
     assert started, (tmp_path / "out").read_text()
@@ -282,6 +284,6 @@ def processes_of(session):
 
 
 def test_demo_without_a_repository_uses_the_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "REPOSITORY", tmp_path)
-    assert len(demo._corpus()) > 10_000
-    assert len(demo._workload(None)) > 10
+    monkeypatch.setattr(workload, "REPOSITORY", tmp_path)
+    assert len(workload._corpus()) > 10_000
+    assert len(workload._workload(None)) > 10

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apportion.backends.torch import engines
 from apportion.backends.torch.autograd import backward_home, run, sink_gradient
 from apportion.backends.torch.executor import Layer
-from apportion.backends.torch.kernels import Score
-from apportion.backends.torch.memory import Pool
+from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.memory.arenas import Pool
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
@@ -21,7 +21,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner import api
-from apportion.trainer.attention import PlanHandle, planned_attention
+from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 CPU = torch.device("cpu")
 

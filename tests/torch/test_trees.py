@@ -18,7 +18,7 @@ from jobs_trees import Rollouts
 import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer import trees
-from apportion.trainer.attention import Communicator
+from apportion.trainer.step.attention import Communicator
 
 ROOT = Path(__file__).resolve().parents[2]
 GRADIENTS = {"fp32": 1e-6, "fp64": 1e-14}  # of the largest

@@ -13,7 +13,7 @@ from nemo_automodel.components.distributed.context_parallel import ContextParall
 from torch.distributed.device_mesh import init_device_mesh
 
 from apportion.trainer.automodel import planned
-from apportion.trainer.loader import PlannedLoader
+from apportion.trainer.loading.loader import PlannedLoader
 
 
 def verbs(comm):

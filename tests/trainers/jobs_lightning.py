@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from apportion.ir.errors import ConfigError
 from apportion.trainer import hf
-from apportion.trainer.batch import PlannedBatch
 from apportion.trainer.lightning import Planned, PlannedBatches
+from apportion.trainer.loading.batch import PlannedBatch
 
 TRAINED = LENGTHS * 3
 EVALUATED = [33, 70, 5, 48, 90]

@@ -37,8 +37,8 @@ from apportion.ir.errors import ApportionError
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.trainer.titan_attention import model_of
 from apportion.trainer.torchtitan import planned
+from apportion.trainer.torchtitan_attention import model_of
 
 TOKENS, SEED, LAYERS, DIM, WINDOW = 128, 3, 2, 32, 7
 ROPE = {"dim": 8, "max_seq_len": 1024, "theta": 10000.0}

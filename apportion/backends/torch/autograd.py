@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from apportion.backends.torch.executor import Gradients, Layer, Projection, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.kernels import Score
-from apportion.backends.torch.memory import Memory, Parts
+from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.memory.arenas import Memory, Parts
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import Tensor as Name
 from apportion.ir.plan.messages import ALIGNMENT

@@ -20,8 +20,8 @@ import torch
 
 from apportion.backends.interp import Program
 from apportion.backends.torch.executor import Loaded, PlainMachine, TaskMachine, TorchMachine
-from apportion.backends.torch.memory import Arenas
-from apportion.backends.torch.rounds import find_rounds
+from apportion.backends.torch.memory.arenas import Arenas
+from apportion.backends.torch.memory.rounds import find_rounds
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
 from apportion.ir.plan.tables import Header, ProgramSet

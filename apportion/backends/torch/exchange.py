@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apportion.backends.torch.arrays import accumulator_dtype
+from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.transport import Transport
 
 

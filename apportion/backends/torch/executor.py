@@ -16,11 +16,20 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Machine, Operand, Program, RowOp, Step
-from apportion.backends.torch.arrays import accumulator_dtype
-from apportion.backends.torch.columns import index_of, pick
-from apportion.backends.torch.kernels import NEG_INF, PLAIN, Band, Kernel, Score, attend, attend_grad, merge
-from apportion.backends.torch.memory import Arenas, Memory, Parts, View
-from apportion.backends.torch.rounds import Message, Round, Rounds, aligned
+from apportion.backends.torch.kernels.attention import (
+    NEG_INF,
+    PLAIN,
+    Band,
+    Kernel,
+    Score,
+    attend,
+    attend_grad,
+    merge,
+)
+from apportion.backends.torch.memory.arenas import Arenas, Memory, Parts, View
+from apportion.backends.torch.memory.arrays import accumulator_dtype
+from apportion.backends.torch.memory.head_columns import index_of, pick
+from apportion.backends.torch.memory.rounds import Message, Round, Rounds, aligned
 from apportion.backends.torch.transport import Flight, Transport
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import Tensor as Name

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Program, Segments, compile_program
-from apportion.backends.torch.arrays import DTYPES
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.executor import Loaded
+from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError

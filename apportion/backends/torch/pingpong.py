@@ -31,8 +31,8 @@ from apportion.backends.torch.autograd import (
 )
 from apportion.backends.torch.executor import Layer, Projection
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.kernels import Score
-from apportion.backends.torch.memory import Parts
+from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.memory.arenas import Parts
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.isa import PHASES
 from apportion.ir.isa import Tensor as Name

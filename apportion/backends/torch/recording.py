@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from apportion.backends.torch.engines import StageEngine
-from apportion.backends.torch.memory import Pool, Post
+from apportion.backends.torch.memory.arenas import Pool, Post
 from apportion.backends.torch.transport import Alone, Flight, Transport
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.memory import Post
+from apportion.backends.torch.memory.arenas import Post
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.plan.tables import Move
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apportion.backends.torch.memory import Pool, Post
+from apportion.backends.torch.memory.arenas import Pool, Post
 from apportion.ir.errors import ConfigError, ExecutionError
 
 

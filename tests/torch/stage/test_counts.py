@@ -16,7 +16,7 @@ from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.planner.recipe.recipes import has_own_cap
 from apportion.planner.simulate import simulate
-from apportion.trainer.attention import PlanHandle, planned_attention
+from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 MATRIX = STRATEGIES | WIDE
 

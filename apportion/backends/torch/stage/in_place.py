@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from apportion.backends.interp import Operand, Program
-from apportion.backends.torch.memory import Arenas
-from apportion.backends.torch.rounds import Message, Rounds, tile_arrays
+from apportion.backends.torch.memory.arenas import Arenas
+from apportion.backends.torch.memory.rounds import Message, Rounds, tile_arrays
 from apportion.backends.torch.stage.worklists import ROLES, Targets
 from apportion.ir.isa import RESULTS, Op, Space
 from apportion.ir.plan.fusion import Complete, gaps

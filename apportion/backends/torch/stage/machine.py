@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Operand, Step
-from apportion.backends.torch.arrays import DTYPES
-from apportion.backends.torch.checks import is_checking, require_finite, require_numbers
 from apportion.backends.torch.executor import Layer, TorchMachine
-from apportion.backends.torch.memory import Memory
-from apportion.backends.torch.rounds import Round
+from apportion.backends.torch.kernels.checks import is_checking, require_finite, require_numbers
+from apportion.backends.torch.memory.arenas import Memory
+from apportion.backends.torch.memory.arrays import DTYPES
+from apportion.backends.torch.memory.rounds import Round
+from apportion.backends.torch.stage.drafts import Launch
 from apportion.backends.torch.stage.launcher import Launcher, default_launcher
-from apportion.backends.torch.stage.program import Launch, StageLoaded
+from apportion.backends.torch.stage.program import StageLoaded
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.transport import Transport
 from apportion.ir.isa import Tensor as Name

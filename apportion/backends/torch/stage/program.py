@@ -8,58 +8,28 @@ What a call has to do for an instruction is to put the addresses of its arrays b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from apportion.backends.interp import Operand, Program, Step
+from apportion.backends.interp import Program
 from apportion.backends.torch.executor import Loaded
-from apportion.backends.torch.memory import Arenas
-from apportion.backends.torch.rounds import Message, Rounds, find_rounds, tile_arrays
-from apportion.backends.torch.stage.in_place import InPlace, Placed, written_from
-from apportion.backends.torch.stage.rowlists import (
-    SLOTS,
-    Fold,
-    Panel,
-    Part,
-    Parts,
-    Slot,
-    cleared,
-    folds,
-    message_parts,
-    move,
-    moved,
-    spots,
-)
-from apportion.backends.torch.stage.tiles import shelves, waves
-from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants, variant
-from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
+from apportion.backends.torch.memory.arenas import Arenas
+from apportion.backends.torch.memory.rounds import find_rounds
+from apportion.backends.torch.stage.drafts import STEPS, Drafts, Launch
+from apportion.backends.torch.stage.in_place import Placed, written_from
+from apportion.backends.torch.stage.rowlists import Slot
+from apportion.backends.torch.stage.variants import Variant, variant
 from apportion.ir.arrays import Ints
-from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import OP_NAMES, PHASES, Op, Space
+from apportion.ir.isa import PHASES
 from apportion.ir.isa import Tensor as Name
-from apportion.ir.plan.fusion import Complete, RowRanges, apart, find_complete, gaps, result_ranges
-from apportion.ir.plan.ops import instruction_of
-from apportion.ir.plan.row_statistics import Statistics, find_statistics
+from apportion.ir.plan.fusion import find_complete
+from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.plan.tables import ProgramSet
-
-
-class Launch(NamedTuple):
-    """One kernel launch, but for the arrays and the layer. arrays: which of the machine's arrays come first, by number;
-    tables: device tensors; sizes: integers behind them."""
-
-    kernel: str
-    programs: int
-    tables: tuple[Tensor, ...]
-    arrays: Callable[[Sequence[Any]], Any]
-    sizes: tuple[int, ...]
-    constants: Mapping[str, Any]
 
 
 class Table:
@@ -107,7 +77,7 @@ class StageLoaded(Loaded):
     @property
     def needs_views(self) -> bool:
         """Whether an op works on operands themselves, as projections do."""
-        return any(op not in _STEPS for op in self.program.ops)
+        return any(op not in STEPS for op in self.program.ops)
 
     @cached_property
     def plain(self) -> Mapping[str, Mapping[str, Any]]:
@@ -133,15 +103,14 @@ def load(
     arenas = Arenas(program, rounds.staging_bytes, hidden)
     header = program.header
     chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
-    builder = _Builder(columns, program, arenas, rounds, chosen, complete, find_statistics(columns))
-    drafts = {step.index: tuple(builder.step(step)) for step in program.steps}
-    results = tuple(builder.results(rows))
-    table = Table(np.concatenate([*builder.tables, np.zeros(4, np.int32)]), device)
+    drafts = Drafts(columns, program, arenas, rounds, chosen, complete, find_statistics(columns))
+    made = {step.index: tuple(drafts.step(step)) for step in program.steps}
+    results = tuple(drafts.results(rows))
+    table = Table(np.concatenate([*drafts.tables, np.zeros(4, np.int32)]), device)
     launches = {
-        index: tuple(draft.launch(table.data, builder) for draft in listed)
-        for index, listed in drafts.items()
+        index: tuple(draft.launch(table.data, drafts) for draft in listed) for index, listed in made.items()
     }
-    last = tuple(draft.launch(table.data, builder) for draft in results)
+    last = tuple(draft.launch(table.data, drafts) for draft in results)
     return StageLoaded(
         program,
         rounds,
@@ -149,351 +118,9 @@ def load(
         table,
         launches,
         last,
-        tuple(builder.slots),
+        tuple(drafts.slots),
         chosen,
-        builder.shares,
-        builder.complete(),
-        {Name[column.upper()]: rows for column, rows in builder.in_place.rows.items()},
+        drafts.shares,
+        drafts.complete(),
+        {Name[column.upper()]: rows for column, rows in drafts.in_place.rows.items()},
     )
-
-
-@dataclass
-class _Draft:
-    """A launch whose tables are not on the device yet: where each begins and ends in the buffer."""
-
-    kernel: str
-    programs: int
-    tables: list[slice]
-    slots: Sequence[Slot]
-    sizes: tuple[int, ...]
-    constants: Mapping[str, Any]
-
-    def launch(self, buffer: Tensor, builder: _Builder) -> Launch:
-        views = [buffer[place] for place in self.tables]
-        if self.kernel == "move":
-            views[0] = views[0].view(torch.int64)
-        numbers = [builder.number(slot) for slot in self.slots]
-        arrays = itemgetter(*numbers) if len(numbers) > 1 else _one(numbers[0])
-        return Launch(self.kernel, self.programs, tuple(views), arrays, self.sizes, self.constants)
-
-
-def _one(number: int) -> Callable[[Sequence[Any]], Any]:
-    return lambda arrays: (arrays[number],)
-
-
-class _Builder:
-    """Drafts of the launches of each step, and their tables."""
-
-    def __init__(
-        self,
-        columns: ProgramSet,
-        program: Program,
-        arenas: Arenas,
-        rounds: Rounds,
-        chosen: Variant,
-        complete: Mapping[str, Complete],
-        statistics: Statistics,
-    ) -> None:
-        self._program, self._header, self._arenas, self._rounds = program, program.header, arenas, rounds
-        self._variant = chosen
-        self.tables: list[Ints] = []
-        self.slots: list[Slot] = []
-        self.shares = 0
-        self._end = 0
-        self._parts = Parts(lambda operand: arenas.arrays(operand.tensor, operand.space))
-        self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
-        self._columns, self._programs = Columns(columns, program.header), columns
-        self._complete, self._statistics = complete, statistics
-        self.in_place = InPlace.of(columns, program, arenas, rounds, complete)
-        self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
-
-    def number(self, slot: Slot) -> int:
-        """The number of an array; one that the program never names is another of the same tensor."""
-        if slot not in self.slots:
-            self.slots.append(slot)
-        return self.slots.index(slot)
-
-    def complete(self) -> dict[tuple[int, Name, bool], list[tuple[int, int]]]:
-        """(step, tensor, whether at home) -> the rows that it leaves as results, ranges apart from each other."""
-        found: dict[tuple[int, Name, bool], set[tuple[int, int]]] = {}
-        instructions = self._programs["instructions"]
-        for roles in ROLES.values():
-            step = instruction_of(instructions["op"], instructions.wide("count"), roles.table)
-            for task, *rows in zip(*(one.tolist() for one in self._complete[roles.owner].tasks), strict=True):
-                operand = self._program.operands[int(self._programs[roles.table][roles.owner][task])]
-                key = int(step[task]), operand.tensor, operand.is_home
-                found.setdefault(key, set()).add((rows[0], rows[1]))
-        return {key: apart(ranges) for key, ranges in found.items()}
-
-    def step(self, step: Step) -> Iterator[_Draft]:
-        """The launches of a step; of row ops, where there are rows."""
-        made = _STEPS.get(step.op)
-        if made is not None and (step.rowops or step.op.rule.list != "rowops"):
-            yield from made(self, step)
-
-    # --- attention
-
-    def attend(self, step: Step) -> Iterator[_Draft]:
-        yield from self._attention(
-            "attend",
-            step,
-            [
-                *self._ends(Name.Q),
-                *self._kv(),
-                *self._ends(Name.O),
-                *self._ends(Name.O, 1),
-                (Name.NONE, True, 0),
-                *_WIRE,
-            ],
-            (Name.Q, Name.KV, Name.O),
-        )
-
-    def attend_grad(self, step: Step) -> Iterator[_Draft]:
-        above = [*self._ends(Name.DO), *self._ends(Name.DELTA)]
-        for kernel, own, results in (("dq", Name.DQ, (0,)), ("dkdv", Name.DKV, (1, 2))):
-            slots = [*self._ends(Name.Q), *self._kv(), *above, *self._ends(own)]
-            # without gradients of home rows nothing is complete, and any array will do
-            slots += [(Name.NONE, True, i) if Name.DQ in self._home else slots[0] for i in results]
-            slots += _WIRE[:1]
-            if kernel == "dq":
-                slots += [(Name.O, True, 0), (Name.O, True, 1)]
-            yield from self._attention(kernel, step, slots, (Name.Q, Name.KV, Name.DO, Name.DELTA, own))
-
-    def _attention(
-        self, kernel: str, step: Step, slots: list[Slot], work: Sequence[Name]
-    ) -> Iterator[_Draft]:
-        if kernel not in self._lists:
-            shape = self._variant.shapes[kernel]
-            owner = ROLES[kernel].owner
-            complete, targets = self._complete[owner].tasks, self.in_place.targets(owner)
-            stated = self._statistics.tasks if kernel == "dq" else RowRanges.none()
-            made = work_list(
-                self._programs, self._columns, kernel, shape.owner, shape.walked, complete, targets, stated
-            )
-            self._lists[kernel] = made, self._stored(made.tiles, made.entries, made.heads)
-        made, tables = self._lists[kernel]
-        heads = (self._header.q_heads, self._header.kv_heads)
-        columns = tuple(self._arenas.columns.get(name, 1) for name in work)
-        for launch in made.launches.get(step.index, ()):
-            sizes = (launch.tile, launch.lanes, *heads, *columns)
-            yield _Draft(kernel, launch.tiles * launch.lanes, tables, slots, sizes, {})
-
-    def _kv(self) -> list[Slot]:
-        """k and v at home, and work rows."""
-        return [(Name.KV, True, 0), (Name.KV, True, 1), self._ends(Name.KV)[1]]
-
-    def _ends(self, tensor: Name, number: int = 0) -> list[Slot]:
-        """An array at home and as work rows; where the program has but one of them, that twice."""
-        home, work = (tensor, True, number), (tensor, False, number)
-        if tensor not in self._arenas.columns:
-            return [home, home]
-        return [home if tensor in self._home or tensor in _GIVEN else work, work]
-
-    # --- rows
-
-    def copy(self, step: Step) -> Iterator[_Draft]:
-        operands = self._program.operands
-        found = [
-            list(
-                moved(self._parts.of(operands[row.a]), self._parts.of(operands[row.c]), operands[row.c].rows)
-            )
-            for row in step.rowops
-        ]
-        yield from self._in_turn(step, found)
-
-    def clear(self, step: Step) -> Iterator[_Draft]:
-        operands = [self._program.operands[row.c] for row in step.rowops]
-        yield from self._move(
-            [p for one in operands for p in cleared(self._parts.of(one), one.rows, one.tensor)]
-        )
-
-    def launch(self, step: Step) -> Iterator[_Draft]:
-        """What is staged goes into its messages."""
-        tiles = self._staged(self._rounds.of_step[step.index].sends)
-        yield from self._move([p for there, here, rows in tiles for p in moved(here, there, rows)])
-
-    def wait(self, step: Step) -> Iterator[_Draft]:
-        """What was staged comes out of them."""
-        tiles = self._staged(self._rounds.of_step[step.index].receives)
-        yield from self._move([p for there, here, rows in tiles for p in moved(there, here, rows)])
-
-    def _staged(self, messages: Sequence[Message]) -> Iterator[tuple[list[Part], list[Part], int]]:
-        """The parts of each staged tile in its message and in memory, and its rows, but for those that are in place."""
-        for message in messages:
-            for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
-                operand = self._program.operands[index]
-                arrays = list(tile_arrays(operand, self._header, self._arenas.hidden, message.results))
-                for row, stop in self.in_place.rest(index, operand):
-                    some = replace(operand, row=row, rows=stop - row)
-                    there = message_parts(message, tile, operand, arrays, row - operand.row)
-                    given = message.results and operand.is_home
-                    yield there, self._result(some) if given else self._parts.of(some), some.rows
-
-    def deliver(self, step: Step) -> Iterator[_Draft]:
-        operands = self._program.operands
-        panels: list[Panel] = []
-        for rowop in step.rowops:
-            source, target = operands[rowop.a], operands[rowop.c]
-            for row, stop in self.in_place.rest(rowop.a, source):
-                some = replace(source, row=row, rows=stop - row)
-                there = replace(target, row=target.row + row - source.row, rows=stop - row)
-                panels += moved(self._parts.of(some), self._result(there), some.rows)
-        yield from self._move(panels)
-
-    def _result(self, operand: Operand) -> list[Part]:
-        """The parts of home rows of a sum as the caller gets them."""
-        like, first = _RESULT[operand.tensor]
-        given = self._parts.of(replace(operand, tensor=like))
-        found = [
-            (place._replace(slot=(Name.NONE, True, first + i)), width)
-            for i, (place, width) in enumerate(given)
-        ]
-        return found + self._parts.of(operand)[1:] if operand.tensor == Name.O else found
-
-    def _in_turn(self, step: Step, found: list[list[Panel]]) -> Iterator[_Draft]:
-        """One launch, unless a row of the step reads or writes what another one writes."""
-        if _overlap(step, self._program.operands):
-            for panels in found:
-                yield from self._move(panels)
-        else:
-            yield from self._move([panel for panels in found for panel in panels])
-
-    def _move(self, found: list[Panel]) -> Iterator[_Draft]:
-        if not found:
-            return
-        made = move(found)
-        if len(made.slots) > SLOTS:
-            half = len(found) // 2
-            yield from self._move(found[:half])
-            yield from self._move(found[half:])
-            return
-        tables = self._stored(made.panels.view(np.int32), made.chunks)
-        slots = [*made.slots, *[made.slots[0]] * (SLOTS - len(made.slots))]
-        constants = made.constants(self._header.dtype)
-        yield _Draft("move", len(made.chunks), tables, slots, (), constants)
-
-    def add(self, step: Step) -> Iterator[_Draft]:
-        for fold in folds(step, self._program.operands, ROWS):
-            arrays = [
-                self._arenas.arrays(tensor, Space.HOME if home else Space.WORK)[0]
-                for tensor, home, _ in fold.slots
-            ]
-            sizes = np.array([[max(array.columns, 1), array.width] for array in arrays], np.int32)
-            tables = self._stored(fold.tiles, fold.entries, fold.heads, sizes)
-            slots = [*fold.slots, *[fold.slots[0]] * (SLOTS - len(fold.slots))]
-            constants = add_constants(int(sizes[:, 1].max()))
-            yield _Draft("add", len(fold.tiles) * fold.lanes, tables, slots, (fold.lanes,), constants)
-
-    def merge(self, step: Step) -> Iterator[_Draft]:
-        for fold in folds(step, self._program.operands, ROWS):
-            self._by_space(fold)
-            tables = self._stored(fold.tiles, fold.entries, fold.heads)
-            slots = [*self._ends(Name.O), *self._ends(Name.O, 1)]
-            sizes = (fold.lanes, self._header.q_heads, self._arenas.columns.get(Name.O, 1))
-            yield _Draft("merge", len(fold.tiles) * fold.lanes, tables, slots, sizes, self._widths())
-
-    def _by_space(self, fold: Fold) -> None:
-        """`merge` knows two arrays of O: slots become whether they are work rows."""
-        work = np.array([not home for _, home, _ in fold.slots], np.int32)
-        fold.tiles[:, 7], fold.entries[:, 3] = work[fold.tiles[:, 7]], work[fold.entries[:, 3]]
-
-    def delta(self, step: Step) -> Iterator[_Draft]:
-        """All rows, for layers that ask for it; then, where attention computes some, the others."""
-        operands = self._program.operands
-        if any(not operands[row.b].is_home for row in step.rowops):
-            raise ExecutionError("delta of work rows of O: a plan computes it where the output lives")
-        slots = [*self._ends(Name.DO), (Name.O, True, 0), (Name.O, True, 1), *self._ends(Name.DELTA)]
-        columns = [self._arenas.columns.get(name, 1) for name in (Name.DO, Name.DELTA)]
-        every, others = spots(step, operands, ROWS), spots(step, operands, ROWS, self._unstated)
-        for made in (every, others) if self._statistics.rowops else (every,):
-            tables = self._stored(made.tiles, made.heads)
-            sizes = (self.shares, made.lanes, self._header.q_heads, *columns)
-            yield _Draft("delta", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
-        self.shares += len(every.tiles)
-
-    def _unstated(self, own: Operand) -> list[tuple[int, int]]:
-        """Rows whose statistics no task computes."""
-        return gaps(self._stated if own.is_home else (), own.row, own.row + own.rows)
-
-    @cached_property
-    def _stated(self) -> list[tuple[int, int]]:
-        _, row0, row1 = (column.tolist() for column in self._statistics.rowops)
-        return apart(zip(row0, row1, strict=True))
-
-    def finish(self, step: Step) -> Iterator[_Draft]:
-
-        def of_rows(left: Callable[[int, int], list[tuple[int, int]]]) -> _Left:
-            return lambda own: left(own.row, own.row + own.rows)
-
-        kernels: tuple[tuple[str, list[Slot], _Left], ...] = (
-            ("finish", [(Name.O, True, 0), (Name.O, True, 1)], of_rows(self._complete["o"].gaps)),
-            ("sink", [(Name.O, True, 1)], of_rows(result_ranges(self._programs, Name.O))),
-        )
-        for kernel, slots, left in kernels:
-            made = spots(step, self._program.operands, ROWS, left)
-            if len(made.tiles):
-                tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
-                yield _Draft(kernel, len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
-
-    def results(self, rows: int) -> Iterator[_Draft]:
-        """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
-        if not rows or Name.DQ not in self._home:
-            return
-        found: list[Panel] = []
-        for tensor, column in ((Name.DQ, "dq"), (Name.DKV, "dkv")):
-            for row, stop in self._complete[column].gaps(0, rows):
-                whole = Operand(0, tensor, Space.HOME, row, stop - row, *self._all(tensor))
-                found += moved(self._parts.of(whole), self._result(whole), stop - row)
-        yield from self._move(found)
-
-    def _all(self, tensor: Name) -> tuple[tuple[int, ...], slice]:
-        heads = self._header.heads_of(tensor)
-        return tuple(range(heads)), slice(0, heads, 1)
-
-    def _widths(self) -> Mapping[str, int]:
-        return row_constants(self._variant.v)
-
-    def _stored(self, *tables: Ints) -> list[slice]:
-        """Where each table will be in the buffer, in int32; each begins at a multiple of 16 bytes."""
-        places = []
-        for table in tables:
-            flat = np.ascontiguousarray(table).reshape(-1)
-            padded = np.zeros(-(-len(flat) // 4) * 4, np.int32)
-            padded[: len(flat)] = flat
-            self.tables.append(padded)
-            places.append(slice(self._end, self._end + len(padded)))
-            self._end += len(padded)
-        return places
-
-
-#: staging as numbers of the model's dtype, and as float32
-_WIRE: list[Slot] = [(Name.NONE, False, 0), (Name.NONE, False, 1)]
-#: which rows of what it writes an op has to do
-_Left = Callable[[Operand], list[tuple[int, int]]]
-#: a sum -> the tensor whose home rows its results are like, and the first of the results that they are
-_RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
-#: home rows that callers always pass in
-_GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
-
-
-def _overlap(step: Step, operands: Sequence[Operand]) -> bool:
-    """Whether a row of a copy may meet rows that another one writes: rare, so it need not be exact."""
-    written, read = (
-        [operands[index] for index in side]
-        for side in zip(*((row.c, row.a) for row in step.rowops), strict=True)
-    )
-    if {(one.tensor, one.is_home) for one in written} & {(one.tensor, one.is_home) for one in read}:
-        return True
-    columns = list(dict.fromkeys(one.heads for one in written))
-    at = np.array([columns.index(one.heads) for one in written])
-    shelf = shelves(np.zeros_like(at), at, [heads or (0,) for heads in columns])
-    slot = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in written])
-    start = np.array([one.row for one in written])
-    stop = start + np.array([one.rows for one in written])
-    return bool(waves(np.zeros_like(at), slot, start, stop, np.arange(len(at))).any())
-
-
-#: what drafts the launches of an op; an op without is the machine's own, and has its operands' views
-_STEPS: Mapping[Op, Callable[[_Builder, Step], Iterator[_Draft]]] = {
-    op: made for op in Op if (made := getattr(_Builder, OP_NAMES[op], None))
-}

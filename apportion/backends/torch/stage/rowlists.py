@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.backends.interp import Operand, Step
-from apportion.backends.torch.arrays import Array
-from apportion.backends.torch.rounds import Message
+from apportion.backends.torch.memory.arrays import Array
+from apportion.backends.torch.memory.rounds import Message
 from apportion.backends.torch.stage.tiles import cut_tiles, shelves, waves
 from apportion.backends.torch.stage.worklists import ENTRY, TILE
 from apportion.ir.arrays import Ints, group_of, within

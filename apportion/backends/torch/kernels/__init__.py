@@ -1,0 +1,1 @@
+"""Attention of one task on the kernels of torch."""

@@ -1,0 +1,1 @@
+"""A rank's memory: arrays, arenas, messages of rounds."""

@@ -1,0 +1,238 @@
+"""A rank's memory during one call: home rows, work arenas and staging, and operands as views of them.
+
+given      home rows that the caller passes in
+fresh      home rows that the call makes: results, which outlive it
+pooled     work arenas and the staging of messages, one buffer a call, used again by the next layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from apportion.backends.interp import Operand, Program, Step
+from apportion.backends.torch.memory.arrays import Array, arrays_of, part_views
+from apportion.backends.torch.memory.head_columns import Columns, pick, put
+from apportion.backends.torch.memory.rounds import PAGE, Message, Round, aligned, tile_arrays
+from apportion.ir.errors import ExecutionError
+from apportion.ir.isa import HEADLESS, Space
+from apportion.ir.isa import Tensor as Name
+
+Parts = tuple[Tensor, ...]
+
+
+class Post(NamedTuple):
+    """One message: bytes for a peer, or from it, uint8 [n]."""
+
+    send: bool
+    peer: int
+    data: Tensor
+
+
+class Buffer:
+    """Bytes that a call has to itself. data: uint8, uninitialised."""
+
+    __slots__ = ("__weakref__", "data")
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.data = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def __len__(self) -> int:
+        return self.data.numel()
+
+
+class Pool:
+    """Buffers of bytes that calls take and give back, so that layers share them. One of a device and stream serves
+    calls one after another, and as many at a time as take one."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.device, int], list[Buffer]] = {}
+        self._lock = Lock()  # autograd runs backward in threads of its own
+
+    def take(self, size: int, device: torch.device) -> Buffer:
+        """At least as many bytes: what was given back last and is large enough, else a new one instead of it."""
+        with self._lock:
+            free = self._free.setdefault(_stream(device), [])
+            for i in reversed(range(len(free))):
+                if len(free[i]) >= size:
+                    return free.pop(i)
+            if free:
+                free.pop()
+        return Buffer(size, device)
+
+    def give(self, buffer: Buffer) -> None:
+        """Nobody may use the buffer any more, but for work that its stream already has."""
+        with self._lock:
+            self._free.setdefault(_stream(buffer.data.device), []).append(buffer)
+
+
+def _stream(device: torch.device) -> tuple[torch.device, int]:
+    """Buffers are used again in the order of a stream."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return device, stream
+
+
+class View:
+    """Rows and head columns of an operand. `read` gives views of the memory where columns are evenly spaced;
+    where they are not, copies, and `write` puts them back after changes in place."""
+
+    __slots__ = ("_columns", "_parts", "_rows", "operand")
+
+    def __init__(self, operand: Operand, parts: Parts) -> None:
+        self.operand = operand
+        self._rows = tuple(part.narrow(0, operand.row, operand.rows) for part in parts)
+        self._columns: Columns | None = None if operand.tensor in HEADLESS else operand.columns
+        scattered = isinstance(self._columns, tuple)
+        self._parts = None if scattered else self._gather()
+
+    def _gather(self) -> Parts:
+        columns = self._columns
+        return self._rows if columns is None else tuple(pick(rows, columns) for rows in self._rows)
+
+    def read(self) -> Parts:
+        return self._gather() if self._parts is None else self._parts
+
+    def write(self, parts: Sequence[Tensor]) -> None:
+        """Stores parts that `read` returned. Nothing to do for views."""
+        if self._parts is None and self._columns is not None:
+            for rows, part in zip(self._rows, parts, strict=True):
+                put(rows, self._columns, part)
+
+    def fill(self, parts: Sequence[Tensor]) -> None:
+        """Stores any parts."""
+        mine = self.read()
+        for own, part in zip(mine, parts, strict=True):
+            own.copy_(part)
+        self.write(mine)
+
+
+class Arenas:
+    """The work arenas and the staging of a program in one buffer: where each array begins, in bytes."""
+
+    def __init__(self, program: Program, staging_bytes: int, hidden: int) -> None:
+        self.header, self.hidden, self.staging_bytes = program.header, hidden, staging_bytes
+        self.columns = {arena.tensor: arena.heads for arena in program.arenas}
+        self.placed: dict[Name, list[tuple[int, Array, int]]] = {}
+        self._specs: dict[tuple[Name, Space], list[Array]] = {}
+        self._bound: WeakKeyDictionary[Buffer, Bound] = WeakKeyDictionary()
+        self.size = aligned(staging_bytes, PAGE)
+        for arena in program.arenas:
+            found = self.placed[arena.tensor] = []
+            for array in self.arrays(arena.tensor, Space.WORK):
+                found.append((self.size, array, arena.rows))
+                self.size += aligned(arena.rows * array.row_bytes, PAGE)
+
+    def arrays(self, tensor: Name, space: Space) -> list[Array]:
+        """The arrays of a tensor, at home or in this program's arena."""
+        key = tensor, space
+        if key not in self._specs:
+            columns = self.columns.get(tensor) if space == Space.WORK else None
+            self._specs[key] = arrays_of(tensor, space, self.header, columns, self.hidden)
+        return self._specs[key]
+
+    def bind(self, buffer: Buffer) -> Bound:
+        """The arenas in a buffer of at least `size` bytes: the same as last time, for the same buffer."""
+        if buffer not in self._bound:
+            self._bound[buffer] = Bound(self, buffer)
+        return self._bound[buffer]
+
+
+class Bound:
+    """Arenas in a buffer. work: their arrays; staging: uint8 [bytes]; posts: of launch steps that were asked for."""
+
+    def __init__(self, arenas: Arenas, buffer: Buffer) -> None:
+        self.work: dict[Name, Parts] = {
+            tensor: tuple(_array(buffer.data, at, array, rows) for at, array, rows in placed)
+            for tensor, placed in arenas.placed.items()
+        }
+        self.staging = buffer.data[: arenas.staging_bytes]
+        self.posts: dict[int, tuple[Post, ...]] = {}
+
+
+def _array(buffer: Tensor, at: int, array: Array, rows: int) -> Tensor:
+    return buffer[at : at + rows * array.row_bytes].view(array.dtype).view(array.shape(rows))
+
+
+class Memory:
+    """Home rows, work arenas and staging of one call. `rows`: home rows with tokens; padding: more behind them; given:
+    home tensors that the caller passes in; others are made when they are asked for."""
+
+    def __init__(
+        self, arenas: Arenas, rows: int, given: Mapping[Name, Parts], buffer: Buffer, padding: int = 0
+    ) -> None:
+        self._arenas, self._rows, self._padding, self.buffer = arenas, rows, padding, buffer
+        self.device = buffer.data.device
+        self.home: dict[Name, Parts] = dict(given)
+        self._bound = arenas.bind(buffer)
+        self.work, self.staging = self._bound.work, self._bound.staging
+
+    def arrays(self, operand: Operand) -> Parts:
+        """The arrays that hold an operand. Raises ExecutionError where the plan leaves its memory."""
+        arrays = self.home_arrays(operand.tensor) if operand.is_home else self.work.get(operand.tensor)
+        if arrays is None or operand.row + operand.rows > len(arrays[0]):
+            raise ExecutionError(f"{operand} leaves this rank's rows: the plan was not verified")
+        return arrays
+
+    def view(self, operand: Operand) -> View:
+        """The operand's rows, part by part."""
+        specs = self._arenas.arrays(operand.tensor, operand.space)
+        return View(operand, part_views(self.arrays(operand), specs))
+
+    def home_arrays(self, tensor: Name) -> Parts:
+        """[rows, …] of a home tensor."""
+        if tensor not in self.home:
+            specs = self._arenas.arrays(tensor, Space.HOME)
+            self.home[tensor] = tuple(self.fresh(spec.shape(0)[1:], spec.dtype) for spec in specs)
+            if tensor == Name.O and self._padding:
+                self.home[tensor][1][self._rows :] = -torch.inf
+        return self.home[tensor]
+
+    def fresh(self, width: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """[rows, *width] of a result: uninitialised, since a verified plan reads no row before it is written; its
+        padding 0."""
+        found = torch.empty(self._rows + self._padding, *width, dtype=dtype, device=self.device)
+        if self._padding:
+            found[self._rows :] = 0
+        return found
+
+    def home_rows(self, tensor: Name) -> Parts:
+        """The parts of a home tensor, [rows, …] each."""
+        return part_views(self.home_arrays(tensor), self._arenas.arrays(tensor, Space.HOME))
+
+    def in_message(self, message: Message, operands: Sequence[Operand]) -> list[Parts]:
+        """The parts of each tile of a staged message."""
+        return [
+            self._in_message(message.at + at, operands[index], message.results) for index, at in message.tiles
+        ]
+
+    def _in_message(self, start: int, operand: Operand, results: bool) -> Parts:
+        found = list(tile_arrays(operand, self._arenas.header, self._arenas.hidden, results))
+        arrays = [_array(self.staging, start + at, array, operand.rows) for at, array in found]
+        return part_views(arrays, [array for _, array in found])
+
+    def posts(self, step: Step, found: Round, operands: Sequence[Operand]) -> tuple[Post, ...]:
+        """The messages of a launch: what it receives first."""
+        posts = self._bound.posts.get(step.index)
+        if posts is None:
+            sides = ((False, found.receives), (True, found.sends))
+            posts = tuple(
+                Post(send, message.peer, self._of_message(message, operands))
+                for send, messages in sides
+                for message in messages
+            )
+            if not any(operands[m.tiles[0][0]].is_home for _, side in sides for m in side if not m.is_staged):
+                self._bound.posts[step.index] = posts  # the same bytes in each call
+        return posts
+
+    def _of_message(self, message: Message, operands: Sequence[Operand]) -> Tensor:
+        """The bytes of a message: in the staging arena, or where its tiles lie side by side."""
+        if message.is_staged:
+            return self.staging[message.at : message.at + message.size]
+        first, last = (operands[message.tiles[i][0]] for i in (0, -1))
+        (array,) = self.arrays(last)
+        return array[first.row : last.row + last.rows].flatten().view(torch.uint8)

@@ -1,0 +1,194 @@
+"""The rounds of one rank's program: messages, where their tiles lie in them, and where staged ones lie in the staging
+arena.
+
+    launch step ──► Round ── sends     Message(peer, tiles at byte offsets, staged at …)
+                          └─ receives
+
+Staging rows are free again once their round was waited for, so the arena is as large as what is ever under way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from apportion.backends.interp import Operand, Program, Step, components
+from apportion.backends.torch.memory.arrays import DTYPES, Array, arrays_of, wire_dtype
+from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op, Space
+from apportion.ir.plan.messages import ALIGNMENT, find_messages
+from apportion.ir.plan.tables import Header, ProgramSet
+
+#: where the staging of a round's messages begins: a multiple of this
+PAGE = 256
+_AT_ONCE: Mapping[int, int] = MappingProxyType({})
+
+
+class Message(NamedTuple):
+    """Tiles that travel together. tiles: operands, with the byte of the message at which each begins. at: where it lies
+    in the staging arena, -1 where it is direct. results: whether its rows are results."""
+
+    peer: int
+    tiles: tuple[tuple[int, int], ...]
+    size: int
+    at: int
+    results: bool
+
+    @property
+    def is_staged(self) -> bool:
+        return self.at >= 0
+
+
+class Round(NamedTuple):
+    """What a launch sends and receives. out, into: the bytes of the staging arena that hold its staged messages."""
+
+    channel: int
+    mode: int
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    out: slice
+    into: slice
+
+    @property
+    def is_dense(self) -> bool:
+        return bool(self.mode & ALL_TO_ALL)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """of_step: the round of each launch, and of each wait; staging_bytes: of the arena."""
+
+    of_step: Mapping[int, Round]
+    staging_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all messages that this rank sends."""
+        launched = {id(found): found for found in self.of_step.values()}
+        return sum(message.size for found in launched.values() for message in found.sends)
+
+
+def tile_arrays(
+    operand: Operand, header: Header, hidden: int, results: bool = False
+) -> Iterator[tuple[int, Array]]:
+    """How a tile lies in its message: each array with the byte at which it begins. They are those of a work arena, but
+    for accumulated LSE, which travels in the accumulators' dtype, and for results and narrow gradients, which do in the
+    model's."""
+    arrays = arrays_of(operand.tensor, Space.WORK, header, len(operand.heads), hidden)
+    at, narrow = 0, results or header.narrows(operand.tensor)
+    for array, part in zip(arrays, components(operand.tensor, header, hidden), strict=False):
+        travels = array._replace(dtype=wire_dtype(operand.tensor, part, DTYPES[header.dtype], narrow))
+        yield at, travels
+        at += aligned(operand.rows * travels.row_bytes)
+
+
+def aligned(size: int, multiple: int = ALIGNMENT) -> int:
+    return -(-size // multiple) * multiple
+
+
+def tile_bytes(operand: Operand, header: Header, hidden: int, results: bool) -> int:
+    """Bytes of a tile in a message."""
+    at, array = list(tile_arrays(operand, header, hidden, results))[-1]
+    return at + operand.rows * array.row_bytes
+
+
+def find_rounds(
+    programs: ProgramSet, program: Program, hidden: int, early: Mapping[int, int] = _AT_ONCE
+) -> Rounds:
+    """The rounds of one rank's program. hidden: width of X and dX, where they travel; early: launch step -> the step
+    from which its messages have their places, where that is not the launch."""
+    messages = find_messages(programs, program.header)
+    of, staged = iter(messages.of.tolist()), messages.staged.tolist()
+    sizes, due = _Sizes(program, hidden), defaultdict(list)
+    for step in program.steps:
+        if step.op == Op.LAUNCH:
+            listed = [next(of) for _ in step.transfers]
+            due[early.get(step.index, step.index)].append((step, _drafts(step, listed, sizes)))
+    arena, under_way, found = _Arena(), {}, {}
+    for step in program.steps:
+        for launch, drafts in due[step.index]:
+            found[launch.index] = under_way[launch.round] = arena.place(
+                launch, drafts, [staged[one] for one in drafts]
+            )
+        if step.op == Op.WAIT:
+            found[step.index] = under_way.pop(step.round)
+            arena.release(found[step.index])
+    return Rounds(found, arena.size)
+
+
+class _Sizes(dict[tuple[int, bool], int]):
+    """(operand, whether it is a result) -> the bytes that its tile takes in a message."""
+
+    def __init__(self, program: Program, hidden: int) -> None:
+        self._program, self._hidden = program, hidden
+
+    def __missing__(self, key: tuple[int, bool]) -> int:
+        index, results = key
+        operand = self._program.operands[index]
+        self[key] = tile_bytes(operand, self._program.header, self._hidden, results)
+        return self[key]
+
+
+class _Draft:
+    """A message of a launch, as its tiles are added."""
+
+    def __init__(self, send: bool, peer: int) -> None:
+        self.send, self.peer, self.size = send, peer, 0
+        self.tiles: list[tuple[int, int]] = []
+
+    def add(self, operand: int, size: int) -> None:
+        self.tiles.append((operand, aligned(self.size)))
+        self.size = aligned(self.size) + size
+
+
+def _drafts(step: Step, listed: list[int], sizes: _Sizes) -> dict[int, _Draft]:
+    """The messages of a launch by number: those received first, each side by peer."""
+    found: dict[int, _Draft] = {}
+    for transfer, number in zip(step.transfers, listed, strict=True):
+        draft = found.setdefault(number, _Draft(transfer.send, transfer.peer))
+        draft.add(transfer.operand, sizes[transfer.operand, bool(step.mode & RESULTS)])
+    return dict(sorted(found.items()))
+
+
+class _Arena:
+    """Places for staged messages: each round takes the first that is free."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._taken: list[slice] = []
+
+    def place(self, step: Step, drafts: Mapping[int, _Draft], staged: list[bool]) -> Round:
+        sides: list[tuple[tuple[Message, ...], slice]] = []
+        for send in (True, False):
+            mine = [
+                (draft, flag)
+                for draft, flag in zip(drafts.values(), staged, strict=True)
+                if draft.send == send
+            ]
+            space = self._take(sum(aligned(draft.size) for draft, flag in mine if flag))
+            sides.append((tuple(_messages(mine, space.start, bool(step.mode & RESULTS))), space))
+        (sends, out), (receives, into) = sides
+        return Round(step.channel, step.mode, sends, receives, out, into)
+
+    def release(self, done: Round) -> None:
+        self._taken = [space for space in self._taken if space not in (done.out, done.into)]
+
+    def _take(self, size: int) -> slice:
+        """Raises the arena where no gap between what is taken holds it."""
+        start = 0
+        for space in sorted(self._taken, key=lambda space: space.start):
+            if start + size <= space.start:
+                break
+            start = aligned(space.stop, PAGE)
+        taken = slice(start, start + size)
+        self._taken += [taken] if size else []
+        self.size = max(self.size, taken.stop)
+        return taken
+
+
+def _messages(drafts: list[tuple[_Draft, bool]], at: int, results: bool) -> Iterator[Message]:
+    for draft, is_staged in drafts:
+        yield Message(draft.peer, tuple(draft.tiles), draft.size, at if is_staged else -1, results)
+        at += aligned(draft.size) * is_staged

@@ -1,0 +1,388 @@
+"""Measures what times are predicted from: this backend's own kernels, memory, and layers besides attention.
+
+    profile()               one process, CPU or CUDA ──► Hardware (links, posting and contention assumed)
+    links.profile_links()   a process a rank, gloo or NCCL ──► Links ──with_links──► Hardware
+
+Times are the best of several runs. Grids hold what one task costs where the executor runs it: calls of the kernel
+and merging into the accumulator rows, so launch and tile times of their own are 0. Engine `flash` runs task by task in
+training too; `stage` does not, and a short task alone leaves most of a GPU idle that others would fill.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from apportion.backends.torch.kernels.attention import Band, Score, attend, attend_grad
+from apportion.backends.torch.memory.arrays import DTYPES, accumulator_dtype
+from apportion.backends.torch.profile.clock import Runs, Work, best_us
+from apportion.backends.torch.profile.layers import Layer
+from apportion.backends.torch.stage import device_obstacle
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import choice
+from apportion.ir.request.chips import CHIPS, CONTENTION, POST
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import MOST_CAUSAL, Figure, Grid
+from apportion.ir.request.hardware import Hardware, Measured
+from apportion.ir.request.model import Model
+from apportion.ir.version import __version__
+
+Progress = Callable[[int, int], None]
+Times = NDArray[np.float64]
+
+CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # of the copy: more than any cache
+PLACES = 8  # in the arenas where a short task is timed
+DIGITS = 3  # of microseconds in a grid
+FLASH_TILE = 128  # rows a CUDA flash kernel pads to
+
+
+LAYER_FIGURES = 6  # memory, row operations, products, row work, loss, optimizer
+#: tokens that a row of a window sees, as parts of the axis' longest
+WINDOWS = (16, 8, 4, 2)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured: the grids' axis and heads, and sizes of the layers; over how many sweeps, none begun after so
+    many seconds; the best of how many runs, as `Runs` has it. tokens: of a rank, for layers; vocab: of the head."""
+
+    axis: tuple[int, ...]
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    sweeps: int = 3
+    seconds: float = 300.0
+    least: int = 2
+    most: int = 10
+    budget_us: float = 10_000.0
+    hidden: int = 512
+    ffn: int = 1408
+    tokens: int = 1024
+    vocab: int = 4096
+
+    @staticmethod
+    def of(
+        device: torch.device, quick: bool, model: Model | None = None, tokens: int | None = None
+    ) -> Effort:
+        """The CPU's tasks are smaller: `quick` takes well under a minute on two cores. model, tokens: whose heads and
+        layers are measured, and in what number of tokens."""
+        seconds = 25.0 if quick else 300.0
+        if device.type == "cuda":
+            axis = _doubling(128, 8192) if quick else _halfway(128, 32768)
+            effort = Effort(
+                axis, 32, 8, 128, "bf16", seconds=seconds, hidden=4096, ffn=14336, tokens=8192, vocab=32768
+            )
+        else:
+            axis = _doubling(64, 2048) if quick else _halfway(32, 8192)
+            effort = Effort(axis, 4, 2, 64, "fp32", seconds=seconds)
+        if model is not None:
+            sizes = ("q_heads", "kv_heads", "head_dim", "dtype", "hidden", "ffn")
+            effort = replace(effort, **{size: getattr(model, size) for size in sizes})
+        return effort if tokens is None else replace(effort, tokens=tokens)
+
+    @property
+    def runs(self) -> Runs:
+        return Runs(self.least, self.most, self.budget_us)
+
+    def layer(self, device: torch.device) -> Layer:
+        """What is timed besides attention."""
+        model = Model(
+            self.q_heads, self.kv_heads, self.head_dim, dtype=self.dtype, hidden=self.hidden, ffn=self.ffn
+        )
+        return Layer(model, self.tokens, self.vocab, device, self.runs)
+
+
+class Steps:
+    """Tells `progress` how many steps are done, of how many."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def after(self, measured: Any) -> Any:
+        """Counts one step; returns what it measured."""
+        self._tell(self._done + 1)
+        return measured
+
+    def finish(self) -> None:
+        """All steps that were to be done are, fewer than planned or not."""
+        if self._done < self._total:
+            self._tell(self._total)
+
+    def _tell(self, done: int) -> None:
+        self._done = done
+        if self._progress is not None:
+            self._progress(done, self._total)
+
+
+def profile(
+    quick: bool = False,
+    progress: Progress | None = None,
+    *,
+    name: str = "profile",
+    device: torch.device | str | None = None,
+    effort: Effort | None = None,
+    engine: str = "flash",
+) -> Hardware:
+    """This machine's hardware, measured in one process.
+
+    quick: a coarse grid. progress: called with (steps done, of how many). device: CUDA's current one where there is
+    one, else the CPU. effort: instead of `quick`. engine: whose tasks are timed, one of `TASKS`. What takes two ranks
+    is assumed until `with_links`. Raises ConfigError where a measurement makes no sense, UnknownNameError for another
+    engine.
+    """
+    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    effort = effort or Effort.of(on, quick)
+    _check_engine(engine, on)
+    steps = Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + LAYER_FIGURES)
+    forward, backward = _grids(_Arena.of(on, effort), engine, steps)
+    layer = effort.layer(on)
+    memory, linear = steps.after(_memory_gbs(on, effort)), steps.after(layer.linear_tflops())
+    measured = Hardware(
+        name, device_name(on), engine, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
+        effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
+        memory, _peak_tflops(device_name(on), effort.dtype, linear), linear,
+        steps.after(_rowop_us(on, effort)), POST, CONTENTION, **_assumed_links(),
+        measured=Measured(device_name(on), _versions(), datetime.date.today().isoformat()),
+        rows_gbs=steps.after(layer.rows_gbs()), loss_gbs=steps.after(layer.loss_gbs()),
+        optimizer_gbs=steps.after(layer.optimizer_gbs()),
+    )  # fmt: skip
+    steps.finish()
+    return Hardware.from_data(measured.to_data())
+
+
+# --- grids
+
+
+class Task(NamedTuple):
+    """One attention task. causal: all pairs but a corner, see `Grid`; window: the most keys that a row sees."""
+
+    rows: int
+    keys: int
+    causal: bool
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class _Arena:
+    """Tensors of the longest task: shorter ones are slices, as in the executor."""
+
+    effort: Effort
+    queries: tuple[Tensor, Tensor, Tensor]  # q, do, dq
+    keys: tuple[Tensor, Tensor, Tensor, Tensor]  # k, v, dk, dv
+    rows: tuple[Tensor, Tensor, Tensor]  # o, lse, delta
+
+    @staticmethod
+    def of(device: torch.device, effort: Effort) -> _Arena:
+        dtype, longest = DTYPES[effort.dtype], effort.axis[-1]
+        generator = torch.Generator(device).manual_seed(0)
+
+        def drawn(heads: int, wide: bool = False) -> Tensor:
+            shape = (longest, heads, effort.head_dim)
+            numbers = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            return numbers.to(accumulator_dtype(dtype) if wide else dtype)
+
+        h, kv = effort.q_heads, effort.kv_heads
+        statistics = torch.zeros(2, longest, h, device=device, dtype=accumulator_dtype(dtype))
+        return _Arena(
+            effort,
+            (drawn(h), drawn(h), drawn(h, wide=True)),
+            (drawn(kv), drawn(kv), drawn(kv, wide=True), drawn(kv, wide=True)),
+            (drawn(h, wide=True), statistics[0], statistics[1]),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.queries[0].device
+
+    def flash_task(self, task: Task, at: int) -> tuple[Work, Work]:
+        """Its forward and its backward, over fresh statistics."""
+        q, do, dq = (tensor[at : at + task.rows] for tensor in self.queries)
+        k, v, dk, dv = (tensor[at : at + task.keys] for tensor in self.keys)
+        o, lse, delta = (tensor[at : at + task.rows] for tensor in self.rows)
+        lse.fill_(float("-inf"))
+        band, score = self._band(task), Score(self.effort.head_dim**-0.5)
+        return (
+            lambda: attend(q, k, v, o, lse, band, score),
+            lambda: attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, score),
+        )
+
+    def stage_task(self, task: Task, at: int) -> tuple[Work, Work]:
+        """Its forward and its backward, one launch and two."""
+        from apportion.backends.torch.profile.lone_task import Shape, lone_task
+
+        band, shape = self._band(task), (task.rows, task.keys)
+        q, do = (tensor[at : at + task.rows] for tensor in self.queries[:2])
+        k, v = (tensor[at : at + task.keys] for tensor in self.keys[:2])
+        return lone_task(q, k, v, do, Shape(*shape, band.dmin, band.dmax))
+
+    def _band(self, task: Task) -> Band:
+        """All pairs, or all but the corner triangle of side min(rows, keys) - 1, as `Grid` says; of a window, no more
+        than so many keys a row."""
+        ratio = self.effort.q_heads // self.effort.kv_heads
+        kv_of = tuple(head // ratio for head in range(self.effort.q_heads))
+        dmin = min(0, task.rows - task.keys) if task.causal else -task.keys
+        return Band(dmin, task.rows if task.window is None else task.window - 1, kv_of)
+
+
+#: engine -> (arena, task, its first row) -> forward and backward of it
+TASKS: Mapping[str, Callable[[_Arena, Task, int], tuple[Work, Work]]] = MappingProxyType(
+    {"flash": _Arena.flash_task, "stage": _Arena.stage_task}
+)
+
+
+def _check_engine(name: str, device: torch.device) -> None:
+    why_not = device_obstacle(device) if choice("engine", name, TASKS) == "stage" else None
+    if why_not is not None:
+        raise ConfigError("engine", name, why_not, "take flash")
+
+
+def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
+    """The best of several sweeps over all tasks: what disturbs one sweep at a place seldom disturbs the next."""
+    axis = arena.effort.axis
+    times = np.full((2, 2, len(axis), len(axis)), np.inf)  # phase, causal, rows, keys
+    begun = time.monotonic()
+    for sweep in range(arena.effort.sweeps):
+        if sweep and time.monotonic() - begun > arena.effort.seconds:
+            break
+        for causal, (i, rows), (j, keys) in itertools.product((0, 1), enumerate(axis), enumerate(axis)):
+            took = steps.after(_task_us(arena, engine, Task(rows, keys, bool(causal))))
+            times[:, causal, i, j] = np.minimum(times[:, causal, i, j], took)
+    grids = _grid(engine, *times[0]), _grid(engine, *times[1])
+    return _with_windows(arena, engine, *grids)
+
+
+def _task_us(arena: _Arena, engine: str, task: Task) -> list[float]:
+    """Microseconds of a task forward and backward. Short ones are timed in several places of the arenas, one after
+    another: in a program each finds its rows anew, and none in a core's cache."""
+    longest = max(task.rows, task.keys)
+    places = range(0, arena.effort.axis[-1] - longest + 1, max(longest, arena.effort.axis[-1] // PLACES))
+    phases = zip(*(TASKS[engine](arena, task, at) for at in places), strict=True)
+    return [best_us(partial(_all, works), arena.device, arena.effort.runs) / len(works) for works in phases]
+
+
+def _all(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
+
+
+def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:
+    """The grids with what a row of a window takes beyond what lies between a band one tile wide and the causal one: the
+    median over `WINDOWS`."""
+    rows, longer = arena.effort.axis[-1], []
+    for part in WINDOWS:
+        window = max(rows // part, 2)
+        took = _task_us(arena, engine, Task(rows, rows, True, window))
+        alone = [_between(grid, rows, window) for grid in (forward, backward)]
+        longer.append(np.subtract(took, alone) / rows)
+    first, second = np.median(longer, axis=0).clip(min=0.0).round(5).tolist()
+    return replace(forward, window_us=first), replace(backward, window_us=second)
+
+
+def _between(grid: Grid, rows: int, window: int) -> float:
+    """Microseconds of a window by the grid alone, of the axis' longest rows: by its share of the pairs of the causal
+    square, above what every row and key takes."""
+    causal = grid.causal[-1][-1]
+    least = min(max(grid.full[-1][0], grid.full[0][-1]), causal)
+    pairs, corner = window * rows - window * (window - 1) / 2, rows * (rows + 1) / 2
+    return least + (causal - least) * (pairs - rows) / (corner - rows)
+
+
+def _grid(engine: str, full: Times, causal: Times) -> Grid:
+    """As the kernel takes: on CPUs causal tasks, of several calls, often take longer than full ones."""
+    full = np.round(_rising(full), DIGITS)
+    causal = np.minimum(_rising(causal), MOST_CAUSAL * full)
+    source = f"measured: engine {engine} of the torch backend, one task a call"
+    return Grid(_plain(full), _plain(causal), 0.0, 0.0, source)
+
+
+def _rising(times: Times) -> Times:
+    """No time above that of more rows or keys: noise only ever adds."""
+    rising: Times = np.minimum.accumulate(np.minimum.accumulate(times[::-1, ::-1], 0), 1)
+    return rising[::-1, ::-1]
+
+
+def _plain(times: Times) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, np.round(times, DIGITS).tolist()))
+
+
+def _doubling(low: int, high: int) -> tuple[int, ...]:
+    return tuple(low << i for i in range((high // low).bit_length()))
+
+
+def _halfway(low: int, high: int) -> tuple[int, ...]:
+    """Doubling, with a point halfway between each two."""
+    doubling = _doubling(low, high)
+    return tuple(sorted({*doubling, *(3 * rows // 2 for rows in doubling[:-1])}))
+
+
+# --- memory, linear layers, the machine
+
+
+def _memory_gbs(device: torch.device, effort: Effort) -> Figure:
+    size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    took = best_us(lambda: target.copy_(source), device, effort.runs)
+    return Figure(round(2 * size / took / 1e3, 3), f"measured: copy of {size >> 20} MiB, read and written")
+
+
+def _rowop_us(device: torch.device, effort: Effort) -> Figure:
+    row = torch.zeros(effort.q_heads, effort.head_dim, device=device)
+    target = torch.empty_like(row)
+    took = best_us(lambda: target.copy_(row), device, effort.runs)
+    return Figure(round(took, 3), "measured: copy of one row")
+
+
+def _peak_tflops(device: str, dtype: str, linear: Figure) -> Figure:
+    """Of the data sheet, where the device's name has that of a built-in chip, which is none of the slower cards of that
+    name; else what linear layers reach."""
+    words = device.upper().replace("-", " ").split()
+    slower = {"PCIE", "NVL", "MIG"} & set(words)
+    for chip in CHIPS.values():
+        if dtype in ("bf16", "fp16") and chip.name.upper() in words and not slower:
+            source = f"of {chip.name}, by the device's name: {chip.peak_tflops.source}"
+            return Figure(chip.peak_tflops.value, source, chip.peak_tflops.assumed)
+    return Figure(linear.value, "no data sheet: what linear layers reach", True)
+
+
+def _memory_gib(device: torch.device) -> Figure:
+    if device.type == "cuda":
+        size = torch.cuda.get_device_properties(device).total_memory
+    else:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Figure(round(size / 2**30, 3), "reported by the machine")
+
+
+def _assumed_links() -> dict[str, Any]:
+    links = ("intra_gbs", "inter_gbs", "nics_per_node", "intra_latency_us", "inter_latency_us")
+    source = "default of Cluster: no links were measured"
+    return {field: Figure(getattr(Cluster(), field), source, True) for field in links}
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "apportion": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    return versions | ({"cuda": str(torch.version.cuda)} if torch.version.cuda else {})

@@ -1,0 +1,151 @@
+"""Rates of what layers do besides attention, as torch runs it eagerly: products, row work, the loss, Adam.
+
+Forward and backward are timed together, in the shapes of one layer; numbers are those that `apportion.ir.layer_work`
+counts, which forecasts price at these rates. Shape suffixes: T tokens, E hidden size, F the FFN's, H heads of Q, K and
+V together, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear, rms_norm, silu
+
+from apportion.backends.torch.memory.arrays import DTYPES
+from apportion.backends.torch.profile.clock import Runs, Work, best_us
+from apportion.ir.layer_work import BACKWARD, LOSS, adam_bytes, linear_parameters, row_numbers
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.model import Model
+
+BOTH = 1 + BACKWARD  # forward and backward over forward
+ROTARY_BASE = 10_000.0
+#: how torch updates parameters, by the arguments of AdamW
+ADAM: dict[str, dict[str, bool]] = {
+    "by default": {},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Where and in which shapes the work of one layer is timed. tokens: of a rank; vocab: logits of a token."""
+
+    model: Model
+    tokens: int
+    vocab: int
+    device: torch.device
+    runs: Runs
+
+    def linear_tflops(self) -> Figure:
+        """1e12 FLOP/s of the products of one layer."""
+        took = best_us(self._products(), self.device, self.runs)
+        flops = 2 * BOTH * linear_parameters(self.model) * self.tokens
+        return Figure(round(flops / took / 1e6, 6), f"measured: linear layers, {self._shape()}")
+
+    def rows_gbs(self) -> Figure:
+        """1e9 bytes/s of norms, residual sums, rotary embeddings and the gate."""
+        took = best_us(self._row_work(), self.device, self.runs)
+        moved = BOTH * self.tokens * self.model.element_bytes * row_numbers(self.model)
+        source = f"measured: norms, residual sums, rotary embeddings and gate, {self._shape()}"
+        return Figure(round(moved / took / 1e3, 4), source)
+
+    def loss_gbs(self) -> Figure:
+        """1e9 bytes/s of the cross-entropy of logits."""
+        took = best_us(self._loss(), self.device, self.runs)
+        moved = BOTH * LOSS * self.tokens * self.vocab * self.model.element_bytes
+        source = f"measured: cross-entropy of {self.tokens} x {self.vocab} logits, forward and backward"
+        return Figure(round(moved / took / 1e3, 4), source)
+
+    def optimizer_gbs(self) -> Figure:
+        """1e9 bytes/s of a step of AdamW over one layer's float32 weights; which ways there are besides torch's default
+        is said."""
+        shapes = [*self._weights(), (self.model.hidden,), (self.model.hidden,)]
+        count = sum(torch.Size(shape).numel() for shape in shapes)
+        moved = count * adam_bytes(4, self.model.element_bytes)
+        rates = {name: moved / self._adam_us(shapes, ways) / 1e3 for name, ways in ADAM.items()}
+        others = ", ".join(f"{name} {rate:.4g}" for name, rate in rates.items() if ADAM[name])
+        source = f"measured: AdamW as torch does it by default, {count} float32 parameters; {others}"
+        return Figure(round(rates["by default"], 4), source)
+
+    def _shape(self) -> str:
+        m = self.model
+        return f"hidden {m.hidden}, ffn {m.ffn}, {self.tokens} tokens, forward and backward"
+
+    def _weights(self) -> list[tuple[int, int]]:
+        """[out, in] of the layer's matrices."""
+        m = self.model
+        qkv = m.q_heads * m.head_dim + m.kv_heads * (m.head_dim + m.value_dim)
+        return [
+            (qkv, m.hidden),
+            (m.hidden, m.q_heads * m.value_dim),
+            (2 * m.ffn, m.hidden),
+            (m.hidden, m.ffn),
+        ]
+
+    def _drawn(self, *shape: int) -> Tensor:
+        """Normal numbers that gradients are wanted of."""
+        numbers = torch.randn(shape, device=self.device).to(DTYPES[self.model.dtype])
+        return numbers.requires_grad_()
+
+    def _products(self) -> Work:
+        weights = [self._drawn(*shape) for shape in self._weights()]
+        inputs = [self._drawn(self.tokens, weight.shape[1]) for weight in weights]
+        return _both(lambda: list(map(linear, inputs, weights)), [*inputs, *weights])
+
+    def _row_work(self) -> Work:
+        m, rows = self.model, self.tokens
+        heads = [m.q_heads, m.kv_heads, m.kv_heads]
+        hidden_TE, out_TE, down_TE = (self._drawn(rows, m.hidden) for _ in range(3))
+        qkv_THD, up_TF = self._drawn(rows, sum(heads), m.head_dim), self._drawn(rows, 2 * m.ffn)
+        scales = [self._drawn(m.hidden) for _ in range(2)]
+        positions = torch.arange(rows, device=self.device)
+
+        def work() -> list[Tensor]:
+            first = rms_norm(hidden_TE, (m.hidden,), scales[0])
+            q, k, v = torch.split(qkv_THD, heads, dim=1)
+            middle = hidden_TE + out_TE
+            second = rms_norm(middle, (m.hidden,), scales[1])
+            gate, value = up_TF.chunk(2, dim=-1)
+            return [
+                first,
+                rotated(q, positions),
+                rotated(k, positions),
+                v,
+                second,
+                silu(gate) * value,
+                middle + down_TE,
+            ]
+
+        return _both(work, [hidden_TE, qkv_THD, out_TE, up_TF, down_TE, *scales])
+
+    def _loss(self) -> Work:
+        logits_TV = self._drawn(self.tokens, self.vocab)
+        labels = torch.randint(self.vocab, (self.tokens,), device=self.device)
+        return _both(lambda: [cross_entropy(logits_TV.float(), labels, reduction="sum")], [logits_TV])
+
+    def _adam_us(self, shapes: Sequence[tuple[int, ...]], ways: dict[str, bool]) -> float:
+        weights = [torch.nn.Parameter(torch.randn(shape, device=self.device)) for shape in shapes]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer = torch.optim.AdamW(weights, **ways)  # type: ignore[arg-type]
+        return best_us(optimizer.step, self.device, self.runs)
+
+
+def rotated(x_THD: Tensor, positions: Tensor) -> Tensor:
+    """RoPE (Su et al., 2021), halves paired."""
+    half = x_THD.shape[-1] // 2
+    frequency = ROTARY_BASE ** (-torch.arange(half, device=x_THD.device, dtype=torch.float32) / half)
+    angle = positions[:, None, None] * frequency
+    cos, sin = angle.cos().to(x_THD.dtype), angle.sin().to(x_THD.dtype)
+    a, b = x_THD[..., :half], x_THD[..., half : 2 * half]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, x_THD[..., 2 * half :]], dim=-1)
+
+
+def _both(forward: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> Work:
+    """Forward, and backward to all inputs."""
+    grads = [torch.ones_like(output) for output in forward()]
+    return lambda: torch.autograd.grad(forward(), inputs, grads)

@@ -1,0 +1,276 @@
+"""Links, measured between the ranks of a job: gloo or NCCL, the same code.
+
+pair      ping-pong of two ranks, one message at a time                     latency
+crowd     every rank sends to all peers of its node at once, or to its       bandwidth as rounds of plans have it;
+          counterparts on all other nodes, and receives from them            NICs: crowd over pair
+posting   rounds of many short messages                                      post_us
+beside    a matrix product while a round is on the wire                      contention
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apportion.backends.torch.memory.arenas import Post
+from apportion.backends.torch.profile.clock import beside_us, wall_us
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.errors import ExecutionError
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import MOST_CONTENTION, Hardware
+
+MESSAGES = tuple(2**i for i in range(10, 25, 2))  # bytes, 1 KiB to 16 MiB
+POSTS = (1, 4, 16, 64)  # messages each way of one round
+SHORT = 64  # bytes of a message that costs its posting alone
+CPU_SIDE, CUDA_SIDE = 256, 4096  # of the square matrix product beside transfers
+
+
+@dataclass(frozen=True)
+class Line:
+    """alpha + bytes / rate: latency in microseconds, 1e9 bytes/s."""
+
+    latency_us: float
+    gbs: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between ranks of a node and of different nodes; None where the group has no such pair. latency: of a pair alone;
+    gbs: with all peers at once, inside a node of one rank, between nodes of one of `nics`. post_us: of a message of a
+    round; contention: of kernels beside transfers, see `Hardware`."""
+
+    intra: Line | None
+    inter: Line | None
+    backend: str
+    nics: int
+    post_us: float
+    contention: float
+
+
+def profile_links(
+    group: Any = None, node: int | None = None, messages: Sequence[int] = MESSAGES, runs: int = 10
+) -> Links:
+    """The links of a group. A collective of `group` (None: the default one); all ranks get the same numbers.
+
+    node: a number of this rank's node, the same on all its ranks; None: from the host's name. messages: bytes of the
+    ping-pong, the largest also of the crowd. runs: of which the best counts. Raises ExecutionError for a single rank.
+    """
+    comm = Communicator(*([] if group is None else [group]))
+    if comm.ranks < 2:
+        raise ExecutionError(
+            "links are measured between ranks: start two or more, as in torchrun --nproc-per-node 2"
+        )
+    group = dist.group.WORLD if group is None else group
+    comm.start(1)
+    job = _Job(comm, group, _nodes(comm, group, _host() if node is None else node), messages, runs)
+    intra, pair = job.line(same=True), job.line(same=False)
+    inside, between = job.crowd_gbs(same=True), job.crowd_gbs(same=False)
+    on_node = max(map(job.nodes.count, job.nodes))
+    nics, inter = 1, None
+    if pair is not None and between is not None:
+        of_node = on_node * between  # what a pair alone cannot fill is divided among several NICs
+        nics = min(max(round(of_node / pair.gbs), 1), on_node)
+        inter = Line(pair.latency_us, round(of_node / nics, 4))
+    if intra is not None and inside is not None:
+        intra = replace(intra, gbs=inside)
+    backend = str(dist.get_backend(group))
+    return Links(intra, inter, backend, nics, job.post_us(), job.contention())
+
+
+def with_links(hardware: Hardware, links: Links) -> Hardware:
+    """The hardware with measured links; those that were not measured stay as they are."""
+    pair = f"measured: ping-pong of two ranks over {links.backend}, a line fitted"
+    crowd = f"measured: all ranks to all peers at once over {links.backend}"
+    changed: dict[str, Any] = {
+        "post_us": Figure(
+            links.post_us, f"measured: rounds of 1 to {POSTS[-1]} messages over {links.backend}"
+        ),
+        "contention": Figure(
+            links.contention, f"measured: matrix products beside transfers over {links.backend}"
+        ),
+    }
+    for scope, line in (("intra", links.intra), ("inter", links.inter)):
+        if line is not None:
+            changed[f"{scope}_gbs"] = Figure(line.gbs, crowd)
+            changed[f"{scope}_latency_us"] = Figure(line.latency_us, pair)
+    if links.inter is not None:
+        changed["nics_per_node"] = Figure(links.nics, f"{crowd}, over what a pair reaches alone")
+    return replace(hardware, **changed)
+
+
+def fit(message_bytes: Sequence[int], times_us: Sequence[float]) -> Line:
+    """The line of least relative squares through one-way times; latency at least 0."""
+    size, took = np.asarray(message_bytes, np.float64), np.asarray(times_us, np.float64)
+    design = np.stack([1 / took, size / took], axis=1)
+    (latency, a_byte), *_ = np.linalg.lstsq(design, np.ones(len(took)), rcond=None)
+    if latency < 0 or a_byte <= 0:
+        latency, a_byte = max(latency, 0.0), took[-1] / size[-1]
+    return Line(round(float(latency), 3), round(1 / float(a_byte) / 1e3, 4))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The measurements of one group. nodes: of each rank."""
+
+    comm: Communicator
+    group: Any
+    nodes: list[int]
+    messages: Sequence[int]
+    runs: int
+
+    # --- a pair
+
+    def line(self, same: bool) -> Line | None:
+        """Of the first pair of ranks that share a node, or that do not; None without such a pair."""
+        pairs = itertools.combinations(range(self.comm.ranks), 2)
+        pair = next((pair for pair in pairs if (self.nodes[pair[0]] == self.nodes[pair[1]]) is same), None)
+        if pair is None:
+            return None
+        mine = [0.0] * len(self.messages)
+        if self.comm.rank in pair:
+            first = self.comm.rank == pair[0]
+            peer = dist.get_global_rank(self.group, pair[1] if first else pair[0])
+            mine = [self._ping_pong_us(peer, first, size) for size in self.messages]
+        return fit(self.messages, self._slowest(mine))
+
+    def _ping_pong_us(self, peer: int, first: bool, size: int) -> float:
+        """One way, the best of `runs` after one to warm up."""
+        buffer = self._bytes(size)
+        turns = (dist.send, dist.recv) if first else (dist.recv, dist.send)
+
+        def there_and_back() -> None:
+            for turn in turns:
+                turn(buffer, peer, group=self.group)
+
+        return min(self._each(there_and_back)) / 2
+
+    # --- all peers at once
+
+    def crowd_gbs(self, same: bool) -> float | None:
+        """1e9 bytes/s that a rank sends, and receives, with all its peers at once: those of its node, or its
+        counterparts on the other nodes. Ranks without peers wait; None where all are."""
+        peers, size = self._peers(same), max(self.messages)
+        sent = self._bytes(max(len(peers), 1) * self._share(peers, size))
+        received = torch.empty_like(sent)
+        posts = self._posts(peers, sent, received, self._share(peers, size))
+        took = self._round_us(posts)
+        rates = [len(posts) // 2 * self._share(peers, size) / took / 1e3 if posts else 0.0]
+        found = self._gathered(rates)
+        rates = [rate for (rate,) in found if rate > 0]
+        return round(min(rates), 4) if rates else None
+
+    def _peers(self, same: bool) -> list[int]:
+        rank, nodes = self.comm.rank, self.nodes
+        place = [sum(nodes[other] == nodes[of] for other in range(of)) for of in range(self.comm.ranks)]
+        if same:
+            return [
+                other for other in range(self.comm.ranks) if other != rank and nodes[other] == nodes[rank]
+            ]
+        return [
+            other
+            for other in range(self.comm.ranks)
+            if nodes[other] != nodes[rank] and place[other] == place[rank]
+        ]
+
+    def _share(self, peers: Sequence[int], size: int) -> int:
+        """Bytes for each peer, so that all together get `size`."""
+        return max(size // max(len(peers), 1), 1)
+
+    def _posts(self, peers: Sequence[int], sent: Tensor, received: Tensor, size: int) -> list[Post]:
+        """A message to each peer and one from each, in an order that all ranks agree on."""
+        posts = []
+        for at, peer in enumerate(peers):
+            part = slice(at * size, (at + 1) * size)
+            posts += [Post(True, peer, sent[part]), Post(False, peer, received[part])]
+        return posts
+
+    def _round_us(self, posts: Sequence[Post]) -> float:
+        """The best of `runs`."""
+        return min(self._each(lambda: self.comm.batch(0, posts).wait()))
+
+    # --- posting
+
+    def post_us(self) -> float:
+        """What one message more adds to a round, microseconds: of sends and receives between neighbours in a circle,
+        short ones, many rounds long; the slope of a line through the best times."""
+        times = []
+        for count in POSTS:
+            buffer = self._bytes(2 * count * SHORT)
+            sent, received = torch.split(buffer, count * SHORT)
+            right, left = ((self.comm.rank + step) % self.comm.ranks for step in (1, -1))
+            posts = [Post(True, right, part) for part in torch.split(sent, SHORT)]
+            posts += [Post(False, left, part) for part in torch.split(received, SHORT)]
+            times.append(self._round_us(posts))
+        slope = np.polyfit(2 * np.array(POSTS), self._slowest(times), 1)[0]
+        return round(max(float(slope), 0.0), 3)
+
+    # --- beside transfers
+
+    def contention(self) -> float:
+        """By how much longer kernels take while all peers are sent to and received from, as a share."""
+        peers = [rank for rank in range(self.comm.ranks) if rank != self.comm.rank]
+        size = max(max(self.messages) // len(peers), 1)
+        sent, received = (self._bytes(len(peers) * size) for _ in range(2))
+        posts = self._posts(peers, sent, received, size)
+        side = CUDA_SIDE if self.comm.device.type == "cuda" else CPU_SIDE
+        square = torch.ones(side, side, device=self.comm.device)
+        alone = min(self._each(lambda: torch.mm(square, square)))
+        # as many products as take half of the transfer: all of them are beside it
+        count = max(int(self._round_us(posts) / 2 / alone), 1)
+        alone, beside = (self._products_us(square, count, some) for some in ([], posts))
+        found = max(beside / alone - 1.0 for alone, beside in self._gathered([alone, beside]))
+        return round(min(max(found, 0.0), MOST_CONTENTION), 3)
+
+    def _products_us(self, square: Tensor, count: int, posts: Sequence[Post]) -> float:
+        """The best time of so many products, while the messages are on the wire."""
+
+        def work() -> None:
+            for _ in range(count):
+                torch.mm(square, square)
+
+        times = []
+        for _ in range(self.runs):
+            self._gathered([0.0])  # all ranks begin together
+            times.append(beside_us(lambda: self.comm.batch(0, posts), work, self.comm.device))
+        return min(times)
+
+    # --- helpers
+
+    def _each(self, work: Callable[[], object]) -> list[float]:
+        """Microseconds of `runs` after one to warm up."""
+        return [wall_us(work, self.comm.device) for _ in range(self.runs + 1)][1:]
+
+    def _bytes(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.comm.device)
+
+    def _gathered(self, figures: Sequence[float]) -> list[list[float]]:
+        """Those of every rank."""
+        return _gathered(self.comm, self.group, torch.tensor(figures, dtype=torch.float64))
+
+    def _slowest(self, times: Sequence[float]) -> list[float]:
+        return np.max(self._gathered(times), axis=0).tolist()  # type: ignore[no-any-return]
+
+
+def _nodes(comm: Communicator, group: Any, node: int) -> list[int]:
+    return [int(number) for (number,) in _gathered(comm, group, torch.tensor([node], dtype=torch.int64))]
+
+
+def _gathered(comm: Communicator, group: Any, mine: Tensor) -> list[list[Any]]:
+    """The numbers of every rank, by the collectives that the group has."""
+    mine = mine.to(comm.device)
+    everyone = [torch.empty_like(mine) for _ in range(comm.ranks)]
+    dist.all_gather(everyone, mine, group=group)
+    return [row.tolist() for row in everyone]
+
+
+def _host() -> int:
+    return int.from_bytes(blake2b(platform.node().encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,73 @@
+"""A task alone: a program of one instruction, with all its rows at home. For profiles, which time tasks one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from apportion.backends.interp import compile_program
+from apportion.backends.torch.executor import Layer
+from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.memory.arenas import Buffer, Memory
+from apportion.backends.torch.memory.arrays import DTYPES
+from apportion.backends.torch.recording import RecordingDevice
+from apportion.backends.torch.stage.machine import StageMachine
+from apportion.backends.torch.stage.program import load
+from apportion.ir.isa import KV_SIDE, TABLES, Op, Space, Use
+from apportion.ir.isa import Tensor as Name
+from apportion.ir.plan.tables import Header, ProgramSet, Table
+
+
+class Shape(NamedTuple):
+    """Query rows, key rows, and the diagonals between which a pair is seen."""
+
+    rows: int
+    keys: int
+    dmin: int
+    dmax: int
+
+
+def lone_task(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, shape: Shape
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What computes a task, forward and backward: nothing is read but its operands, and results are written once.
+
+    q [rows, Hq, D], k [keys, Hk, D], v [keys, Hk, Dv], do [rows, Hq, Dv].
+    """
+    given = {Name.Q: (q,), Name.KV: (k, v)}
+    dtype = next(name for name, held in DTYPES.items() if held == q.dtype)
+    widths = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+    header = Header(1, ("default",), "", 0, "attention", ("attention",), (), *widths, dtype)
+    forward = _machine(header, Op.ATTEND, given, shape)
+    backward = _machine(header, Op.ATTEND_GRAD, {**given, Name.DO: (do,)}, shape)
+    return forward.run, backward.run
+
+
+def _machine(header: Header, op: Op, given: dict[Name, tuple[Tensor, ...]], shape: Shape) -> StageMachine:
+    columns, device = _columns(op, shape), given[Name.Q][0].device
+    rows = max(shape.rows, shape.keys)
+    loaded = load(columns, compile_program(columns, header), device, rows, 0)
+    memory = Memory(loaded.arenas, rows, given, Buffer(loaded.arenas.size, device))
+    return StageMachine(loaded, memory, Layer(Score(header.head_dim**-0.5)), RecordingDevice(0, 1))
+
+
+def _columns(op: Op, shape: Shape) -> ProgramSet:
+    ends = [argument.tensors[0] for argument in op.rule.arguments]
+    rows = [shape.keys if name in KV_SIDE else shape.rows for name in ends]
+    operands = [(int(name), int(Space.HOME), 0, count, 0, 0) for name, count in zip(ends, rows, strict=True)]
+    first = sum(argument.flag for argument in op.rule.arguments if argument.use is Use.ADD)
+    task = (*range(1, len(ends) + 1), shape.dmin, shape.dmax, first)
+    lists: dict[str | None, list[tuple[int, ...]]] = {
+        "operands": [(0,) * 6, *operands],
+        "instructions": [(int(op), 0, 0, 0, 1)],
+        op.rule.list: [task],
+    }
+    return ProgramSet({name: _table(names, lists.get(name, [])) for name, names in TABLES.items()})
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[int]]) -> Table:
+    columns = np.array(rows, np.int64).reshape(-1, len(names)).T
+    return Table(np.array([0, len(rows)]), dict(zip(names, columns, strict=True)))

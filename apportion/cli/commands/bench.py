@@ -1,0 +1,178 @@
+"""`apportion bench`: measure planning, and what calls of planned attention cost."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apportion.cli import inputs, options
+from apportion.cli.environment import machine, versions
+from apportion.cli.output import count, emit, note
+from apportion.ir.errors import CapacityError
+
+if TYPE_CHECKING:
+    from apportion.bench import Job, Source
+    from apportion.trainer.measure.bench import Bench
+
+app = typer.Typer(help="Measure planning and attention.", no_args_is_help=True)
+
+WIDEST = 160  # of the table of attention where GPUs are measured
+
+
+@app.command("plan")
+def bench_plan(
+    recipe: options.RecipeName = "fcp",
+    ranks: Annotated[
+        str, typer.Option("--ranks", help="Rank counts, separated by commas.")
+    ] = "8,64,256,1024",
+    tokens_per_rank: Annotated[
+        int, typer.Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)
+    ] = options.SAMPLED,
+    block: options.Block = None,
+    pods: options.Pods = None,
+    workload: options.WorkloadFile = None,
+    model: options.ModelFile = None,
+    threads: options.Threads = 1,
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each row.", min=5)] = 5,
+    seeds: Annotated[str, typer.Option("--seeds", help="A row for each of these seeds.")] = "0",
+    as_json: options.AsJson = False,
+) -> None:
+    """Time planning: from the parsed batch to the encoded bytes of all ranks and both phases, on one core.
+
+    Without --workload the documents are log-normal (median 2048, sigma 1.5, at most 512K tokens), causal.
+    A warm-up run comes first; verification is timed by itself. Times are milliseconds.
+
+    [bold]Examples[/bold]
+
+      apportion bench plan --ranks 8,64 --block 2048
+
+      apportion bench plan --recipe fcp --ranks 8,64,256,1024 --block auto --seeds 0,1,2 --json
+    """
+    _one_core()
+    from apportion import views
+    from apportion.bench import Grid
+    from apportion.ir.fields import MAX_INT
+    from apportion.ir.isa import MAX_RANKS
+
+    source, counts = _source(workload), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
+    grid = Grid(counts, inputs.integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats, threads)
+    rows = []
+    for row in grid.rows(source, inputs.model_of(model), inputs.recipe_of(recipe, block, pods)):
+        note(f"{row['ranks']} ranks, seed {row['seed']}: {row['planning_ms']['p50']:.1f} ms")
+        rows.append(row)
+    record = {"benchmark": "plan", "workload": _name(workload), "versions": versions(), "rows": rows}
+    emit(record, as_json, lambda: views.bench_table(rows))
+
+
+@app.command("attention")
+def bench_attention(
+    recipe: Annotated[
+        str, typer.Option("--recipe", help="Recipes, separated by commas, or `all`.", metavar="NAME,...")
+    ] = "fcp,blend",
+    ranks: Annotated[str, typer.Option("--ranks", help="Rank counts, separated by commas.")] = "8,64",
+    tokens_per_rank: Annotated[
+        int, typer.Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)
+    ] = options.SAMPLED,
+    engine: Annotated[
+        str, typer.Option("--engine", help="What computes: stage, flash, plain, or all of them.")
+    ] = "all",
+    workload: options.WorkloadFile = None,
+    model: options.ModelFile = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Calls of which the best counts.", min=1)] = 30,
+    hardware: options.HardwareName = None,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
+) -> None:
+    """Time calls of planned attention, forward and backward: a row for the busiest rank of each plan.
+
+    Without a GPU: launches, messages and the host's time to come to them, with a recorder in the place of the device.
+    On a GPU plans of one rank run, beside the bare kernels. Under torchrun plans of as many ranks as there are run,
+    and what messages add to them is measured. What could not be measured is said below the table. Milliseconds, of
+    the best of --repeats calls after one to warm up.
+
+    [bold]Examples[/bold]
+
+      apportion bench attention --ranks 8,64
+
+      apportion bench attention --recipe all --ranks 1 --engine stage
+
+      torchrun --nproc-per-node 8 -m apportion bench attention --recipe fcp,auto --ranks 8 --json
+    """
+    _one_core()
+    for package in ("torch", "triton"):
+        inputs.need(package, package, "the benchmark of attention")
+    from apportion import views
+    from apportion.bench import Job, cluster_of
+    from apportion.ir.isa import MAX_RANKS
+    from apportion.trainer.measure.bench import job
+
+    source, used, shape = _source(workload), inputs.hardware_of(hardware), inputs.model_of(model)
+    recipes, counts = inputs.recipes_of(recipe, "--recipe"), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
+    skipped: dict[str, None] = {}
+    rows: list[dict[str, Any]] = []
+    with job(_engines(engine), repeats, skipped.setdefault) as bench:
+        for number, one in product(counts, recipes):
+            batch, large = source.batch(number * tokens_per_rank, seed)
+            inputs.warn_of_skipped(large, number * tokens_per_rank)
+            rows += _rows(Job(batch, cluster_of(number, hardware=used), shape, one, seed, used), bench)
+        is_first = bench.communicator.rank == 0
+    record = {
+        "benchmark": "attention",
+        "workload": _name(workload),
+        "tokens_per_rank": tokens_per_rank,
+        "hardware": hardware or "h100",
+        "seed": seed,
+        "repeats": repeats,
+        "device": bench.device_name,
+        "machine": machine(),
+        "versions": versions(),
+        "rows": rows,
+        "skipped": list(skipped),
+    }
+    if is_first:
+        emit(record, as_json, lambda: views.attention_table(rows), lambda: "\n".join(skipped), width=WIDEST)
+
+
+def _engines(name: str) -> tuple[str, ...]:
+    from apportion.backends.torch.engines import ENGINES
+    from apportion.ir.fields import choice
+
+    return tuple(ENGINES) if choice("--engine", name, ("all", *ENGINES)) == "all" else (name,)
+
+
+def _rows(job: Job, bench: Bench) -> list[dict[str, Any]]:
+    """The rows of one plan; none, and why, where the recipe cannot make it."""
+    from apportion.bench import planned
+    from apportion.planner.recipe.recipes import find_recipe
+
+    title = f"{find_recipe(job.recipe).name}, {count(job.cluster.ranks, 'rank')}"
+    try:
+        rows = bench.measure(planned(job), job.hardware)
+    except CapacityError as error:
+        bench.skip(f"{title}: {str(error).splitlines()[0]}")
+        return []
+    for row in rows if bench.communicator.rank == 0 else ():
+        if row.host_ms is not None:
+            note(f"{title}, {row.engine} {row.phase}: {row.host_ms:.3f} ms of the host")
+    return [row.record() for row in rows]
+
+
+def _source(workload: Path | None) -> Source:
+    from apportion.bench import Source
+    from apportion.ir.request.workload import read_workload
+
+    return Source(None if workload is None else read_workload(workload))
+
+
+def _name(workload: Path | None) -> str:
+    return "log-normal documents" if workload is None else str(workload)
+
+
+def _one_core() -> None:
+    """Keep numerical libraries that are not loaded yet to one thread."""
+    for library in ("OMP", "OPENBLAS", "MKL", "NUMBA"):
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")

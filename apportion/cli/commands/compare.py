@@ -1,0 +1,116 @@
+"""`apportion compare`: what recipes are worth on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apportion.cli import inputs, options
+from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apportion.compare import Setting
+    from apportion.ir.request.policy import Recipe
+
+BATCHES = 5  # drawn where the option is not given
+WIDE = 280  # columns of the table that has everything
+
+
+def compare(
+    workload: options.WorkloadFile = None,
+    lengths: options.LengthsFile = None,
+    batch: options.BatchFile = None,
+    mask: options.MaskText = None,
+    ranks: options.Ranks = None,
+    ranks_per_node: options.RanksPerNode = None,
+    cluster: options.ClusterFile = None,
+    tokens_per_rank: options.TokensPerRank = None,
+    recipes: Annotated[
+        str,
+        typer.Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all."),
+    ] = "all",
+    baseline: Annotated[
+        str, typer.Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")
+    ] = "ring",
+    batches: Annotated[
+        int | None,
+        typer.Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1),
+    ] = None,
+    seed: options.Seed = 0,
+    model: options.ModelFile = None,
+    hardware: options.HardwareName = None,
+    deadline_ms: options.DeadlineMs = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check every plan.")] = True,
+    wide: Annotated[bool, typer.Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Plan the same batches by several recipes, verify and simulate the plans, and put them into one table.
+
+    Times are simulated milliseconds of one attention call of each kind, medians
+    over batches; the speed-up is that of forward and backward together. A recipe
+    that cannot serve the batch keeps its row, with the reason; exit code 1 where
+    none can. Without a batch, workload or lengths file the documents are
+    log-normal (median 2048, sigma 1.5, at most 512K tokens).
+
+    [bold]Examples[/bold]
+
+      apportion compare --workload examples/code_lengths.json --ranks 8 --tokens-per-rank 8192
+
+      apportion compare --ranks 64 --recipes ring,fcp,mine.yaml --baseline ring --batches 20 --json
+
+      apportion compare --ranks 16 --mask '{sliding_window: {window: 1024}}' --hardware a800 --wide
+    """
+    from apportion import compare as engine
+    from apportion.cli.printed import comparison
+
+    the_hardware = inputs.hardware_of(hardware)
+    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
+    chosen, reference = _with_deadline(
+        [*inputs.recipes_of(recipes), inputs.recipe_of(baseline)], recipes, deadline_ms
+    )
+    tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
+    sources = inputs.Files(batch, lengths, workload)
+    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
+    setting = engine.Setting(the_cluster, inputs.model_of(model), the_hardware, seed, verify)
+    with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
+        found = engine.compare(drawn, chosen, reference, setting, report)
+    record = {
+        "rows": [row.record() for row in found.rows],
+        "baseline": found.baseline,
+        "batches": len(drawn),
+        "skipped_samples": skipped,
+        "workload": str(batch or workload or lengths or "log-normal documents"),
+        **_setting(setting),
+    }
+    emit(record, as_json, *comparison.comparison(record, wide), width=WIDE if wide else WIDTH)
+    raise typer.Exit(FAILED if found.broken or not any(row.trials for row in found.rows) else OK)
+
+
+def _with_deadline(
+    given: Sequence[Recipe], named: str, deadline_ms: float | None
+) -> tuple[list[Recipe], Recipe]:
+    """(the recipes, the baseline, which comes last): those that search with the deadline. Raises ConfigError where
+    none does."""
+    searching = [recipe.step("search") is not None for recipe in given]
+    if deadline_ms is not None and not any(searching):
+        rule = f"none of the recipes {named} searches"
+        raise ConfigError("--deadline-ms", deadline_ms, rule, "drop it, or add auto to --recipes")
+    held = [
+        inputs.with_deadline(recipe, deadline_ms) if searches else recipe
+        for recipe, searches in zip(given, searching, strict=True)
+    ]
+    return held[:-1], held[-1]
+
+
+def _setting(setting: Setting) -> dict[str, Any]:
+    hardware = setting.hardware
+    return {
+        "seed": setting.seed,
+        "cluster": setting.cluster.to_data(),
+        "model": setting.model.to_data(),
+        "hardware": None if hardware is None else {"name": hardware.name, "digest": hardware.digest()},
+        "verified": setting.verify,
+    }

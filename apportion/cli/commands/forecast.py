@@ -1,0 +1,192 @@
+"""`apportion forecast`: how long a training step takes, what of it is attention, and whether it fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apportion.cli import inputs, options
+from apportion.cli.output import FAILED, OK, emit, progress
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apportion.ir.request.cluster import Cluster
+    from apportion.ir.request.model import Model
+    from apportion.ir.request.policy import Recipe
+    from apportion.planner.forecast.parallelism import Degrees, Parallelism
+    from apportion.planner.forecast.training import Training
+
+BATCHES = 3  # drawn where the option is not given
+WIDTH = 118
+
+
+def forecast(
+    workload: options.WorkloadFile = None,
+    lengths: options.LengthsFile = None,
+    batch: options.BatchFile = None,
+    mask: options.MaskText = None,
+    ranks: options.Ranks = None,
+    ranks_per_node: options.RanksPerNode = None,
+    cluster: options.ClusterFile = None,
+    tokens_per_rank: options.TokensPerRank = None,
+    recipes: Annotated[
+        str,
+        typer.Option(
+            "--recipes",
+            help="Recipes that plan over all data and context ranks, names and files, separated by commas; or all.",
+        ),
+    ] = "all",
+    grids: Annotated[
+        str,
+        typer.Option(
+            "--grids",
+            help="Recipes of static DP x CP grids, at every degree; or none. Their groups each have sequences of "
+            "their own.",
+        ),
+    ] = "ring,allgather,ulysses,usp",
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline",
+            help="What gains refer to: a name of the table, such as 'usp, CP 16, balanced'. Default: the fastest "
+            "static grid that fits and cuts next to nothing.",
+        ),
+    ] = None,
+    tensor: Annotated[int, typer.Option("--tensor", help="Tensor-parallel degree.", min=1)] = 1,
+    pipeline: Annotated[int, typer.Option("--pipeline", help="Pipeline stages.", min=1)] = 1,
+    virtual: Annotated[
+        int, typer.Option("--virtual", help="Chunks of layers of a stage: interleaved 1F1B.", min=1)
+    ] = 1,
+    microbatches: Annotated[
+        int,
+        typer.Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1),
+    ] = 1,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search", help="Try every tensor and pipeline degree for the recipes, and propose the fastest."
+        ),
+    ] = False,
+    training: Annotated[
+        str | None,
+        typer.Option(
+            "--training",
+            help="How the model is trained, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
+            "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, "
+            "mlp_tile, offload, chunks, overlap.",
+            metavar="T.yaml|YAML",
+        ),
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option("--batches", help=f"Steps, each drawn with its own seed. Default: {BATCHES}.", min=1),
+    ] = None,
+    seed: options.Seed = 0,
+    model: options.ModelFile = None,
+    hardware: options.HardwareName = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Show every static grid.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Forecast a training step on your lengths and your cluster: seconds, tokens/s, MFU, memory, and what a plan over
+    all ranks saves over the static grid that you run today.
+
+    Attention is simulated, all else is closed forms; ranges hold what kernels a
+    tenth faster or slower, half of the bandwidth, four times the latency and
+    transfers that take multiprocessors would make of it, one at a time. Heads are
+    those of the whole model; tokens are for each rank and microbatch. Exit code 1 where nothing fits.
+
+    [bold]Examples[/bold]
+
+      apportion forecast --workload examples/code_lengths.json --ranks 64
+
+      apportion forecast --ranks 64 --recipes auto --grids usp --training '{sharding: zero1, recompute: full}'
+
+      apportion forecast --ranks 128 --recipes auto,blend --grids none --search --microbatches 4 --json
+    """
+    from apportion.cli.printed import forecast as printed
+    from apportion.planner.forecast.parallelism import Degrees
+    from apportion.planner.forecast.run import forecast as engine
+
+    the_hardware = inputs.hardware_of(hardware)
+    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
+    the_model, trained = inputs.model_of(model), _training(training)
+    tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED) * microbatches
+    sources = inputs.Files(batch, lengths, workload)
+    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
+    degrees = Degrees(tensor, pipeline, virtual, microbatches)
+    planned = inputs.recipes_of(recipes)
+    chosen = [
+        *_planned(planned, search, degrees, the_cluster, the_model, drawn[0].kinds),
+        *_grids(grids, degrees, the_cluster),
+    ]
+    with progress("forecasting", len(chosen)) as report:
+        found = engine(
+            drawn,
+            the_cluster,
+            the_model,
+            chosen,
+            trained,
+            hardware=the_hardware,
+            baseline=baseline,
+            seed=seed,
+            progress=report,
+        )
+    record = found.record() | {
+        "batches": len(drawn),
+        "tokens": tokens,
+        "skipped_samples": skipped,
+        "seed": seed,
+        "workload": str(batch or workload or lengths or "log-normal documents"),
+    }
+    emit(record, as_json, *printed.views(record, wide), width=WIDTH)
+    raise typer.Exit(OK if found.best is not None else FAILED)
+
+
+def _planned(
+    recipes: list[Recipe],
+    search: bool,
+    degrees: Degrees,
+    cluster: Cluster,
+    model: Model,
+    kinds: tuple[str, ...],
+) -> list[Parallelism]:
+    from apportion.planner.forecast.choices import recipe_parallelisms, search_space
+    from apportion.planner.forecast.step import all_layers
+
+    if not search:
+        return recipe_parallelisms(recipes, degrees)
+    for name in ("tensor", "pipeline", "virtual"):
+        if getattr(degrees, name) > 1:
+            rule = "is what --search tries"
+            raise ConfigError(f"--{name}", getattr(degrees, name), rule, f"drop --search or --{name}")
+    return search_space(cluster, model, all_layers(model, kinds), recipes, degrees.microbatches)
+
+
+def _grids(text: str, degrees: Degrees, cluster: Cluster) -> list[Parallelism]:
+    from apportion.planner.forecast.choices import static_grids
+
+    if text == "none":
+        return []
+    return static_grids(cluster, inputs.recipes_of(text, "--grids"), degrees)
+
+
+def _training(text: str | None) -> Training:
+    """The training of a file or of YAML. Raises ConfigError."""
+    import yaml
+
+    from apportion.ir import fields
+    from apportion.planner.forecast.training import Training
+
+    if text is None:
+        return Training()
+    if Path(text).suffix in (".yaml", ".yml", ".json"):
+        data: Any = fields.load(text)
+    else:
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError:
+            rule, remedy = "is not YAML", "write '{sharding: zero1, recompute: full}'"
+            raise ConfigError("--training", text, rule, remedy) from None
+    return Training.from_data(fields.mapping("--training", data))

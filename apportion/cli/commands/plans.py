@@ -1,0 +1,238 @@
+"""Commands that make, check and show one plan: plan, verify, show, diff."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from apportion.cli import files, inputs, options
+from apportion.cli.output import FAILED, OK, count, emit
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from apportion.ir.bytes.codec import Plan
+
+
+def plan(
+    batch: options.BatchFile = None,
+    lengths: options.LengthsFile = None,
+    workload: options.WorkloadFile = None,
+    cluster: options.ClusterFile = None,
+    model: options.ModelFile = None,
+    hardware: options.HardwareName = None,
+    ranks: options.Ranks = None,
+    ranks_per_node: options.RanksPerNode = None,
+    tokens_per_rank: options.TokensPerRank = None,
+    recipe: options.RecipeName = "fcp",
+    block: options.Block = None,
+    pods: options.Pods = None,
+    deadline_ms: options.DeadlineMs = None,
+    seed: options.Seed = 0,
+    threads: options.Threads = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan here.", metavar="P.plan")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Plan one batch, verify the plan, and say what it costs.
+
+    The batch is a file, or is drawn from a list of lengths or a workload until the ranks are full.
+
+    [bold]Examples[/bold]
+
+      apportion plan --batch examples/batch.json --ranks 8 -o first.plan
+
+      apportion plan --workload examples/code_lengths.json --ranks 64 --block 2048 -o code.plan
+
+      apportion plan --workload examples/code_lengths.json --ranks 64 --recipe auto --deadline-ms 150
+
+      apportion plan --lengths lengths.jsonl --cluster cluster.yaml --model model.yaml --json
+    """
+    from apportion import views
+    from apportion.bench import Job, measure, warm_up
+
+    if output is not None:
+        files.check_output("--output", output)
+    the_hardware = inputs.hardware_of(hardware)
+    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
+    if batch is not None and tokens_per_rank is not None:
+        rule = "a batch file is planned whole, only --lengths and --workload are sampled"
+        raise ConfigError("--tokens-per-rank", tokens_per_rank, rule, "drop it or --batch")
+    tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
+    the_batch, skipped = inputs.batch_of(inputs.Files(batch, lengths, workload), tokens, seed)
+    the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block, pods), deadline_ms)
+    job = Job(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
+    with Console(stderr=True).status("compiling (the first run of all, half a minute) and planning"):
+        warm_up(the_recipe)
+        row = measure(job)
+    if output is not None:
+        files.write(output, row.plan.encode())
+    record = row.record() | {
+        "seed": seed,
+        "id": row.plan.id.hex(),
+        "skipped_samples": skipped,
+        "file": None if output is None else str(output),
+        **({"search": row.plan.report["search"]} if "search" in row.plan.report else {}),
+    }
+    title = f"plan {record['id'][:16]}, verified"
+    emit(record, as_json, lambda: views.summary(title, views.plan_rows(record)))
+
+
+def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: options.AsJson = False) -> None:
+    """Check a plan against every rule, from its bytes alone. Exit code 1 if it breaks one.
+
+    [bold]Example[/bold]
+
+      apportion verify first.plan
+    """
+    from apportion.ir.verify import check
+
+    the_plan = files.read_plan(plan, check_id=False)  # a wrong id is for the verifier to tell
+    violations = check(the_plan, threads)
+    record = {
+        "id": the_plan.id.hex(),
+        "ok": not violations,
+        "violations": [_violation(item) for item in violations],
+    }
+    verdict = count(len(violations), "violation") if violations else "every rule holds"
+    emit(
+        record,
+        as_json,
+        lambda: f"{plan}: {verdict} (id {the_plan.id.hex()[:16]})",
+        *(lambda item=item: str(item) for item in violations),
+    )
+    raise typer.Exit(FAILED if violations else OK)
+
+
+def _violation(item: Any) -> dict[str, Any]:
+    names = ("rule", "rank", "kind", "phase", "instruction", "message", "excerpt")
+    return {name: getattr(item, name) for name in names}
+
+
+def show(
+    plan: options.PlanFile,
+    rank: Annotated[int | None, typer.Option("--rank", help="Print this rank's program.", min=0)] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", help="Draw the mask and the simulated timelines.", metavar="P.svg"),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="With --svg: this attention kind. Default: the first.")
+    ] = None,
+    phase: Annotated[
+        str | None, typer.Option("--phase", help="With --svg: forward (default) or backward.")
+    ] = None,
+    hardware: options.HardwareName = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show a plan: its figures and a picture of the ranks, the program of one rank as text, or a drawing.
+
+    The drawing has the mask, each part in the colour of the rank that computes it
+    (a node's, above 64 ranks), and under it what every rank does when, simulated.
+
+    [bold]Examples[/bold]
+
+      apportion show first.plan
+
+      apportion show first.plan --rank 3
+
+      apportion show first.plan --svg first.svg --phase backward
+    """
+    if svg is None:
+        _refuse_without_svg({"--kind": kind, "--phase": phase, "--hardware": hardware})
+    else:
+        files.check_output("--svg", svg)
+    the_plan = files.read_plan(plan)
+    if rank is not None:
+        _check_rank(the_plan, rank)
+    if svg is not None:
+        _draw(the_plan, svg, kind, phase or "forward", hardware)
+    if rank is None:
+        _show_plan(the_plan, svg, as_json)
+    else:
+        _show_rank(the_plan, rank, as_json)
+
+
+def _refuse_without_svg(given: Mapping[str, str | None]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                option, value, "says what is drawn, and nothing is", f"add --svg or drop {option}"
+            )
+
+
+def _check_rank(plan: Plan, rank: int) -> None:
+    if rank >= plan.header.ranks:
+        rule = f"the plan has ranks 0 to {plan.header.ranks - 1}"
+        raise ConfigError("--rank", rank, rule, "name one of these")
+
+
+def _draw(plan: Plan, path: Path, kind: str | None, phase: str, hardware: str | None) -> None:
+    from apportion.cli.pictures.draw import draw
+
+    the_hardware = inputs.hardware_of(hardware)
+    inputs.warn_of_mismatch(the_hardware, plan.request.cluster)
+    files.write(path, draw(plan, kind, phase, the_hardware).encode())
+
+
+def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
+    from apportion import views
+
+    record = {
+        "id": plan.id.hex(),
+        "kinds": list(plan.header.kinds),
+        "report": dict(plan.report),
+        "programs": views.program_sizes(plan),
+        "load": views.loads(plan).tolist(),
+        "tokens": views.tokens(plan).tolist(),
+        "svg": None if svg is None else str(svg),
+    }
+    title = f"plan {record['id'][:16]}, recipe {plan.header.recipe}"
+    emit(
+        record,
+        as_json,
+        lambda: views.summary(title, views.plan_rows(plan.report)),
+        lambda: views.picture(plan),
+        lambda: views.programs_table(record["programs"]),
+        *_tried(plan),
+    )
+
+
+def _tried(plan: Plan) -> list[Callable[[], RenderableType]]:
+    """What a search tried, where there was one."""
+    from apportion import views
+
+    search = plan.report.get("search")
+    return [] if search is None else [lambda: views.search_table(search)]
+
+
+def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
+    from apportion import views
+
+    text = plan.text(rank).rstrip("\n")
+    programs = views.program_sizes(plan, rank)
+    emit({"id": plan.id.hex(), "rank": rank, "programs": programs, "text": text}, as_json, lambda: text)
+
+
+def diff(
+    left: Annotated[Path, typer.Argument(help="A plan file.", metavar="A")],
+    right: Annotated[Path, typer.Argument(help="Another plan file.", metavar="B")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Say how two plans differ. Exit code 1 if they do.
+
+    [bold]Example[/bold]
+
+      apportion diff monday.plan tuesday.plan
+    """
+    from apportion.ir.diff import diff as compare
+
+    found = compare(files.read_plan(left), files.read_plan(right))
+    emit(found.to_data(), as_json, lambda: "\n".join(found.lines()))
+    raise typer.Exit(OK if found.equal else FAILED)

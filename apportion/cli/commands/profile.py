@@ -1,0 +1,97 @@
+"""`apportion profile`: measure this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apportion.cli import files, inputs, options
+from apportion.cli.output import emit, progress
+
+if TYPE_CHECKING:
+    from apportion.ir.request.hardware import Hardware
+
+
+def profile(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write the hardware file here.", metavar="H.json")
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A coarse grid: under a minute on two CPU cores.")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name in the file. Default: that of the file.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Whose attention tasks are timed: flash, or stage (on a GPU).")
+    ] = "flash",
+    model: options.ModelFile = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", help="Tokens that layers are timed with, as a rank has them.", min=1),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure all that plans and forecasts of this machine are priced with, and write a hardware file: attention
+    kernels, windows, memory, linear layers, row work, the loss and Adam.
+
+    With --model the kernels and layers are timed in that model's sizes.
+
+    Under torchrun the links are measured too, with all ranks of a node, and all
+    between nodes, at work at once, and what messages cost to post and kernels
+    beside them: start a rank for each GPU, on two nodes. Without it these stay the
+    built-in figures, marked as assumed. Give the file as --hardware.
+
+    [bold]Examples[/bold]
+
+      apportion profile --quick -o mine.json
+
+      torchrun --nnodes 2 --nproc-per-node 8 -m apportion profile --model config.json -o mine.json
+    """
+    inputs.need("torch", "torch", "a profile")
+    from apportion.trainer.measure import profile
+
+    files.check_output("--output", output)
+    with progress("measuring") as report:
+        shapes = None if model is None else inputs.model_of(model)
+        measured = profile.run(
+            quick, name or output.stem, lambda done, total: report("", total), engine, shapes, tokens
+        )
+    if measured is None:  # another rank writes
+        return
+    files.write(output, json.dumps(measured.to_data(), indent=1).encode() + b"\n")
+    record = _record(measured, output)
+    emit(record, as_json, lambda: _text(record))
+
+
+def _record(hardware: Hardware, output: Path) -> dict[str, Any]:
+    data = hardware.to_data()
+    names = (
+        "name",
+        "device",
+        "engine",
+        "dtype",
+        "axis",
+        "q_heads",
+        "kv_heads",
+        "head_dim",
+        "figures",
+        "measured",
+    )
+    return {"file": str(output), "digest": hardware.digest(), **{key: data[key] for key in names}}
+
+
+def _text(record: dict[str, Any]) -> str:
+    figures = (
+        f"  {name:<18}{figure['value']:>12g}  {figure['source']}{' (assumed)' if figure['assumed'] else ''}"
+        for name, figure in record["figures"].items()
+    )
+    axis = record["axis"]
+    head = (
+        f"{record['file']}: {record['device']}, engine {record['engine']}, grids of {axis[0]} to {axis[-1]} rows, "
+        f"{record['dtype']}"
+    )
+    return "\n".join([head, *figures])

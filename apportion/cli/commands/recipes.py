@@ -1,0 +1,151 @@
+"""Commands that list what there is: recipes, solvers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apportion.cli import options
+from apportion.cli.output import emit, note, progress
+
+if TYPE_CHECKING:
+    from apportion.ir.request.policy import Recipe
+    from apportion.planner.recipe.built_in import Entry
+    from apportion.planner.solvers import registry
+
+
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Print this recipe as a recipe file.", metavar="[NAME]")
+    ] = None,
+    as_json: options.AsJson = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of recipe files, plug-ins included.")
+    ] = False,
+) -> None:
+    """List the recipes: what each does, what it needs and where it comes from; or print one as YAML.
+
+    What is printed of one recipe is a recipe file: change it, and give the file as --recipe or in --recipes.
+    Comments in it name the parameters that its passes have, their defaults and what they take; `docs/recipes.md`
+    explains them. Editors complete and check recipe files by the JSON Schema.
+
+    [bold]Examples[/bold]
+
+      apportion recipes
+
+      apportion recipes zeppelin
+
+      apportion recipes fcp > mine.yaml
+
+      apportion recipes --schema > recipe.schema.json
+    """
+    from apportion.cli.printed import recipes as printed
+    from apportion.planner.recipe import recipes
+    from apportion.planner.recipe.recipes import entries, find_recipe
+
+    if schema and name is not None:
+        raise typer.BadParameter("is of all recipes, leave the name out", param_hint="--schema")
+    if schema:
+        print(json.dumps(recipes.schema(), indent=None if as_json else 2))
+        return
+    known = entries()
+    if name is None:
+        rows = [_recipe(entry) for entry in known.values()]
+        emit({"recipes": rows}, as_json, lambda: printed.recipes_table(rows))
+        return
+    find_recipe(name)  # says what there is where the name is unknown
+    record = _recipe(known[name])
+    emit(record, as_json, lambda: printed.recipe_file(record))
+
+
+def _recipe(entry: Entry) -> dict[str, Any]:
+    facts = {"summary": entry.summary, "paper": entry.paper, "section": entry.section, "needs": entry.needs}
+    return {**entry.recipe.to_data(), **facts, "parameters": _parameters(entry.recipe)}
+
+
+def _parameters(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Step -> what its pass may be told: defaults, and the values that it takes; switches have nothing."""
+    from apportion.planner.options import parameters
+    from apportion.planner.recipe.registry import find_pass
+
+    passes = {step.step: step.name for step in recipe if step.name not in ("on", "off")}
+    return {
+        step: {
+            one.name: {"default": one.default, "takes": one.takes}
+            for one in parameters(find_pass(step, held))
+        }
+        for step, held in passes.items()
+    }
+
+
+solvers = typer.Typer()
+
+
+@solvers.callback(invoke_without_command=True)
+def list_all(context: typer.Context, as_json: options.AsJson = False) -> None:
+    """List the solvers: which problem each solves and how, which steps take it, where it comes from, and whether it is
+    installed.
+
+    A step takes it as the parameter `solver` of its pass, by name or with limits: in a recipe file
+    `place: {lpt: {solver: ilp}}`, or `place: {lpt: {solver: {ilp: {steps: 500, gap: 0.01, deadline_s: 2}}}}`.
+
+    [bold]Examples[/bold]
+
+      apportion solvers --json
+
+      apportion solvers compare
+    """
+    if context.invoked_subcommand is not None:
+        if as_json:
+            raise typer.BadParameter("write it behind compare", param_hint="--json")
+        return
+    from apportion.cli.printed import recipes as printed
+    from apportion.planner.recipe.registry import users_of
+    from apportion.planner.solvers.registry import list_solvers
+
+    rows = [_solver(entry) | {"steps": users_of(entry.kind)} for entry in list_solvers()]
+    emit({"solvers": rows}, as_json, lambda: printed.solvers_table(rows))
+
+
+def _solver(entry: registry.Entry) -> dict[str, Any]:
+    package, extra = entry.needs or (None, None)
+    facts = {"name": entry.name, "kind": entry.kind, "summary": entry.summary, "source": entry.source}
+    limits = {"heuristic": entry.heuristic, "limits": asdict(entry.budget)}
+    return {**facts, **limits, "package": package, "extra": extra, "installed": entry.installed}
+
+
+@solvers.command()
+def compare(
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="Only the solvers of this kind.", metavar="KIND")
+    ] = None,
+    problems: Annotated[int, typer.Option("--problems", help="Small problems of each kind.", min=1)] = 50,
+    as_json: options.AsJson = False,
+) -> None:
+    """Compare the solvers with the optimum, on problems so small that all their answers are enumerated.
+
+    [bold]Examples[/bold]
+
+      apportion solvers compare
+
+      apportion solvers compare --kind partition --problems 200 --json
+    """
+    from apportion.cli.printed import recipes as printed
+    from apportion.ir.fields import choice
+    from apportion.planner.solvers.contracts import KINDS
+    from apportion.planner.solvers.kit.comparison import compare as compared
+    from apportion.planner.solvers.registry import list_solvers
+
+    if kind is not None:
+        choice("--kind", kind, KINDS)
+    wanted = [entry for entry in list_solvers() if kind in (None, entry.kind)]
+    there = [entry for entry in wanted if entry.installed]
+    with progress("solving", problems * len(there)) as tell:
+        rows = [asdict(row) for row in compared(there, problems, tell)]
+    missing = [f"{entry.kind} {entry.name}" for entry in wanted if not entry.installed]
+    if missing:
+        note(f"not installed: {', '.join(missing)}: pip install 'apportion[solvers]'")
+    emit({"solvers": rows, "not_installed": missing}, as_json, lambda: printed.compared_table(rows))

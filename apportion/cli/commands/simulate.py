@@ -1,0 +1,61 @@
+"""`apportion simulate`: how long a plan takes, rank by rank, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from apportion.cli import files, inputs, options
+from apportion.cli.output import emit
+
+
+def simulate(
+    plan: options.PlanFile,
+    hardware: options.HardwareName = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write a trace that ui.perfetto.dev opens.", metavar="T.json"),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", help="Timelines to draw: of the ranks that wait longest.", min=0)
+    ] = 16,
+    steps: Annotated[
+        int, typer.Option("--steps", help="Steps of the critical path to tell: the longest ones.", min=0)
+    ] = 10,
+    spans: Annotated[
+        bool, typer.Option("--spans/--no-spans", help="With --json: what every rank does when.")
+    ] = True,
+    as_json: options.AsJson = False,
+) -> None:
+    """Run a plan's programs against the cost model and say how long each rank takes, and what it waits for.
+
+    One attention call of each kind, forward and backward, on the links of the
+    plan's cluster. In the timelines █ is work, ▒ work and waiting, · waiting for a
+    round, and the rest idle.
+
+    [bold]Examples[/bold]
+
+      apportion simulate first.plan
+
+      apportion simulate first.plan --hardware mine.json --trace first.json
+    """
+    from apportion.cli.printed import timelines
+    from apportion.planner.simulate import simulate as run
+
+    if trace is not None:
+        files.check_output("--trace", trace)
+    the_plan, the_hardware = files.read_plan(plan), inputs.hardware_of(hardware)
+    inputs.warn_of_mismatch(the_hardware, the_plan.request.cluster)
+    found = run(the_plan, the_hardware)
+    if trace is not None:
+        files.write(trace, json.dumps(found.trace(), separators=(",", ":")).encode())
+    record = {
+        "id": the_plan.id.hex(),
+        "trace": None if trace is None else str(trace),
+        **(found.to_data(spans) if as_json else {}),
+    }
+    views = [lambda each=each: timelines.run_view(each, ranks, steps) for each in found.runs.values()]
+    emit(record, as_json, lambda: timelines.headline(found), *views)

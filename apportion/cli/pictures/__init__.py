@@ -1,0 +1,1 @@
+"""`apportion show --svg`: a plan as a picture."""

@@ -1,0 +1,298 @@
+"""`apportion show --svg`: the mask in the colours of the ranks that compute it, and what these do when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from apportion.cli.output import count
+from apportion.cli.pictures import svg
+from apportion.cli.pictures.mask_cells import Axis, axis_of, owners
+from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import ATTENTION, PHASES, Op
+from apportion.ir.request.hardware import Hardware
+from apportion.planner.simulate import Run, simulate
+
+CELLS = 112  # of the mask, a side
+STEPS = 240  # cells of a timeline
+MOST_BYTES = 280_000  # of a file; what would have more is drawn coarser
+COARSEST = 30  # steps
+LITTLE = 0.3  # share of a step below which it stays empty
+MOST = 64  # ranks with a colour and a timeline of their own; of more, nodes have colours
+
+WIDTH, LEFT, TOP = 900, 74, 64
+MASK = 560
+LEGEND = LEFT + MASK + 36
+TRACK = WIDTH - LEFT - 40  # width of a timeline
+
+# what a rank does in a cell of its timeline, beside attention, which has the rank's colour
+OTHER, WAITING, EVEN, ODD = range(4)
+_FILLS = {OTHER: "#57606a", WAITING: "#dfe3e8", EVEN: "#24292f", ODD: "#98a2ad"}
+
+
+@dataclass(frozen=True)
+class Colours:
+    """The colours of ranks: each its own, or that of its node."""
+
+    ranks: int
+    per_node: int
+    nodes: bool
+
+    def of(self, rank: int) -> str:
+        if self.nodes:
+            return svg.colour(rank // self.per_node, -(-self.ranks // self.per_node))
+        return svg.colour(rank, self.ranks)
+
+    def legend(self) -> list[tuple[str, str]]:
+        """(name, colour) of ranks, or of the first nodes."""
+        if not self.nodes:
+            return [(f"rank {rank}", self.of(rank)) for rank in range(self.ranks)]
+        nodes = range(min(-(-self.ranks // self.per_node), MOST))
+        return [(f"node {node}", self.of(node * self.per_node)) for node in nodes]
+
+
+@dataclass(frozen=True, eq=False)
+class _Scene:
+    """What is drawn. coarse: how many cells and steps are drawn as one, so that the file stays small."""
+
+    plan: Plan
+    run: Run
+    hardware: str
+    coarse: int = 1
+
+    @cached_property
+    def axis(self) -> Axis:
+        return axis_of(self.plan, CELLS // self.coarse)
+
+    @property
+    def steps(self) -> int:
+        return STEPS // self.coarse
+
+    @cached_property
+    def colours(self) -> Colours:
+        ranks = self.plan.header.ranks
+        return Colours(ranks, self.plan.request.cluster.ranks_per_node, ranks > MOST)
+
+
+def draw(
+    plan: Plan, kind: str | None = None, phase: str = "forward", hardware: Hardware | None = None
+) -> str:
+    """The plan as an SVG file: one kind (default: the first) and phase. Raises ConfigError for one that is not there,
+    VerifyError for a plan that cannot run."""
+    kind = plan.header.kinds[0] if kind is None else kind
+    _check(plan, kind, phase)
+    found = simulate(plan, hardware)
+    scene = _Scene(plan, found.runs[kind, phase], found.hardware)
+    drawn = _drawn(scene)
+    while len(drawn) > MOST_BYTES and scene.steps > COARSEST:
+        scene = replace(scene, coarse=2 * scene.coarse)
+        drawn = _drawn(scene)
+    return drawn
+
+
+def _drawn(scene: _Scene) -> str:
+    plan, run = scene.plan, scene.run
+    below = TOP + max(MASK + 74, _legend_height(scene.colours) + 40)
+    title = f"{_recipe(plan)}: {run.phase} of kind {run.kind} on {count(plan.header.ranks, 'rank')}"
+    held = _held(plan, scene.axis)
+    parts = [
+        svg.text(LEFT, 28, title, 18, rest='font-weight="600"'),
+        svg.text(LEFT, 48, held, 12, rest=f'fill="{svg.PALE}"'),
+        *_mask(scene),
+        *_legend(scene.colours, plan),
+        *_timelines(scene, below),
+    ]
+    height = below + _bar(run) * len(_shown(run)) + 70
+    return svg.document(WIDTH, height, title, f"{held}. {_told(run, scene.hardware)}.", parts)
+
+
+def _check(plan: Plan, kind: str, phase: str) -> None:
+    for option, value, known in (("--kind", kind, plan.header.kinds), ("--phase", phase, PHASES)):
+        if value not in known:
+            raise ConfigError(option, value, f"the plan has {', '.join(known)}", "name one of these")
+
+
+def _recipe(plan: Plan) -> str:
+    """The recipe, and what it chose where it searched."""
+    search = plan.report.get("search")
+    return plan.header.recipe if search is None else f"{plan.header.recipe} ({search['recipe']['name']})"
+
+
+def _held(plan: Plan, axis: Axis) -> str:
+    batch = plan.request.batch
+    held = f"{count(len(batch.lengths), 'sequence')}, {batch.tokens:,} tokens"
+    return held if len(axis.lengths) == len(batch.lengths) else f"the {len(axis.lengths)} longest of {held}"
+
+
+def _told(run: Run, hardware: str) -> str:
+    return (
+        f"{run.makespan_us / 1e3:.3f} ms on {hardware}, {100 * run.efficiency:.0f} % of it what balanced work without "
+        f"communication needs"
+    )
+
+
+# --- the mask
+
+
+def _mask(scene: _Scene) -> Iterator[str]:
+    axis = scene.axis
+    found = owners(scene.plan, scene.run.kind, scene.run.phase, axis)
+    fills = {rank: scene.colours.of(rank) for rank in np.unique(found[found != svg.NOBODY]).tolist()}
+    yield svg.rect(LEFT, TOP, MASK, MASK, "#f6f8fa")
+    at = 10 * MASK * axis.edges // axis.tokens
+    yield svg.raster(found, fills, svg.Grid(10 * LEFT + at, 10 * TOP + at))
+    yield from _sequences(axis)
+    middle = TOP + MASK / 2
+    yield svg.text(LEFT + MASK / 2, TOP + MASK + 40, "keys (tokens)", 12, "middle")
+    yield svg.text(20, middle, "queries (tokens)", 12, "middle", f'transform="rotate(-90 20 {middle:g})"')
+
+
+def _sequences(axis: Axis) -> Iterator[str]:
+    """An outline for each sequence, and the tokens where those begin that have room for a number."""
+    scale = MASK / axis.tokens
+    last = -100.0
+    boxes = []
+    for offset, length in zip(axis.offsets.tolist(), axis.lengths.tolist(), strict=True):
+        at, side = round(offset * scale, 1), round(length * scale, 1)
+        boxes.append(f"M{LEFT + at:g} {TOP + at:g}h{side:g}v{side:g}h-{side:g}z")
+        if at - last >= 44 and at <= MASK - 44:
+            yield from _tick(at, f"{offset:,}")
+            last = at
+    yield from _tick(MASK, f"{axis.tokens:,}")
+    yield f'<path d="{"".join(boxes)}" fill="none" stroke="{svg.PALE}" stroke-width="0.7"/>'
+
+
+def _tick(at: float, said: str) -> Iterator[str]:
+    yield svg.text(LEFT + at, TOP + MASK + 20, said, 10, "middle", f'fill="{svg.PALE}"')
+    yield svg.text(LEFT - 8, TOP + at + 4, said, 10, "end", f'fill="{svg.PALE}"')
+    yield svg.lines(
+        [(LEFT + at, TOP + MASK, LEFT + at, TOP + MASK + 6), (LEFT - 5, TOP + at, LEFT, TOP + at)]
+    )
+
+
+# --- the legend
+
+_ROW = 19
+
+
+def _columns(colours: Colours) -> int:
+    return 1 if len(colours.legend()) <= 26 else 3
+
+
+def _legend_height(colours: Colours) -> int:
+    return -(-len(colours.legend()) // _columns(colours)) * _ROW
+
+
+def _legend(colours: Colours, plan: Plan) -> Iterator[str]:
+    names, columns = colours.legend(), _columns(colours)
+    rows = -(-len(names) // columns)
+    yield svg.text(LEGEND, TOP + 10, "computed by", 12, rest='font-weight="600"')
+    for i, (name, fill) in enumerate(names):
+        x, y = LEGEND + 74 * (i // rows), TOP + 22 + _ROW * (i % rows)
+        yield svg.rect(x, y, 13, 13, fill)
+        yield svg.text(x + 18, y + 11, name, 11)
+    if plan.header.head_sets:
+        y = TOP + 44 + _ROW * rows
+        for i, said in enumerate(("rows in turn: each shows", "one share of the heads")):
+            yield svg.text(LEGEND, y + 14 * i, said, 11, rest=f'fill="{svg.PALE}"')
+
+
+# --- the timeline
+
+
+def _shown(run: Run) -> list[int]:
+    """All ranks, or of many those that wait longest."""
+    return sorted(np.argsort(-run.exposed_us, kind="stable")[:MOST].tolist())
+
+
+def _bar(run: Run) -> int:
+    return min(max(300 // len(_shown(run)), 8), 22)
+
+
+def _timelines(scene: _Scene, top: int) -> Iterator[str]:
+    run = scene.run
+    shown, bar = _shown(run), _bar(run)
+    yield svg.text(LEFT, top, f"simulated: {run.makespan_us / 1e3:.3f} ms", 14, rest='font-weight="600"')
+    yield svg.text(LEFT + 186, top, _remark(run), 11, rest=f'fill="{svg.PALE}"')
+    yield from _key(top)
+    for i, rank in enumerate(shown):
+        yield from _timeline(scene, rank, top + 14 + i * bar, bar - 2)
+        if bar >= 11 or i % 4 == 0:
+            y = top + 14 + i * bar + min(bar, 14) - 3
+            yield svg.text(LEFT - 8, y, rank, min(bar, 11), "end", f'fill="{svg.PALE}"')
+    yield from _times(run, top + 16 + bar * len(shown))
+
+
+def _times(run: Run, bottom: int) -> Iterator[str]:
+    """The axis under the timelines."""
+    for part in range(5):
+        x, time = LEFT + TRACK * part / 4, run.makespan_us / 1e3 * part / 4
+        yield svg.lines([(x, bottom, x, bottom + 5)])
+        yield svg.text(x, bottom + 18, f"{time:.3g}", 10, "middle", f'fill="{svg.PALE}"')
+    yield svg.text(LEFT + TRACK / 2, bottom + 36, "milliseconds", 12, "middle")
+
+
+def _remark(run: Run) -> str:
+    hidden = len(run.exposed_us) > len(_shown(run))
+    return f"the {MOST} ranks that wait longest" if hidden else f"{100 * run.efficiency:.0f} % efficient"
+
+
+def _key(top: int) -> Iterator[str]:
+    """What the fills of a timeline mean, at the right end of its title."""
+    x = LEFT + TRACK - 400
+    said = (
+        ("attention: the rank's colour", None),
+        ("other work", OTHER),
+        ("waits", WAITING),
+        ("rounds", EVEN),
+    )
+    for name, fill in said:
+        if fill is not None:
+            high = 4 if fill == EVEN else 11
+            yield svg.rect(x, top - (6 if fill == EVEN else 10), 11, high, _FILLS[fill])
+        yield svg.text(x + (0 if fill is None else 15), top, name, 11)
+        x += 174 if fill is None else 92
+
+
+def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
+    """Work and waits of a rank, and under them, thin, the rounds that it has under way, by turns dark and light."""
+    run, spans = scene.run, scene.run.spans
+    mine = spans.rank == rank
+    work, rounds = mine & (spans.stream == 0), mine & (spans.stream > 0)
+    attends, waits = np.isin(spans.op, ATTENTION), spans.op == Op.WAIT
+    doing = _most(run, [work & attends, work & ~attends & ~waits, work & waits], scene.steps)
+    moving = _most(run, [rounds & (spans.round % 2 == parity) for parity in (0, 1)], scene.steps)
+    fills = {0: scene.colours.of(rank), 1: _FILLS[OTHER], 2: _FILLS[WAITING]}
+    x = 10 * LEFT + np.arange(scene.steps + 1) * 10 * TRACK // scene.steps
+    y = [round(10 * (top + part * high)) for part in (0, 0.72, 0.77, 1)]
+    yield svg.raster(doing[None, :], fills, svg.Grid(x, np.array(y[:2])))
+    yield svg.raster(moving[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, svg.Grid(x, np.array(y[2:])))
+
+
+def _most(run: Run, chosen: Sequence[Bools], steps: int) -> Ints:
+    """int64 [steps]: which of the chosen spans fill most of each step, NOBODY where all together have little."""
+    edges = np.linspace(0.0, run.makespan_us, steps + 1)
+    shares = np.array([_share(run, spans, edges) for spans in chosen])
+    most = np.argmax(shares, axis=0)
+    return np.where(shares.sum(axis=0) >= LITTLE, most, svg.NOBODY).astype(np.int64)
+
+
+def _share(run: Run, chosen: Bools, edges: Floats) -> Floats:
+    """float64 [steps]: which part of each step lies in the spans, those that overlap counted once."""
+    start, end = run.spans.start_us[chosen], run.spans.end_us[chosen]
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    if not len(start):
+        return np.zeros(len(edges) - 1)
+    start = np.maximum(start, np.append(0.0, end[:-1]))
+    done = np.cumsum(end - start)
+    points = np.stack([start, end], axis=1).ravel()
+    return np.asarray(
+        np.diff(np.interp(edges, points, np.stack([done - (end - start), done], axis=1).ravel()))
+        / np.maximum(np.diff(edges), 1e-12)
+    )

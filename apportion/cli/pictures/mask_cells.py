@@ -1,0 +1,144 @@
+"""Who computes which part of the mask: the tasks of a plan's programs, in global tokens, gathered into cells.
+
+What a work row holds is not written in a plan; the dataflow that the verifier follows tells it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from apportion.cli.pictures.svg import NOBODY
+from apportion.ir.arrays import Bools, Ints, group_of, within
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.errors import VerifyError
+from apportion.ir.masks import bands as algebra
+from apportion.ir.verify.subject import Subject
+from apportion.ir.verify.view import HeadSets
+
+_MOST_SEQUENCES = 12  # on one axis: shorter ones would not be seen
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """The sequences drawn, one behind another. starts, lengths: int64 [sequences], in tokens of the batch; edges: int64
+    [cells + 1], where cells begin on the axis."""
+
+    starts: Ints
+    lengths: Ints
+    edges: Ints
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def offsets(self) -> Ints:
+        """int64 [sequences]: where each begins on the axis."""
+        return np.asarray(np.cumsum(self.lengths) - self.lengths, np.int64)
+
+
+def axis_of(plan: Plan, cells: int) -> Axis:
+    """The longest sequences of a batch, in its order."""
+    batch = plan.request.batch
+    longest = np.sort(np.argsort(-batch.lengths, kind="stable")[:_MOST_SEQUENCES])
+    lengths = np.asarray(batch.lengths[longest], np.int64)
+    return Axis(np.asarray(batch.starts[longest], np.int64), lengths, _edges(lengths, cells))
+
+
+def _edges(lengths: Ints, cells: int) -> Ints:
+    """About so many cells in all, a whole number for each sequence, and at least one."""
+    tokens = int(lengths.sum())
+    counts = np.clip(lengths * cells // tokens, 1, lengths)
+    offsets = np.cumsum(lengths) - lengths
+    edges = [
+        offset + np.arange(count) * length // count
+        for offset, length, count in zip(offsets, lengths, counts, strict=True)
+    ]
+    return np.append(np.concatenate(edges), tokens).astype(np.int64)
+
+
+def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
+    """int64 [cells, cells], queries by keys: the rank that computes most of each cell, NOBODY where the mask is empty.
+
+    Where ranks share the heads, rows of cells show one after another, in turn. Raises VerifyError, CapacityError.
+    """
+    subject = Subject(plan)
+    program = next(one for one in subject.programs if (one.kind, one.phase) == (kind, phase))
+    tasks = subject.tasks(program)
+    if not tasks.complete:
+        raise VerifyError(f"{kind} {phase} reads rows that nothing has written; verify the plan")
+    bands, piece = _on_axis(np.ascontiguousarray(tasks.bands.T), axis)
+    task = tasks.task[piece]
+    sets = np.asarray(program["operands"]["heads"][program.task_operand("q", task)], np.int64)
+    rows, part = _rows(bands, axis.edges)
+    mine = _unlike_heads(program.q_sets, sets)[:, sets[part]]
+    shown = mine[rows % len(mine), np.arange(len(rows))]
+    rank = np.asarray(program[program.task_list].rank[task], np.int64)[part]
+    return _busiest(bands[part[shown]], rows[shown], rank[shown], axis.edges)
+
+
+def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
+    """The parts of bands that are drawn, on the axis, and the band that each is of."""
+    parts, of = [], []
+    for start, length, offset in zip(axis.starts, axis.lengths, axis.offsets, strict=True):
+        at = np.flatnonzero((bands[:, 0] < start + length) & (bands[:, 1] > start))
+        cut = algebra.intersect(
+            bands[at], np.array([start, start + length, start, start + length]), tight=True
+        )
+        seen = cut[:, 0] < cut[:, 1]
+        parts.append(algebra.shift(cut[seen], offset - start, offset - start))
+        of.append(at[seen])
+    return np.concatenate(parts), np.concatenate(of)
+
+
+def _unlike_heads(held: HeadSets, used: Ints) -> Bools:
+    """bool [heads, sets]: which head sets have each head, of heads that are in other sets than those before."""
+    member = np.zeros((held.heads, len(held.members)), bool)
+    for number in np.unique(used).tolist():
+        member[held.members[number], number] = True
+    _, first = np.unique(member, axis=0, return_index=True)
+    return member[np.sort(first)]
+
+
+def _rows(bands: Ints, edges: Ints) -> tuple[Ints, Ints]:
+    """(row of cells, band) of every row of cells that a band has queries in."""
+    first, last = (np.searchsorted(edges, ends, side="right") - 1 for ends in (bands[:, 0], bands[:, 1] - 1))
+    return _ranges(first, last)
+
+
+def _ranges(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """(number, i) of every number from first[i] to last[i]."""
+    count = last - first + 1
+    of = group_of(count)
+    return first[of] + within(count), of
+
+
+def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:
+    """int64 [cells, cells]: who has most pairs of each cell, of bands that each are cut to a row of cells first."""
+    cells = len(edges) - 1
+    everything = np.full_like(row, edges[-1])
+    strips = algebra.intersect(
+        bands, np.stack([edges[row], edges[row + 1], 0 * row, everything], axis=1), tight=True
+    )
+    first, last = (
+        np.searchsorted(edges, ends, side="right") - 1 for ends in (strips[:, 2], strips[:, 3] - 1)
+    )
+    column, strip = _ranges(first, np.maximum(last, first - 1))
+    boxes = np.stack([0 * column, 0 * column + edges[-1], edges[column], edges[column + 1]], axis=1)
+    pairs = algebra.area(algebra.intersect(strips[strip], boxes))
+    return _largest((row[strip] * cells + column), rank[strip], pairs, cells)
+
+
+def _largest(cell: Ints, rank: Ints, pairs: Ints, cells: int) -> Ints:
+    """int64 [cells, cells]: of each cell the rank with most pairs, the lowest of equal ones."""
+    span = int(rank.max(initial=0)) + 1
+    keys, inverse = np.unique(cell * span + rank, return_inverse=True)
+    total = np.zeros(len(keys), np.int64)
+    np.add.at(total, inverse.ravel(), pairs)
+    order = np.lexsort((-(keys % span), total, keys // span))  # the last of a cell is the one to keep
+    found = np.full(cells * cells, NOBODY, np.int64)
+    kept = order[total[order] > 0]
+    found[keys[kept] // span] = keys[kept] % span
+    return found.reshape(cells, cells)

@@ -1,0 +1,126 @@
+"""What `apportion compare` prints: a row a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from apportion.cli.output import count
+from apportion.views import human_bytes, percent
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the comparison. text: what a row that was served shows; wide: only in the wide table."""
+
+    title: str
+    text: Callable[[Record], str]
+    wide: bool = False
+
+
+def _speedup(row: Record) -> str:
+    spread = row["speedup"]
+    if spread is None:
+        return "-"
+    median = f"{spread['median']:.2f}"
+    if row["batches"] == 1:
+        return median
+    return f"{median} ({spread['min']:.2f}-{spread['max']:.2f})"
+
+
+def _later(row: Record, name: str, shown: Callable[[float], str]) -> str:
+    """A figure that records of earlier releases do not have."""
+    return shown(row[name]) if name in row else "-"
+
+
+def _gap(row: Record, name: str) -> str:
+    gap = row["bounds"][name]["gap"]
+    return "-" if gap is None else f"{gap:.2f}"
+
+
+COLUMNS = (
+    Column("recipe", lambda row: str(row["recipe"])),
+    Column("forward\nms", lambda row: f"{row['forward_ms']:.2f}"),
+    Column("backward\nms", lambda row: f"{row['backward_ms']:.2f}"),
+    Column("speed-up\n(min-max)", _speedup),
+    Column("effi-\nciency", lambda row: f"{100 * row['efficiency']:.0f} %"),
+    Column("attain-\ned", lambda row: _later(row, "of_attainable", lambda share: f"{100 * share:.0f} %")),
+    Column("exposed\nms", lambda row: f"{row['exposed_ms']:.2f}"),
+    Column("compute\nimbalance", lambda row: percent(row["imbalance"]["compute"])),
+    Column("time\nimbalance", lambda row: _later(row, "time_imbalance", percent), wide=True),
+    Column("token\nimbalance", lambda row: percent(row["imbalance"]["tokens"])),
+    Column("bytes\nmoved", lambda row: human_bytes(row["bytes"]["total"])),
+    Column("between\nnodes", lambda row: human_bytes(row["bytes"]["inter_node"])),
+    Column("busiest\nrank", lambda row: human_bytes(row["bytes"]["max_rank"]), wide=True),
+    Column("slots", lambda row: f"{row['slots']:,}", wide=True),
+    Column("rounds", lambda row: f"{row['rounds']:,}", wide=True),
+    Column("peak work\nrows", lambda row: f"{row['peak_rows']:,}", wide=True),
+    Column("block\ntokens", lambda row: f"{row['block_tokens']:,}", wide=True),
+    Column("plan\nms", lambda row: f"{row['planning_ms']['p50']:.0f}"),
+    Column(
+        "verify\nms", lambda row: f"{row['verify_ms']['p50']:.0f}" if row["verify_ms"] else "-", wide=True
+    ),
+    Column("plan\nbytes", lambda row: human_bytes(row["plan_bytes"]["total"]), wide=True),
+    Column("largest\npart", lambda row: human_bytes(row["plan_bytes"]["largest_rank"]), wide=True),
+    Column("makespan\n/ bound", lambda row: _gap(row, "makespan"), wide=True),
+    Column("KV bytes\n/ bound", lambda row: _gap(row, "kv_bytes"), wide=True),
+    Column("remote pairs\n/ bound", lambda row: _gap(row, "remote_pairs_bytes"), wide=True),
+    Column("slots\n/ bound", lambda row: _gap(row, "slots"), wide=True),
+)
+
+
+def comparison(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
+    """What `compare` prints of its record: a headline, the table, and why batches were refused."""
+    return (
+        lambda: _headline(record),
+        lambda: comparison_table(record["rows"], wide),
+        lambda: "\n".join(remarks(record["rows"])),
+    )
+
+
+def _headline(record: Record) -> str:
+    cluster = record["cluster"]
+    tokens = max((row["tokens"] for row in record["rows"] if row["tokens"]), default=0)
+    hardware = record["hardware"]["name"] if record["hardware"] else "h100"
+    ranks, batches = (
+        cluster["nodes"] * cluster["ranks_per_node"],
+        count(record["batches"], "batch", "batches"),
+    )
+    return (
+        f"{ranks} ranks, {batches} of {tokens:,} tokens ({record['workload']}), hardware {hardware}, "
+        f"baseline {record['baseline']}\n"
+    )
+
+
+def comparison_table(rows: Sequence[Record], wide: bool = False) -> Table:
+    """One line a recipe."""
+    columns = [column for column in COLUMNS if wide or not column.wide]
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column.title, justify="left" if column.title == "recipe" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*comparison_cells(row, columns))
+    return table
+
+
+def comparison_cells(row: Record, columns: Sequence[Column] = COLUMNS) -> list[str]:
+    """The texts of one row; a recipe that served no batch has its name and dashes."""
+    if row["status"] == "ok":
+        return [column.text(row) for column in columns]
+    return [row["recipe"], "refused", *["-"] * (len(columns) - 2)]
+
+
+def remarks(rows: Sequence[Record]) -> list[str]:
+    """A line for each row that was refused, wholly or in part, or not verified."""
+    return [
+        f"{row['recipe']}: {said}"
+        for row in rows
+        for said in (row["reason"], row["unverified"] and f"its plans are not verified: {row['unverified']}")
+        if said
+    ]

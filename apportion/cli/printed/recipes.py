@@ -1,0 +1,88 @@
+"""What `apportion recipes` and `apportion solvers` print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+Record = Mapping[str, Any]
+
+
+def recipes_table(rows: Sequence[Record]) -> Table:
+    """What recipes there are."""
+    return _catalogue(
+        ("recipe", "what it does", "from", "needs"),
+        [(row["name"], row["summary"], _source(row), row["needs"] or "") for row in rows],
+    )
+
+
+def recipe_file(row: Record) -> str:
+    """A recipe as YAML that `--recipe` reads, under a comment that says what it is."""
+    import yaml
+
+    facts = [row["summary"], f"from: {_source(row)}", f"needs: {row['needs'] or 'nothing'}"]
+    for step, held in row["parameters"].items():
+        (name,) = row["steps"][step]
+        facts.append(f"{step} {name} has {'these parameters:' if held else 'no parameters'}")
+        facts += [
+            f"  {parameter}: {_yaml(one['default'])}  # {one['takes']}" for parameter, one in held.items()
+        ]
+    steps = {"name": row["name"], "steps": row["steps"]}
+    body = yaml.safe_dump(steps, sort_keys=False, default_flow_style=None)
+    return "".join(f"# {fact}\n" for fact in facts) + body.rstrip("\n")
+
+
+def _yaml(value: Any) -> str:
+    import json
+
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _source(row: Record) -> str:
+    section = str(row["section"])
+    rest = f", section {section}" if section[:1].isdigit() else f", {section}" if section else ""
+    return f"{row['paper']}{rest}"
+
+
+def solvers_table(rows: Sequence[Record]) -> Table:
+    """What solvers there are."""
+    return _catalogue(
+        ("solver", "problem", "how", "taken by", "from", "needs"),
+        [
+            (row["name"], row["kind"], row["summary"], ", ".join(row["steps"]), row["source"], _needs(row))
+            for row in rows
+        ],
+    )
+
+
+def compared_table(rows: Sequence[Record]) -> Table:
+    """Solvers beside the optimum."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("problem", "solver"):
+        table.add_column(title)
+    for title in ("solved", "optimal", "said so", "mean", "worst", "ms"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        ratios = ["-" if row[name] is None else f"{row[name]:.4f}" for name in ("mean", "worst")]
+        counts = [f"{row[name]}/{row['problems']}" for name in ("solved", "optimal", "proven")]
+        table.add_row(row["kind"], row["solver"], *counts, *ratios, f"{row['ms']:.2f}")
+    return table
+
+
+def _needs(row: Record) -> str:
+    if row["package"] is None:
+        return ""
+    there = "installed" if row["installed"] else f"pip install 'apportion[{row['extra']}]'"
+    return f"{row['package']} ({there})"
+
+
+def _catalogue(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, no_wrap=title == titles[0])
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

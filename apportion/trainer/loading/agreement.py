@@ -1,0 +1,81 @@
+"""Before a plan is used: all ranks have it, or those that have not plan the same themselves.
+
+One collective an iteration where all is well: has this rank the plan, and which. A second one where a rank had not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from apportion.backends.torch.transport import Communicator, require_one_plan
+from apportion.ir.errors import ExecutionError
+from apportion.ir.hashing import SIZE
+from apportion.trainer.loading.fetching import Fetched
+
+HELD, MISSING, FAILED = 0, 1, 2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of an iteration: its plan, or why not."""
+
+    fetched: Fetched | None = None
+    error: Exception | None = None
+
+    @property
+    def state(self) -> int:
+        if self.fetched is not None:
+            return HELD
+        return MISSING if isinstance(self.error, TimeoutError) else FAILED
+
+    @property
+    def id(self) -> bytes:
+        return bytes(SIZE) if self.fetched is None else self.fetched.piece.id
+
+
+@dataclass
+class Agreement:
+    """Makes sure that all ranks run the same plan. fallbacks: iterations that some rank planned itself."""
+
+    communicator: Communicator
+    fallbacks: int = 0
+
+    def take(self, number: int, fetch: Callable[[], Fetched], plan: Callable[[], Fetched]) -> Fetched:
+        """The plan of iteration `number`: what `fetch` gives, or `plan` on the ranks where that raises TimeoutError;
+        a collective. Raises what these raise, and ExecutionError where another rank failed or the ids differ."""
+        held = _attempt(fetch)
+        if MISSING in self._states(number, held):
+            self.fallbacks += 1
+            if held.state == MISSING:
+                _log.warning(
+                    "iteration %d: no plan in time (%s): this rank plans it itself", number, held.error
+                )
+                held = _attempt(plan)
+            self._states(number, held)
+        if held.fetched is None:
+            raise ExecutionError(f"iteration {number}: no plan") from held.error
+        return held.fetched
+
+    def _states(self, number: int, held: Held) -> list[int]:
+        """Of every rank; a collective. Raises on all ranks where one failed or two hold different plans."""
+        rows = self.communicator.all_gather([held.state, *held.id])
+        states = [row[0] for row in rows]
+        if held.state == FAILED and held.error is not None:
+            raise held.error
+        if FAILED in states:
+            failed = [rank for rank, state in enumerate(states) if state == FAILED]
+            raise ExecutionError(f"iteration {number}: ranks {failed} have no plan: their own errors say why")
+        if MISSING not in states:
+            require_one_plan([bytes(row[1:]) for row in rows])
+        return states
+
+
+def _attempt(make: Callable[[], Fetched]) -> Held:
+    try:
+        return Held(make())
+    except Exception as error:  # told to the other ranks, which would wait, then raised
+        return Held(error=error)

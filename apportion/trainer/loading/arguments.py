@@ -1,0 +1,76 @@
+"""Arguments of a loader, checked, and what it takes where they are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.arrays import Ints
+from apportion.ir.bytes.job import Job
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import choice, integers, name
+from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.planner.recipe.recipes import is_deterministic
+from apportion.trainer.loading.rows import Dataset
+from apportion.trainer.loading.sources.source import Source
+
+MAX_RUN = 48  # characters: the service takes 64, and passes are numbered behind them
+
+
+def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
+    """int64 [n]: tokens of each sample, as given or as the dataset has them. Raises ConfigError."""
+    found = getattr(dataset, "lengths", None) if lengths is None else lengths
+    if found is None:
+        rule = "planning needs the length of each sample before it is read"
+        raise ConfigError("lengths", None, rule, "give lengths, or a dataset that has them as `lengths`")
+    listed = found if isinstance(found, list | tuple | range) else np.asarray(found)
+    checked = integers("lengths", listed, 1, MAX_TOKENS)
+    held = len(dataset) if isinstance(dataset, Sized) else "an unknown number of"
+    if held != len(checked):
+        rule = f"there must be one for each sample, and the dataset has {held} samples"
+        raise ConfigError("lengths", f"{len(checked)} lengths", rule, "give the length of each sample")
+    return checked
+
+
+def communicator_of(job: Job, given: Communicator | None, rank: int | None) -> Communicator:
+    """The ranks that train together. Raises ConfigError where they are not the job's."""
+    found = Communicator.shared() if given is None else given
+    if found.ranks != job.ranks:
+        rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
+        remedy = "initialise torch.distributed with as many before the loader is made, or make another job"
+        raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
+    if rank not in (None, found.rank):
+        rule = f"this process is rank {found.rank} of its group"
+        raise ConfigError("rank", rank, rule, "leave it out, or give the communicator of the right group")
+    return found
+
+
+def device_of(given: torch.device | str | None) -> torch.device:
+    """Where attention runs: this process' GPU where it has one. With its number: threads have a current one of their
+    own."""
+    device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def run_of(run: str | None) -> str | None:
+    """The name of a run. Raises ConfigError where it has no room for the number of a pass."""
+    if run is not None and len(name("run", run)) > MAX_RUN:
+        raise ConfigError("run", run, f"must have at most {MAX_RUN} characters", "write a shorter name")
+    return run
+
+
+def plans_here(on_timeout: str, source: Source, ranks: int) -> bool:
+    """Whether ranks plan themselves what does not come. Raises ConfigError where they could come to different plans."""
+    agrees = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
+    several = agrees or (ranks > 1 and not source.shared)
+    if several and not is_deterministic(source.job.policy.recipe):
+        rule = "a clock ends this recipe's search: two ranks would come to different plans"
+        remedy = "let a service plan, with on_timeout='raise', or take its time limit out of the recipe"
+        raise ConfigError("on_timeout" if agrees else "source", "local", rule, remedy)
+    return agrees

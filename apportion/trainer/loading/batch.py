@@ -1,0 +1,174 @@
+"""One rank's share of a microbatch, and token tensors between its rows and the caller's samples.
+
+full [tokens, ...]   samples end to end ──shard_tokens──► [rows, ...] ──gather_tokens──► full, on every rank
+x [rows, ...]        ──roll(x, 1)──► of each row the one of its next token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apportion.backends.torch.exchange import Exchange
+from apportion.backends.torch.handle import PlanHandle
+from apportion.ir.arrays import Ints, group_of
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.fields import integer
+from apportion.ir.request.batch import Batch
+from apportion.trainer.loading.rows import WEIGHTS
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """One rank's share of one microbatch; rows are in the plan's home layout, with padding behind them where the loader
+    pads."""
+
+    tokens: Tensor  # [rows] int64 token ids
+    position_ids: Tensor  # [rows] int64
+    labels: Tensor  # [rows] int64, of the token to predict; IGNORED where there is nothing to
+    handle: PlanHandle
+    iteration: int
+    microbatch: int
+    is_last: bool  # of its iteration: step the optimizer after it
+    valid_tokens: int  # labels of all ranks, groups of ranks and microbatches of the iteration
+    total_weight: float  # their loss weights; as many where samples have none
+    fields: Mapping[str, Tensor]  # what else the samples have for each token, [rows, ...]
+    sample_ids: Tensor  # [rows] int64, sample of the dataset; -1 for padding
+    local_to_sample: Tensor  # [rows] int64, token of the sample; -1 for padding
+    samples: Ints  # int64, samples of the microbatch on all ranks, in order
+    batch: Batch = field(repr=False)  # their lengths and masks
+    _places: list[Places] = field(default_factory=list, repr=False, compare=False)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PlannedBatch:
+        """The batch with its tensors there."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = _moved(tensors, device, non_blocking)
+        return replace(self, **moved, fields=_moved(self.fields, device, non_blocking))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything by name, the samples' own fields beside the others. Raises ConfigError for a field that has the
+        name of one of these."""
+        shown = [item.name for item in fields(self) if item.name not in ("fields", "batch", "_places")]
+        if twice := sorted(self.fields.keys() & set(shown)):
+            rule = "is the name of something that the batch itself has"
+            raise ConfigError("field", twice[0], rule, "rename the samples' field, or read batch.fields")
+        return {**self.fields, **{name: getattr(self, name) for name in shown}}
+
+    def check_unweighted(self, loss: str) -> None:
+        """Raises ConfigError where the samples have loss weights, which `loss` would ignore."""
+        if WEIGHTS in self.fields:
+            rule, remedy = (
+                f"{loss} has no weights",
+                "use normalised_loss(..., weights=) in a loop of your own",
+            )
+            raise ConfigError(WEIGHTS, "a field of the samples", rule, remedy)
+
+    # ---- token tensors
+
+    def shard_tokens(self, full: Tensor, fill: float = 0.0) -> Tensor:
+        """full [tokens, ...], an entry for each token of `samples` end to end -> [rows, ...], this rank's, and `fill`
+        for padding. Raises ExecutionError for another number of tokens."""
+        if len(full) != self.batch.tokens:
+            raise ExecutionError(
+                f"shard_tokens takes an entry for each of the {self.batch.tokens} tokens of the microbatch, got "
+                f"{len(full)}"
+            )
+        out = full.new_full((len(self.tokens), *full.shape[1:]), fill)
+        out[: self.handle.rows] = full[self.handle.tokens.to(full.device)]
+        return out
+
+    def gather_tokens(self, local: Tensor) -> Tensor:
+        """The inverse of `shard_tokens`: local [rows, ...] -> [tokens, ...] on every rank; padding is dropped. A
+        collective, differentiable: the gradient is the sum of what all ranks' losses want. Raises ExecutionError."""
+        self._check_rows("gather_tokens", local)
+        return self._found().gathering(self.handle)(local)
+
+    def roll(self, x: Tensor, shift: int = 1, fill: float = 0.0) -> Tensor:
+        """x [rows, ...] -> [rows, ...]: of each row that of the token `shift` steps ahead, along what the mask lets
+        tokens predict (never another document's), and `fill` where there is none. A collective, differentiable.
+        `batch.roll(batch.labels, 1, IGNORED)` are the labels two tokens ahead. Raises ExecutionError, ConfigError."""
+        self._check_rows("roll", x)
+        return self._found().rolling(self, integer("shift", shift, 1))(x, fill)
+
+    def _check_rows(self, verb: str, x: Tensor) -> None:
+        if len(x) != len(self.tokens):
+            raise ExecutionError(f"{verb} takes this rank's {len(self.tokens)} rows, got {len(x)}")
+
+    def _found(self) -> Places:
+        """Where all tokens are; a collective the first time."""
+        if not self._places:
+            self._places.append(Places.of(self.handle))
+        return self._places[0]
+
+
+@dataclass
+class Places:
+    """Where each token of a microbatch lives. tokens: int64 [tokens], those of rank 0 in the order of its rows, then
+    those of rank 1, …; counts: rows of each rank."""
+
+    tokens: Ints
+    counts: Ints
+    _rolls: dict[int, Exchange] = field(default_factory=dict)
+
+    @staticmethod
+    def of(handle: PlanHandle) -> Places:
+        """A collective among hosts."""
+        handle.agree()
+        own, transport = handle.tokens.tolist(), handle.communicator
+        counts = [row[0] for row in transport.all_gather([len(own)])]
+        longest = max(counts)
+        rows = transport.all_gather([*own, *[0] * (longest - len(own))])
+        held = [row[:count] for row, count in zip(rows, counts, strict=True)]
+        return Places(np.concatenate([np.asarray(row, np.int64) for row in held]), np.asarray(counts))
+
+    def gathering(self, handle: PlanHandle) -> Exchange:
+        """Own rows to every rank."""
+        ranks, own = len(self.counts), handle.rows
+        take = torch.arange(own).repeat(ranks)
+        into, received = torch.from_numpy(self.tokens), self.counts.tolist()
+        return Exchange(handle.communicator, take, [own] * ranks, into, received, len(self.tokens))
+
+    def rolling(self, batch: PlannedBatch, shift: int) -> Exchange:
+        """Of each row the one that its token leads to in `shift` steps."""
+        if shift not in self._rolls:
+            self._rolls[shift] = self._roll(batch, shift)
+        return self._rolls[shift]
+
+    def _roll(self, batch: PlannedBatch, shift: int) -> Exchange:
+        transport, rank_of, row_of = batch.handle.communicator, *self._homes()
+        target, ranks = _ahead(batch.batch.labels(), shift)[self.tokens], len(self.counts)
+        wanted = np.flatnonzero(target >= 0)  # rows of all ranks that get one
+        source, token = rank_of[target[wanted]], self.tokens[wanted]
+        to, here = rank_of[token], row_of[token]
+        sent, received = source == transport.rank, to == transport.rank
+        order = np.argsort(source[received], kind="stable")
+        take = torch.from_numpy(row_of[target[wanted]][sent])
+        into = torch.from_numpy(here[received][order])
+        counts = (np.bincount(which, minlength=ranks).tolist() for which in (to[sent], source[received]))
+        return Exchange(transport, take, next(counts), into, next(counts), len(batch.tokens))
+
+    def _homes(self) -> tuple[Ints, Ints]:
+        """(rank, row) of each token."""
+        rank, row = np.empty_like(self.tokens), np.empty_like(self.tokens)
+        rank[self.tokens] = group_of(self.counts)
+        row[self.tokens] = np.concatenate([np.arange(count) for count in self.counts.tolist()])
+        return rank, row
+
+
+def _moved(
+    tensors: Mapping[str, Tensor], device: torch.device | str, non_blocking: bool
+) -> dict[str, Tensor]:
+    return {name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()}
+
+
+def _ahead(labels: Ints, steps: int) -> Ints:
+    """The token that each leads to in so many steps, -1 where there is none."""
+    closed, target = np.append(labels, -1), np.arange(len(labels))
+    for _ in range(steps):
+        target = closed[target]
+    return target

@@ -1,0 +1,387 @@
+"""The data seam: each rank's tokens, position ids and labels of a planned microbatch.
+
+    sampler ──samples of an iteration──► Batch ──source: submit, plan──► slice of this rank ──► PlannedBatch
+                                                     dataset ──only the samples that the rank holds──┘
+
+Whoever plans, the loader does the same: a service, a folder of plans made before, or a process beside this one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, closing
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import ArrayLike
+from torch.nn.functional import pad
+
+from apportion.backends.torch.engines import ENGINES
+from apportion.backends.torch.handle import PlanHandle, agree
+from apportion.backends.torch.transport import Communicator, Transport
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job
+from apportion.ir.bytes.slices import Slice
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.fields import choice, integer, name, number
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe
+from apportion.ir.request.sampling import Masks
+from apportion.service.client import PlanTimeoutError
+from apportion.trainer.loading.agreement import Agreement
+from apportion.trainer.loading.arguments import communicator_of, device_of, lengths_of, plans_here, run_of
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.fetching import (
+    DEPTH,
+    Fetched,
+    Fetching,
+    Progress,
+    Stopwatch,
+    Threads,
+    Waits,
+    submit,
+)
+from apportion.trainer.loading.groups import Groups
+from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
+from apportion.trainer.loading.metrics import NOTHING, Facts, Meters
+from apportion.trainer.loading.resume import Place, fingerprint, place_of, state_of
+from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
+from apportion.trainer.loading.sources import open_source
+from apportion.trainer.loading.sources.source import Source
+from apportion.trainer.loading.sources.told import Told, check_kinds
+from apportion.trainer.loading.worker_processes import PREFETCHED, Collecting, Share
+
+
+class Sampler(Protocol):
+    """The iterations of a pass: of each a list of microbatches of sample numbers, or a flat list of sample numbers
+    (one microbatch, or a recipe that packs). The same on all ranks. May have `set_epoch(epoch)`."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class PlannedLoader:
+    """Iterates over a dataset in planned microbatches; every rank makes one with equal arguments.
+
+        for batch in ap.PlannedLoader(dataset, source="http://127.0.0.1:8321/v1/jobs/run1", rank=rank, key=key):
+
+    dataset: map-style, see `Dataset`, with `lengths`, the tokens of each sample, integers [n], and, if it likes,
+    `masks`, one spec for all or one a sample (default causal); `lengths` and `masks` given here win. A rank reads only
+    samples that it holds a part of. shifted: fields of samples that belong to the token which is predicted, and are
+    moved to the row that predicts it, as labels are.
+
+    source: who plans. A URL: the service's job, which needs its `key`, and with https `ca`, a PEM file of certificates,
+    where the system's do not do. A folder: plans that `apportion precompute` made. "local": a process beside this one,
+    told `cluster`, `model`, `tokens_per_rank` of a microbatch, `microbatches` of an iteration, `recipe` and `seed`; the
+    other sources know these, and refuse different ones (but with a service `seed` may be another one: it is of the
+    order of the samples alone).
+
+    sampler: see `Sampler`; by default samples fill microbatches in an order drawn from `seed` and the epoch
+    (`set_epoch`), or one after another without `shuffle`. run: names this run at the service, so that a restarted run
+    gets none of its predecessor's plans; random by default. lookahead: iterations that rank 0 submits before they are
+    needed; where it is lost, other ranks submit. workers: torch data-loader processes that fetch plans and read
+    samples; 0 is a thread that fetches, and samples are read where they are used.
+
+    stream: of the job at a service; each has its own passes: training is one, evaluation beside it another. replicas:
+    where several groups of ranks train on one job (data parallel over context parallel), a process group of the ranks
+    that have this rank's place in each of them; `communicator` names the ranks of this group. Iterations of the
+    default order are dealt out to the groups in turn, each has a stream of its own, and `valid_tokens` counts all.
+
+    rows_multiple: every rank's rows are padded to a multiple of it, and are at least one; padding has no labels and
+    changes neither loss nor gradients. drop_last: leaves out an iteration of fewer microbatches than the others.
+
+    engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
+    programs are loaded there before they are needed.
+
+    on_timeout: where there is no plan after `timeout_s` seconds, "raise" TimeoutError, or "local": in each iteration
+    all ranks agree on who has the plan, those that have not plan it themselves, and all compare. `fallbacks` counts
+    such iterations, and a warning is logged. waited_s: seconds spent waiting for plans.
+
+    `state_dict` says where the loader is, and `load_state_dict` goes on behind the last batch that was given out.
+
+    Raises ConfigError; CapacityError for samples that do not fit; ClientError, and what the source raises.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        cluster: Cluster | None = None,
+        model: Model | None = None,
+        tokens_per_rank: int | None = None,
+        *,
+        source: str | Path | Source = "local",
+        rank: int | None = None,
+        key: str | None = None,
+        ca: str | Path | None = None,
+        lengths: ArrayLike | None = None,
+        masks: Masks = None,
+        sampler: Sampler | None = None,
+        microbatches: int | None = None,
+        recipe: str | Mapping[str, Any] | Recipe | None = None,
+        seed: int | None = None,
+        shuffle: bool | None = None,
+        communicator: Communicator | None = None,
+        run: str | None = None,
+        on_timeout: str = "raise",
+        timeout_s: float = 300.0,
+        lookahead: int = 8,
+        workers: int = 0,
+        engine: str = "auto",
+        device: torch.device | str | None = None,
+        stream: str = "train",
+        replicas: Transport | Any = None,
+        rows_multiple: int | None = None,
+        drop_last: bool = False,
+        shifted: Collection[str] = SHIFTED,
+    ) -> None:
+        self.dataset, self._sampler = dataset, sampler
+        told = Told(cluster, model, tokens_per_rank, microbatches, recipe, seed)
+        self._source = open_source(source, key, ca, told)
+        masks = getattr(dataset, "masks", None) if masks is None else masks
+        check_kinds(self._source.job, masks)
+        self._asked = Asked(self._source.job, lengths_of(dataset, lengths), masks)
+        self._sampling = None
+        if sampler is None:
+            self._sampling = self._source.sampling(self._asked.lengths, seed, shuffle)
+        self._communicator = communicator_of(self._source.job, communicator, rank)
+        self._rank, self._agreement = self._communicator.rank, Agreement(self._communicator)
+        self._groups = Groups.of(replicas)
+        self._deal, self._stream = self._groups.deal, name("stream", self._groups.stream(stream))
+        packs = sampler is not None and self._source.job.packs  # then every iteration is filled
+        self._least = self._source.job.microbatches if drop_last and not packs else 0
+        multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
+        self._form = Form(frozenset(shifted), multiple)
+        self._agrees = plans_here(on_timeout, self._source, self._communicator.ranks)
+        self._run = run_of(run)
+        self._workers = integer("workers", workers, 0)
+        self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), device_of(device)
+        self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
+        self._waits = Waits.of(self._rank, number("timeout_s", timeout_s, above=True))
+        self._begin = self._place = Place()  # of the next pass; of the next batch
+        self._passes, self._meters = 0, Meters()
+
+    @property
+    def job(self) -> Job:
+        """What plans are made for."""
+        return self._source.job
+
+    @property
+    def fallbacks(self) -> int:
+        """Iterations that some rank planned itself."""
+        return self._agreement.fallbacks
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent waiting for plans."""
+        return self._meters.waited_s
+
+    def metrics(self) -> dict[str, Any]:
+        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited for plans
+        and those, not among them, in which loops were compiled, fallbacks, bytes that all ranks send in a layer of
+        each kind, forward and backward, and of the last iteration the imbalance of compute and tokens (busiest rank
+        over the mean, less 1)."""
+        return {**self._meters.told(), "fallbacks": self.fallbacks}
+
+    def set_epoch(self, epoch: int, start: int | None = None) -> None:
+        """Another order, for the next passes over the loader. The next one begins with iteration `start`; by default
+        where a loaded state of this epoch says, else with the first."""
+        integer("epoch", epoch, 0)
+        if start is not None or epoch != self._begin.epoch:
+            self._begin = self._place = Place(epoch, integer("start", start or 0, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch is, and what must be the same for it to come next: JSON-like data, equal on all ranks
+        of the group."""
+        return state_of(self._place, self._facts)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next pass goes on behind the last batch that was given out when the state was made. Raises ConfigError
+        where the dataset, the job or the order is another one, by name of what differs."""
+        self._begin = self._place = place_of(state, self._facts)
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        return {**fingerprint(self._asked, self._sampling), "groups": self._deal.groups}
+
+    def __len__(self) -> int:
+        """Microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
+        if self._sampler is not None and not isinstance(self._sampler, Sized):
+            raise TypeError(f"{type(self._sampler).__name__} has no length, so its loader has none")
+        return sum(self._asked.microbatches(number, drawn) for number, drawn in enumerate(self._draw()))
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        if self._passes and isinstance(self._sampler, Iterator):
+            rule = "is an iterator, and an earlier pass has drawn from it, further than it went"
+            raise ConfigError("sampler", type(self._sampler).__name__, rule, "give what can be iterated anew")
+        begin = self._place = self._begin
+        self._meters.begin()
+        iterations, progress = (
+            Iterations(self._asked, self._draw(), begin.iteration),
+            Progress(begin.iteration),
+        )
+        with ExitStack() as stack:
+            supply = self._supply(stack, iterations, progress)
+            stack.callback(self._left)
+            self._begin = begin.at(0)
+            while (wanted := iterations.at(progress.own)) is not None:
+                for batch in self._batches(wanted, self._taken(supply, wanted)):
+                    if (batch.iteration, batch.microbatch) >= (begin.iteration, begin.microbatch):
+                        self._place = begin.after(batch.iteration, batch.microbatch, batch.is_last)
+                        yield batch
+                iterations.forget(wanted.number + 1)
+                progress.reach(wanted.number + 1)
+        self._groups.totals((self._place.epoch, -1, 0), 0, 0.0)
+
+    def _left(self) -> None:
+        """The pass is left, or over."""
+        if not self._place.microbatch:
+            self._meters.end()
+
+    def _draw(self) -> Draw:
+        return Draw(self._sampling, self._sampler, self._begin.epoch, self._deal, self._least)
+
+    # ---- a pass
+
+    def _supply(self, stack: ExitStack, iterations: Iterations, progress: Progress) -> Fetching | Collecting:
+        """What the plans of a pass are taken from, until the stack is closed."""
+        run, shared = self._next_run(iterations.start), self._source.shared
+        if self._workers:
+            collecting = stack.enter_context(closing(self._collecting(run, progress)))
+            if shared and self._rank == 0:
+                self._submitting(self._threads(stack, run, iterations, progress), progress)
+            return collecting
+        threads, submits = self._threads(stack, run, iterations, progress), not shared or self._rank == 0
+        if submits:
+            self._submitting(threads, progress)
+        fetching = Fetching(threads.feed, progress, self._waits, submits, self._ready)
+        threads.run(fetching.fetch, DEPTH)
+        return fetching
+
+    def _threads(self, stack: ExitStack, run: str, iterations: Iterations, progress: Progress) -> Threads:
+        return stack.enter_context(
+            Threads(self._source.begin(run, self._rank, self._stream), iterations, progress)
+        )
+
+    def _submitting(self, threads: Threads, progress: Progress) -> None:
+        threads.run(lambda wanted: submit(threads.feed, wanted, progress), self._lookahead)
+
+    def _collecting(self, run: str, progress: Progress) -> Collecting:
+        pieces = (self.dataset, self._source, self._asked, self._draw(), progress.own, run, self._rank)
+        share = Share(*pieces, self._stream, self._form, self._waits)
+        return Collecting(share, self._workers, progress)
+
+    def _next_run(self, start: int) -> str:
+        """The name of this pass, on all ranks; a collective, so that none begins it before all have left the one
+        before, whose plans the service drops. Raises ExecutionError where ranks are in different ones."""
+        self._passes += 1
+        place = [self._passes, self._begin.epoch, start, self._begin.microbatch]
+        drawn = int.from_bytes(secrets.token_bytes(7))
+        rows = self._communicator.all_gather([*place, drawn])
+        if any(row[:-1] != place for row in rows):
+            told = "; ".join(f"rank {rank}: {row[:-1]}" for rank, row in enumerate(rows))
+            raise ExecutionError(
+                f"ranks begin different passes (pass, epoch, first iteration, microbatch): {told}"
+            )
+        self._run = self._run or f"{rows[0][-1]:014x}"
+        return f"{self._run}-{self._passes}"
+
+    def _taken(self, supply: Fetching | Collecting, wanted: Wanted) -> Fetched:
+        waited = Stopwatch(lambda: supply.compiled_s)
+        take = partial(supply.take, wanted.number)
+        try:
+            if not self._agrees:
+                return take()
+            return self._agreement.take(wanted.number, take, partial(self._planned_here, wanted))
+        except TimeoutError as error:
+            told = (self._passes, wanted.number, self._rank, self._waits.timeout_s, str(error))
+            raise PlanTimeoutError(*told) from error
+        finally:
+            self._meters.waited_s += waited.seconds
+            self._meters.compiled_s += waited.compiled_s
+
+    def _planned_here(self, wanted: Wanted) -> Fetched:
+        from apportion.planner.iteration.jobs import plan_job
+
+        return Fetched(plan_job(self._source.job, wanted.batches).plan.slice_for(self._rank))
+
+    def _ready(self, piece: IterationSlice) -> Fetched:
+        """For the thread that fetches: programs are loaded on the device before the trainer asks for them."""
+        return Fetched(piece, None, self._handles(piece))
+
+    def _handles(self, piece: IterationSlice) -> tuple[PlanHandle, ...]:
+        return tuple(self._handle(one).prepare(self._device) for one in piece.slices)
+
+    def _handle(self, piece: Slice) -> PlanHandle:
+        rows = int(piece.layout(piece.header.home_layout).rows_per_rank[0])
+        return PlanHandle(piece, self._communicator, self._engine, self._form.padded(rows) - rows)
+
+    def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
+        handles = fetched.handles or self._handles(fetched.piece)
+        rows, valid, weight = self._agreed(wanted.number, handles, self._read(wanted, fetched))
+        parts = wanted.parts(fetched.piece.indexes)
+        for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
+            yield PlannedBatch(
+                tokens=own.tokens,
+                position_ids=pad(handle.position_ids, (0, handle.padding)),
+                labels=own.labels,
+                handle=handle,
+                iteration=wanted.number,
+                microbatch=place,
+                is_last=place == len(handles) - 1,
+                valid_tokens=valid,
+                total_weight=weight,
+                fields=own.fields,
+                sample_ids=own.sample_ids,
+                local_to_sample=own.local_to_sample,
+                samples=samples,
+                batch=batch,
+            )
+
+    def _read(self, wanted: Wanted, fetched: Fetched) -> tuple[Rows, ...] | Exception:
+        """The rows, or why there are none: the other ranks are told before it is raised."""
+        try:
+            if fetched.wrong is not None:
+                fetched.wrong.reraise()  # type: ignore[no-untyped-call]
+            return fetched.rows or tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
+        except Exception as error:
+            return error
+
+    def _agreed(
+        self, number: int, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
+    ) -> tuple[tuple[Rows, ...], int, float]:
+        """The rows, and labels of the iteration and their weight over all ranks and groups; a collective, also where it
+        raises why this rank has no rows, or ExecutionError where ranks hold different plans, another one has no rows or
+        other fields, or groups are not in step."""
+        own = NOTHING if isinstance(rows, Exception) else Facts.of(handles, rows, self._device)
+        try:
+            ranks = [Facts.read(numbers) for numbers in agree(handles, own.numbers())]
+            error = rows if isinstance(rows, Exception) else self._apart(number, rows, own, ranks)
+        except ExecutionError as unequal:
+            ranks, error = [], unequal
+        valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
+        place = self._place.epoch, number, len(handles)
+        totals = self._groups.totals(place, valid, weight, error)
+        assert not isinstance(rows, Exception)
+        self._meters.add(ranks, timed=not self._place.microbatch)
+        return rows, *totals
+
+    def _apart(
+        self, number: int, rows: Sequence[Rows], own: Facts, ranks: Sequence[Facts]
+    ) -> ExecutionError | None:
+        """What is wrong with other ranks."""
+        failed = [rank for rank, one in enumerate(ranks) if one == NOTHING]
+        if failed:
+            return ExecutionError(
+                f"iteration {number}: ranks {failed} have no rows: their own errors say why"
+            )
+        others = [rank for rank, one in enumerate(ranks) if one.form != own.form]
+        if not others:
+            return None
+        own_form = " and ".join(dict.fromkeys(one.form for one in rows))
+        return ExecutionError(
+            f"iteration {number}: samples of ranks {others} have other fields than those of rank {self._rank}, "
+            f"{own_form}: give all samples the same, of one dtype and width"
+        )

@@ -1,0 +1,261 @@
+"""A rank's rows of a planned microbatch: tokens, labels and whatever else tokens have, read from the samples that it
+holds.
+
+Labels are shifted before sharding: the label of a rank's last row may be a token that another rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from apportion.ir.arrays import Ints
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.slices import Slice
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.request.batch import Batch
+from apportion.trainer.loading.iterations import Wanted
+from apportion.trainer.step.loss import IGNORED
+
+Sample = ArrayLike | Tensor | Mapping[str, Any]
+
+TOKENS, LABELS, WEIGHTS = "input_ids", "labels", "loss_weights"
+SHIFTED = (LABELS, WEIGHTS)
+NOWHERE = -1  # sample, and place in it, of padding
+_BY_MASK = ("position_ids", "attention_mask", "cu_seqlens")
+
+
+class Dataset(Protocol):
+    """Map-style. A sample is a 1-d array or tensor of token ids, or a mapping: `input_ids`, and any field that has an
+    entry for each token, [length, ...]; `labels` lie as Hugging Face has them, beside the tokens that they are, with
+    -100 where nothing is to be learnt. A dataset may have `lengths`, integers [n], and `masks`."""
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Form:
+    """How rows are laid out. shifted: fields that belong to the token that is predicted, as labels do. multiple: of
+    which the number of rows is one, at least one row; None: as many as there are."""
+
+    shifted: Collection[str] = SHIFTED
+    multiple: int | None = None
+
+    def padded(self, rows: int) -> int:
+        """The number of rows with padding."""
+        return rows if self.multiple is None else -(-max(rows, 1) // self.multiple) * self.multiple
+
+
+class Rows(NamedTuple):
+    """A rank's rows of a microbatch, [rows] int64 each; fields: the others that its samples have, [rows, ...]. Padding
+    lies behind: token 0 without label, of sample -1."""
+
+    tokens: Tensor
+    labels: Tensor
+    sample_ids: Tensor
+    local_to_sample: Tensor
+    fields: dict[str, Tensor]
+
+    @property
+    def valid(self) -> int:
+        """How many have a label."""
+        return int((self.labels != IGNORED).sum())
+
+    @property
+    def weight(self) -> float:
+        """The loss weights of these, 1 each where there are none."""
+        weights = self.fields.get(WEIGHTS)
+        return float(self.valid) if weights is None else float(weights[self.labels != IGNORED].double().sum())
+
+    @property
+    def form(self) -> str:
+        """Names, dtypes and widths of the fields."""
+        return _form(self.fields)
+
+
+def local_rows(
+    piece: Slice,
+    batch: Batch,
+    read: Callable[[int], Sample],
+    samples: Ints | None = None,
+    form: Form = Form(),
+) -> Rows:
+    """The rows of the slice's rank. `read(i)` gives sequence i of the batch and is called once for each sequence that
+    the rank holds, or for one where it holds none; samples: the number of each sequence in its dataset, by default its
+    own. Raises ExecutionError where a sample has another length or other fields, or the plan is of another batch."""
+    spans = piece.layout(piece.header.home_layout).spans
+    _check_batch(spans, batch)
+    held = _Held(read, batch)
+    numbers = np.arange(len(batch.lengths)) if samples is None else np.asarray(samples)
+    made = _Made(form.padded(int(spans["length"].sum())), held, form.shifted)
+    columns = (spans[name].tolist() for name in ("row", "token", "length", "sequence"))
+    for row, token, length, sequence in zip(*columns, strict=True):
+        start = int(batch.starts[sequence])
+        targets = batch.labels(token, token + length)
+        targets = np.where(targets >= 0, targets - start, NOWHERE)
+        made.fill(slice(row, row + length), held.of(sequence), token - start, targets)
+        made.ids[row : row + length] = int(numbers[sequence])
+    return made.rows
+
+
+def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form) -> Iterator[Rows]:
+    """The rows of each microbatch of an iteration, read when asked for. Raises as `local_rows`, and ExecutionError
+    where the plan is of other batches."""
+    wanted.check(piece)
+    for own, (batch, samples) in zip(piece.slices, wanted.parts(piece.indexes), strict=True):
+        yield local_rows(own, batch, partial(_read, dataset, samples), samples, form)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    tokens: Tensor
+    labels: Tensor  # the tokens where it has none of its own
+    fields: dict[str, Tensor]
+
+    @property
+    def form(self) -> str:
+        """Names, dtypes and widths of the fields."""
+        return _form(self.fields)
+
+
+@dataclass
+class _Held:
+    """The sequences of a microbatch that were read, checked."""
+
+    read: Callable[[int], Sample]
+    batch: Batch
+    _samples: dict[int, _Sample] = field(default_factory=dict)
+
+    def of(self, sequence: int) -> _Sample:
+        if sequence not in self._samples:
+            sample = _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
+            first = next(iter(self._samples.values()), sample)
+            if sample.form != first.form:
+                raise ExecutionError(
+                    f"sequence {sequence} has the fields {sample.form}, another one of its microbatch {first.form}: "
+                    "give all samples the same, of one dtype and width"
+                )
+            self._samples[sequence] = sample
+        return self._samples[sequence]
+
+    def any(self) -> _Sample:
+        """One of them: what fields there are."""
+        return next(iter(self._samples.values())) if self._samples else self.of(0)
+
+
+class _Made:
+    """The rows of a microbatch, as they are filled. Fields are made as the first sample has them."""
+
+    def __init__(self, rows: int, held: _Held, shifted: Collection[str]) -> None:
+        self._held, self._shifted = held, shifted
+        self.tokens = torch.zeros(rows, dtype=torch.int64)
+        self.labels = torch.full((rows,), IGNORED)
+        self.ids, self.places = torch.full((rows,), NOWHERE), torch.full((rows,), NOWHERE)
+        self._fields: dict[str, Tensor] | None = None
+
+    def fill(self, here: slice, sample: _Sample, first: int, targets: Ints) -> None:
+        """Rows `here` are the sample's tokens from `first` on, which predict its tokens `targets`, -1: none."""
+        stop, target = first + len(targets), torch.from_numpy(targets)
+        self.tokens[here] = sample.tokens[first:stop]
+        self.labels[here] = _taken(sample.labels, target, IGNORED)
+        self.places[here] = torch.arange(first, stop)
+        for name, made in self._made(sample).items():
+            own = sample.fields[name]
+            made[here] = _taken(own, target, 0) if name in self._shifted else own[first:stop]
+
+    def _made(self, sample: _Sample) -> dict[str, Tensor]:
+        if self._fields is None:
+            rows = len(self.tokens)
+            self._fields = {name: own.new_zeros(rows, *own.shape[1:]) for name, own in sample.fields.items()}
+        return self._fields
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.tokens, self.labels, self.ids, self.places, self._made(self._held.any()))
+
+
+def _form(fields: Mapping[str, Tensor]) -> str:
+    told = (f"{name} {own.dtype} {list(own.shape[1:])}" for name, own in sorted(fields.items()))
+    return ", ".join(told).replace("torch.", "") or "none"
+
+
+def _taken(values: Tensor, index: Tensor, missing: int) -> Tensor:
+    """values[index], `missing` where the index is -1."""
+    found = values[index.clamp(min=0)]
+    found[index < 0] = missing
+    return found
+
+
+def _check_batch(spans: Any, batch: Batch) -> None:
+    """Spans must lie in the sequences that they name."""
+    sequence, token = spans["sequence"], spans["token"].astype(np.int64)
+    known = sequence < len(batch.lengths)
+    own = np.where(known, sequence, 0)
+    ends = token + spans["length"]
+    if not (known & (token >= batch.starts[own]) & (ends <= batch.starts[own + 1])).all():
+        raise ExecutionError(
+            f"the plan is not of this batch of {len(batch.lengths)} sequences: the run was begun with other samples"
+        )
+
+
+def _read(dataset: Dataset, samples: Ints, sequence: int) -> Sample:
+    return dataset[int(samples[sequence])]
+
+
+def _sample(given: Sample, length: int, sequence: int) -> _Sample:
+    """The sample's tokens, labels and fields. Raises ConfigError, ExecutionError."""
+    given = given if isinstance(given, Mapping) else {TOKENS: given}
+    where = f"sequence {sequence}"
+    if TOKENS not in given:
+        rule, remedy = f"must have {TOKENS}, the token ids", "name them so"
+        raise ConfigError(where, sorted(map(str, given)), rule, remedy)
+    tokens = _whole(f"{where}: {TOKENS}", given[TOKENS])
+    if tokens.shape != (length,):
+        raise ExecutionError(f"{where} has shape {tuple(tokens.shape)}, it was planned with length {length}")
+    fields = {name: _field(f"{where}: {name}", given[name], length) for name in given if name != TOKENS}
+    labels = _whole(f"{where}: {LABELS}", fields.pop(LABELS, tokens))
+    for name in _BY_MASK:
+        if name in fields and not (name == "attention_mask" and bool(fields.pop(name).all())):
+            rule = "the mask of the plan says it: samples come without padding and without positions of their own"
+            raise ConfigError(
+                f"{where}: {name}", "a field", rule, "leave it out, and give the loader `masks`"
+            )
+    return _Sample(tokens, labels, fields)
+
+
+def _whole(name: str, given: Any) -> Tensor:
+    """int64. Raises ConfigError for anything but whole numbers."""
+    found = given.detach().cpu() if isinstance(given, Tensor) else _array(given)
+    if found is None or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        rule = "must be whole numbers"
+        raise ConfigError(
+            name, type(given).__name__ if found is None else found.dtype, rule, "give token ids"
+        )
+    return found.long()
+
+
+def _array(given: Any) -> Tensor | None:
+    """None for what is no array of numbers."""
+    try:
+        array = np.array(given)
+        return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" else array)
+    except (TypeError, ValueError):
+        return None
+
+
+def _field(name: str, given: Any, length: int) -> Tensor:
+    found = given.detach().cpu() if isinstance(given, Tensor) else _array(given)
+    if found is None or found.dim() == 0 or len(found) != length:
+        shape = type(given).__name__ if found is None else f"shape {tuple(found.shape)}"
+        rule = f"must have an entry for each of the {length} tokens"
+        raise ConfigError(name, shape, rule, "leave out what belongs to the sample as a whole, or repeat it")
+    return found

@@ -1,0 +1,125 @@
+"""Plans fetched and samples read in torch's data-loader processes.
+
+process k of n    iterations k, k + n, k + 2n, …: plan, rows ──► in order ──► the trainer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.errors import ExecutionError
+from apportion.trainer.loading.fetching import Fetched, Late, Progress, Stopwatch, Waits
+from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
+from apportion.trainer.loading.rows import Dataset, Form, Rows, rows_of
+from apportion.trainer.loading.sources.source import Source
+
+PREFETCHED = 2  # iterations that each process has ready
+
+
+class Parcel(NamedTuple):
+    """One iteration from a process. data: the encoded slice, uint8, empty where there was no plan in time, and why.
+    rows, wrong: as in `Fetched`."""
+
+    number: int
+    data: Tensor
+    rows: tuple[Rows, ...] | None
+    why: str
+    wrong: ExceptionWrapper | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Share(IterableDataset[Parcel]):
+    """A rank's share of a pass, as a dataset that every process holds a copy of."""
+
+    dataset: Dataset
+    source: Source
+    asked: Asked
+    draw: Draw
+    start: int
+    run: str
+    rank: int
+    stream: str
+    form: Form
+    waits: Waits
+
+    def __iter__(self) -> Iterator[Parcel]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        iterations = Iterations(self.asked, self.draw, self.start)
+        feed = self.source.begin(self.run, self.rank, self.stream)
+        try:
+            number = self.start + first
+            while (wanted := iterations.at(number)) is not None:
+                iterations.forget(number)
+                waited, late = Stopwatch(lambda: feed.compiled_s), Late()
+                found = self.waits.fetch(feed, wanted, partial(self._goes_on, waited), late)
+                yield self._parcel(wanted, found, late.why)
+                number += step
+        finally:
+            feed.close()
+
+    def _goes_on(self, waited: Stopwatch) -> bool:
+        return waited.seconds < self.waits.timeout_s
+
+    def _parcel(self, wanted: Wanted, found: IterationSlice | None, why: str) -> Parcel:
+        if found is None:
+            return Parcel(wanted.number, torch.empty(0, dtype=torch.uint8), None, why)
+        data = torch.frombuffer(bytearray(found.encode()), dtype=torch.uint8)
+        try:
+            return Parcel(wanted.number, data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
+        except Exception:  # the trainer tells the other ranks before it raises this
+            wrong = ExceptionWrapper(where="in a data-loader process")  # type: ignore[no-untyped-call]
+            return Parcel(wanted.number, data, None, "", wrong)
+
+
+class Collecting:
+    """What the processes read, in order. compiled_s: what they compile, they know."""
+
+    compiled_s = 0.0
+
+    def __init__(self, share: Share, processes: int, progress: Progress) -> None:
+        self._progress = progress
+        self._parcels: Any = iter(
+            DataLoader(
+                share,
+                batch_size=None,
+                num_workers=processes,
+                collate_fn=_as_it_is,
+                prefetch_factor=PREFETCHED,
+            )
+        )
+
+    def take(self, number: int) -> Fetched:
+        """What the trainer asks for next. Raises TimeoutError where a process had no plan of it in time, and what went
+        wrong in one."""
+        if self._parcels is None:
+            raise ExecutionError("the pass is over")
+        parcel = next(self._parcels)
+        error = self._progress.failed(number)
+        if error is not None:
+            raise error
+        if not len(parcel.data):
+            raise TimeoutError(parcel.why)
+        piece = IterationSlice.decode(parcel.data.numpy().tobytes())
+        return Fetched(piece, parcel.rows, wrong=parcel.wrong)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        parcels, self._parcels = self._parcels, None
+        if (
+            parcels is not None
+        ):  # torch waits for the last reference, and the traceback of an error may hold it
+            parcels._shutdown_workers()
+
+
+def _as_it_is(parcel: Any) -> Any:
+    return parcel

@@ -1,0 +1,290 @@
+"""What a call of planned attention costs: launches, messages and host time of a rank, and the time of GPUs.
+
+    real      a plan for as many ranks as the job has: every rank runs its part. Exposed communication is what that
+              takes longer than with messages that are only recorded.
+    recorded  a plan for any other number of ranks: the busiest rank alone, whose host does all that it does in a job
+              but to post messages. Where there is a GPU it gets the kernels, on rows that never came.
+
+Without a GPU every plan is recorded, by the stage engine, and its kernels are counted but not started. With
+TRITON_INTERPRET=1 the CPU takes the GPU's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from apportion.backends.torch.engines import ENGINES, activate_newest
+from apportion.backends.torch.profile.device import device_name
+from apportion.backends.torch.recording import RecordingDevice
+from apportion.backends.torch.stage import device_obstacle
+from apportion.backends.torch.transport import Transport
+from apportion.ir.arrays import Floats
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.slices import Slice
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import PHASES, Op
+from apportion.ir.masks.windows import Causal
+from apportion.ir.plan.tables import Header
+from apportion.ir.request.hardware import Hardware
+from apportion.planner.simulate import simulate
+from apportion.trainer.measure import unplanned
+from apportion.trainer.measure.selftest import process_group
+from apportion.trainer.measure.timing import (
+    Meter,
+    Rows,
+    T,
+    Took,
+    best,
+    counted,
+    on_gpu,
+    on_host,
+    planned,
+    prepared,
+)
+from apportion.trainer.step.attention import Communicator, PlanHandle
+
+#: products as wide as QK, and as wide as V, of each pair and query head; backward computes the scores anew
+PRODUCTS: Mapping[str, tuple[int, int]] = MappingProxyType({"forward": (1, 1), "backward": (3, 2)})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One phase of a plan on one engine; None: not measured. docs/performance.md explains the fields."""
+
+    recipe: str
+    ranks: int
+    rank: int
+    phase: str
+    engine: str
+    instructions: int
+    launches: int | None
+    rounds: int
+    messages: int
+    simulated_ms: float
+    host_ms: float | None = None
+    prepare_ms: float | None = None
+    ms: float | None = None
+    exposed_ms: float | None = None
+    tflops: float | None = None
+    bare_ms: Mapping[str, float] | None = None
+    share: Mapping[str, float] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Plain data, four digits after the point."""
+        return {name: _rounded(value) for name, value in asdict(self).items()}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _rounded(held) for name, held in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
+
+
+class Timed(NamedTuple):
+    """What a row has of an engine."""
+
+    host_ms: float | None = None
+    prepare_ms: float | None = None
+    ms: float | None = None
+    exposed_ms: float | None = None
+
+
+NOT_TIMED: Mapping[str, Timed] = MappingProxyType(dict.fromkeys(PHASES, Timed()))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measures plans on the ranks of a job. kernels: those of `bare` to compare with; skip: is told what is not
+    measured, and why."""
+
+    device: torch.device
+    communicator: Transport
+    clock: Meter[Took]
+    engines: tuple[str, ...]
+    kernels: tuple[str, ...]
+    repeats: int
+    skip: Callable[[str], object]
+
+    @property
+    def device_name(self) -> str:
+        return device_name(self.device)
+
+    def measure(self, plan: Plan, hardware: Hardware | None = None) -> list[Row]:
+        """A row for each engine and phase of a plan of one attention kind; all ranks of the job call it.
+
+        hardware: for simulated times, by default the built-in H100. Raises ConfigError for float64.
+        """
+        (kind,), recipe = plan.header.kinds, plan.request.policy.recipe.name
+        if plan.header.dtype == "fp64":
+            rule = "the stage kernels compute in float16, bfloat16 and float32"
+            raise ConfigError("model.dtype", "fp64", rule, "write bf16")
+        if Op.PROJECT in plan.programs[kind, "forward"]["instructions"]["op"]:
+            self.skip(
+                f"{recipe}: its plans project hidden states themselves, and q, k and v are measured here"
+            )
+            return []
+        found = facts(plan, hardware, self.device)
+        bare_ms = self._bare(plan) if self._is_real(plan.header) else {}
+        timed = {name: self._timed(plan, found["forward"].rank, name) for name in self.engines}
+        return [
+            compared(replace(row, engine=name, **timed[name][phase]._asdict()), plan, bare_ms.get(phase, {}))
+            for name in self.engines
+            for phase, row in found.items()
+        ]
+
+    @property
+    def _computes(self) -> bool:
+        """Whether kernels are executed."""
+        return self.device.type == "cuda" or device_obstacle(self.device) is None
+
+    def _is_real(self, header: Header) -> bool:
+        return self._computes and header.ranks == self.communicator.ranks
+
+    def _timed(self, plan: Plan, rank: int, engine: str) -> Mapping[str, Timed]:
+        """By phase."""
+        why = self._why_not(plan.header, engine)
+        if why is not None:
+            self.skip(f"{engine}: {why}")
+            return NOT_TIMED
+        if self._is_real(plan.header):
+            return self._real(plan, rank, engine)
+        return self._recorded(plan.for_rank(rank), engine)
+
+    def _why_not(self, header: Header, engine: str) -> str | None:
+        if self._computes:
+            return ENGINES[engine].obstacle(header, self.device)
+        return (
+            None if engine == "stage" else "it computes on the CPU: its calls have no host time of their own"
+        )
+
+    # --- recorded
+
+    def _recorded(self, piece: Slice, name: str) -> Mapping[str, Timed]:
+        self._say_recorded(piece.header)
+        recorder = RecordingDevice(piece.rank, piece.ranks)
+        engine = name if self._computes else recorder.engine
+        handle, prepare_ms = prepared(piece, recorder, engine, self.device)
+        took = self._best(handle, self.clock)
+        return {phase: Timed(took[phase].host, prepare_ms[phase]) for phase in PHASES}
+
+    def _say_recorded(self, header: Header) -> None:
+        if not self._computes:
+            self.skip(
+                "ms, tflops, bare_ms, share, exposed_ms: there is no GPU, a rank's host alone is measured"
+            )
+            return
+        self.skip(
+            f"{header.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages are "
+            "not: a host time and none of the device"
+        )
+
+    def _best(self, handle: PlanHandle, clock: Meter[Took]) -> dict[str, Took]:
+        header = handle.slice.header
+        rows = Rows.of(header, handle.rows, self.device, self._computes)
+        return best(planned(handle), rows, clock, self.repeats)
+
+    # --- real
+
+    def _real(self, plan: Plan, busiest: int, engine: str) -> Mapping[str, Timed]:
+        """The busiest rank's host, and the slowest device."""
+        rank, ranks = self.communicator.rank, plan.header.ranks
+        piece = plan.for_rank(rank)
+        handle, prepare_ms = prepared(piece, self.communicator, engine, self.device)
+        whole = self._best(handle, self._together)
+        alone = whole
+        if ranks > 1:
+            alone = self._best(PlanHandle(piece, RecordingDevice(rank, ranks), engine), self.clock)
+        mine = [[*whole[phase], prepare_ms[phase], alone[phase].device] for phase in PHASES]
+        times = self._gathered(mine)
+        host, _, prepare, _ = times[busiest].T.tolist()
+        _, ms, _, without = times.max(axis=0).T.tolist()
+        exposed = [a - b if ranks > 1 else None for a, b in zip(ms, without, strict=True)]
+        return dict(zip(PHASES, map(Timed, host, prepare, ms, exposed), strict=True))
+
+    def _together(self, work: Callable[[], T]) -> tuple[T, Took]:
+        """All ranks of the job begin at once."""
+        self.communicator.all_gather([0])
+        return self.clock(work)
+
+    def _gathered(self, times: Sequence[Sequence[float]]) -> Floats:
+        """[ranks, ...] of every rank, to the nanosecond."""
+        nanoseconds = np.rint(np.array(times) * 1e6).astype(np.int64)
+        rows = self.communicator.all_gather(nanoseconds.ravel().tolist())
+        return np.array(rows).reshape(-1, *nanoseconds.shape) / 1e6
+
+    # --- bare kernels
+
+    def _bare(self, plan: Plan) -> dict[str, dict[str, float]]:
+        """Milliseconds of each kernel, by phase."""
+        if plan.header.ranks > 1:
+            self.skip("bare_ms, share: of plans of one rank alone")
+            return {}
+        (masks,) = plan.request.batch.masks.values()
+        if not all(isinstance(spec, Causal) for spec in masks.specs):
+            self.skip("bare_ms, share: of causal documents alone")
+            return {}
+        activate_newest(self.device)  # as engine `flash` does
+        found: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
+        for name in self.kernels:
+            for phase, took in self._of_kernel(name, plan).items():
+                found[phase][name] = took.device
+        return found
+
+    def _of_kernel(self, name: str, plan: Plan) -> dict[str, Took]:
+        """Empty where the kernel does not take the rows."""
+        batch = plan.request.batch
+        rows = Rows.of(plan.header, batch.tokens, self.device, drawn=True)
+        try:
+            kernel = unplanned.KERNELS[name](batch.lengths.tolist(), self.device)
+            return best(kernel, rows, self.clock, self.repeats)
+        except RuntimeError as error:
+            self.skip(f"{name}: {str(error).splitlines()[0]}")
+            return {}
+
+
+def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[str, Row]:
+    """Rows of the busiest rank on the stage engine, without times."""
+    (kind,), ranks = plan.header.kinds, plan.header.ranks
+    by_rank = np.stack([np.diff(plan.programs[kind, phase]["instructions"].ptr) for phase in PHASES])
+    rank = int(by_rank.sum(axis=0).argmax())
+    counts, simulated = counted(plan.for_rank(rank), device), simulate(plan, hardware)
+    return {
+        phase: Row(
+            plan.request.policy.recipe.name, ranks, rank, phase, "stage", int(count), *counts[phase],
+            simulated.runs[kind, phase].makespan_us / 1e3,
+        )
+        for phase, count in zip(PHASES, by_rank[:, rank], strict=True)
+    }  # fmt: skip
+
+
+def compared(row: Row, plan: Plan, bare_ms: Mapping[str, float]) -> Row:
+    """With what follows from the device's time."""
+    launches = row.launches if row.engine == "stage" else None
+    if row.ms is None:
+        return replace(row, launches=launches)
+    share = {name: ms / row.ms for name, ms in bare_ms.items()}
+    tflops = flops(plan, row.phase) / row.ranks / row.ms / 1e9
+    return replace(row, launches=launches, tflops=tflops, bare_ms=bare_ms or None, share=share or None)
+
+
+def flops(plan: Plan, phase: str) -> int:
+    """Of all ranks: a product and its sum count as two."""
+    (kind,), model, (qk, v) = plan.header.kinds, plan.request.model, PRODUCTS[phase]
+    return 2 * plan.request.batch.area(kind) * model.q_heads * (qk * model.head_dim + v * model.value_dim)
+
+
+@contextmanager
+def job(engines: tuple[str, ...], repeats: int, skip: Callable[[str], object]) -> Iterator[Bench]:
+    """The bench of this process: of torchrun's ranks, or alone."""
+    with process_group() as device:
+        on_cuda = device.type == "cuda"
+        kernels = tuple(unplanned.KERNELS) if on_cuda else ("sdpa",)
+        clock = on_gpu if on_cuda else on_host
+        yield Bench(device, Communicator(), clock, engines, kernels, repeats, skip)

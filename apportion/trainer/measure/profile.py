@@ -1,0 +1,33 @@
+"""A profile on the ranks of a job: links between them, and kernels by all ranks at once, as in training, where they
+share a machine's memory and power; rank 0's figures count."""
+
+from __future__ import annotations
+
+from apportion.backends.torch.profile.device import Effort, Progress, profile
+from apportion.backends.torch.profile.links import profile_links, with_links
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.trainer.measure.selftest import process_group
+from apportion.trainer.step.attention import Communicator
+
+
+def run(
+    quick: bool,
+    name: str,
+    progress: Progress | None = None,
+    engine: str = "flash",
+    model: Model | None = None,
+    tokens: int | None = None,
+) -> Hardware | None:
+    """The hardware on rank 0, None on the others. Links, posting and contention are measured where torchrun started
+    several ranks, and stay the assumed ones where there is one. engine: as of `profile`; model, tokens: as of
+    `Effort.of`. Raises ConfigError, ExecutionError."""
+    with process_group() as device:
+        ranks = Communicator()
+        links = profile_links() if ranks.ranks > 1 else None
+        effort = Effort.of(device, quick, model, tokens)
+        told = progress if ranks.rank == 0 else None
+        measured = profile(quick, told, name=name, device=device, effort=effort, engine=engine)
+        if ranks.rank:
+            return None
+        return measured if links is None else with_links(measured, links)

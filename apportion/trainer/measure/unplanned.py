@@ -1,0 +1,78 @@
+"""Attention kernels without a plan, on the pairs of causal documents: what there is to reach on one GPU.
+
+    sdpa    scaled_dot_product_attention, document by document
+    varlen  flash attention, all documents in one call
+    flex    FlexAttention with a mask of the documents, compiled
+
+Each is made for the lengths of a batch and takes q [T, Hq, D], k [T, Hk, D], v [T, Hk, D] in token order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from apportion.trainer.measure.timing import Attention
+
+
+def sdpa(lengths: Sequence[int], device: torch.device) -> Attention:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(torch.split(rows, list(lengths)) for rows in (q, k, v)), strict=True)
+        return torch.cat([_document(*part) for part in parts])
+
+    return attention
+
+
+def _document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
+    return _rows(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+
+
+def varlen(lengths: Sequence[int], device: torch.device) -> Attention:
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    bounds = ends, ends, max(lengths), max(lengths)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found: Sequence[Tensor] = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, True, False)
+        return found[0]
+
+    return attention
+
+
+def flex(lengths: Sequence[int], device: torch.device) -> Attention:
+    document = torch.repeat_interleave(torch.tensor(lengths, device=device))
+
+    def sees(batch: Any, head: Any, i: Tensor, j: Tensor) -> Tensor:
+        return (document[i] == document[j]) & (i >= j)
+
+    tokens = sum(lengths)
+    mask = torch.compile(create_block_mask)(sees, None, None, tokens, tokens, device)
+    compiled = torch.compile(flex_attention)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
+        return _rows(compiled(q, k, v, block_mask=mask, enable_gqa=True))
+
+    return attention
+
+
+KERNELS: Mapping[str, Callable[[Sequence[int], torch.device], Attention]] = MappingProxyType(
+    {"sdpa": sdpa, "varlen": varlen, "flex": flex}
+)
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """[T, H, D] -> [1, H, T, D]."""
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[1, H, T, D] -> [T, H, D]."""
+    return tensor[0].transpose(0, 1)

@@ -1,0 +1,1 @@
+"""What a training step calls: attention, two halves in turn, projections, the loss, sums of gradients."""

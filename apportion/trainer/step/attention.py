@@ -1,0 +1,257 @@
+"""The attention op of a layer, under a plan.
+
+out = planned_attention(q, k, v, handle, kind="global")                     q, k, v of this rank's rows
+out, lse = planned_attention(q, k, v, handle, return_lse=True)              to merge it with other attention
+out = planned_attention_block(hidden, position_ids, handle, project, params)  the plan projects the heads
+
+`with check_kernels(True):` looks for NaN and an LSE of +inf after every kernel; it waits for the device each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, overload
+
+import numpy as np
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from apportion.backends.torch.autograd import attend, attend_block
+from apportion.backends.torch.executor import Projection
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.kernels.checks import check_kernels
+from apportion.backends.torch.memory.arrays import accumulator_dtype
+from apportion.backends.torch.remap import find_move, remapped
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.errors import ConfigError, ExecutionError
+
+__all__ = [
+    "Communicator",
+    "PlanHandle",
+    "check_kernels",
+    "planned_attention",
+    "planned_attention_block",
+    "planned_remap",
+]
+
+_IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
+_DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
+
+# name in the attention functions people know -> what it would take
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "dropout_p": _DROPOUT,
+        "dropout": _DROPOUT,
+        "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
+        "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
+        "attn_mask": _IN_PLAN,
+        "attention_mask": _IN_PLAN,
+        "block_mask": _IN_PLAN,
+        "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
+        "score_mod": "scores are not planned to change: there are scale, softcap and sinks",
+    }
+)
+
+# name in the attention functions people know -> what it is called here
+_RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
+        "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
+        "softmax_scale": "write scale=",
+        "sm_scale": "write scale=",
+        "logits_soft_cap": "write softcap=",
+        "logit_cap": "write softcap=",
+        "s_aux": "write sinks=",
+        "softmax_offset": "write sinks=",
+    }
+)
+_THERE_ARE = "kind, scale (or scaling), softcap, sinks, return_lse, window, causal and layer"
+
+
+@overload
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: PlanHandle,
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    window: int | None = None,
+    causal: bool | None = None,
+    scaling: float | None = None,
+    layer: str | int | None = None,
+    **refused: Any,
+) -> Tensor: ...
+
+
+@overload
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: PlanHandle,
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    window: int | None = None,
+    causal: bool | None = None,
+    scaling: float | None = None,
+    layer: str | int | None = None,
+    **refused: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: PlanHandle,
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    window: int | None = None,
+    causal: bool | None = None,
+    scaling: float | None = None,
+    layer: str | int | None = None,
+    **refused: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the whole microbatch for this rank's query rows; every rank calls it in the same way, also one
+    without tokens.
+
+    q [rows, Hq, D], k [rows, Hk, D], v [rows, Hk, Dv]: the rank's rows in the plan's home layout (a leading
+    batch dimension of 1 is kept). kind: attention kind, may be omitted where the plan has one. scale: D^-1/2
+    by default; scaling is another name of it. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each
+    row's softmax sum.
+    window and causal say what the layer's own mask is, and are held against what the plan has for the kind: window is
+    how many tokens a row sees up to itself (images apart, which see each other whole), -1 where there is no limit;
+    causal whether no row sees a later one (True) or all masks let rows see later ones (False). None says nothing; a
+    kind of more than 8 distinct diagonals passes. layer: its name in messages, not read where torch compiles.
+    Returns out [rows, Hq, Dv] in q's dtype; rows that see no key are 0. With return_lse a pair: out, and the
+    log-sum-exp of each row's scores, lse [rows, Hq] in float32 (float64 for float64), with the sink in it; -inf where a
+    row sees no key. Both are differentiable once in q, k, v and sinks.
+
+    Raises ConfigError for dropout, ALiBi, biases and masks as arguments, for a window or causal that is not the
+    plan's, and without a handle; UnknownNameError for a kind that the plan does not have, ExecutionError for wrong
+    shapes or dtypes, cross-attention, and ranks that hold different plans.
+
+    Eager or compiled it is one op, `torch.ops.apportion.attend`. Selective activation checkpointing can keep its
+    result, so that recomputation does not communicate:
+
+        def keep_attention(ctx, op, *args, **kwargs):
+            attends = op == torch.ops.apportion.attend.default
+            return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        out = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False, context_fn=contexts)
+    """
+    _refuse(refused)
+    _check_arguments(handle, window)
+    batched = q.dim() == 4
+    if batched:
+        q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
+    score = score_of(q.shape[-1], _one_scale(scale, scaling), softcap)
+    named = None if layer is None or is_compiling() else str(layer)  # a name would be a graph for each layer
+    out, lse = attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)
+    out = out.unsqueeze(0) if batched else out
+    if not return_lse:
+        return out
+    lse = lse.to(accumulator_dtype(q.dtype))
+    return out, lse.unsqueeze(0) if batched else lse
+
+
+def planned_attention_block(
+    hidden: Tensor,
+    position_ids: Tensor,
+    handle: PlanHandle,
+    project: Projection,
+    params: Iterable[Tensor],
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Projection and attention in one, so that a plan may project a few heads at a time.
+
+    hidden [rows, E] and position_ids [rows] of the rank's rows. project(hidden, position_ids, q_heads,
+    kv_heads) returns q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv] for the heads
+    in the order given (bias, norm, RoPE, LoRA inside; either list may be empty); params: the tensors it uses
+    that need gradients. With a plan that does not project, all heads are projected here. Returns out [rows,
+    Hq, Dv]. Raises as `planned_attention`.
+    """
+    name = handle.kind(kind)
+    header = handle.slice.header
+    if not handle.projects(name):
+        heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
+        q, k, v = project(hidden, position_ids, *heads)
+        return planned_attention(q, k, v, handle, name, scale, softcap, sinks)
+    score = score_of(header.head_dim, scale, softcap)
+    out: Tensor = attend_block(handle, name, hidden, position_ids, project, tuple(params), sinks, score)
+    return out
+
+
+def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Tensor:
+    """Rows of layout `source` moved to layout `target`, for layers that want another layout than attention.
+
+    x [rows of source, ...] -> [rows of target, ...], differentiable; every rank calls it. Raises UnknownNameError
+    where the plan has no move between the two, ExecutionError for another number of rows.
+    """
+    return remapped(x, handle, *find_move(handle, source, target))
+
+
+def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
+    """Scale and softcap of a head of that width. Raises ConfigError."""
+    if softcap is not None and not softcap > 0:
+        raise ConfigError("softcap", softcap, "must be positive", "give None for no softcap")
+    return Score(width**-0.5 if scale is None else scale, softcap)
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name in _RENAMED and value is not None:
+            raise ConfigError(name, value, "has another name here", _RENAMED[name])
+        if name not in _REFUSED and name not in _RENAMED:
+            raise TypeError(
+                f"planned_attention() got an unexpected keyword argument {name!r}; there are {_THERE_ARE}"
+            )
+        if name in _REFUSED and not (value is None or (isinstance(value, (bool, int, float)) and not value)):
+            raise ConfigError(name, value, _REFUSED[name], "leave it out")
+
+
+def _check_arguments(handle: object, window: object) -> None:
+    if not isinstance(handle, PlanHandle):
+        rule = "planned attention runs under a plan"
+        raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer)):
+        raise ConfigError(
+            "window", window, "must be an integer", "write how many tokens a row sees up to itself"
+        )
+
+
+def _one_scale(scale: float | None, scaling: float | None) -> float | None:
+    if scale is None or scaling is None:
+        return scaling if scale is None else scale
+    if scale != scaling:
+        raise ConfigError(
+            "scaling", scaling, f"is another name of scale, which is {scale}", "give one of the two"
+        )
+    return scale
+
+
+def _without_batch(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dim() != 4 or tensor.shape[0] != 1:
+        raise ExecutionError(
+            f"{name} has shape {tuple(tensor.shape)}: a batch dimension must be 1, sequences lie end to end"
+        )
+    return tensor[0]

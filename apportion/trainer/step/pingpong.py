@@ -1,0 +1,162 @@
+"""Two halves of a microbatch through the same layers, so that one computes while the other communicates.
+
+    ping, pong, _ = nano_batches(batch)                       each planned by itself, for the same ranks
+    layer = PingPongLayer(pre, post, params=block.parameters())
+    hidden_a, hidden_b = ping_pong([layer, ...], hidden_a, hidden_b, handle_a, handle_b)
+
+Results and gradients are those of the halves one after the other; backward takes turns too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from apportion.backends.torch import pingpong as backend
+from apportion.backends.torch.autograd import check_shape
+from apportion.backends.torch.executor import Projection
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.pingpong import Post, Pre
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.plan.tables import Header
+from apportion.trainer.step.attention import score_of
+
+__all__ = ["PingPongLayer", "ping_pong", "ping_pong_attention"]
+
+#: q [rows, Hq, D], k [rows, Hk, D], v [rows, Hk, Dv] of a half
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class PingPongLayer:
+    """A layer around its attention, as DistCA draws it (section 4.1, figure 7).
+
+    pre(hidden [n, E], position_ids [n]) -> q [n, Hq, D], k [n, Hk, D], v [n, Hk, Dv]: norm, projections, RoPE.
+    post(hidden [n, E], out [n, Hq, Dv]) -> hidden [n, E]: projection, residuals, FFN; its first argument is the layer's
+    own input. Both are called once a half, on a rank's rows of that half, which may be none. params: every tensor that
+    the two use and that wants a gradient, e.g. `block.parameters()`; one that is missing is an error, not a lost
+    gradient. kind, scale, softcap, sinks: as in `planned_attention`.
+
+    project(hidden, position_ids, q_heads, kv_heads) -> q, k, v of these heads: instead of `pre`, as in
+    `planned_attention_block`; with it the halves' plans may project heads themselves, or not.
+
+    Called with one layer it is `ping_pong`; a stack of layers in one `ping_pong` hides more, since between layers
+    nobody waits for the other half. Under torch.compile make layers outside of what is compiled; `pre` and `post` may
+    be compiled functions.
+    """
+
+    pre: Pre | None
+    post: Post
+    params: Iterable[Tensor] = ()
+    kind: str | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    project: Projection | None = None
+
+    def __post_init__(self) -> None:
+        if (self.pre is None) == (self.project is None):
+            raise ConfigError("pre", self.pre, "stands beside `project` or without it", "give one of the two")
+        object.__setattr__(self, "params", tuple(self.params))  # may be a generator
+
+    def __call__(
+        self, hidden_a: Tensor, hidden_b: Tensor, handle_a: PlanHandle, handle_b: PlanHandle
+    ) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = ping_pong((self,), hidden_a, hidden_b, handle_a, handle_b)
+        return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def ping_pong(
+    layers: Iterable[PingPongLayer],
+    hidden_a: Tensor,
+    hidden_b: Tensor,
+    handle_a: PlanHandle,
+    handle_b: PlanHandle,
+) -> tuple[Tensor, Tensor]:
+    """Both halves through the layers; every rank calls it, also without tokens.
+
+    hidden_a, hidden_b [rows of that half's plan, E], each in its plan's home layout. Returns their hidden states after
+    the last layer. Differentiable once in both, and in the layers' params and sinks: one autograd function, whose
+    backward frees what forward kept. It holds the gradients of all params until its end; where that is too much, or
+    where layers are checkpointed, call it for a few layers at a time. Under data parallel wrappers (DDP, FSDP2) wrap
+    the module that makes this call.
+
+    Raises ExecutionError for wrong shapes or dtypes and for halves of other ranks, ConfigError for a parameter that is
+    not listed and for plans that project heads where a layer has no `project`, UnknownNameError for a kind that a plan
+    does not have.
+    """
+    handles = _same_ranks(handle_a, handle_b)
+    for name, hidden, handle in (("hidden_a", hidden_a, handle_a), ("hidden_b", hidden_b, handle_b)):
+        handle.require_unpadded("ping-pong runs")
+        check_shape(name, hidden, (handle.rows, *hidden.shape[1:]))
+    pieces = [_piece(layer, handles) for layer in layers]
+    return backend.run_pair(handles, pieces, hidden_a, hidden_b) if pieces else (hidden_a, hidden_b)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def ping_pong_attention(
+    a: QKV,
+    b: QKV,
+    handle_a: PlanHandle,
+    handle_b: PlanHandle,
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`planned_attention` of both halves in one autograd function: each computes while the other communicates.
+
+    a, b: q, k and v of each half's rows. Returns their out [rows, Hq, Dv]. Raises as `ping_pong`.
+    """
+    handles = _same_ranks(handle_a, handle_b)
+    name, score = _kind(handles, kind), score_of(a[0].shape[-1], scale, softcap)
+    return backend.attend_pair(handles, name, (*a, *b), sinks, score)
+
+
+def _piece(layer: PingPongLayer, handles: tuple[PlanHandle, PlanHandle]) -> backend.Piece:
+    kind, header = _kind(handles, layer.kind), handles[0].slice.header
+    if layer.project is None and any(handle.projects(kind) for handle in handles):
+        raise ConfigError(
+            "pre",
+            layer.pre,
+            "the plan of a half projects a few heads at a time, which `pre` cannot",
+            "give `project` instead, as to planned_attention_block",
+        )
+    score, pre = score_of(header.head_dim, layer.scale, layer.softcap), _pre(layer, header)
+    return backend.Piece(pre, layer.post, tuple(layer.params), kind, score, layer.sinks, layer.project)
+
+
+def _pre(layer: PingPongLayer, header: Header) -> Pre:
+    """`pre`, or the projection of all heads at once, for plans that do not project."""
+    if layer.project is None:
+        return cast("Pre", layer.pre)
+    heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
+    project = layer.project
+    return lambda hidden, position_ids: project(hidden, position_ids, *heads)
+
+
+def _kind(handles: tuple[PlanHandle, PlanHandle], name: str | None) -> str:
+    first, second = (handle.kind(name) for handle in handles)
+    if first != second:
+        raise ConfigError(
+            "kind",
+            name,
+            f"is {first!r} of one half and {second!r} of the other",
+            "plan both with the same kinds",
+        )
+    return first
+
+
+def _same_ranks(a: PlanHandle, b: PlanHandle) -> tuple[PlanHandle, PlanHandle]:
+    places = [(handle.communicator.rank, handle.communicator.ranks) for handle in (a, b)]
+    if places[0] != places[1]:
+        raise ExecutionError(
+            f"one half's handle is of rank {places[0][0]} of {places[0][1]}, the other's of rank {places[1][0]} of "
+            f"{places[1][1]}: both halves run on the same ranks"
+        )
+    return a, b
