@@ -14,14 +14,15 @@ again here: the plans must be the ones that the processes ran, and pass the veri
 from __future__ import annotations
 
 import json
-import multiprocessing
 import secrets
+import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import create_job
 from apportion.service.http.child import serving
+from apportion.service.tied import tied
 from apportion.trainer import demo_rank
 from apportion.trainer.baselines import Costs, contiguous, zigzag_ring
 from apportion.trainer.decoder import DecoderConfig
@@ -271,23 +273,31 @@ def _planning_ms(url: str) -> float:
 @contextmanager
 def _processes() -> Iterator[list[Connection]]:
     """A pipe to each process; they are gone when the `with` is left, at once where it is left by an error."""
-    context = multiprocessing.get_context("spawn")
-    pairs = [context.Pipe() for _ in range(RANKS)]
-    workers, patience_s = [], 0.0
+    pipes: list[Connection] = []
+    workers: list[subprocess.Popen[bytes]] = []
+    patience_s = 0.0
     try:
-        for rank, (_, theirs) in enumerate(pairs):
-            workers.append(context.Process(target=demo_rank.work, args=(theirs, rank, RANKS), daemon=True))
-            workers[-1].start()
-            theirs.close()
-        yield [ours for ours, _ in pairs]
+        for rank in range(RANKS):
+            ours, theirs = Pipe()
+            pipes.append(ours)
+            with theirs:
+                workers.append(_process(theirs.fileno(), rank))
+        yield pipes
         patience_s = STOPPING_S
     finally:
         for worker in workers:
-            worker.join(patience_s)
+            with suppress(subprocess.TimeoutExpired):
+                worker.wait(patience_s)
             worker.kill()
-            worker.join()
-        for ours, _ in pairs:
-            ours.close()
+            worker.wait()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _process(pipe: int, rank: int) -> subprocess.Popen[bytes]:
+    arguments = (str(number) for number in (pipe, rank, RANKS))
+    command = tied(signal.SIGKILL, "-m", demo_rank.__name__, *arguments)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(pipe,))
 
 
 def _answers(pipes: list[Connection]) -> list[demo_rank.Step]:
