@@ -1,7 +1,9 @@
 # Everything runs in a virtual environment of its own (.venv); nothing is installed outside it.
 #
 #   make demo     plan real document lengths, train on 4 CPU processes, compare with one process
-#   make test     lint, types, import contract, all tests with branch coverage
+#   make test     lint, types, import contract, and the tests but for the slow ones (at most 8 minutes on two idle cores)
+#   make test-slow  the others: whole matrices, more seeds, load, Ray, schemathesis
+#   make coverage  all of these tests with branch coverage, which makes Python twice as slow
 #   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
 #   make test-plain  the core's tests where only numpy is, without torch; NUMBA=1: with numba
 #   make lint     the first three of these
@@ -38,7 +40,7 @@ PLAIN := $(VENV)-plain$(if $(NUMBA),-numba)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
+.PHONY: help demo warm test test-slow coverage test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
   replay wheel package suite conformance clean
 
 help:
@@ -63,9 +65,22 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+# Loops are compiled once, beside lint, and not by each of the tests' processes that needs them first.
+warm: $(READY)
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
-	$(BIN)/pytest tests/service tests/torch tests/pure -n 2 --dist loadfile --cov --cov-report=term:skip-covered
+	@$(BIN)/apportion warmup
+
+TESTS := $(BIN)/pytest tests/service tests/torch tests/pure -n 2 --dist loadfile
+
+test: $(READY)
+	@$(MAKE) --no-print-directory -j 2 lint warm
+	$(TESTS) -m "not slow"
+
+test-slow: warm
+	$(TESTS) -m slow
+
+coverage: warm
+	$(TESTS) --cov --cov-report=term:skip-covered
 
 # The trainers' packages stay out of the environment of all else. No package may bring another torch.
 $(TRAINERS)/.ready: pyproject.toml tests/trainers/requirements.txt

@@ -59,6 +59,7 @@ def test_the_recipe_of_the_readme_plans_and_runs() -> None:
     np.testing.assert_allclose(found.dk, expected.dk, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -209,6 +209,7 @@ print(plan.id.hex())
 """
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_hash_seeds_or_numba():
     ids = {
         subprocess.run(

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.service.precomputing import command, lengths, packs_in, running, until
 
 LONG_S, EVERY_S = 3600.0, 0.2
@@ -60,5 +62,6 @@ def _resident_mib(process: int) -> float:
     return kib[0] / 1024 if kib else 0.0
 
 
+@pytest.mark.slow
 def test_memory_is_flat() -> None:
     assert case(0, SMALL)["resident_mib"] > 0

@@ -24,6 +24,8 @@ from apportion.service.workers.ray import RayPool
 from apportion.service.workers.ray_worker import work
 from apportion.service.workers.tasks import encode, read_reply
 
+pytestmark = pytest.mark.slow  # starts Ray
+
 #: 127.0.0.1, plain and within IPv6, as the kernel prints them
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 

@@ -13,6 +13,8 @@ import pytest
 from apportion.service.limits import Limits
 from tests.service.servers import Live, begin, live, make_job, ready, submit
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 QUICK = Limits(drain_s=2.0, wait_s=0.05, heartbeat_s=0.05)  # nobody waits for what was not submitted
 REAL = {"path.job": "run", "path.epoch": 1, "path.iteration": 0, "path.rank": 0}

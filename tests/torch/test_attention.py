@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from cases import batch_of, make_plan
+from sparse import sparse
 
 from apportion.backends.interp import Operand
 from apportion.backends.torch import autograd, executor
@@ -31,7 +32,7 @@ COVER = cases.pairwise()
 BY_HAND = {path.stem: path for path in sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))}
 
 
-@pytest.mark.parametrize("case", COVER, ids=["-".join(map(str, case)) for case in COVER])
+@pytest.mark.parametrize("case", sparse(COVER, 3), ids=["-".join(map(str, case)) for case in COVER])
 def test_pairwise_cover(pool, case):
     batch = batch_of(case.mask)
     plan = make_plan(

@@ -11,6 +11,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 #: beside what the command promises: tests run on machines that do other things
 MARGIN = 2.0
 
+pytestmark = pytest.mark.slow
+
 
 def test_forecasts_on_a_profile_are_near_what_training_takes():
     command = [sys.executable, "-m", "benchmarks.chain", "--recipes", "ring,hybrid_dp", "--batches", "1"]

@@ -19,8 +19,8 @@ from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe import recipes
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import PlanTimeoutError
+from apportion.trainer.loading.iterations import Wanted
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.loading.wanted import Wanted
 from apportion.trainer.step.loss import IGNORED
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from apportion.ir.errors import ApportionError
+from apportion.service.tied import tied
 
 _GRACE_S = 5.0  # beyond its own drain
 
@@ -47,11 +48,11 @@ def serving(
     drain_s: float = 10.0,
 ) -> Iterator[Serving]:
     """`apportion serve` on loopback, until the block ends: SIGTERM then, SIGKILL if it has not ended after `drain_s`.
-    It also ends by itself soon after this process.
+    It also ends with this process, however that ends, and where it is still starting.
 
     port: 0 for a free one. options: further ones of the command. log: file that its log is added to. Raises
     ServerStartError."""
-    command = [sys.executable, "-m", "apportion", "serve", "--json", "--dir", str(folder)]
+    command = tied(signal.SIGTERM, "-m", "apportion", "serve", "--json", "--dir", str(folder))
     command += ["--port", str(port), "--workers", str(workers), "--parent", str(os.getpid()), *options]
     with open(log or "/dev/null", "ab") as errors:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)

@@ -1,15 +1,17 @@
-"""One process of the demo: its share of a training run whose plans come from the service."""
+"""One process of the demo: its share of a training run whose plans come from the service.
+
+`python -m apportion.trainer.demo.process PIPE RANK RANKS`: PIPE is the descriptor of its end of a pipe.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import msgspec
@@ -92,10 +94,10 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 def work(pipe: Connection, rank: int, ranks: int) -> None:
     """Trains, and reports each step; ends with the process that started it, however that ends."""
-    threading.Thread(target=_follow, args=(multiprocessing.parent_process(),), daemon=True).start()
     torch.set_num_threads(1)
     try:
         begin = msgspec.msgpack.decode(pipe.recv_bytes(), type=Begin)
+        threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
         place = (Path(begin.folder) / "group").as_uri()
         dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks)
         for step in _train(begin, rank):
@@ -106,8 +108,8 @@ def work(pipe: Connection, rank: int, ranks: int) -> None:
         pipe.send_bytes(msgspec.msgpack.encode(Failure(traceback.format_exc())))
 
 
-def _follow(parent: BaseProcess) -> None:
-    parent.join()
+def _follow(pipe: Connection) -> None:
+    wait([pipe])  # nothing else comes: the other end is gone
     os._exit(1)
 
 
@@ -151,3 +153,7 @@ def sum_gradients(model: Decoder) -> None:
     dist.all_reduce(flat)
     for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
+
+
+if __name__ == "__main__":
+    work(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import secrets
+import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.request.batch import Batch
 from apportion.service.client import create_job
 from apportion.service.http.child import serving
+from apportion.service.tied import tied
 from apportion.trainer.demo import process
 from apportion.trainer.demo.workload import RANKS, Step, documents, job
 from apportion.trainer.step.loss import IGNORED, normalised_loss
@@ -85,23 +87,31 @@ def _planning_ms(url: str) -> float:
 @contextmanager
 def _processes() -> Iterator[list[Connection]]:
     """A pipe to each process; they are gone when the `with` is left, at once where it is left by an error."""
-    context = multiprocessing.get_context("spawn")
-    pairs = [context.Pipe() for _ in range(RANKS)]
-    workers, patience_s = [], 0.0
+    pipes: list[Connection] = []
+    workers: list[subprocess.Popen[bytes]] = []
+    patience_s = 0.0
     try:
-        for rank, (_, theirs) in enumerate(pairs):
-            workers.append(context.Process(target=process.work, args=(theirs, rank, RANKS), daemon=True))
-            workers[-1].start()
-            theirs.close()
-        yield [ours for ours, _ in pairs]
+        for rank in range(RANKS):
+            ours, theirs = Pipe()
+            pipes.append(ours)
+            with theirs:
+                workers.append(_process(theirs.fileno(), rank))
+        yield pipes
         patience_s = STOPPING_S
     finally:
         for worker in workers:
-            worker.join(patience_s)
+            with suppress(subprocess.TimeoutExpired):
+                worker.wait(patience_s)
             worker.kill()
-            worker.join()
-        for ours, _ in pairs:
-            ours.close()
+            worker.wait()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _process(pipe: int, rank: int) -> subprocess.Popen[bytes]:
+    arguments = (str(number) for number in (pipe, rank, RANKS))
+    command = tied(signal.SIGKILL, "-m", process.__name__, *arguments)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(pipe,))
 
 
 def _answers(pipes: list[Connection]) -> list[process.Step]:
