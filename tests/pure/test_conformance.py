@@ -202,7 +202,8 @@ def asked(name: str, verb: str) -> Question:
     ],
 )
 def test_wrong_answers_are_named(tmp_path: Path, verb: str, name: str, body: str, why: str) -> None:
-    answer = Reader(reader_of(tmp_path, body), timeout_s=2.0).ask(asked(name, verb))
+    timeout_s = 2.0 if "2 s" in why else 300.0
+    answer = Reader(reader_of(tmp_path, body), timeout_s=timeout_s).ask(asked(name, verb))
     assert why in answer.why
     assert answer.to_data() == {"ask": verb, "of": name, "ok": False, "why": answer.why}
 

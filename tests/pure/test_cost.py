@@ -183,9 +183,9 @@ def test_beyond_the_grid_throughput_stays() -> None:
 
 def test_a_million_tasks_are_priced_at_once() -> None:
     tasks = np.full(1_000_000, 2048)
-    start = time.perf_counter()
+    start = time.thread_time()
     full_us(LLAMA_COST["h100"], "forward", tasks, tasks)
-    assert time.perf_counter() - start < 2  # 0.03 s where it was written
+    assert time.thread_time() - start < 2  # 0.03 s where it was written
 
 
 # ---- what papers measured

@@ -178,7 +178,7 @@ def child(code: str) -> tuple[str, ...]:
 def test_without_an_answer_the_greedy_decides_and_it_is_said(monkeypatch, code, limit):
     monkeypatch.setattr(mtkahypar, "_COMMAND", child(code))
     problem = long_sequence()
-    found = mtkahypar.solve(problem, Budget(1.0))
+    found = mtkahypar.solve(problem, Budget(1.0 if limit is Limit.TIME else 300.0))
     assert (found.termination.status, found.termination.limit) == (Status.FEASIBLE, limit)
     assert found.termination.value == hypergraph.solve(problem, Budget()).termination.value
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -149,6 +150,27 @@ def ordered(problem: PartitionProblem, budget: Budget) -> Partition:
 def hopeful(problem: PartitionProblem, budget: Budget) -> Partition:
     found = lpt_solve(problem, budget)
     return found if found.termination.solved else Partition(found.bin, Termination(Status.FEASIBLE, 0.0, 1.0))
+
+
+def stubborn(problem: PartitionProblem, budget: Budget) -> Partition:
+    """Computes for a second, whatever the deadline."""
+    begun = time.thread_time()
+    while time.thread_time() < begun + 1.0:
+        pass
+    return lpt_solve(problem, Budget())
+
+
+def interrupted(problem: PartitionProblem, budget: Budget) -> Partition:
+    """Has no processor for a second."""
+    time.sleep(1.0)
+    return lpt_solve(problem, budget)
+
+
+def test_the_kit_counts_what_a_solver_computes_beyond_its_deadline(monkeypatch):
+    monkeypatch.setattr(kit, "GRACE_S", 0.6)
+    with pytest.raises(kit.ConformanceError, match=r"took 1\.\d+ s of 0.0 s"):
+        kit.check_deadline(stubborn, "partition", Budget())
+    kit.check_deadline(interrupted, "partition", Budget())
 
 
 @pytest.mark.parametrize(

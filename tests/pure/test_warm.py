@@ -188,15 +188,15 @@ def test_it_is_said_once_and_only_where_it_takes_long(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         found.begin()
         found.end()
-        assert 0 <= found.seconds < 1
+        assert 0 <= found.seconds < 50
         found.begin()
         found._begun_s -= 60.0
         assert not caplog.records
         for _ in range(2):  # called by the one that is being compiled
             found.begin()
             found.end()
-        assert 60 <= found.seconds < 70
+        assert 60 <= found.seconds < 110
         found.end()
     assert [record.name for record in caplog.records] == ["apportion.ir.loops.jit"]
     assert "apportion warmup" in caplog.text
-    assert (found.loops, 60 <= found.seconds < 70) == (4, True)
+    assert (found.loops, 60 <= found.seconds < 110) == (4, True)

@@ -27,7 +27,7 @@ from tests.service.engines import JOB, LocalPool, batch
 
 ADMIN = "admin-key-of-the-server-0123"
 KEY = "key-of-the-job-0123456789"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)

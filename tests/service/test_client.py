@@ -227,7 +227,7 @@ def test_a_server_that_is_not_there() -> None:
         with pytest.raises(PlanTimeoutError, match=r"no plan within 0.3 s .*Connection refused") as caught:
             client.plan(1, 0, 0)
     assert isinstance(caught.value.__cause__, UnreachableError)
-    assert time.monotonic() - since < 10
+    assert time.monotonic() - since < 30
 
 
 def test_a_server_that_does_not_answer() -> None:
@@ -240,7 +240,7 @@ def test_a_server_that_does_not_answer() -> None:
             client.begin("run-1")
         with pytest.raises(PlanTimeoutError):
             client.plan(1, 0, 0)
-    assert time.monotonic() - since < 10
+    assert time.monotonic() - since < 30
 
 
 def test_plan_waits_for_what_is_not_planned_yet(server: SmallServer, client: Client) -> None:

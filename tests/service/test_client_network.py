@@ -40,8 +40,8 @@ def server() -> Iterator[SmallServer]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait for it, for 20 s."""
-    end = time.monotonic() + 20
+    """Wait for it, for two minutes."""
+    end = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -89,8 +89,8 @@ def test_close_ends_what_other_threads_wait_for(
         since = time.monotonic()
         client.close()
         with pytest.raises(ClosedError):
-            under_way.result(20)
-    assert time.monotonic() - since < 5
+            under_way.result(120)
+    assert time.monotonic() - since < 18  # it was told to wait for 20
     until(lambda: not server.connections)
 
 
@@ -206,7 +206,7 @@ def test_tls_is_ended_from_another_thread_too(secure: SmallServer, certificates:
         until(lambda: len(secure.requests) == 1)
         client.close()
         with pytest.raises(ClosedError):
-            under_way.result(20)
+            under_way.result(120)
 
 
 def test_an_unknown_certificate_is_refused_at_once(secure: SmallServer) -> None:
@@ -216,7 +216,7 @@ def test_an_unknown_certificate_is_refused_at_once(secure: SmallServer) -> None:
         pytest.raises(UnreachableError, match=r"certificate verify failed.*pass ca="),
     ):
         client.begin("run-1")
-    assert time.monotonic() - since < 20
+    assert time.monotonic() - since < 50
     assert secure.requests == []
 
 

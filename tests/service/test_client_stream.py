@@ -173,12 +173,12 @@ def test_a_refused_stream_ends_it(server: SmallServer, client: Client, status: i
 
 def test_heartbeats_are_no_plans(server: SmallServer, client: Client) -> None:
     server.publish(2)
-    with closing(client.stream(1, 0, patience_s=0.8)) as plans:
+    with closing(client.stream(1, 0, patience_s=2)) as plans:
         assert [next(plans)[0] for _ in range(2)] == [0, 1]
         since = time.monotonic()
-        with pytest.raises(PlanTimeoutError, match=r"iteration 2, rank 0: no plan within 0\.8 s"):
+        with pytest.raises(PlanTimeoutError, match=r"iteration 2, rank 0: no plan within 2 s"):
             next(plans)
-    assert 0.7 <= time.monotonic() - since < 10
+    assert 1.9 <= time.monotonic() - since < 30
     assert starts(server) == [0]  # it was alive
 
 
@@ -199,7 +199,7 @@ def test_a_silent_stream_is_left_after_three_heartbeats(server: SmallServer, cli
     server.faults.append(silent)
     since = time.monotonic()
     assert received(client) == list(range(12))
-    assert 3 * server.heartbeat_s <= time.monotonic() - since < 10
+    assert 3 * server.heartbeat_s <= time.monotonic() - since < 30
 
 
 # ---- one by one
@@ -249,7 +249,7 @@ def test_a_server_that_is_gone_ends_its_patience(server: SmallServer) -> None:
         pytest.raises(PlanTimeoutError, match=r"iteration 0, rank 0: no plan within 0\.5 s"),
     ):
         received(client, patience_s=0.5)
-    assert time.monotonic() - since < 10
+    assert time.monotonic() - since < 30
     assert {"stream", "plan"} <= set(asked(server))
 
 

@@ -182,7 +182,7 @@ def test_a_slow_body_ends(server: Live) -> None:
     began_s = time.monotonic()
     answer = talk(server, f"{PUT}{JSON}Content-Length: 100\r\n\r\n".encode(), b"{", wait_s=0.2)
     assert problem(answer) == (408, "slow-body")
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
 
 
 @pytest.mark.parametrize(

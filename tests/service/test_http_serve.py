@@ -82,7 +82,7 @@ def test_sigterm_ends_it_in_time_and_stores_what_was_planned(tmp_path: Path) -> 
         began_s = time.monotonic()
         os.kill(server.pid, signal.SIGTERM)
         assert server.process.wait(MINUTE_S) == 0
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 50  # the one who waits would for 60
         assert b" 202 " in waiting.recv(1 << 16).split(b"\r\n")[0]  # who waits is told to ask again
         waiting.close()
         idle.close()

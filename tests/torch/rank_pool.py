@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 RANKS = 8
-TIMEOUT_S = 90  # a loaded machine is slow, and loops may have to be compiled first
+TIMEOUT_S = 300  # a loaded machine is slow, and loops may have to be compiled first
 
 
 class RankError(AssertionError):

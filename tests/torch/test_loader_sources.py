@@ -35,7 +35,7 @@ from apportion.trainer.loader import PlannedLoader
 from apportion.trainer.sources import FolderSource, ServiceSource
 
 KEY = "a key of the tests".replace(" ", "-")
-WAIT_S = 60
+WAIT_S = 300
 JOBS = {"plain": job(2, 66, microbatches=2), "packing": job(2, 66, microbatches=2, recipe="wlb")}
 FOUR = job(4, 64, microbatches=2)
 
@@ -166,7 +166,7 @@ def test_an_iterator_that_is_still_held_does_not_keep_the_process():
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=WAIT_S,
         )
         assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 

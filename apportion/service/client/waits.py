@@ -92,12 +92,15 @@ class Waits:
         self.sleep(delay)
 
     def repeat(self, once: Callable[[], T]) -> T:
-        """What `once` gives, asked again after each TransientError."""
+        """What `once` gives, asked again after each TransientError. Of an attempt that ended because the time did, the
+        failure before it is told, which says more."""
+        last: TransientError | None = None
         while True:
             try:
                 return once()
             except TransientError as failure:
-                self.pause(failure)
+                self.pause(last if last and not self.left() else failure)
+                last = failure
 
 
 def retry_after(value: str | None, now: str | None) -> float | None:

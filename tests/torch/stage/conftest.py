@@ -6,6 +6,6 @@ from rank_pool import Pool
 
 @pytest.fixture(scope="session")
 def interpreted():
-    ranks = Pool(timeout_s=120, TRITON_INTERPRET="1")
+    ranks = Pool(TRITON_INTERPRET="1")
     yield ranks
     ranks.close()

@@ -12,6 +12,7 @@ breach raises ConformanceError, which is an AssertionError.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -28,7 +29,7 @@ from apportion.planner.solvers.status import Budget, Limit, Status
 AnySolver = Solver[Any, Any]
 
 SMALL, LARGE_SEED, TOLERANCE = 12, 1000, 1e-6
-# what a solver may take beyond its deadline: the step that it is in, building a model, a slow machine
+# what a solver may take beyond its deadline: the step that it is in, building a model
 GRACE_S = 2.0
 
 
@@ -112,15 +113,16 @@ def check_hopeless(solver: AnySolver, kind: str, budget: Budget) -> None:
 
 
 def check_deadline(solver: AnySolver, kind: str, budget: Budget) -> None:
-    """A deadline is kept on a large problem, and a result that it cut says so."""
+    """A deadline is kept on a large problem, and a result that it cut says so. On a busy machine the clock goes on
+    while the solver does not: what its processes and threads compute counts, where that is less."""
     problem = CASES[kind].large(np.random.default_rng(LARGE_SEED))
     solver(
         CASES[kind].small(np.random.default_rng(0)), budget
     )  # what loads or compiles once is not the solver's time
     for deadline in (0.0, 0.2):
-        start = time.monotonic()
+        begun, worked = time.monotonic(), _worked()
         result = solver(problem, Budget(deadline, budget.steps, budget.gap))
-        took = time.monotonic() - start
+        took = min(time.monotonic() - begun, _worked() - worked)
         _require(took <= deadline + GRACE_S, LARGE_SEED, f"took {took:.2f} s of {deadline} s")
         end = result.termination
         if end.solved:
@@ -128,6 +130,11 @@ def check_deadline(solver: AnySolver, kind: str, budget: Budget) -> None:
                 raise ConformanceError(f"{kind} problem {LARGE_SEED}: {fault}")
         else:
             _require(end.limit is Limit.TIME, LARGE_SEED, f"{end} under a deadline of {deadline} s")
+
+
+def _worked() -> float:
+    """Seconds of processor time of this process and of those that it started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def _problems(kind: str) -> Iterator[tuple[int, Any]]:
