@@ -171,10 +171,19 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, rows: Rows) -> tuple[flo
     optimizer.zero_grad()
     loss = process.loss_of(model, rows)
     loss.backward()
-    process.sum_gradients(model)
+    _sum_gradients(model)
     optimizer.step()
     end = time.perf_counter(), _delay_s(), time.thread_time()
     return tuple(after - before for before, after in zip(start, end, strict=True))
+
+
+def _sum_gradients(model: torch.nn.Module) -> None:
+    """In one message, as forecasts count them."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def _delay_s() -> float:

@@ -27,6 +27,7 @@ from apportion.trainer.demo.decoder import Decoder, DecoderConfig
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.attention import planned_attention
+from apportion.trainer.step.gradients import sum_gradients
 from apportion.trainer.step.loss import normalised_loss
 
 SEED = 0
@@ -144,15 +145,6 @@ def trainer() -> tuple[Decoder, torch.optim.Optimizer]:
     torch.manual_seed(SEED)
     model = Decoder(DecoderConfig())
     return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-
-
-def sum_gradients(model: Decoder) -> None:
-    """What data parallelism does; each rank's loss is already its share of the global mean."""
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
 
 
 if __name__ == "__main__":
