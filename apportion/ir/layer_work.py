@@ -20,9 +20,8 @@ NORMS = 8
 GATED = 3
 #: of a logit: written by the product, read by the loss, its gradient written
 LOSS = 3
-#: bytes of a step of Adam, a parameter: its float32 copy and two moments read and written; beside the gradient, which
-#: is read, and the weight, which is written
-ADAM_MOVED = 24
+#: bytes of a float32 number
+FLOAT32 = 4
 
 
 def linear_parameters(model: Model) -> int:
@@ -38,6 +37,14 @@ def row_numbers(model: Model, tensor: int = 1) -> float:
     return NORMS * model.hidden / tensor + heads + GATED * model.ffn
 
 
+def adam_state_bytes(element_bytes: int) -> int:
+    """Of one parameter: two moments of Adam (Kingma and Ba, 2015) and, unless the weight is in float32 itself, its
+    float32 copy, as mixed-precision training keeps them (ZeRO, section 3.1: 12 of its 16 bytes a parameter)."""
+    return FLOAT32 * (3 if element_bytes < FLOAT32 else 2)
+
+
 def adam_bytes(gradient_bytes: int, element_bytes: int) -> int:
-    """Of one parameter in a step of Adam."""
-    return ADAM_MOVED + gradient_bytes + element_bytes
+    """Of one parameter in a step of Adam: its state read and written, the gradient read, the weight written, and read
+    too where it has no copy."""
+    weight = element_bytes if element_bytes < FLOAT32 else 2 * element_bytes
+    return 2 * adam_state_bytes(element_bytes) + gradient_bytes + weight

@@ -26,7 +26,14 @@ from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce
 from apportion.planner.forecast.grids import groups_of
 from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers, model_flops
-from apportion.planner.forecast.memory import in_flight, kept_bytes
+from apportion.planner.forecast.memory import (
+    Activations,
+    activations,
+    in_flight,
+    kept_bytes,
+    memory,
+    vocabularies,
+)
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.result import Forecast, Row
 from apportion.planner.forecast.schedule import makespan_us, orders
@@ -256,9 +263,51 @@ def test_memory_is_its_closed_form() -> None:
     states = found.weights + found.gradients + found.optimizer
     assert found.total == states + held.kept + max(held.attention, held.feed_forward, held.cross_entropy)
     sharded = one(form(), Training(vocab=1000, sharding="fsdp", recompute="full")).rows[0].memory()
-    assert sharded.weights == 2 * (parameters / 8 + 2 * (products + 1024))
+    vocabulary = 1000 * 512
+    assert sharded.weights == 2 * (parameters / 8 + 2 * (products + 1024) + 2 * vocabulary)
     assert sharded.gradients == 4 * (parameters / 8 + products + 1024)
-    assert sharded.activations == replace(held, kept=tokens * 512 * 2 * 3)
+    head = held.cross_entropy + 4 * vocabulary  # its whole gradient
+    assert sharded.activations == replace(held, kept=tokens * 512 * 2 * 3, cross_entropy=head)
+
+
+def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
+    """Of two stages the first has an embedding, the last a head; one tied matrix is gathered once."""
+    layers, none = Layers(H100, SMALL, Training(vocab=1000, tied=True)), Activations(0, 0, 0, 0, 0)
+    first, last = (memory(layers, 2, 4, 1.0, none, head) for head in (False, True))
+    shared = (2 * layers.parameters + 1000 * 512) / 4
+    assert first.weights == last.weights == 2 * (shared + 2 * layers.parameters + 1000 * 512)
+    assert (first.activations.cross_entropy, last.activations.cross_entropy) == (0, 4 * 1000 * 512)
+    assert vocabularies(layers.training, 1) == (1.0, 1.0)
+    zero1 = memory(replace(layers, training=Training(vocab=1000, sharding="zero1")), 2, 4, 2.0, none)
+    assert zero1.activations.cross_entropy == 0  # it is in `gradients`
+
+
+def test_tensor_parallel_ranks_gather_the_rows_of_ffn_and_head() -> None:
+    """Their input and its gradient, of all tokens or of a tile; what else they have of rows is a share."""
+    ffn, vocabulary = 1024, 1000
+    model = replace(SMALL, q_heads=4, kv_heads=1, ffn=ffn // 2)
+    for tile, loss in ((None, 4096), (100, 50)):
+        training = Training(vocab=vocabulary, sharding="ddp", mlp_tile=tile, loss_tokens=loss)
+        found = activations(Layers(H100, model, training, tensor=2), 4, 2000, 0.0)
+        saved = (4 + 2) * 64 * 2 + 4 * (64 * 2 + 4)  # Q, K, V, O and the LSE of half of the heads
+        of_ffn, of_head = tile or 2000, min(loss, 2000)
+        gathered = 2 * 512 * 2
+        whole = 2000 * (5 * 512 * 2 // 2 + saved)
+        assert found.feed_forward == whole + of_ffn * (4 * ffn // 2 * 2 + gathered)
+        logits = of_head * (vocabulary // 2) * (2 * 2 + 4)
+        assert found.cross_entropy == 2000 * 2 * 512 * 2 // 2 + of_head * gathered + logits
+
+
+@pytest.mark.parametrize(("dtype", "state", "moved"), [("bf16", 12, 24 + 4 + 2), ("fp32", 8, 16 + 4 + 2 * 4)])
+def test_float32_weights_have_no_second_copy(dtype: str, state: int, moved: int) -> None:
+    layers = Layers(H100, replace(SMALL, dtype=dtype), Training(sharding="ddp", vocab=1000))
+    parameters = layers.parameters * 4 + 2 * 1000 * 512
+    assert memory(layers, 4, 8, 2.0, Activations(0, 0, 0, 0, 0)).optimizer == state * parameters
+    assert layers.optimizer_us(1e6) == pytest.approx(1e6 * moved / (H100.memory_gbs.value * 1e3))
+    given = replace(layers, training=Training(optimizer_bytes=12))
+    assert given.optimizer_us(1.0) - layers.optimizer_us(1.0) == pytest.approx(
+        2 * (12 - state) / (H100.memory_gbs.value * 1e3)
+    )
 
 
 def test_tiles_bound_what_the_ffn_holds_and_cost_its_forward_once_more() -> None:

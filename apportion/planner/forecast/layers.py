@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apportion.ir.layer_work import GATED, LOSS, adam_bytes, row_numbers
+from apportion.ir.layer_work import GATED, LOSS, adam_bytes, adam_state_bytes, row_numbers
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.cost import CostModel
-from apportion.planner.forecast.training import ADAM_BYTES, Training
+from apportion.planner.forecast.training import Training
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,14 @@ class Layers:
         """A step of Adam over so many parameters, bound by memory; of a smaller or larger state, each byte of it read
         and written."""
         moved = adam_bytes(self.gradient_bytes, self.model.element_bytes)
-        moved += 2 * (self.training.optimizer_bytes - ADAM_BYTES)
+        moved += 2 * (self.optimizer_bytes - adam_state_bytes(self.model.element_bytes))
         return parameters * moved / self._bytes_per_us("optimizer_gbs")
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of state a parameter."""
+        given = self.training.optimizer_bytes
+        return adam_state_bytes(self.model.element_bytes) if given is None else given
 
     @property
     def gradient_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Memory of a rank, by closed forms, and what a plan's programs need beside: bytes by part.
 
-weights, gradients, optimizer    of the rank's layers and its share of embedding and head
+weights, gradients, optimizer    of the rank's layers and its share of embedding and head; of what is sharded also,
+                                 whole, weights of two layers, of embedding and head, and a layer's gradient
 kept                             activations of the layers that wait for their backward
 working                          of the layer at work and the head, at the fullest of three moments of backward
 
@@ -9,19 +10,21 @@ working                          of the layer at work and the head, at the fulle
     feed_forward   inputs and outputs of both norms and the output's gradient; Q, K, V, O and the LSE; and, of a tile of
                    tokens, four of the FFN's size: gate, up, their product and a gradient (UPipe, Table 1)
     cross_entropy  the head's input and its gradient; and, of a tile of tokens, logits, in float32 too, and their
-                   gradient
+                   gradient; and, whole, the gradient of a head whose gradients are sharded
+
+Ranks of a tensor-parallel group keep a share of the rows (sequence parallelism: Korthikanti et al., 2022), but FFN and
+head have their input and its gradient of all tokens, or of a tile's.
 
 Tiles are those of ALST (Bekman et al., 2025), chunks those of FPDT (Yao et al., 2024).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from apportion.ir.layer_work import FLOAT32
 from apportion.planner.forecast.layers import Layers
 from apportion.planner.forecast.training import Held, Training
-
-_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def attention_row(layers: Layers) -> float:
 def output_row(layers: Layers) -> float:
     """Bytes of a token's attention output and LSE."""
     m = layers.model
-    return float(m.q_heads * (m.value_dim * m.element_bytes + _FLOAT32))
+    return float(m.q_heads * (m.value_dim * m.element_bytes + FLOAT32))
 
 
 def hidden_row(layers: Layers) -> float:
@@ -138,31 +141,46 @@ def activations(
     made = output_row(layers) + attention_row(layers) * (not projects)
     whole = 3 * row if chunks > 1 else 5 * row + made
     logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden
+    gathered = 2 * m.hidden * m.element_bytes * (layers.tensor > 1)
     return Activations(
         kept=kept * min(waiting, 1) / chunks if training.offload else kept * waiting,
         attention=((3 - projects) * row * tokens + attention_bytes) / chunks,
-        feed_forward=whole * tokens + 4 * m.ffn * m.element_bytes * tile,
-        cross_entropy=(2 * row * tokens + logits * (2 * m.element_bytes + _FLOAT32)) * head,
+        feed_forward=whole * tokens + (4 * m.ffn * m.element_bytes + gathered) * tile,
+        cross_entropy=(
+            2 * row * tokens
+            + gathered * min(tokens, training.loss_tokens)
+            + logits * (2 * m.element_bytes + FLOAT32)
+        )
+        * head,
         host=kept * count * training.offload,
     )
 
 
-def memory(layers: Layers, stage_layers: float, ranks: int, ends: float, held: Activations) -> Memory:
+def memory(
+    layers: Layers, stage_layers: float, ranks: int, ends: float, held: Activations, head: bool = True
+) -> Memory:
     """Of the fullest rank. stage_layers: layers of a stage; ranks: that share its weights; ends: how many matrices of
-    the vocabulary's size it has (embedding, head)."""
+    the vocabulary's size it has (embedding, head); head: whether the head is one of them.
+
+    Sharded ones stay gathered through both passes, as those of FSDP's root module; the head's gradient is whole until
+    it is scattered."""
     training, number = layers.training, layers.model.element_bytes
     parameters = layers.parameters * stage_layers + layers.vocabulary_parameters * ends
 
     def share(what: Held) -> float:
         return parameters / ranks if training.shards(what) else parameters
 
-    whole = 2 * layers.parameters * training.shards("weights")  # this layer's and the next one's, gathered
+    vocabulary = layers.vocabulary_parameters
+    whole = (2 * layers.parameters + vocabulary * ends) * training.shards(
+        "weights"
+    )  # this layer's and the next one's
+    loss = vocabulary * layers.gradient_bytes * (head and training.shards("gradients"))
     return Memory(
         weights=(share("weights") + whole) * number,
         gradients=share("gradients") * layers.gradient_bytes
         + layers.parameters * layers.gradient_bytes * training.shards("gradients"),
-        optimizer=share("optimizer") * training.optimizer_bytes,
-        activations=held,
+        optimizer=share("optimizer") * layers.optimizer_bytes,
+        activations=replace(held, cross_entropy=held.cross_entropy + loss),
     )
 
 

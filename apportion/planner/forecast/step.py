@@ -275,5 +275,5 @@ def _memory(setting: Setting, planned: list[list[Planned]]) -> Memory:
         flight = 1.0 if stage else in_flight(form.pipeline, form.steps(), form.virtual)
         has_head = stage == form.pipeline - 1
         held = activations(layers, count * flight, most.tokens, most.bytes, most.projects, has_head)
-        found.append(memory(layers, count, ranks, ends, held))
+        found.append(memory(layers, count, ranks, ends, held, has_head))
     return max(found, key=lambda one: one.total)

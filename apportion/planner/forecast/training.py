@@ -10,11 +10,6 @@ from apportion.ir.errors import ConfigError
 from apportion.planner import options
 from apportion.planner.options import Bytes, Count
 
-#: float32 copies of the weights and two moments of Adam (Kingma and Ba, 2015), as mixed-precision training keeps them
-#: (ZeRO, section 3.1: 12 of its 16 bytes a parameter)
-ADAM_BYTES = 12
-
-
 Held = Literal["optimizer", "gradients", "weights"]
 
 
@@ -25,7 +20,7 @@ class Training:
     sharding: who holds what of the optimizer's state, the gradients and the weights: every rank all of it (`ddp`), or
     a share of the first (`zero1`), of the first two (`zero2`), of all three (`fsdp`).
     gradients: the dtype in which they are kept and summed, float32 or the model's. optimizer_bytes: of state a
-    parameter.
+    parameter; none: Adam's, with a float32 copy of weights that are narrower.
     recompute: what backward makes anew: nothing, all but attention's outputs (`selective`), or all of a layer (`full`).
     loss_tokens: of how many tokens the logits are there at once; losses that are tiled or fused keep no more.
     mlp_tile: of how many tokens the FFN is computed at a time, none: of all. Forward keeps nothing of a tile, so
@@ -42,7 +37,7 @@ class Training:
     tied: bool = False
     sharding: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
     gradients: Literal["fp32", "model"] = "fp32"
-    optimizer_bytes: Bytes = ADAM_BYTES
+    optimizer_bytes: Bytes | None = None
     recompute: Literal["none", "selective", "full"] = "selective"
     loss_tokens: Count = 4096
     mlp_tile: Count | None = None
