@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from apportion import views
-from apportion.ir.arrays import Ints
+from apportion.ir.arrays import Ints, group_of
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Tensor
@@ -94,7 +94,7 @@ def _memory(plan: Plan) -> Ints:
     most, model = np.zeros(plan.header.ranks, np.int64), plan.request.model
     for programs in plan.programs.values():
         arenas = programs["arenas"]
-        rank = np.repeat(np.arange(plan.header.ranks), np.diff(np.asarray(arenas.ptr, np.int64)))
+        rank = group_of(np.diff(arenas.ptr).astype(np.int64))
         held = zip(*(arenas.wide(name).tolist() for name in ("tensor", "rows", "heads")), strict=True)
         sizes = [rows * model.row_bytes(Tensor(tensor), heads) for tensor, rows, heads in held]
         most = np.maximum(most, np.bincount(rank, sizes, plan.header.ranks).astype(np.int64))

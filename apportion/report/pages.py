@@ -25,7 +25,8 @@ def compare_html(record: Mapping[str, Any], simulations: Mapping[str, Simulation
     """The page of a comparison. record: as `apportion compare --json` prints it; simulations: recipe -> its plan for
     the batch of median time, of the recipes that have one."""
     shown = [plan_data(found, name, masks=False) for name, found in simulations.items()]
-    title = f"{len(record['rows'])} recipes on {record['cluster_ranks']} ranks"
+    cluster = record["cluster"]
+    title = f"{len(record['rows'])} recipes on {cluster['nodes'] * cluster['ranks_per_node']} ranks"
     return assemble(title, {"page": "compare", "title": title, "plans": shown, "comparison": record})
 
 
