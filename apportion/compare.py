@@ -21,7 +21,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
-from apportion.planner.simulate import simulate
+from apportion.planner.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
     from apportion.ir.request.hardware import Hardware
@@ -44,7 +44,7 @@ SIMULATED = (
 @dataclass(frozen=True)
 class Setting:
     """What all recipes are given. hardware: None is the built-in default; verify: check every plan, but for those of
-    the recipes in `unverified`, name -> why not."""
+    the recipes in `unverified`, name -> why not. keep: trials keep what was simulated."""
 
     cluster: Cluster
     model: Model
@@ -52,6 +52,7 @@ class Setting:
     seed: int = 0
     verify: bool = True
     unverified: Mapping[str, str] = field(default_factory=dict)
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Trial:
     planning_ms: float
     verify_ms: float | None
     unverified: str | None = None
+    simulation: Simulation | None = field(default=None, repr=False, compare=False)
 
     @property
     def total_ms(self) -> float:
@@ -119,11 +121,16 @@ class Row:
             if isinstance(base, Trial) and isinstance(mine, Trial)
         ]
 
+    @property
+    def middle(self) -> Trial | None:
+        """Of the batch of median time; None where none was served."""
+        trials = sorted(self.trials, key=lambda trial: trial.total_ms)
+        return trials[(len(trials) - 1) // 2] if trials else None
+
     def record(self) -> dict[str, Any]:
         """The row: names, nesting and units are documented in docs/comparison.md. Figures of one batch, that of median
         time, so that they belong together; speed-ups and times of planning are over all batches."""
-        trials = sorted(self.trials, key=lambda trial: trial.total_ms)
-        middle = trials[(len(trials) - 1) // 2] if trials else None
+        trials, middle = self.trials, self.middle
         names = (*SIMULATED, "peak_rows", *REPORTED)
         return {
             "recipe": self.recipe,
@@ -196,7 +203,8 @@ def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
         return Refusal(str(error))
     simulated = {name: getattr(simulation, name) for name in SIMULATED}
     simulated |= {"peak_rows": simulation.peak_work_rows}
-    return Trial(plan.report, simulated, planning_ms, verify_ms, unverified)
+    kept = simulation if setting.keep else None
+    return Trial(plan.report, simulated, planning_ms, verify_ms, unverified, kept)
 
 
 def _verified(plan: Plan) -> tuple[float | None, str | None]:

@@ -13,6 +13,9 @@ PlanFile = Annotated[
     Path, typer.Argument(help="A plan file, as `apportion plan -o` writes it.", metavar="PLAN")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Html = Annotated[
+    Path | None, typer.Option("--html", help="Write a page that a browser opens.", metavar="P.html")
+]
 BatchFile = Annotated[
     Path | None, typer.Option("--batch", help="Batch file (JSON or YAML), taken whole.", metavar="B.json")
 ]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apportion.cli import inputs, options
+from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
-    from apportion.compare import Setting
+    from apportion.compare import Comparison, Setting
     from apportion.ir.request.policy import Recipe
 
 BATCHES = 5  # drawn where the option is not given
@@ -45,6 +46,7 @@ def compare(
     deadline_ms: options.DeadlineMs = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check every plan.")] = True,
     wide: Annotated[bool, typer.Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
+    html: options.Html = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Plan the same batches by several recipes, verify and simulate the plans, and put them into one table.
@@ -62,10 +64,14 @@ def compare(
       apportion compare --ranks 64 --recipes ring,fcp,mine.yaml --baseline ring --batches 20 --json
 
       apportion compare --ranks 16 --mask '{sliding_window: {window: 1024}}' --hardware a800 --wide
+
+      apportion compare --ranks 64 --html comparison.html
     """
     from apportion import compare as engine
     from apportion.cli.printed import comparison
 
+    if html is not None:
+        files.check_output("--html", html)
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
     chosen, reference = _with_deadline(
@@ -74,7 +80,9 @@ def compare(
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     sources = inputs.Files(batch, lengths, workload)
     drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
-    setting = engine.Setting(the_cluster, inputs.model_of(model), the_hardware, seed, verify)
+    setting = engine.Setting(
+        the_cluster, inputs.model_of(model), the_hardware, seed, verify, keep=html is not None
+    )
     with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
         found = engine.compare(drawn, chosen, reference, setting, report)
     record = {
@@ -85,6 +93,8 @@ def compare(
         "workload": str(batch or workload or lengths or "log-normal documents"),
         **_setting(setting),
     }
+    if html is not None:
+        _write_page(html, record, found)
     emit(record, as_json, *comparison.comparison(record, wide), width=WIDE if wide else WIDTH)
     raise typer.Exit(FAILED if found.broken or not any(row.trials for row in found.rows) else OK)
 
@@ -103,6 +113,14 @@ def _with_deadline(
         for recipe, searches in zip(given, searching, strict=True)
     ]
     return held[:-1], held[-1]
+
+
+def _write_page(path: Path, record: dict[str, Any], found: Comparison) -> None:
+    from apportion.report import compare_html
+
+    middles = {row.recipe: row.middle for row in found.rows}
+    kept = {name: trial.simulation for name, trial in middles.items() if trial and trial.simulation}
+    files.write(path, compare_html(record, kept).encode())
 
 
 def _setting(setting: Setting) -> dict[str, Any]:

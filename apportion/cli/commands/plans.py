@@ -223,6 +223,8 @@ def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
 def diff(
     left: Annotated[Path, typer.Argument(help="A plan file.", metavar="A")],
     right: Annotated[Path, typer.Argument(help="Another plan file.", metavar="B")],
+    html: options.Html = None,
+    hardware: options.HardwareName = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Say how two plans differ. Exit code 1 if they do.
@@ -230,9 +232,21 @@ def diff(
     [bold]Example[/bold]
 
       apportion diff monday.plan tuesday.plan
+
+      apportion diff monday.plan tuesday.plan --html diff.html
     """
     from apportion.ir.diff import diff as compare
 
-    found = compare(files.read_plan(left), files.read_plan(right))
+    if html is None and hardware is not None:
+        rule = "says what the page's times are of, and there is none"
+        raise ConfigError("--hardware", hardware, rule, "add --html or drop --hardware")
+    if html is not None:
+        files.check_output("--html", html)
+    plans = [(str(path), files.read_plan(path)) for path in (left, right)]
+    found = compare(*(plan for _, plan in plans))
+    if html is not None:
+        from apportion.report import diff_html
+
+        files.write(html, diff_html(found, plans, inputs.hardware_of(hardware)).encode())
     emit(found.to_data(), as_json, lambda: "\n".join(found.lines()))
     raise typer.Exit(OK if found.equal else FAILED)

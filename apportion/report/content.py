@@ -1,0 +1,122 @@
+"""What a page says of one plan: figures beside their bounds, columns of ranks, runs, documents, the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from apportion import views
+from apportion.ir.arrays import Ints, group_of
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.errors import CapacityError
+from apportion.ir.isa import Tensor
+from apportion.ir.plan.plain import request_data
+from apportion.planner.simulate import Simulation
+from apportion.report.columns import pack
+from apportion.report.mask import Pieces, columns, pieces
+from apportion.report.timeline import run_data
+
+#: bounds of a report: what they are called, and their unit
+_BOUNDS = {
+    "makespan": ("pairs of the busiest rank", "pairs"),
+    "slots": ("slots", "count"),
+    "kv_bytes": ("bytes of KV, queries at home", "bytes"),
+    "remote_pairs_bytes": ("bytes for pairs away from home", "bytes"),
+}
+
+
+def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str, Any]:
+    """One plan, simulated, as plain data. name: of the file or recipe. masks: with who computes what. Raises
+    VerifyError for a plan that cannot run."""
+    plan, cluster = simulation.plan, simulation.cluster
+    runs = [run_data(run, cluster.ranks_per_node) for run in simulation.runs.values()]
+    if masks:
+        for run, mask in zip(runs, _masks(plan, list(simulation.runs)), strict=True):
+            run["mask"] = mask
+    return {
+        "name": name,
+        "id": plan.id.hex(),
+        "recipe": plan.header.recipe,
+        "hardware": simulation.hardware,
+        "ranks": plan.header.ranks,
+        "ranks_per_node": cluster.ranks_per_node,
+        "summary": views.plan_rows(plan.report),
+        "figures": list(_figures(simulation)),
+        "lost_ms": simulation.lost_ms,
+        "of_ranks": pack(_of_ranks(simulation)),
+        "documents": pack(
+            {
+                "start": plan.request.batch.starts[: len(plan.request.batch.lengths)],
+                "length": plan.request.batch.lengths,
+            }
+        ),
+        "head_sets": len(plan.header.head_sets),
+        "runs": runs,
+        "search": plan.report.get("search"),
+        "model": request_data(plan.request)["model"],
+    }
+
+
+def _figures(simulation: Simulation) -> Iterator[dict[str, Any]]:
+    """name, unit, value, bound, gap (value over bound) and, where there is none, why."""
+    ideal = {"forward": 0.0, "backward": 0.0}
+    for (_, phase), run in simulation.runs.items():
+        ideal[phase] += run.ideal_us / 1e3
+    for phase, value in (("forward", simulation.forward_ms), ("backward", simulation.backward_ms)):
+        if value:
+            name = f"{phase}, one call of each kind, balanced and without communication"
+            yield _figure(name, "ms", value, ideal[phase], value / ideal[phase] if ideal[phase] else None)
+    for key, held in simulation.plan.report["bounds"].items():
+        name, unit = _BOUNDS.get(key, (key, "count"))
+        yield _figure(name, unit, held["value"], held["bound"], held["gap"], held.get("void"))
+
+
+def _figure(
+    name: str, unit: str, value: float | None, bound: float | None, gap: float | None, void: str | None = None
+) -> dict[str, Any]:
+    return {"name": name, "unit": unit, "value": value, "bound": bound, "gap": gap, "void": void}
+
+
+def _of_ranks(simulation: Simulation) -> dict[str, Any]:
+    """Columns [ranks]: pairs (over heads and layers), tokens, bytes of work rows, bytes sent and received, busy and
+    waiting microseconds."""
+    plan, runs = simulation.plan, simulation.runs.values()
+    found = {"work": views.loads(plan), "tokens": views.tokens(plan), "memory": _memory(plan)}
+    for name in ("sent_bytes", "received_bytes", "compute_us", "exposed_us"):
+        found[name] = np.sum([getattr(run, name) for run in runs], axis=0)
+    return found
+
+
+def _memory(plan: Plan) -> Ints:
+    """int64 [ranks]: bytes of the work rows of the program that has most."""
+    most, model = np.zeros(plan.header.ranks, np.int64), plan.request.model
+    for programs in plan.programs.values():
+        arenas = programs["arenas"]
+        rank = group_of(np.diff(arenas.ptr).astype(np.int64))
+        held = zip(*(arenas.wide(name).tolist() for name in ("tensor", "rows", "heads")), strict=True)
+        sizes = [rows * model.row_bytes(Tensor(tensor), heads) for tensor, rows, heads in held]
+        most = np.maximum(most, np.bincount(rank, sizes, plan.header.ranks).astype(np.int64))
+    return most
+
+
+def _masks(plan: Plan, keys: list[tuple[str, str]]) -> list[Any]:
+    """Of each run its pieces, or the number of an earlier run that has the same, or why it is not known."""
+    try:
+        held, found = dict(pieces(plan)), list[Any]()
+    except CapacityError as error:
+        return [{"void": str(error)} for _ in keys]
+    for at, key in enumerate(keys):
+        same = next((i for i in range(at) if _alike(held[keys[i]], held[key])), None)
+        drawn = columns(held[key])
+        if same is None:
+            found.append(pack(drawn))
+        else:
+            found.append({"same": same, "instruction": pack(drawn)["instruction"]})
+    return found
+
+
+def _alike(a: Pieces, b: Pieces) -> bool:
+    """But for the numbers of instructions."""
+    return all(np.array_equal(x, y) for x, y in ((a.bands, b.bands), (a.rank, b.rank), (a.heads, b.heads)))

@@ -1,0 +1,59 @@
+"""Who computes which part of the mask: the tasks of a plan's programs, as bands of the batch's tokens.
+
+What a work row holds is not written in a plan; the dataflow that the verifier follows tells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.errors import VerifyError
+from apportion.ir.plan.ops import instruction_of
+from apportion.ir.verify.subject import Subject
+
+
+class Pieces(NamedTuple):
+    """Pieces of attention. bands: int64 [6, pieces]; rank, instruction (its number on the rank), heads (the head set of
+    the queries, 0: all): int64 [pieces]."""
+
+    bands: Ints
+    rank: Ints
+    instruction: Ints
+    heads: Ints
+
+
+def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
+    """((kind, phase), its pieces). Raises VerifyError for rows that nothing has written, CapacityError for too many."""
+    subject = Subject(plan)
+    for program in subject.programs:
+        tasks = subject.tasks(program)
+        if not tasks.complete:
+            rule = "reads rows that nothing has written; verify the plan"
+            raise VerifyError(f"{program.kind} {program.phase} {rule}")
+        table = program["instructions"]
+        number = instruction_of(table["op"], table["count"], program.task_list)[tasks.task]
+        rank = np.asarray(program[program.task_list].rank, np.int64)[tasks.task]
+        first = np.asarray(plan.programs[program.kind, program.phase]["instructions"].ptr, np.int64)
+        heads = np.asarray(tasks.heads, np.int64)
+        yield (program.kind, program.phase), Pieces(tasks.bands, rank, number - first[rank], heads)
+
+
+def columns(found: Pieces) -> dict[str, Ints]:
+    """As the page draws them: corners and sizes in tokens, and how many diagonals are cut off at each corner."""
+    q0, q1, k0, k1, dmin, dmax = found.bands
+    return {
+        "query": q0,
+        "rows": q1 - q0,
+        "key": k0,
+        "keys": k1 - k0,
+        "future": np.maximum(dmin - (q0 - k1 + 1), 0),
+        "past": np.maximum((q1 - 1 - k0) - dmax, 0),
+        "rank": found.rank,
+        "instruction": found.instruction,
+        "heads": found.heads,
+    }

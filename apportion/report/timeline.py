@@ -1,0 +1,107 @@
+"""What every rank does when, and who sends to whom, as columns of a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.isa import TENSOR_NAMES, Op
+from apportion.planner.simulate import Run
+from apportion.planner.simulate.launches import PACK, UNPACK, WORK_NAMES
+from apportion.report.columns import pack
+
+#: transfers of a run that are shown one by one; of more, those of two nodes in a round are shown as one
+MOST_TRANSFERS = 600_000
+NOBODY = -1
+
+
+@dataclass(frozen=True, eq=False)
+class _Folded:
+    """Transfers as they are shown. number: int64 [transfers], which of the rows shown each is part of."""
+
+    columns: dict[str, Any]
+    number: Ints
+
+
+def run_data(run: Run, per_node: int) -> dict[str, Any]:
+    """One kind and phase: what compute streams do, transfers, the critical path."""
+    transfers = _transfers(run)
+    folded = len(run.traffic.bytes) > MOST_TRANSFERS
+    shown = _fold(transfers, per_node) if folded else _Folded(transfers, np.arange(len(transfers["bytes"])))
+    return {
+        "kind": run.kind,
+        "phase": run.phase,
+        "makespan_us": run.makespan_us,
+        "ideal_us": run.ideal_us,
+        "efficiency": run.efficiency,
+        "folded": folded,
+        "work": pack(_work(run, shown.number)),
+        "transfers": pack(shown.columns),
+        "path": [step.to_data() for step in run.critical_path()],
+        "names": {str(code): name for code, name in WORK_NAMES.items()},
+        "tensors": {str(int(code)): name for code, name in TENSOR_NAMES.items()},
+        "codes": {"wait": int(Op.WAIT), "pack": PACK, "unpack": UNPACK},
+    }
+
+
+def _work(run: Run, number: Ints) -> dict[str, Any]:
+    """Spans of compute streams, rank after rank. transfer: the one that completes what a wait waits for."""
+    spans = run.spans
+    mine = spans.stream == 0
+    found = {
+        "rank": spans.rank[mine],
+        "op": spans.op[mine],
+        "start": spans.start_us[mine],
+        "end": spans.end_us[mine],
+        "instruction": spans.instruction[mine],
+        "round": spans.round[mine],
+    }
+    first, last = run.script.ptr[found["rank"]], run.script.ptr[found["rank"] + 1]
+    at = np.minimum(first + found["instruction"], last - 1)
+    launch = np.where(found["op"] == Op.WAIT, run.script.launch[at], NOBODY)
+    transfer = np.append(run.times.last, NOBODY)[launch]
+    return found | {"transfer": np.append(number, NOBODY)[transfer]}
+
+
+def _transfers(run: Run) -> dict[str, Any]:
+    """Every send with its receive. cause: the transfer that had the port before, where this one waited for it."""
+    script, traffic, times = run.script, run.traffic, run.times
+    return {
+        "source": script.rank[traffic.sender],
+        "target": script.rank[traffic.receiver],
+        "round": script.round[traffic.sender],
+        "channel": script.channel[traffic.sender],
+        "tensor": traffic.tensor,
+        "bytes": traffic.bytes,
+        "start": times.start,
+        "end": times.start + traffic.wire_us + traffic.latency_us,
+        "cause": np.where(times.start > times.ready, times.cause, NOBODY),
+    }
+
+
+def _fold(held: dict[str, Any], per_node: int) -> _Folded:
+    """Transfers between two nodes in a round as one, from the first that starts to the last that ends."""
+    source, target = held["source"] // per_node * per_node, held["target"] // per_node * per_node
+    keys = np.stack([held["round"], source, target, held["tensor"]])
+    unique, number = np.unique(keys, axis=1, return_inverse=True)
+    number, count = number.ravel(), unique.shape[1]
+    start, end = np.full(count, np.inf), np.zeros(count)
+    np.minimum.at(start, number, held["start"])
+    np.maximum.at(end, number, held["end"])
+    size = np.zeros(count, np.int64)
+    np.add.at(size, number, held["bytes"])
+    columns = {
+        "source": unique[1],
+        "target": unique[2],
+        "round": unique[0],
+        "channel": np.zeros(count, np.int64),
+        "tensor": unique[3],
+        "bytes": size,
+        "start": start,
+        "end": end,
+        "cause": np.full(count, NOBODY),
+    }
+    return _Folded(columns, number)

@@ -1,0 +1,55 @@
+// Recipes side by side, and what differs between two plans.
+
+async function comparePage(root, data) {
+  const { comparison } = data, names = data.plans.map((plan) => plan.name);
+  const total = (row) => (row.forward_ms === null ? null : row.forward_ms + row.backward_ms);
+  const most = Math.max(...comparison.rows.map((row) => total(row) ?? 0)), moved = Math.max(...comparison.rows.map((row) => row.bytes?.total ?? 0));
+  const held = make("section", { "aria-label": "Recipes" }), box = make("div");
+  let chosen = null, choose = null;
+  const open = (row) => { chosen = row.recipe; table.refill(); choose(names.indexOf(row.recipe)); box.scrollIntoView({ behavior: "smooth" }); };
+  const number = (name, value, said) => ({ name, value, cell: (row) => (value(row) === null || value(row) === undefined ? "–" : said(value(row), row)) });
+  const table = sortable([
+    { name: "recipe", text: true, value: (row) => row.recipe, cell: (row) => (names.includes(row.recipe) ? make("button", { type: "button", onclick: () => open(row) }, row.recipe) : row.recipe) },
+    number("forward + backward", total, (value) => gauge(value / most, `${digits(value, 4)} ms`)),
+    number("speed-up", (row) => row.speedup?.median ?? null, (value) => `${value.toFixed(2)}×`),
+    number("forward", (row) => row.forward_ms, UNITS.ms),
+    number("backward", (row) => row.backward_ms, UNITS.ms),
+    number("of attainable", (row) => row.of_attainable, percent),
+    number("waits at most", (row) => row.exposed_ms, UNITS.ms),
+    number("bytes", (row) => row.bytes?.total ?? null, (value) => gauge(value / moved, bytes(value))),
+    number("between nodes", (row) => row.bytes?.inter_node ?? null, bytes),
+    number("compute imbalance", (row) => row.imbalance?.compute ?? null, percent),
+    number("planning", (row) => row.planning_ms?.p50 ?? null, UNITS.ms),
+    { name: "remark", text: true, wide: true, value: (row) => row.reason || "", cell: (row) => row.reason || row.unverified || "" },
+  ], comparison.rows, { caption: "Recipes on the same batches", sorted: null, mark: (row) => (row.recipe === chosen ? "chosen" : "") });
+  held.append(
+    make("h2", {}, "Recipes side by side"),
+    make("p", { class: "hint" }, `Medians over ${comparison.batches} ${comparison.batches === 1 ? "batch" : "batches"} of ${comparison.workload}; one call of each attention kind; speed-ups over ${comparison.baseline}. A name opens the recipe's plan for the batch of median time.`),
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Recipes on the same batches" }, table),
+  );
+  root.append(held, box);
+  choose = planTabs(box, data.plans);
+  if (data.plans.length) { chosen = names[0]; table.refill(); await choose(0); }
+}
+
+async function diffPage(root, data) {
+  const { diff } = data, [a, b] = data.plans.map((plan) => plan.name), section = make("section", { "aria-label": "Differences" });
+  const said = (value) => (value === null || value === undefined ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
+  const text = (name, read, wide = true) => ({ name, text: true, wide, value: read, cell: read });
+  const table = (title, columns, rows) => make("div", { class: "scroll bars", tabindex: "0", role: "region", "aria-label": title }, sortable(columns, rows, { caption: title }));
+  section.append(make("h2", {}, "What differs"), make("p", { class: "hint" }, diff.equal ? "The plans are equal." : `A is ${a}, B is ${b}.`));
+  if (diff.values.length) section.append(make("h3", {}, "Values"), table("Values that differ", [text("field", (row) => row.field), text("A", (row) => said(row.a)), text("B", (row) => said(row.b))], diff.values));
+  const parts = [...diff.layouts.map((name) => `layout ${name}`), ...(diff.moves ? ["moves"] : [])];
+  if (parts.length) section.append(make("p", {}, `Also: ${parts.join(", ")}.`));
+  if (diff.programs.length) {
+    section.append(make("h3", {}, `Programs that differ: ${whole.format(diff.programs.length)}`), table("Programs that differ", [
+      { name: "rank", value: (row) => row.rank, cell: (row) => String(row.rank) },
+      text("program", (row) => `${row.kind} ${row.phase}`, false),
+      text("instructions, A | B", (row) => Object.entries(row.counts).map(([op, [x, y]]) => `${op} ${x} | ${y}`).join(", ")),
+      text("first line of A", (row) => said(row.a)), text("first line of B", (row) => said(row.b)),
+    ], diff.programs));
+  }
+  const box = make("div");
+  root.append(section, box);
+  await planTabs(box, data.plans)(0);
+}
