@@ -101,7 +101,7 @@ NOT_TIMED: Mapping[str, Timed] = MappingProxyType(dict.fromkeys(PHASES, Timed())
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures plans on the ranks of a job. kernels: those of `bare` to compare with; skip: is told what is not
+    """Measures plans on the ranks of a job. kernels: those of `unplanned` to compare with; skip: is told what is not
     measured, and why."""
 
     device: torch.device
