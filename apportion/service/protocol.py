@@ -1,6 +1,8 @@
-"""What server and client of protocol v1 agree on: media types, headers and paths."""
+"""What server and client of protocol v1 agree on: media types, headers, paths, and what both say of jobs and epochs."""
 
 from __future__ import annotations
+
+import msgspec
 
 from apportion.ir.isa import VERSION
 
@@ -23,6 +25,31 @@ TRAIN = "train"
 
 JOBS = "/v1/jobs"
 EPOCHS = "/epochs"
+
+
+class EpochState(msgspec.Struct, frozen=True):
+    """An epoch that goes on. front: 1 + the highest iteration that any rank was given, or the lowest submitted;
+    iterations below `floor` are no longer kept; of the `held` ones, `queued` wait for a worker."""
+
+    epoch: int
+    stream: str
+    run: str
+    front: int
+    floor: int
+    held: int
+    queued: int
+
+
+class JobSummary(msgspec.Struct, frozen=True):
+    """A job of a server. epoch: the newest, of any stream, 0 before the first; streams: of each the epoch that goes
+    on."""
+
+    name: str
+    url: str
+    ranks: int
+    lookahead: int
+    epoch: int
+    streams: dict[str, int]
 
 
 def job_path(name: str) -> str:

@@ -13,9 +13,9 @@ from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers
 from apportion.planner.forecast.memory import activations
 from apportion.planner.forecast.training import Training
-from apportion.planner.memory_model import printed_backward, printed_forward
 from benchmarks import memory_methods
 from benchmarks.memory_methods import M, Run
+from benchmarks.upipe_memory import printed_backward, printed_forward
 
 GIB = 2**30
 LLAMA = memory_methods.RUNS[0]

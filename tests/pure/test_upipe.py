@@ -23,9 +23,9 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.sequences import Sequence
-from apportion.planner import memory_model as memory
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe, stage_lists
+from benchmarks import upipe_memory as memory
 
 EXACT = 1e-10
 WHOLE = {"place": {"whole": {}}, "schedule": {"gather": {}}}

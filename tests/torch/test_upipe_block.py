@@ -15,7 +15,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe
-from apportion.planner.memory_model import Member, peak_rows
+from benchmarks.upipe_memory import Member, peak_rows
 
 WHOLE = {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}}
 RING = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}

@@ -9,7 +9,6 @@ Synchronous; needs urllib3, neither torch nor a server's packages.
 from __future__ import annotations
 
 from apportion.service.client.admin import create_job, delete_job, list_jobs
-from apportion.service.client.answers import EpochState, JobSummary
 from apportion.service.client.errors import (
     BadAnswerError,
     ChangedPlanError,
@@ -21,6 +20,7 @@ from apportion.service.client.errors import (
 )
 from apportion.service.client.job import Client
 from apportion.service.client.waits import Pace
+from apportion.service.protocol import EpochState, JobSummary
 
 __all__ = [
     "BadAnswerError",

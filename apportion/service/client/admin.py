@@ -12,7 +12,6 @@ from apportion.ir.fields import integer
 from apportion.ir.fields import name as checked_name
 from apportion.service import protocol
 from apportion.service.client import answers, arguments
-from apportion.service.client.answers import JobSummary
 from apportion.service.client.caller import Caller
 from apportion.service.client.job import PACE, Client
 from apportion.service.client.waits import Pace
@@ -47,7 +46,7 @@ def create_job(
 
 def list_jobs(
     server: str, *, admin_key: str | None = None, ca: str | Path | None = None, proxy: str | None = None
-) -> list[JobSummary]:
+) -> list[protocol.JobSummary]:
     """The jobs of `server`, by name. Raises ConfigError, ClientError."""
     with _caller(server, admin_key, ca, proxy) as caller:
         return caller.get(protocol.JOBS, answers.JobList).jobs

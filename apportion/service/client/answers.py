@@ -48,33 +48,8 @@ class EpochData(msgspec.Struct):
     epoch: int
 
 
-class EpochState(msgspec.Struct, frozen=True):
-    """An epoch that goes on. front: 1 + the highest iteration that a rank was given; iterations below `floor` are gone;
-    of the `held` ones, `queued` are still to be planned."""
-
-    epoch: int
-    stream: str
-    run: str
-    front: int
-    floor: int
-    held: int
-    queued: int
-
-
-class JobSummary(msgspec.Struct, frozen=True):
-    """A job of a server. epoch: the newest, of any stream, 0 before the first; streams: of each the epoch that goes
-    on."""
-
-    name: str
-    url: str
-    ranks: int
-    lookahead: int
-    epoch: int
-    streams: dict[str, int]
-
-
 class JobList(msgspec.Struct):
-    jobs: list[JobSummary]
+    jobs: list[protocol.JobSummary]
 
 
 class Empty(msgspec.Struct):

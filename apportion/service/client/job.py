@@ -13,7 +13,7 @@ from apportion.ir.fields import integer, name
 from apportion.ir.request.batch import Batch
 from apportion.service import protocol
 from apportion.service.client import answers, arguments
-from apportion.service.client.answers import EpochState, Received
+from apportion.service.client.answers import Received
 from apportion.service.client.caller import Caller
 from apportion.service.client.errors import BadAnswerError, PlanTimeoutError, ServiceProblem
 from apportion.service.client.stream import Stream
@@ -75,9 +75,9 @@ class Client:
         data = {"run": name("run", run), "stream": name("stream", stream)}
         return self._caller.send("POST", protocol.EPOCHS, data, answers.EpochData).epoch
 
-    def epoch_state(self, epoch: int) -> EpochState:
+    def epoch_state(self, epoch: int) -> protocol.EpochState:
         """How far an epoch is."""
-        return self._caller.get(protocol.epoch_path(integer("epoch", epoch)), EpochState)
+        return self._caller.get(protocol.epoch_path(integer("epoch", epoch)), protocol.EpochState)
 
     def submit(self, epoch: int, iteration: int, batches: Sequence[Batch]) -> None:
         """Have an iteration planned. Every rank may submit the same batches; other ones are refused."""

@@ -3,13 +3,12 @@
 from apportion.service.engine.engine import Engine
 from apportion.service.engine.library import Body
 from apportion.service.engine.metrics import Counters, Histogram, Snapshot, StreamGauges
-from apportion.service.engine.state import EpochState, IterationState, JobState
+from apportion.service.engine.state import IterationState, JobState
 
 __all__ = [
     "Body",
     "Counters",
     "Engine",
-    "EpochState",
     "Histogram",
     "IterationState",
     "JobState",

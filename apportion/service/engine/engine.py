@@ -12,238 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from typing import TypeVar
+from collections.abc import Awaitable, Sequence
 
-from apportion.ir.bytes.job import Job as Spec
 from apportion.ir.fields import integer
-from apportion.ir.fields import name as checked_name
 from apportion.ir.request.batch import Batch
-from apportion.service.engine.admission import Admission, Asked, asked
-from apportion.service.engine.journal import Journal
-from apportion.service.engine.library import Body, Entry, Library
+from apportion.service.engine.admission import Asked, asked
+from apportion.service.engine.jobs import Jobs
+from apportion.service.engine.library import Body
 from apportion.service.engine.metrics import Snapshot, StreamGauges
-from apportion.service.engine.planning import Planning
-from apportion.service.engine.records import (
-    MAX_ITERATION,
-    EpochRecord,
-    PastRecord,
-    encode,
-    epoch_key,
-    job_key,
-    past_key,
-)
-from apportion.service.engine.restore import keys_of, restore
-from apportion.service.engine.schedule import choose
-from apportion.service.engine.state import Epoch, EpochState, Iteration, IterationState, Job, JobState
-from apportion.service.engine.tasks import shared
-from apportion.service.errors import (
-    ConflictError,
-    DamagedJobError,
-    GoneError,
-    NotFoundError,
-    ServiceError,
-    StoppingError,
-    StoreError,
-    StoreGoneError,
-)
-from apportion.service.limits import Limits
-from apportion.service.protocol import TRAIN
-from apportion.service.store import Store
-from apportion.service.workers.supervisor import Supervisor
+from apportion.service.engine.records import MAX_ITERATION
+from apportion.service.engine.state import Epoch, Iteration, IterationState
+from apportion.service.errors import ConflictError, NotFoundError, ServiceError, StoppingError
 
-T = TypeVar("T")
-
-_STORE_RETRY_S = 1.0
 _LOADING_S = 10.0  # that a reader waits for a plan that is there but not at hand, whatever it says
 
 
-class Engine:
+class Engine(Jobs):
     """store and supervisor's pool are opened and closed by their owner, around `start` and `stop`. clock: seconds.
 
     Unless another error is named, methods raise NotFoundError for a job, epoch or rank that there is not, GoneError for
     what is over, StoreGoneError where the store fails, StoppingError while draining, and ConfigError for a wrong value.
     """
-
-    def __init__(
-        self,
-        store: Store,
-        supervisor: Supervisor,
-        limits: Limits | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.limits = Limits() if limits is None else limits
-        self._clock = clock
-        self._supervisor = supervisor
-        self._journal = Journal(store)
-        self._library = Library(self.limits)
-        self._planning = Planning(
-            supervisor, self._journal, self._library, self, self.limits.deadline_s, clock
-        )
-        self._counters = self._planning.counters
-        self._admission = Admission(self.limits, self._library, self._counters)
-        self._jobs: dict[str, Job] = {}
-        self._past: dict[str, int] = {}  # last epochs of deleted jobs
-        self._aside: dict[str, str] = {}  # why a job cannot go on: what the store has of it is damaged
-        self._control = asyncio.Lock()
-        self._turn = 0
-        self.draining = False
-        self._started = False
-
-    # ---- life
-
-    @property
-    def ready(self) -> bool:
-        """Whether it takes requests."""
-        return self._started and not self.draining
-
-    async def trouble(self) -> str:
-        """Why the store cannot be used, "" where it can. Asks it; takes as long as it does."""
-        return await self._journal.probe()
-
-    async def start(self) -> None:
-        """Goes on where the last server on this store was; jobs with damaged records are set aside. Raises
-        StoreError."""
-        try:
-            found = await self._journal.call(restore, self._journal.store, self._library, self._clock())
-        except BaseException:
-            self._journal.close()
-            raise
-        self._jobs, self._past, self._aside = found.jobs, found.past, found.aside
-        self._journal.later({}, found.stale)
-        self._started = True
-        self._trim()
-        self.on_free()
-
-    async def stop(self, drain_s: float | None = None) -> None:
-        """Takes nothing more and waits so long (`limits.drain_s`) for what is at workers; what has not begun is kept
-        for the next server. Readers of anything else are told "not yet" at once."""
-        self.draining = True
-        self._wake_all()
-        await self._planning.tasks.finish(self.limits.drain_s if drain_s is None else drain_s)
-        self._wake_all()
-        with suppress(StoreError):
-            await self._journal.flush()
-        self._journal.close()
-
-    def _wake_all(self) -> None:
-        for epoch in self._epochs():
-            epoch.wake_all()
-
-    def _epochs(self) -> Iterator[Epoch]:
-        """All that go on."""
-        return (epoch for job in self._jobs.values() for epoch in job.open.values())
-
-    # ---- jobs
-
-    def job(self, name: str) -> JobState:
-        """The job of that name."""
-        return self._job(name).state
-
-    def jobs(self) -> list[JobState]:
-        """All jobs, in the order in which they were made."""
-        return [job.state for job in self._jobs.values()]
-
-    async def create_job(self, name: str, spec: Spec, lookahead: int, key_digest: bytes) -> bool:
-        """Whether it was made now; False where there is the same. Raises ConflictError where it differs, LimitError,
-        QuotaError where there are too many jobs."""
-        state = JobState(checked_name("name", name), spec, integer("lookahead", lookahead), key_digest)
-        return await shared(self._planning.tasks.spawn(self._create(state)))
-
-    async def _create(self, state: JobState) -> bool:
-        async with self._control:
-            self._check_whole(state.name)
-            there = self._jobs.get(state.name)
-            if there is not None:
-                _check_same(there.state, state)
-                return False
-            self._check_running()
-            self._admission.check_job(state.spec, state.lookahead, len(self._jobs))
-            state = replace(state, past=self._past.get(state.name, 0))
-            await self._commit(job_key(state.name), state.record())
-            self._jobs[state.name] = Job(state)
-        return True
-
-    async def delete_job(self, name: str) -> None:
-        """Forgets the job but for the number of its last epoch: the next one of this name begins above it, so that a
-        rank that did not hear of the deletion never gets its plans. Packs stay while there is room."""
-        async with self._control:
-            self._check_running()
-            if checked_name("name", name) in self._aside:
-                await self._delete_aside(name)
-                return
-            job = self._jobs.pop(name, None)
-            if job is None:
-                raise self._no_job(name)
-            drops = [job_key(name)]
-            drops += [epoch_key(name, number) for number in job.runs.values()]
-            gone = NotFoundError(f"job {name} was deleted", field="job")
-            held = [iteration for epoch in job.open.values() for iteration in self._close(epoch, gone)]
-            drops += [iteration.key for iteration in held]
-            for entry in {iteration.entry for iteration in held if not iteration.entry.users}:
-                self._planning.give_up(entry)
-            self._journal.later(self._remember(job.state), drops)
-            await self._guarded(self._journal.flush())
-
-    async def _delete_aside(self, name: str) -> None:
-        drops = await self._guarded(self._journal.call(keys_of, self._journal.store, name))
-        last = self._past.get(name, 0)
-        self._journal.later({past_key(name): encode(PastRecord(last))} if last else {}, drops)
-        await self._guarded(self._journal.flush())
-        del self._aside[name]
-
-    def _remember(self, state: JobState) -> dict[str, bytes]:
-        """The record of what is left of a job."""
-        if not state.last:
-            return {}
-        self._past[state.name] = state.last
-        return {past_key(state.name): encode(PastRecord(state.last))}
-
-    # ---- epochs
-
-    async def begin_epoch(self, name: str, run: str, stream: str = TRAIN) -> tuple[int, bool]:
-        """(number of the epoch of that run of the stream, whether it began now). The stream's epoch before is over
-        then; those of other streams go on. Raises LimitError where there are too many streams."""
-        record = EpochRecord(checked_name("run", run), stream=checked_name("stream", stream))
-        return await shared(self._planning.tasks.spawn(self._begin(name, record)))
-
-    async def _begin(self, name: str, record: EpochRecord) -> tuple[int, bool]:
-        async with self._control:
-            job = self._job(name)
-            there = job.runs.get((record.stream, record.run))
-            if there is not None:
-                return there, False
-            self._check_running()
-            self._admission.check_stream(job, record.stream)
-            epoch = Epoch(job, job.state.last + 1, record, self._clock())
-            await self._commit(epoch.key, epoch.record())
-            self._switch(job, epoch)
-        return epoch.number, True
-
-    def epoch_state(self, name: str, epoch: int) -> EpochState:
-        """How far an epoch is."""
-        return self._job(name).epoch(epoch).state()
-
-    def _switch(self, job: Job, epoch: Epoch) -> None:
-        before = job.switch(epoch)
-        drops = [epoch_key(job.name, number) for number in job.forget(self.limits.epochs)]
-        if before is not None:
-            what = f"epoch {before.number} of job {job.name}, stream {epoch.stream}"
-            held = self._close(before, GoneError(f"{what} is over, {epoch.number} has begun"))
-            drops += [iteration.key for iteration in held]
-        self._journal.later({}, drops)
-
-    def _close(self, epoch: Epoch, why: ServiceError) -> list[Iteration]:
-        """Ends the epoch; what it had. What is at workers is still finished and stored: whoever restarts a run asks for
-        much of the same again."""
-        held = epoch.close(why)
-        for iteration in held:
-            self._library.release(iteration)
-        self._trim()
-        return held
 
     # ---- iterations
 
@@ -421,45 +210,6 @@ class Engine:
         self._trim()
         return [iteration.key for iteration in held]
 
-    # ---- planning
-
-    def on_free(self) -> None:
-        """Gives free workers what is needed next."""
-        if not self._started or self.draining:
-            return
-        while self._planning.free and (found := choose(self._jobs.values(), self._clock())) is not None:
-            self._turn += 1
-            found.epoch.served = found.epoch.job.served = self._turn
-            self._planning.start(found)
-
-    def on_news(self, entry: Entry) -> None:
-        """Tells those who need it."""
-        for held in tuple(entry.users):
-            self._place(held, entry.ready_at)
-        self._trim()
-        self.on_free()
-
-    def _place(self, held: Iteration, ready_at: float | None) -> None:
-        """In the queue where it waits for a worker; else its readers are told."""
-        if held.waits:
-            held.epoch.enqueue(held.number)
-        elif held.entry.task is None:
-            held.ready_at = held.ready_at or ready_at
-            held.epoch.wake(held.number)
-
-    def _trim(self) -> None:
-        excess = self._library.excess()
-        if excess:
-            self._planning.tasks.spawn(self._drop_packs(excess))
-
-    async def _drop_packs(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            await self._journal.insist(partial(self._drop_pack, key))
-
-    async def _drop_pack(self, key: bytes) -> None:
-        if self._library.may_drop(key):
-            await self._journal.call(self._journal.store.drop_pack, key)
-
     # ---- figures
 
     def snapshot(self) -> Snapshot:
@@ -484,63 +234,11 @@ class Engine:
             store_errors=self._journal.errors,
         )
 
-    # ---- checks
-
-    def _job(self, name: str) -> Job:
-        job = self._jobs.get(name)
-        if job is None:
-            self._check_whole(name)
-            raise self._no_job(name)
-        return job
-
-    def _check_whole(self, name: str) -> None:
-        if name in self._aside:
-            raise DamagedJobError(
-                f"job {name} is set aside ({self._aside[name]}): delete it, create it anew and begin a new epoch",
-                field="job",
-            )
-
-    def _no_job(self, name: str) -> NotFoundError:
-        return NotFoundError(f"there is no job {name[:64]!r}", field="job")
-
-    def _check_running(self) -> None:
-        if self.draining:
-            raise StoppingError("the server is shutting down: ask the next one", retry_after=_STORE_RETRY_S)
-
-    # ---- the store
-
-    async def _commit(self, key: str, record: bytes) -> None:
-        """A new record. Where this fails nobody knows whether it is there, so with the next commit it is not: a
-        restarted server shall not know more than was answered."""
-        try:
-            await self._guarded(self._journal.commit({key: record}))
-        except StoreGoneError:
-            self._journal.later({}, [key])
-            raise
-
-    async def _guarded(self, work: Awaitable[T]) -> T:
-        try:
-            return await work
-        except StoreError as error:
-            self._counters.overload += 1
-            raise StoreGoneError(f"the store does not answer: {error}", retry_after=_STORE_RETRY_S) from None
-
 
 def _extend(patience: asyncio.Timeout) -> None:
     """A plan that is there is worth more than "not yet"."""
     least = asyncio.get_running_loop().time() + _LOADING_S
     patience.reschedule(max(patience.when() or 0.0, least))
-
-
-def _check_same(there: JobState, wanted: JobState) -> None:
-    parts = {
-        "job": there.spec.to_data() == wanted.spec.to_data(),
-        "lookahead": there.lookahead == wanted.lookahead,
-        "key": there.key_digest == wanted.key_digest,
-    }
-    for field, same in parts.items():
-        if not same:
-            raise ConflictError(f"job {there.name} is there with another {field}", field=field)
 
 
 def _check_same_batch(held: Iteration, asked: bytes) -> None:
@@ -554,5 +252,5 @@ def _check_same_batch(held: Iteration, asked: bytes) -> None:
 
 def _gauges(epoch: Epoch) -> StreamGauges:
     state = epoch.state()
-    place = (state.job, state.stream, state.epoch)
+    place = (epoch.job.name, state.stream, state.epoch)
     return StreamGauges(*place, state.front, state.held, state.queued, epoch.step_s)

@@ -25,6 +25,7 @@ from apportion.service.engine.records import (
     iteration_key,
 )
 from apportion.service.errors import GoneError, NotFoundError, ServiceError
+from apportion.service.protocol import EpochState
 
 _FIRST_STEP_S = 1.0  # until two deliveries tell how long the job's steps take
 _SMOOTHING = 0.25
@@ -52,21 +53,6 @@ class JobState:
     def record(self) -> bytes:
         """Encoded."""
         return encode(JobRecord(self.spec.to_data(), self.lookahead, self.key_digest))
-
-
-@dataclass(frozen=True)
-class EpochState:
-    """An epoch now. front: 1 + the highest iteration that a rank was given, or the lowest submitted; floor: iterations
-    below it are no longer kept; held: iterations that are; queued: those of them that wait for a worker."""
-
-    job: str
-    epoch: int
-    stream: str
-    run: str
-    front: int
-    floor: int
-    held: int
-    queued: int
 
 
 @dataclass(frozen=True)
@@ -157,8 +143,9 @@ class Epoch:
 
     def state(self) -> EpochState:
         queued = sum(self.iterations[number].waits for number in self.queue)
-        place = (self.job.name, self.number, self.stream, self.run)
-        return EpochState(*place, self.front, self.floor, len(self.numbers), queued)
+        return EpochState(
+            self.number, self.stream, self.run, self.front, self.floor, len(self.numbers), queued
+        )
 
     def check(self, iteration: int) -> None:
         """Raises GoneError, or NotFoundError where the job was deleted."""

@@ -32,7 +32,7 @@ from apportion.service.http.openapi import describe, document
 from apportion.service.http.pages import page
 from apportion.service.http.problems import REASON, Problem, encode, headers_of, plain, problem_of
 from apportion.service.limits import Limits
-from apportion.service.protocol import JSON, job_path
+from apportion.service.protocol import JSON, EpochState, job_path
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -204,12 +204,10 @@ async def begin_epoch(call: Member, job: Name) -> Response:
     return reply(models.BegunEpoch(number, stream, run), 201 if created else 200)
 
 
-@router.get("/v1/jobs/{job}/epochs/{epoch}", **describe("job", {200: models.EpochReply}, (404, 410)))
+@router.get("/v1/jobs/{job}/epochs/{epoch}", **describe("job", {200: EpochState}, (404, 410)))
 async def read_epoch(call: Member, job: Name, epoch: EpochNumber) -> Response:
     """Read how far an epoch is."""
-    found = call.engine.epoch_state(job, epoch)
-    place, counts = (found.epoch, found.stream, found.run), (found.held, found.queued)
-    return reply(models.EpochReply(*place, found.front, found.floor, *counts))
+    return reply(call.engine.epoch_state(job, epoch))
 
 
 @router.put(

@@ -8,7 +8,7 @@ import msgspec
 
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES
 from apportion.service.http.auth import KEY
-from apportion.service.protocol import TRAIN
+from apportion.service.protocol import TRAIN, JobSummary
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$"
 RUN = r"^[A-Za-z0-9_.-]{1,64}$"
@@ -49,15 +49,9 @@ class CreatedJob(msgspec.Struct, frozen=True):
     url: Annotated[str, msgspec.Meta(description="what `PlannedLoader(source=...)` takes")]
 
 
-class JobReply(msgspec.Struct, frozen=True):
+class JobReply(JobSummary, frozen=True):
     """A job. `epoch` is the newest, of any stream, 0 before the first; `streams` has of each the one that goes on."""
 
-    name: str
-    url: str
-    ranks: int
-    lookahead: int
-    epoch: int
-    streams: dict[str, int]
     job: Spec
 
 
@@ -85,19 +79,6 @@ class BegunEpoch(msgspec.Struct, frozen=True):
     epoch: int
     stream: str
     run: str
-
-
-class EpochReply(msgspec.Struct, frozen=True):
-    """An epoch that goes on. front: 1 + the highest iteration that any rank was given, or the lowest submitted;
-    iterations below `floor` are no longer kept; of the `held` ones, `queued` wait for a worker."""
-
-    epoch: int
-    stream: str
-    run: str
-    front: int
-    floor: int
-    held: int
-    queued: int
 
 
 class NewIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

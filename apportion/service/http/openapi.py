@@ -16,7 +16,7 @@ from apportion.ir.version import __version__
 from apportion.service.http import models
 from apportion.service.http.delivery import MAX_EPOCH, MAX_ITERATION, MAX_RANK, MAX_WINDOW
 from apportion.service.http.problems import Problem
-from apportion.service.protocol import FRAMES, JSON, PLAN, PROBLEM, WINDOW
+from apportion.service.protocol import FRAMES, JSON, PLAN, PROBLEM, WINDOW, EpochState
 
 Json = dict[str, Any]
 
@@ -28,7 +28,7 @@ _STRUCTS = (
     models.JobsReply,
     models.NewEpoch,
     models.BegunEpoch,
-    models.EpochReply,
+    EpochState,
     models.NewIteration,
     models.IterationReply,
     models.Waiting,
