@@ -212,7 +212,7 @@ def compared(held: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """How many forecasts are within `WITHIN` of what was measured and of what was computed. `ok` where all are of the
-    first; `busy` where all are only of the second: ranks waited for a machine that was too busy to tell; or `missed`."""
+    first; `busy` where all are of the second only: the machine was too busy to tell; or `missed`."""
     measured, computed = (
         sum(abs(row[ratio] - 1) <= WITHIN for row in rows) for ratio in ("ratio", "ratio_cpu")
     )
