@@ -212,7 +212,7 @@ def distca(setting: Setting, drawn: Sequence[Packed], stages: int, hidden: bool 
         except ApportionError:
             continue
         held = min(count, 2 * stages - 1) / min(count, stages)  # in flight, beside 1F1B
-        memory = max(one.memory.total + (held - 1) * one.memory.activations for one in steps)
+        memory = max(one.memory.total + (held - 1) * one.memory.activations.kept for one in steps)
         if memory <= run.memory_gib * 2**30:
             busy = sum(part(steps, name) for name in ("linear", "rows", "head", "tensor_parallel"))
             once = part(steps, "data_parallel") + part(steps, "optimizer")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chain import verdict
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 #: beside what the command promises: tests run on machines that do other things
 MARGIN = 2.0
@@ -27,3 +29,24 @@ def test_forecasts_on_a_profile_are_near_what_training_takes():
         assert row["cpu_s"] / MARGIN <= row["forecast_s"] <= row["measured_s"] * MARGIN
         assert sum(row["parts_s"].values()) == pytest.approx(row["forecast_s"], rel=1e-3)
     assert record["figures"]["intra_gbs"] > 0
+    assert record["of"] == 2
+    assert all(load > 0 for load in record["load_average"])
+    assert (record["verdict"] == "ok") == (record["within_of_measured"] == 2) == (ran.returncode == 0)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said", "counts"),
+    [
+        ([(1.2, 1.3), (0.75, 0.8)], "ok", (2, 1)),
+        ([(0.5, 1.2), (0.9, 0.9)], "busy", (1, 2)),
+        ([(0.5, 1.3), (0.9, 0.9)], "missed", (1, 1)),
+    ],
+)
+def test_the_verdict_is_what_was_counted(ratios, said, counts):
+    found = verdict([{"ratio": measured, "ratio_cpu": computed} for measured, computed in ratios])
+    assert found == {
+        "verdict": said,
+        "within_of_measured": counts[0],
+        "within_of_cpu": counts[1],
+        "of": 2,
+    }

@@ -7,7 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from apportion.backends.torch.profile.device import LAYER_FIGURES, Effort, _grid, _peak_tflops, profile
+from apportion.backends.torch.profile import clock
+from apportion.backends.torch.profile import device as profile_module
+from apportion.backends.torch.profile.device import (
+    ARENA_BYTES,
+    LAYER_FIGURES,
+    Effort,
+    Task,
+    _Arena,
+    _between,
+    _grid,
+    _peak_tflops,
+    _with_windows,
+    profile,
+)
 from apportion.backends.torch.profile.links import Line, Links, fit, profile_links, with_links
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.request.figures import Figure
@@ -90,13 +103,75 @@ def test_a_sweep_after_the_time_is_not_begun():
     assert told[-1] == (2 * 5 * 4 + LAYER_FIGURES, 2 * 5 * 4 + LAYER_FIGURES)
 
 
-def test_more_work_takes_no_less_time(measured):
-    for grid in (measured[0].forward, measured[0].backward):
+@pytest.fixture
+def work_clock(monkeypatch):
+    """A clock of the calls' own work, disturbed by noise that only adds, as a busy machine does: the pairs of a call,
+    and what a call takes by itself. No test of times depends on what else runs."""
+    noise, done = np.random.default_rng(0), []
+    grad, forward = profile_module.attend_grad, profile_module.attend
+
+    def counted(kernel):
+        def run(q, k, *rest):
+            done.append(1e3 + len(q) * len(k))
+            return kernel(q, k, *rest)
+
+        return run
+
+    def once(work, device):
+        done.clear()
+        work()
+        return sum(done) * (1 + noise.exponential(0.5)) if done else 1.0
+
+    monkeypatch.setattr(profile_module, "attend", counted(forward))
+    monkeypatch.setattr(profile_module, "attend_grad", counted(grad))
+    monkeypatch.setattr(clock, "once_us", once)
+
+
+@pytest.mark.usefixtures("work_clock")
+def test_more_work_takes_no_less_time():
+    hardware = profile(name="tiny", device="cpu", effort=TINY)
+    for grid in (hardware.forward, hardware.backward):
         full, causal = np.array(grid.full), np.array(grid.causal)
-        assert (np.diff(full, axis=0) >= 0).all()
-        assert (np.diff(causal, axis=1) >= 0).all()
+        for axis in (0, 1):
+            assert (np.diff(full, axis=axis) >= 0).all()
+            assert (np.diff(causal, axis=axis) >= 0).all()
         assert (causal <= 3 * full * (1 + 1e-9)).all()
         assert full[-1, -1] > full[0, 0]
+        pairs = np.outer(TINY.axis, TINY.axis)
+        assert (full >= 1e3 + pairs - 1e-3).all()  # a task's own time: its places are divided out
+        assert (full <= 3 * (1e3 + pairs)).all()
+
+
+def test_tasks_are_timed_where_no_other_was():
+    """Every run in other places, each after the last, through an arena that is larger than a last-level cache."""
+    effort = Effort((64, 512), 4, 2, 64, "fp32", most=10)
+    arena = _Arena.of(torch.device("cpu"), effort)
+    tensors = (*arena.queries, *arena.keys, *arena.rows[:1])
+    assert sum(tensor.nbytes for tensor in tensors) > 0.95 * ARENA_BYTES
+    walked = [np.array(arena.places(Task(rows, 64, False))) for rows in (64, 512, 64)]
+    assert [places.shape for places in walked] == [(11, 8), (11, 1), (11, 8)]
+    starts = np.concatenate([places.ravel() for places in walked])
+    lengths = np.repeat([64, 512, 64], [88, 11, 88])
+    assert (starts[1:] == (starts + lengths)[:-1]).all()
+    assert (starts + lengths).max() <= len(arena.queries[0])
+    end = len(arena.queries[0])
+    arena.walk[0] = end - 100
+    assert arena.places(Task(512, 64, False))[0] == [0]
+
+
+def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch):
+    """The median of what a row takes longer over the longer half of the axis, not of the longest tasks alone."""
+    times = np.add.outer(np.array(TINY.axis, float), np.zeros(3))
+    grids = [_grid("flash", times, times)] * 2
+    arena = _Arena.of(torch.device("cpu"), TINY)
+    extra = {64: 2.0, 256: 5.0}  # microseconds a row
+
+    def took(arena, engine, task):
+        at = TINY.axis.index(task.rows)
+        return [_between(grids[0], at, task.rows, task.window) + extra[task.rows] * task.rows] * 2
+
+    monkeypatch.setattr(profile_module, "_task_us", took)
+    assert _with_windows(arena, "flash", *grids)[0].window_us == pytest.approx(3.5)
 
 
 def test_causal_times_are_kept_as_measured_up_to_three_times_the_full_ones():

@@ -15,9 +15,8 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -44,10 +43,10 @@ Progress = Callable[[int, int], None]
 Times = NDArray[np.float64]
 
 CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # of the copy: more than any cache
-PLACES = 8  # in the arenas where a short task is timed
+ARENA_BYTES = 2**27  # at least: more than a last-level cache, on GPUs too
+PLACES = 8  # in the arenas where a short task is run at once
 DIGITS = 3  # of microseconds in a grid
 FLASH_TILE = 128  # rows a CUDA flash kernel pads to
-
 
 LAYER_FIGURES = 6  # memory, row operations, products, row work, loss, optimizer
 #: tokens that a row of a window sees, as parts of the axis' longest
@@ -178,42 +177,58 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class _Arena:
-    """Tensors of the longest task: shorter ones are slices, as in the executor."""
+    """Tensors that tasks have slices of, as in the executor. walk: the end of the last task, where the next one begins,
+    so that a core's cache holds the rows of none."""
 
     effort: Effort
     queries: tuple[Tensor, Tensor, Tensor]  # q, do, dq
     keys: tuple[Tensor, Tensor, Tensor, Tensor]  # k, v, dk, dv
     rows: tuple[Tensor, Tensor, Tensor]  # o, lse, delta
+    walk: list[int]
 
     @staticmethod
     def of(device: torch.device, effort: Effort) -> _Arena:
-        dtype, longest = DTYPES[effort.dtype], effort.axis[-1]
+        dtype, h, kv = DTYPES[effort.dtype], effort.q_heads, effort.kv_heads
+        a_row = 2 * (h + kv) * effort.head_dim * (dtype.itemsize + accumulator_dtype(dtype).itemsize)
+        length = max(effort.axis[-1], ARENA_BYTES // a_row)
         generator = torch.Generator(device).manual_seed(0)
 
         def drawn(heads: int, wide: bool = False) -> Tensor:
-            shape = (longest, heads, effort.head_dim)
+            shape = (length, heads, effort.head_dim)
             numbers = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
             return numbers.to(accumulator_dtype(dtype) if wide else dtype)
 
-        h, kv = effort.q_heads, effort.kv_heads
-        statistics = torch.zeros(2, longest, h, device=device, dtype=accumulator_dtype(dtype))
+        statistics = torch.zeros(2, length, h, device=device, dtype=accumulator_dtype(dtype))
         return _Arena(
             effort,
             (drawn(h), drawn(h), drawn(h, wide=True)),
             (drawn(kv), drawn(kv), drawn(kv, wide=True), drawn(kv, wide=True)),
             (drawn(h, wide=True), statistics[0], statistics[1]),
+            [0],
         )
 
     @property
     def device(self) -> torch.device:
         return self.queries[0].device
 
+    def places(self, task: Task) -> list[list[int]]:
+        """First rows of a task in each run: short ones are run in several places, one after another."""
+        longest = max(task.rows, task.keys)
+        together = min(PLACES, self.effort.axis[-1] // longest)
+        runs = min(self.effort.most + 1, len(self.queries[0]) // (together * longest))
+        return [[self._next(longest) for _ in range(together)] for _ in range(runs)]
+
+    def _next(self, longest: int) -> int:
+        at = self.walk[0] if self.walk[0] + longest <= len(self.queries[0]) else 0
+        self.walk[0] = at + longest
+        return at
+
     def flash_task(self, task: Task, at: int) -> tuple[Work, Work]:
-        """Its forward and its backward, over fresh statistics."""
+        """Its forward and its backward, over statistics of tasks before."""
         q, do, dq = (tensor[at : at + task.rows] for tensor in self.queries)
         k, v, dk, dv = (tensor[at : at + task.keys] for tensor in self.keys)
         o, lse, delta = (tensor[at : at + task.rows] for tensor in self.rows)
-        lse.fill_(float("-inf"))
+        lse.zero_()
         band, score = self._band(task), Score(self.effort.head_dim**-0.5)
         return (
             lambda: attend(q, k, v, o, lse, band, score),
@@ -266,37 +281,34 @@ def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
 
 
 def _task_us(arena: _Arena, engine: str, task: Task) -> list[float]:
-    """Microseconds of a task forward and backward. Short ones are timed in several places of the arenas, one after
-    another: in a program each finds its rows anew, and none in a core's cache."""
-    longest = max(task.rows, task.keys)
-    places = range(0, arena.effort.axis[-1] - longest + 1, max(longest, arena.effort.axis[-1] // PLACES))
-    phases = zip(*(TASKS[engine](arena, task, at) for at in places), strict=True)
-    return [best_us(partial(_all, works), arena.device, arena.effort.runs) / len(works) for works in phases]
+    """Microseconds of a task forward and backward, every time in other places of the arenas: so programs find them."""
+    return [_phase_us(arena, engine, task, phase) for phase in (0, 1)]
 
 
-def _all(works: Sequence[Work]) -> None:
-    for work in works:
-        work()
+def _phase_us(arena: _Arena, engine: str, task: Task, phase: int) -> float:
+    held = [[TASKS[engine](arena, task, at)[phase] for at in places] for places in arena.places(task)]
+    turns = itertools.cycle(held)
+    return best_us(lambda: [work() for work in next(turns)], arena.device, arena.effort.runs) / len(held[0])
 
 
 def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:
     """The grids with what a row of a window takes beyond what lies between a band one tile wide and the causal one: the
-    median over `WINDOWS`."""
-    rows, longer = arena.effort.axis[-1], []
-    for part in WINDOWS:
-        window = max(rows // part, 2)
+    median over `WINDOWS` of the longer half of the axis. The longest tasks alone take up to twice as much a row."""
+    axis, longer = arena.effort.axis, []
+    for at, part in itertools.product(range(len(axis) // 2, len(axis)), WINDOWS):
+        rows, window = axis[at], max(axis[at] // part, 2)
         took = _task_us(arena, engine, Task(rows, rows, True, window))
-        alone = [_between(grid, rows, window) for grid in (forward, backward)]
+        alone = [_between(grid, at, rows, window) for grid in (forward, backward)]
         longer.append(np.subtract(took, alone) / rows)
     first, second = np.median(longer, axis=0).clip(min=0.0).round(5).tolist()
     return replace(forward, window_us=first), replace(backward, window_us=second)
 
 
-def _between(grid: Grid, rows: int, window: int) -> float:
-    """Microseconds of a window by the grid alone, of the axis' longest rows: by its share of the pairs of the causal
-    square, above what every row and key takes."""
-    causal = grid.causal[-1][-1]
-    least = min(max(grid.full[-1][0], grid.full[0][-1]), causal)
+def _between(grid: Grid, at: int, rows: int, window: int) -> float:
+    """Microseconds of a window by the grid alone, of so many rows at the axis' point `at`: by its share of the pairs of
+    the causal square, above what every row and key takes."""
+    causal = grid.causal[at][at]
+    least = min(max(grid.full[at][0], grid.full[0][at]), causal)
     pairs, corner = window * rows - window * (window - 1) / 2, rows * (rows + 1) / 2
     return least + (causal - least) * (pairs - rows) / (corner - rows)
 
