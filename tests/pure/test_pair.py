@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from sparse import marked
 from strategies import STRATEGIES as OTHERS
 from strategies import cluster, steps
 from test_simulate import Unit, plan_of, work
@@ -176,7 +177,7 @@ def test_a_rank_without_instructions():
 # --- orders
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6])
+@pytest.mark.parametrize("ranks", marked([2, 4, 6], (1,)))
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_turns_never_deadlock_and_rarely_cost(name, ranks):
     """On one group a rank's rounds are served strictly in the order of its launches: only one order on all ranks ends.
