@@ -55,7 +55,6 @@ class _FactsWire(wire.Version):
     iterations: _Count
 
 
-_decode_facts = msgspec.msgpack.Decoder(_FactsWire).decode
 _decode_data = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
@@ -92,7 +91,7 @@ class Facts:
     @staticmethod
     def decode(data: bytes) -> Facts:
         """The facts in `data`. Raises DecodeError, VersionError, and ConfigError for a job of another release."""
-        found: _FactsWire = wire.read_envelope(data, _decode_facts, "folder of plans", FORMAT)
+        found = wire.read_envelope(data, _FactsWire, "folder of plans", FORMAT)
         job = Job.from_data(wire.read_section(_decode_data, found.job, "request", found.version))
         drawn = (found.seed, found.shuffle, found.samples, found.lengths, found.masks, found.iterations)
         return Facts(job, *drawn, found.release)

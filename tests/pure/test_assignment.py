@@ -43,6 +43,10 @@ def assignment(name: str) -> bytes:
     return found
 
 
+def outermost(data: bytes) -> compact._AssignmentWire:
+    return msgspec.msgpack.decode(data, type=compact._AssignmentWire)
+
+
 def opened(data: bytes) -> compact._ChoicesWire:
     raw = zlib.decompress(msgspec.msgpack.decode(data)["choices"])
     return compact._decode_choices(raw)
@@ -51,7 +55,7 @@ def opened(data: bytes) -> compact._ChoicesWire:
 def closed(data: bytes, choices: compact._ChoicesWire | bytes) -> bytes:
     """The assignment with other choices."""
     raw = choices if isinstance(choices, bytes) else wire.encode_struct(choices)
-    return wire.encode_struct(msgspec.structs.replace(compact._decode(data), choices=zlib.compress(raw)))
+    return wire.encode_struct(msgspec.structs.replace(outermost(data), choices=zlib.compress(raw)))
 
 
 # ---------------------------------------------------------------------------------------------- mutations
@@ -70,7 +74,7 @@ def flip_choices(rng: random.Random, data: bytes) -> bytes:
 
 
 def flip_request(rng: random.Random, data: bytes) -> bytes:
-    found = compact._decode(data)
+    found = outermost(data)
     request = zlib.compress(flip(rng, zlib.decompress(found.request)))
     return wire.encode_struct(msgspec.structs.replace(found, request=request))
 
@@ -198,7 +202,7 @@ def test_the_number_of_microbatches_is_that_of_the_batches() -> None:
 
 
 def test_another_release_and_another_version_are_named() -> None:
-    found = compact._decode(assignment("fcp"))
+    found = outermost(assignment("fcp"))
     with pytest.raises(VersionError, match=r"release '0\.0\.1' made it"):
         lower_job(wire.encode_struct(msgspec.structs.replace(found, release="0.0.1")))
     with pytest.raises(VersionError, match=r"version 99\.0"):
@@ -212,7 +216,7 @@ def test_another_release_and_another_version_are_named() -> None:
 
 
 def test_bytes_that_expand_without_end_are_not_expanded() -> None:
-    found = compact._decode(assignment("fcp"))
+    found = outermost(assignment("fcp"))
     bomb = zlib.compress(bytes(1 << 28), 1)
     for field in ("request", "choices"):
         bad = wire.encode_struct(msgspec.structs.replace(found, **{field: bomb}))

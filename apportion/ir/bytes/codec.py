@@ -181,11 +181,9 @@ def decode(data: bytes, check_id: bool = True) -> Plan:
 
     Raises DecodeError; VersionError for an unknown major version. Allocates at most 240 times `len(data)`.
     """
-    found: wire.PlanWire = wire.read_envelope(data, wire.decode_plan, "plan", FORMAT)
+    found = wire.read_envelope(data, wire.PlanWire, "plan", FORMAT, wire.check_canonical_plan)
     if not 1 <= len(found.parts) <= MAX_RANKS:
         raise DecodeError(f"plan: {len(found.parts)} parts, from 1 to {MAX_RANKS} are allowed")
-    if not wire.newer(found.version):
-        wire.check_canonical_plan(len(data), found)
     sections = Sections(
         found.header, found.request, found.layouts, found.moves, found.report, found.parts, found.id
     )

@@ -23,6 +23,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.bytes import slices, wire
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.iteration_slice import IterationSlice, encode_slice
+from apportion.ir.bytes.sections import check_stored_id
 from apportion.ir.bytes.sequences import FORMAT, MAX_MICROBATCHES, iteration_id, packed, unpacked
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, DecodeError
@@ -42,9 +43,6 @@ class IterationWire(wire.Version):
     indexes: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
     deferred: bytes
     id: bytes
-
-
-_decode_iteration = msgspec.msgpack.Decoder(IterationWire).decode
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +126,7 @@ class IterationPlan:
     @staticmethod
     def decode(data: bytes) -> IterationPlan:
         """The iteration plan in `data`. Raises DecodeError (VersionError for an unknown major version)."""
-        found: IterationWire = wire.read_envelope(data, _decode_iteration, "iteration", FORMAT)
-        if not wire.newer(found.version):
-            wire.check_canonical(len(data), found, "iteration")
+        found = wire.read_envelope(data, IterationWire, "iteration", FORMAT)
         if len(found.plans) != len(found.indexes):
             raise DecodeError(
                 f"iteration: {len(found.plans)} plans, but {len(found.indexes)} columns of indexes"
@@ -138,11 +134,7 @@ class IterationPlan:
         columns = [unpacked(column) for column in (*found.indexes, found.deferred)]
         plans = tuple(Plan.decode(plan) for plan in found.plans)
         real = iteration_id([plan.id for plan in plans], columns[:-1], columns[-1])
-        if real != found.id:
-            raise DecodeError(
-                f"iteration: stored id {found.id[:32].hex()} differs from {real.hex()}, the id of its bytes: it was "
-                "changed or damaged after it was made"
-            )
+        check_stored_id(found.id, real, "iteration")
         try:
             return IterationPlan(plans, tuple(columns[:-1]), columns[-1])
         except ConfigError as error:

@@ -18,6 +18,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes import wire
+from apportion.ir.bytes.sections import check_stored_id
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES, consecutive, iteration_id, packed, unpacked
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, DecodeError
@@ -39,9 +40,6 @@ class _IterationSliceWire(wire.Version):
     indexes: Annotated[list[bytes], _Some]
     deferred: bytes
     id: bytes
-
-
-_decode = msgspec.msgpack.Decoder(_IterationSliceWire).decode
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,17 +77,11 @@ class IterationSlice:
     def decode(data: bytes) -> IterationSlice:
         """The slice in `data`; its id follows from its bytes. Raises DecodeError (VersionError for an unknown major
         version). Allocates a small multiple of `len(data)`, and 8 bytes for each sequence of the iteration."""
-        found: _IterationSliceWire = wire.read_envelope(data, _decode, "iteration slice", FORMAT)
-        if not wire.newer(found.version):
-            wire.check_canonical(len(data), found, "iteration slice")
+        found = wire.read_envelope(data, _IterationSliceWire, "iteration slice", FORMAT)
         slices = tuple(Slice.decode(piece) for piece in found.slices)
         indexes, deferred = _read_indexes(found), unpacked(found.deferred)
         real = iteration_id([piece.id for piece in slices], indexes, deferred)
-        if real != found.id:
-            raise DecodeError(
-                f"iteration slice: stored id {found.id[:32].hex()} differs from {real.hex()}, the id of its bytes: it "
-                "was changed or damaged after it was made"
-            )
+        check_stored_id(found.id, real, "iteration slice")
         try:
             return IterationSlice(found.id, slices, indexes, deferred)
         except ConfigError as error:

@@ -175,7 +175,6 @@ class _RequestWire(wire.Version):
     batches: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
 
 
-_decode_request = msgspec.msgpack.Decoder(_RequestWire).decode
 _decode_data = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
@@ -187,9 +186,7 @@ def encode_request(job: Job, batches: Sequence[Batch]) -> bytes:
 
 def decode_request(data: bytes) -> tuple[Job, tuple[Batch, ...]]:
     """The job and the batches in `data`. Raises DecodeError, VersionError."""
-    found: _RequestWire = wire.read_envelope(data, _decode_request, "iteration request", FORMAT)
-    if not wire.newer(found.version):
-        wire.check_canonical(len(data), found, "iteration request")
+    found = wire.read_envelope(data, _RequestWire, "iteration request", FORMAT)
     try:
         job = Job.from_data(_section(found.job, found.version))
         batches = tuple(Batch.from_data(_section(batch, found.version)) for batch in found.batches)

@@ -65,9 +65,7 @@ class Slice:
     @staticmethod
     def decode(data: bytes) -> Slice:
         """The slice in `data`; its id follows from its bytes. Raises DecodeError, VersionError."""
-        found: wire.SliceWire = wire.read_envelope(data, wire.decode_slice, "slice", SLICE_FORMAT)
-        if not wire.newer(found.version):
-            wire.check_canonical(len(data), found, "slice")
+        found = wire.read_envelope(data, wire.SliceWire, "slice", SLICE_FORMAT)
         check_stored_id(found.id, _slice_id(found), f"slice of rank {found.rank}")
         return _open_slice(found)
 

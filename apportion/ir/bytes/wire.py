@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,6 +41,9 @@ class Version(msgspec.Struct):
 
     format: str
     version: tuple[int, int]
+
+
+V = TypeVar("V", bound=Version)
 
 
 class PlanWire(Version):
@@ -94,9 +98,12 @@ encode_section = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_scalar
 _encoder = msgspec.msgpack.Encoder()
 encode_struct = _encoder.encode
 _decode_version = msgspec.msgpack.Decoder(Version).decode
-decode_plan = msgspec.msgpack.Decoder(PlanWire).decode
-decode_slice = msgspec.msgpack.Decoder(SliceWire).decode
 _decode_part = msgspec.msgpack.Decoder(Part).decode
+
+
+@cache
+def _decoder(kind: type[Version]) -> Callable[[bytes], Any]:
+    return msgspec.msgpack.Decoder(kind).decode
 
 
 def newer(version: tuple[int, int]) -> bool:
@@ -112,8 +119,22 @@ def unpack(decoder: Any, data: bytes, what: str) -> Any:
         raise DecodeError(f"{what}: {error}") from None
 
 
-def read_envelope(data: bytes, decoder: Any, name: str, magic: str) -> Any:
-    """The outermost map, once its format and version were found readable. Raises DecodeError, VersionError."""
+def check_canonical(size: int, value: msgspec.Struct, what: str) -> None:
+    """Refuse bytes that say a thing twice or at length: `value` encodes to `size` bytes."""
+    _encoder.encode_into(value, buffer := bytearray(size))
+    if len(buffer) != size:
+        raise DecodeError(f"{what}: repeated or unknown keys, or values not in their shortest form")
+
+
+def read_envelope(
+    data: bytes,
+    kind: type[V],
+    name: str,
+    magic: str,
+    check: Callable[[int, V, str], None] = check_canonical,
+) -> V:
+    """The outermost map, once its format and version were found readable. check: given its size, itself and its name,
+    unless a later minor version wrote it. Raises DecodeError, VersionError."""
     head: Version = unpack(_decode_version, data, f"not an Apportion {name}")
     if head.format != magic:
         raise DecodeError(f"not an Apportion {name}: format is {head.format[:40]!r}, expected {magic!r}")
@@ -125,7 +146,10 @@ def read_envelope(data: bytes, decoder: Any, name: str, magic: str) -> Any:
         )
     if minor < 0:
         raise DecodeError(f"{name}: version {major}.{minor}")
-    return unpack(decoder, data, name)
+    found: V = unpack(_decoder(kind), data, name)
+    if not newer(found.version):
+        check(len(data), found, name)
+    return found
 
 
 def read_section(
@@ -165,21 +189,14 @@ def _check_size(data: bytes, what: str) -> None:
         raise DecodeError(f"{what}: {len(data)} bytes, at most {MAX_BYTES[what]} are read")
 
 
-def check_canonical(size: int, value: msgspec.Struct, what: str) -> None:
-    """Refuse bytes that say a thing twice or at length: `value` encodes to `size` bytes."""
-    _encoder.encode_into(value, buffer := bytearray(size))
-    if len(buffer) != size:
-        raise DecodeError(f"{what}: repeated or unknown keys, or values not in their shortest form")
-
-
-def check_canonical_plan(size: int, plan: PlanWire) -> None:
+def check_canonical_plan(size: int, plan: PlanWire, what: str) -> None:
     """As `check_canonical`, without writing the parts again: they are most of the plan."""
     sizes = [len(part) for part in plan.parts]
     heads = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in sizes)
     array = (
         0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4
     )  # beyond the byte that an empty one takes
-    check_canonical(size - sum(sizes) - heads - array, msgspec.structs.replace(plan, parts=[]), "plan")
+    check_canonical(size - sum(sizes) - heads - array, msgspec.structs.replace(plan, parts=[]), what)
 
 
 def check_plain(value: Any, what: str) -> None:

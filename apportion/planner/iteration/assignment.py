@@ -89,7 +89,6 @@ class _AssignmentWire(wire.Version):
     id: bytes
 
 
-_decode = msgspec.msgpack.Decoder(_AssignmentWire).decode
 _decode_choices = msgspec.msgpack.Decoder(_ChoicesWire).decode
 
 
@@ -124,9 +123,7 @@ def encode_assignment(
 
 def decode_assignment(data: bytes) -> Assignment:
     """What is in `data`. Raises DecodeError, VersionError also where another release wrote it."""
-    found: _AssignmentWire = wire.read_envelope(data, _decode, "assignment", FORMAT)
-    if not wire.newer(found.version):
-        wire.check_canonical(len(data), found, "assignment")
+    found = wire.read_envelope(data, _AssignmentWire, "assignment", FORMAT)
     if found.release != __version__:
         raise VersionError(
             f"assignment: release {found.release[:40]!r} made it, this is {__version__!r}, which may lower it to "

@@ -55,7 +55,7 @@ def schedule(placed: Placed) -> Lowered:
             Checks(passes).tasks(bands, rows.starts, *found, len(heads))
             if placement.groups is not None:
                 check_groups(groups, len(found[1]))
-            low = _scheduled(passes, site, found, None, exchange, groups, sets, heads, beside)
+            low = _scheduled(passes, site, found, None, groups, (sets, heads), exchange, beside)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
         cells = cut_cells(bands, rows.starts)
@@ -67,7 +67,7 @@ def schedule(placed: Placed) -> Lowered:
             found = placed_tasks(cells, execution, rows, heads)
             Checks(passes).tasks(bands, rows.starts, *found, len(heads))
             division = None if execution.division is None else execution.division.reshape(-1)
-            low = _scheduled(passes, site, found, division, exchange, groups, sets, heads, beside)
+            low = _scheduled(passes, site, found, division, groups, (sets, heads), exchange, beside)
             lowered[kind, phase] = low
     return lowered
 
@@ -108,7 +108,7 @@ def _alone(placed: Placed, rows: Rows, batch: Batch, kind: str) -> Lowering:
     sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
     passes = replace(placed.passes, inner=None)
     Checks(passes).tasks(bands, rows.starts, *found, 1)
-    return _scheduled(passes, Site(rows, batch, cluster), found, None, None, single, sets, heads)
+    return _scheduled(passes, Site(rows, batch, cluster), found, None, single, (sets, heads))
 
 
 def _scheduled(
@@ -116,10 +116,9 @@ def _scheduled(
     site: Site,
     found: tuple[Tasks, Edges],
     division: Ints | None,
-    exchange: Exchange | None,
     groups: Groups,
-    sets: HeadSets,
-    heads: HeadGroups,
+    heads: tuple[HeadSets, HeadGroups],
+    exchange: Exchange | None = None,
     beside: Beside | None = None,
 ) -> Lowering:
     """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
@@ -139,7 +138,7 @@ def _scheduled(
         schedule = replace(schedule, local="even", beside_exchange=int(groups.sizes[0]))
     tasks = tasks.arriving(schedule.routed.arrives)
     tasks, parts, stage = program_order(tasks, schedule, site.rows, division)
-    low = Lowering(site.rows, tasks, parts, stage, schedule, exchange, groups, sets, heads, beside)
+    low = Lowering(site.rows, tasks, parts, stage, schedule, exchange, groups, *heads, beside)
     checks.lowering(low)
     return overlapped(low) if overlap else low
 

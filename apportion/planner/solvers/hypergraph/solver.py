@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.ir.arrays import Bools, Floats, Ints, group_of, offsets
+from apportion.ir.arrays import Floats, Ints, group_of, offsets
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
 from apportion.planner.solvers.hypergraph.coarse import contract, merge
 from apportion.planner.solvers.hypergraph.graph import Graph, components, graph_of, spans
 from apportion.planner.solvers.hypergraph.moves import (
     PASSES,
     ROUNDS,
+    Board,
     board_of,
     refine,
     regroup,
@@ -102,13 +103,14 @@ def level(
 ) -> Ints:
     """int64 [V]: parts in [base, base + span) for vertices that have none, and for others without tokens that repair
     moves. thorough: move groups of vertices too, and on the level of ranks start from pieces as well."""
-    movable, flops = (problem.tokens == 0) & (problem.bound_to < 0), problem.flops
-    found = _moved(graph, flops, part, base, movable, span, cap, clock, thorough)
+    movable, flops = ((problem.tokens == 0) & (problem.bound_to < 0)).astype(np.int64), problem.flops
+    found = _moved(graph, board_of(graph, part, base, movable, flops, cap), span, clock, thorough)
     few = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
     if few or not thorough or clock.expired:
         return found
     coarse = _coarsely(graph, flops, part, base, span, cap, clock)
-    return better(problem, found, _moved(graph, flops, coarse, base, movable, span, cap, clock), cap)
+    board = board_of(graph, coarse, base, movable, flops, cap)
+    return better(problem, found, _moved(graph, board, span, clock), cap)
 
 
 def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Ints:
@@ -130,23 +132,13 @@ def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap:
     held[merged], of_base[merged], movable[merged] = part, base, free
     np.add.at(weight, merged, flops)
     coarse = contract(graph, merged, count)
-    return _moved(coarse, weight, held, of_base, movable > 0, span, cap, clock)[merged]
+    board = board_of(coarse, held, of_base, movable, weight, cap)
+    return _moved(coarse, board, span, clock)[merged]
 
 
-def _moved(
-    graph: Graph,
-    flops: Ints,
-    part: Ints,
-    base: Ints,
-    movable: Bools,
-    span: int,
-    cap: Ints,
-    clock: Clock,
-    thorough: bool = True,
-) -> Ints:
-    board = board_of(graph, part, base, movable.astype(np.int64), flops, cap)
+def _moved(graph: Graph, board: Board, span: int, clock: Clock, thorough: bool = True) -> Ints:
     settle(graph, board, span, np.argsort(-graph.price, kind="stable"))
-    for _ in range(4 * len(part) // ROUNDS + 1):
+    for _ in range(4 * len(board.part) // ROUNDS + 1):
         if clock.expired:
             shed(graph, board, span)
             return board.part
