@@ -4,6 +4,7 @@
 #   make test     lint, types, import contract, all tests with branch coverage
 #   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
 #   make test-plain  the core's tests where only numpy is, without torch; NUMBA=1: with numba
+#   make test-browser  pages in a headless Chromium, which must be installed; SCREENSHOTS=FOLDER keeps pictures
 #   make lint     the first three of these
 #   make bench    the planning benchmark, one core
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
@@ -38,7 +39,7 @@ PLAIN := $(VENV)-plain$(if $(NUMBA),-numba)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
+.PHONY: help demo test test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
   replay wheel package suite conformance clean
 
 help:
@@ -66,6 +67,10 @@ lint: $(READY)
 test: lint
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 	$(BIN)/pytest tests/service tests/torch tests/pure -n 2 --dist loadfile --cov --cov-report=term:skip-covered
+
+test-browser: $(READY)
+	@$(BIN)/pip install --quiet --editable ".[browser]"
+	$(BIN)/pytest tests/browser
 
 # The trainers' packages stay out of the environment of all else. No package may bring another torch.
 $(TRAINERS)/.ready: pyproject.toml tests/trainers/requirements.txt

@@ -1,35 +1,22 @@
-"""A headless Chromium, and pages that the command line wrote. SCREENSHOTS=FOLDER keeps pictures of them."""
+"""A headless Chromium, and pages that the command line wrote."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
+from screens import WIDE, WORKLOAD, chromium
 
 from apportion import cli
-
-ROOT = Path(__file__).resolve().parents[2]
-WORKLOAD = str(ROOT / "examples/code_lengths.json")
-FLAGS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-)
-WIDE, NARROW = (1440, 900), (390, 844)
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    assert program, "install chromium: apt-get install chromium"
-    with sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=program, args=list(FLAGS))
+    with chromium() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +53,7 @@ def reported(planned: Callable[..., Path]) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable[..., Page]]:
+def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Opens a page and waits until it is drawn. In the end nothing may have been said on the console or asked for."""
     wrong: list[str] = []
     contexts = []
@@ -87,9 +74,3 @@ def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable
     for context in contexts:
         context.close()
     assert wrong == []
-
-
-def keep(page: Page, name: str) -> None:
-    """A picture of the whole page, where somebody wants pictures."""
-    if "SCREENSHOTS" in os.environ:
-        page.screenshot(path=Path(os.environ["SCREENSHOTS"]) / f"{name}.png", full_page=True)
