@@ -6,6 +6,7 @@
 #   make coverage  all of these tests with branch coverage, which makes Python twice as slow
 #   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
 #   make test-plain  the core's tests where only numpy is, without torch; NUMBA=1: with numba
+#   make test-browser  pages in a headless Chromium, which must be installed; SCREENSHOTS=FOLDER keeps pictures
 #   make lint     the first three of these
 #   make bench    the planning benchmark, one core
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
@@ -40,7 +41,7 @@ PLAIN := $(VENV)-plain$(if $(NUMBA),-numba)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo warm test test-slow coverage test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
+.PHONY: help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
   replay wheel package suite conformance clean
 
 help:
@@ -81,6 +82,10 @@ test-slow: warm
 
 coverage: warm
 	$(TESTS) --cov --cov-report=term:skip-covered
+
+test-browser: $(READY)
+	@$(BIN)/pip install --quiet --editable ".[browser]"
+	$(BIN)/pytest tests/browser
 
 # The trainers' packages stay out of the environment of all else. No package may bring another torch.
 $(TRAINERS)/.ready: pyproject.toml tests/trainers/requirements.txt

@@ -266,6 +266,18 @@ class Offline:
             plan = self._lowered.get(key)
             return plan.slice_for(rank) if plan is not None else self._read(key, rank)
 
+    def iteration(self, key: bytes) -> IterationPlan:
+        """The plans of all ranks. Raises ConfigError where they are not there or are kept rank by rank, DecodeError."""
+        part = self.store.read_body(key, 0)
+        if part is None:
+            raise self._missing(f"the plan {key.hex()[:16]} of this batch")
+        if part.form != "assignment":
+            rule = (
+                "its plans are kept rank by rank, and no rank's share has the request that a whole plan needs"
+            )
+            raise ConfigError("source", str(self.folder), rule, "plan the batch with apportion plan")
+        return self._lower(key, part.data)
+
     def close(self) -> None:
         self.store.close()
 

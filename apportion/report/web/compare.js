@@ -28,7 +28,7 @@ async function comparePage(root, data) {
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Recipes on the same batches" }, table),
   );
   root.append(held, box);
-  choose = planTabs(box, data.plans);
+  choose = planTabs(box, data.plans, false);
   if (data.plans.length) { chosen = names[0]; table.refill(); await choose(0); }
 }
 
@@ -38,7 +38,7 @@ async function diffPage(root, data) {
   const text = (name, read, wide = true) => ({ name, text: true, wide, value: read, cell: read });
   const table = (title, columns, rows) => make("div", { class: "scroll bars", tabindex: "0", role: "region", "aria-label": title }, sortable(columns, rows, { caption: title }));
   section.append(make("h2", {}, "What differs"), make("p", { class: "hint" }, diff.equal ? "The plans are equal." : `A is ${a}, B is ${b}.`));
-  if (diff.values.length) section.append(make("h3", {}, "Values"), table("Values that differ", [text("field", (row) => row.field), text("A", (row) => said(row.a)), text("B", (row) => said(row.b))], diff.values));
+  if (diff.values.length) section.append(make("h3", {}, "Values"), table("Values that differ", [text("field", (row) => row.field), text("A", (row) => shorten(said(row.a))), text("B", (row) => shorten(said(row.b)))], diff.values));
   const parts = [...diff.layouts.map((name) => `layout ${name}`), ...(diff.moves ? ["moves"] : [])];
   if (parts.length) section.append(make("p", {}, `Also: ${parts.join(", ")}.`));
   if (diff.programs.length) {
@@ -46,7 +46,7 @@ async function diffPage(root, data) {
       { name: "rank", value: (row) => row.rank, cell: (row) => String(row.rank) },
       text("program", (row) => `${row.kind} ${row.phase}`, false),
       text("instructions, A | B", (row) => Object.entries(row.counts).map(([op, [x, y]]) => `${op} ${x} | ${y}`).join(", ")),
-      text("first line of A", (row) => said(row.a)), text("first line of B", (row) => said(row.b)),
+      text("first line of A", (row) => shorten(said(row.a))), text("first line of B", (row) => shorten(said(row.b))),
     ], diff.programs));
   }
   const box = make("div");

@@ -36,6 +36,13 @@ function bytes(count) {
 const time = (us) => (Math.abs(us) >= 1000 ? `${digits(us / 1000)} ms` : `${digits(us)} µs`);
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const pairs = (count) => (count < 1e6 ? whole.format(count) : count < 1e9 ? `${digits(count / 1e6)} M` : `${digits(count / 1e9)} G`);
+/** Tokens on an axis whose ticks are `step` apart. */
+function tokensAt(value, step) {
+  if (step >= 1e5 && value >= 1e6) return `${Number((value / 1e6).toFixed(1))} M`;
+  return step >= 1000 ? `${Math.round(value / 1000)} K` : whole.format(value);
+}
+/** At most so many letters. */
+const shorten = (text, most = 220) => (text.length > most ? `${text.slice(0, most)} …` : text);
 const UNITS = { bytes, pairs, ms: (value) => `${digits(value, 4)} ms`, count: (value) => whole.format(value), tokens: (value) => whole.format(value), time };
 
 /** An element with texts or elements inside: never markup, whatever the text is. */

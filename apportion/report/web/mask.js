@@ -8,7 +8,7 @@ class Mask {
     const find = (name) => section.querySelector(name);
     this.canvas = find("canvas");
     this.canvas.setAttribute("aria-label", "Mask of the batch. Arrows move, plus and minus zoom, N and P go from document to document; what is in the middle is told below.");
-    this.port = new Viewport(this.canvas, find(".zoom"), this, { left: 62, top: 8, bottom: 24 });
+    this.port = new Viewport(this.canvas, find(".zoom"), this, { left: 54, top: 8, bottom: 24 });
     this.only = find(".only");
     this.only.max = plan.ranks - 1;
     this.only.addEventListener("input", () => this.port.redraw());
@@ -25,7 +25,7 @@ class Mask {
   use(run) {
     this.run = run;
     if (run.mask?.void) this.say(`The mask is not shown: ${run.mask.void}`);
-    else this.slots = [...new Set(run.mask.heads)].sort((a, b) => a - b);
+    else this.slots = [...new Set(run.mask.heads)].filter((heads) => heads > 0).sort((a, b) => a - b);
     if (this.slots?.length > 1) this.say(`Ranks share the heads: rows of pixels show ${this.slots.length} shares in turn.`);
     this.port.redraw();
   }
@@ -92,7 +92,9 @@ class Mask {
   }
 
   pieces(context, port) {
-    if (this.slots.length < 2) { this.ranks(context, port, null); return; }
+    this.ranks(context, port, 0);
+    if (this.slots.length === 1) this.ranks(context, port, this.slots[0]);
+    if (this.slots.length < 2) return;
     this.slots.forEach((heads, slot) => {
       context.save();
       context.beginPath();
@@ -110,7 +112,7 @@ class Mask {
       context.globalAlpha = only >= 0 && only !== rank ? 0.12 : 1;
       context.fillStyle = theme.rank(this.plan, rank);
       context.beginPath();
-      for (let at = ptr[rank]; at < ptr[rank + 1]; at += 1) if (heads === null || mask.heads[order[at]] === heads) this.outline(context, port, order[at]);
+      for (let at = ptr[rank]; at < ptr[rank + 1]; at += 1) if (mask.heads[order[at]] === heads) this.outline(context, port, order[at]);
       context.fill();
     }
     context.globalAlpha = 1;
@@ -142,9 +144,10 @@ class Mask {
     context.fillStyle = theme.colours.pale;
     context.textAlign = "center";
     context.textBaseline = "middle";
-    for (const token of ticks(port.view.x0, port.view.x1, port.wide / 110)) context.fillText(whole.format(token), Math.min(port.x(token), port.width - 26), port.height - 11);
+    const across = ticks(port.view.x0, port.view.x1, port.wide / 90), down = ticks(port.view.y0, port.view.y1, port.high / 60);
+    for (const token of across) context.fillText(tokensAt(token, across[1] - across[0]), Math.min(port.x(token), port.width - 26), port.height - 11);
     context.textAlign = "right";
-    for (const token of ticks(port.view.y0, port.view.y1, port.high / 60)) context.fillText(whole.format(token), port.left - 6, Math.min(Math.max(port.y(token), 8), port.height - 26));
+    for (const token of down) context.fillText(tokensAt(token, down[1] - down[0]), port.left - 6, Math.min(Math.max(port.y(token), 8), port.height - 26));
   }
 }
 

@@ -51,7 +51,7 @@ async function drawPlan(root, plan) {
 }
 
 /** Tabs of plans, one of which is seen. */
-function planTabs(root, plans) {
+function planTabs(root, plans, shown = plans.length > 1) {
   const box = make("div"), tabs = make("div", { class: "tabs", role: "tablist", "aria-label": "Plans" });
   const choose = async (at) => {
     [...tabs.children].forEach((tab, i) => { tab.setAttribute("aria-selected", String(i === at)); tab.tabIndex = i === at ? 0 : -1; });
@@ -65,6 +65,6 @@ function planTabs(root, plans) {
     tabs.children[next].focus();
     choose(next);
   });
-  root.append(...(plans.length > 1 ? [tabs] : []), box);
+  root.append(...(shown ? [tabs] : []), box);
   return choose;
 }

@@ -15,6 +15,7 @@ class Timeline {
     this.fold.hidden = !this.folded;
     this.fold.addEventListener("click", () => this.unfold());
     this.legend(find(".legend"));
+    this.canvas.parentElement.addEventListener("scroll", () => this.port.redraw());
     this.use(plan.runs[0]);
   }
 
@@ -67,19 +68,21 @@ class Timeline {
 
   draw(context, port) {
     if (!this.run) return;
-    this.axis(context, port);
+    const { scrollTop, clientHeight } = this.canvas.parentElement, foot = Math.min(this.bottom, scrollTop + clientHeight - 28);
+    this.axis(context, port, foot);
     context.save();
     context.beginPath();
-    context.rect(port.left, 0, port.wide, this.bottom);
+    context.rect(port.left, 0, port.wide, foot);
     context.clip();
     for (const row of this.rows) this.drawRow(context, port, row);
     if (this.section.querySelector(".path").checked) this.drawPath(context, port);
     this.drawPicked(context, port);
     context.restore();
-    this.names(context, port);
+    this.names(context, port, foot);
   }
 
-  axis(context, port) {
+  /** foot: where the rows end that are seen. */
+  axis(context, port, foot) {
     context.textBaseline = "middle";
     context.textAlign = "center";
     const few = ticks(port.view.x0 / 1000, port.view.x1 / 1000, port.wide / 110), step = few.length > 1 ? few[1] - few[0] : 1;
@@ -87,21 +90,21 @@ class Timeline {
     for (const ms of few) {
       const x = Math.round(port.x(1000 * ms)) + 0.5;
       context.fillStyle = theme.colours.grid;
-      context.fillRect(x, 0, 1, this.bottom);
+      context.fillRect(x, 0, 1, foot);
       context.fillStyle = theme.colours.pale;
-      context.fillText(`${ms.toFixed(places)}${ms === few.at(-1) ? " ms" : ""}`, Math.min(Math.max(x, port.left + 10), port.width - 24), this.bottom + 12);
+      context.fillText(`${ms.toFixed(places)}${ms === few.at(-1) ? " ms" : ""}`, Math.min(Math.max(x, port.left + 10), port.width - 24), foot + 13);
     }
   }
 
-  names(context, port) {
+  names(context, port, foot) {
     context.textAlign = "right";
     let last = -20;
     for (const row of this.rows) {
       const middle = row.y + row.high / 2;
-      if (middle - last < 11) continue;
+      if (middle - last < 11 || middle > foot) continue;
       last = middle;
       context.fillStyle = this.rows[this.row] === row && document.activeElement === this.canvas ? theme.colours.ink : theme.colours.pale;
-      const node = row.end - row.first > 1 || (this.folded && row.first % this.plan.ranks_per_node === 0 && row.end - row.first > 1);
+      const node = row.end - row.first > 1;
       context.fillText(node ? `node ${row.first / this.plan.ranks_per_node}` : `${this.folded ? "rank " : ""}${row.first}`, port.left - 6, middle);
     }
   }
@@ -153,7 +156,6 @@ class Timeline {
     context.strokeStyle = theme.colours.path;
     context.fillStyle = theme.colours.path;
     context.lineWidth = 1.5;
-    let before = null;
     for (const step of this.run.path) {
       const row = this.rows[this.rowOf[step.rank]], middle = row.y + row.high / 2, from = port.x(step.start_us), to = port.x(step.end_us);
       if (step.kind === "transfer") {
@@ -165,9 +167,7 @@ class Timeline {
       } else {
         context.strokeRect(from + 0.75, row.y - 0.5, Math.max(to - from - 1.5, 0.5), row.high);
       }
-      before = step;
     }
-    return before;
   }
 
   drawPicked(context, port) {

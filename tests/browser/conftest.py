@@ -1,0 +1,76 @@
+"""A headless Chromium, and pages that the command line wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page
+from screens import WIDE, WORKLOAD, chromium
+
+from apportion import cli
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="session")
+def planned(folder: Path) -> Callable[..., Path]:
+    """Makes a plan file of a recipe, once."""
+
+    def make(recipe: str = "fcp", ranks: int = 64) -> Path:
+        path = folder / f"{recipe}{ranks}.plan"
+        if not path.exists():
+            words = ["plan", "--workload", WORKLOAD, "--ranks", str(ranks), "--recipe", recipe, "--json"]
+            assert cli.main([*words, "-o", str(path)]) == cli.OK
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reported(planned: Callable[..., Path]) -> Callable[..., Path]:
+    """Makes the report of such a plan, once."""
+
+    def make(recipe: str = "fcp", ranks: int = 64) -> Path:
+        plan = planned(recipe, ranks)
+        path = plan.with_suffix(".html")
+        if not path.exists():
+            assert cli.main(["report", str(plan), "-o", str(path)]) == cli.OK
+        return path
+
+    return make
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens a page and waits until it is drawn. In the end nothing may have been said on the console or asked for."""
+    wrong: list[str] = []
+    contexts = []
+
+    def open_(path: Path, size: tuple[int, int] = WIDE, **options: Any) -> Page:
+        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda said: wrong.append(said.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: asked.url.startswith("file:") or wrong.append(asked.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("#content[aria-busy=false]")
+        page.wait_for_timeout(200)
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert wrong == []
