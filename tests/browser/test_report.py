@@ -261,7 +261,17 @@ def test_two_plans_that_differ(planned: Make, folder: Path, visit: Visit) -> Non
 
 def test_microbatches_of_a_folder_have_tabs(folder: Path, visit: Visit) -> None:
     plans, path = folder / "plans", folder / "folder.html"
-    words = ["precompute", "--workload", WORKLOAD, "--ranks", "64", "--microbatches", "2", "--iterations", "1"]
+    words = [
+        "precompute",
+        "--workload",
+        WORKLOAD,
+        "--ranks",
+        "64",
+        "--microbatches",
+        "2",
+        "--iterations",
+        "1",
+    ]
     assert cli.main([*words, "--workers", "1", "--out", str(plans), "--json"]) == cli.OK
     assert cli.main(["report", str(plans), "-o", str(path)]) == cli.OK
     page = visit(path)
