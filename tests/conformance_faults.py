@@ -134,6 +134,7 @@ def _slices(plan: Plan) -> Faults:
         "slice_of_another_rank": ("id", {"rank": 1}),
         "slice_of_no_rank": ("parts", {"rank": 3}),
         "slice_of_more_ranks": ("id", {"ranks": 5}),
+        "slice_with_another_token_cap": ("id", {"token_cap": b"\1" * 8 + held["token_cap"][8:]}),
         "slice_without_a_digest": ("parts", {"digests": held["digests"][:1]}),
     }
     return {name: (rule, msgpack.packb(held | change)) for name, (rule, change) in changes.items()}

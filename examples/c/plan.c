@@ -609,6 +609,13 @@ static Bytes *open_plan(Value map, int64_t *count) {
     return part;
 }
 
+/* A token cap is followed by the first bytes of the hash of the id and it. */
+static void check_cap(Bytes id, Bytes cap) {
+    if (cap.end - cap.at != 16) refuse("id: a token cap has 16 bytes");
+    Digest sum = hash((const char *)id.at, 32, bytes_of(cap.at, 8));
+    if (memcmp(sum.bytes, cap.at + 8, 8)) refuse("id: a token cap without its hash");
+}
+
 /* The part of a slice, once it was proven to belong to its id. */
 static Bytes *open_slice(Value map, int64_t *rank, int64_t *ranks) {
     Value digests = get(map, "digests", ARRAY, "envelope"), path = get(map, "path", ARRAY, "envelope");
@@ -620,6 +627,7 @@ static Bytes *open_slice(Value map, int64_t *rank, int64_t *ranks) {
     for (int i = 0; i < 5; i++)
         sections[i] = i == 1 || i == 4 ? next_digest(&digests.bytes) : hash("", 0, get(map, NAMES[i], BIN, "envelope").bytes);
     check_id(map, id_of(sections, climb(*part, *rank, *ranks, path)));
+    check_cap(get(map, "id", BIN, "envelope").bytes, get(map, "token_cap", BIN, "envelope").bytes);
     return part;
 }
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 SLICE_FORMAT = "apportion.slice"
+_CAP = 8  # bytes of a token cap, and of its checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,11 @@ class Slice:
         return len(self.wire.part)
 
     @property
+    def token_cap(self) -> int | None:
+        """That of the request's policy."""
+        return int.from_bytes(self.wire.token_cap[:_CAP]) or None
+
+    @property
     def request_digest(self) -> bytes:
         """32 bytes, of the request that the plan was made for."""
         return self.wire.digests[0]
@@ -67,6 +73,8 @@ class Slice:
         """The slice in `data`; its id follows from its bytes. Raises DecodeError, VersionError."""
         found = wire.read_envelope(data, wire.SliceWire, "slice", SLICE_FORMAT)
         check_stored_id(found.id, _slice_id(found), f"slice of rank {found.rank}")
+        if found.token_cap != _sealed_cap(int.from_bytes(found.token_cap[:_CAP]), found.id):
+            raise DecodeError(f"slice of rank {found.rank}: its token cap was changed or damaged after it was made")
         return _open_slice(found)
 
     def __eq__(self, other: object) -> bool:
@@ -74,6 +82,12 @@ class Slice:
 
     def __hash__(self) -> int:
         return hash((self.id, self.rank))
+
+
+def _sealed_cap(cap: int | None, id: bytes) -> bytes:
+    """A token cap, 0 for none, and a checksum of it that holds for this plan alone."""
+    number = (cap or 0).to_bytes(_CAP)
+    return number + digest(id + number)[:_CAP]
 
 
 def _slice_id(found: wire.SliceWire) -> bytes:
@@ -127,6 +141,6 @@ def _slice_wires(plan: Plan, ranks: Iterable[int]) -> Iterator[wire.SliceWire]:
             s.parts[rank],
             digests,
             path(s.tree, rank),
-            plan.request.policy.token_cap,
+            _sealed_cap(plan.request.policy.token_cap, s.id),
             s.id,
         )

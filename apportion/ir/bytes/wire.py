@@ -60,7 +60,7 @@ class PlanWire(Version):
 
 class SliceWire(Version):
     """One rank's part of a plan with the proof that it belongs to the id. token_cap: of the request: who knows the
-    batch makes its digest with it."""
+    batch makes its digest with it; with a checksum, as the id says nothing of it."""
 
     rank: int
     ranks: int
@@ -70,7 +70,7 @@ class SliceWire(Version):
     part: bytes
     digests: Annotated[list[bytes], _Few]  # of request and report
     path: Annotated[list[bytes], _Few]
-    token_cap: int | None
+    token_cap: bytes
     id: bytes
 
 

@@ -85,7 +85,7 @@ class _Beside(logging.Handler):
     def _put(self, line: str) -> None:
         try:
             self._write(f"{line}\n")
-        except OSError:  # nobody will ever read it
+        except (OSError, ValueError):  # nobody will ever read it; a stream in memory was closed
             self._lost += 1
 
 

@@ -47,7 +47,7 @@ class Wanted:
         if not np.array_equal(named, np.arange(sequences)):
             raise self._foreign(f"it has {len(named)} sequences, {sequences} were asked for")
         for place, (own, (batch, _)) in enumerate(zip(piece.slices, self.parts(piece.indexes), strict=True)):
-            wanted = self.job.request_digest(batch, sequences, own.wire.token_cap)
+            wanted = self.job.request_digest(batch, sequences, own.token_cap)
             if own.header.version <= VERSION and own.request_digest != wanted:
                 what = "(lengths, masks, positions, labels or homes), cluster, model or policy"
                 raise self._foreign(f"microbatch {place} is of another batch {what}")
