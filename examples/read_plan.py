@@ -207,7 +207,9 @@ def slice_id(held):
     request, report = held["digests"]
     sections = [digest(held["header"]), request, digest(held["layouts"]), digest(held["moves"]), report, node]
     cap = held["token_cap"]
-    require(cap[8:] == digest(held["id"] + cap[:8])[:8] and len(cap) == 16, "id: a token cap without its hash")
+    require(
+        cap[8:] == digest(held["id"] + cap[:8])[:8] and len(cap) == 16, "id: a token cap without its hash"
+    )
     return digest(b"apportion.plan\0" + b"".join(sections))
 
 

@@ -74,7 +74,9 @@ class Slice:
         found = wire.read_envelope(data, wire.SliceWire, "slice", SLICE_FORMAT)
         check_stored_id(found.id, _slice_id(found), f"slice of rank {found.rank}")
         if found.token_cap != _sealed_cap(int.from_bytes(found.token_cap[:_CAP]), found.id):
-            raise DecodeError(f"slice of rank {found.rank}: its token cap was changed or damaged after it was made")
+            raise DecodeError(
+                f"slice of rank {found.rank}: its token cap was changed or damaged after it was made"
+            )
         return _open_slice(found)
 
     def __eq__(self, other: object) -> bool:
