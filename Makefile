@@ -71,7 +71,7 @@ warm: $(READY)
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 	@$(BIN)/apportion warmup
 
-TESTS := $(BIN)/pytest tests/service tests/torch tests/pure -n 2 --dist loadfile
+TESTS := $(BIN)/pytest $(addprefix tests/,service executor trainer planner backends cli ir project) -n 2 --dist loadfile
 
 test: $(READY)
 	@$(MAKE) --no-print-directory -j 2 lint warm
@@ -88,17 +88,17 @@ test-browser: $(READY)
 	$(BIN)/pytest tests/browser
 
 # The trainers' packages stay out of the environment of all else. No package may bring another torch.
-$(TRAINERS)/.ready: pyproject.toml tests/trainers/requirements.txt
+$(TRAINERS)/.ready: pyproject.toml tests/adapters/requirements.txt
 	@echo "Setting up $(TRAINERS) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(TRAINERS)
 	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)"
 	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)" --editable ".[numba,torch]" hypothesis pytest \
-	  --requirement tests/trainers/requirements.txt
+	  --requirement tests/adapters/requirements.txt
 	@$(TRAINERS)/bin/pip install --quiet --no-deps nemo-automodel==0.7.0  # it pins another transformers
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready
-	$(TRAINERS)/bin/pytest tests/trainers
+	$(TRAINERS)/bin/pytest tests/adapters
 
 $(PLAIN)/.ready: pyproject.toml
 	@echo "Setting up $(PLAIN) ..."
@@ -108,8 +108,9 @@ $(PLAIN)/.ready: pyproject.toml
 
 # What takes minutes without numba is left to `make test`, which hides numba where bytes are compared.
 test-plain: $(PLAIN)/.ready
-	$(PLAIN)/bin/pytest $(patsubst %,tests/pure/test_%.py,bands masks batch codec text checks lpt matching verify \
-	  reference cost hf_config config forest launches sorting format conformance)
+	$(PLAIN)/bin/pytest $(patsubst %,tests/%.py,$(addprefix ir/test_,bands masks batch codec text verify hf_config config forest format) \
+	  $(addprefix planner/,test_checks test_cost solvers/test_lpt solvers/test_matching simulate/test_launches) \
+	  backends/test_reference cli/test_conformance)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/planning.py
@@ -156,10 +157,10 @@ package: $(READY)
 	@$(BIN)/python benchmarks/package.py
 
 suite: $(READY)
-	@$(BIN)/python tests/conformance_suite.py
+	@$(BIN)/python tests/support/conformance_suite.py
 
 conformance: $(READY)
-	$(BIN)/pytest tests/torch/stage --full -n 2
+	$(BIN)/pytest tests/executor/stage --full -n 2
 
 clean:
 	rm -rf $(VENV) $(TRAINERS) $(VENV)-plain $(VENV)-plain-numba *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \

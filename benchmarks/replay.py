@@ -37,7 +37,7 @@ from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests/data/replays.json"
-TESTS = ROOT / "tests", ROOT / "tests/pure"
+TESTS = ROOT / "tests/support"
 STEPS = ("layouts", "tasks", "transfers", "order", "memory", "bytes")
 
 Ints = NDArray[np.integer[Any]]
@@ -61,8 +61,8 @@ def cases() -> list[Case]:
 
 
 def _variants() -> Iterator[Case]:
+    from matrix import SEQUENCES
     from strategies import STRATEGIES
-    from test_reference_matrix import SEQUENCES
 
     names = list(SEQUENCES)
     for number, (recipe, steps) in enumerate(STRATEGIES.items()):
@@ -79,8 +79,8 @@ def _variants() -> Iterator[Case]:
 def _variant(
     recipe: str, steps: Mapping[str, Any], chosen: Sequence[str], ranks: int, heads: int, two: int, seed: int
 ) -> Any:
+    from matrix import LAYERS, SEQUENCES
     from strategies import cluster
-    from test_reference_matrix import LAYERS, SEQUENCES
 
     import apportion as ap
     from apportion.ir.masks import specs as masks
@@ -116,7 +116,7 @@ def _defaults() -> Iterator[Case]:
 
 
 def _mixtures() -> Iterator[Case]:
-    from test_recipe_mix import plan_of
+    from mixtures import plan_of
 
     for seed in range(1000, 1060):
         yield Case(f"mixture {seed}", lambda a=seed: (plan_of(a) or (None,))[0])
@@ -343,5 +343,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = map(str, TESTS)  # the tests are not installed
+    sys.path.insert(0, str(TESTS))  # the tests are not installed
     sys.exit(main())

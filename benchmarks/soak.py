@@ -130,6 +130,6 @@ def main(args: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     TESTS = Path(__file__).resolve().parents[1] / "tests"
     sys.path[:0] = map(
-        str, (TESTS.parent, TESTS, TESTS / "service", TESTS / "pure")
+        str, (TESTS.parent, TESTS / "support", TESTS / "service")
     )  # the tests are not installed
     sys.exit(main())

@@ -1,0 +1,64 @@
+"""An example of docs/trainers.md in one process, by its trainer's own attention on the documents that plans would give:
+
+torchrun --nproc-per-node 1 tests/adapters/example_alone.py hf|titan|megatron
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+HERE, EXAMPLES = Path(__file__).parent, Path(__file__).parents[2] / "examples"
+sys.path += [str(HERE), str(HERE.parent / "torch"), str(EXAMPLES), str(EXAMPLES / "titan")]
+
+
+def hf():
+    import hf_train
+    import jobs_hf
+    from jobs_hf_trainer import Plain
+
+    from apportion.ir.request.sampling import Sampling
+
+    def packs(documents, model, microbatches=1, tokens_per_rank=512, **options):
+        drawn = list(Sampling(documents.lengths, 2 * tokens_per_rank, microbatches, 0).epoch(0))
+        whole = [iteration for iteration in drawn if len(iteration) == microbatches]
+        return [jobs_hf.packed(documents, group, None) for iteration in whole for group in iteration]
+
+    hf_train.hf.enable, hf_train.hf.loader, hf_train.PlannedTrainer = (lambda model: model), packs, Plain
+    arguments = hf_train.TrainingArguments
+    hf_train.TrainingArguments = lambda *given, **told: arguments(*given, **{**told, "eval_strategy": "no"})
+    hf_train.main()
+
+
+def titan():
+    import titan_alone
+
+    titan_alone.own_attention(titan_alone.causal_flex)
+    from torchtitan.train import main
+
+    sys.argv += ["--module", "example_alone_titan", "--config", "own_tiny"]
+    main()
+
+
+def megatron():
+    import jobs_megatron
+    import megatron_train
+    from documents import packed
+
+    from apportion.trainer import megatron
+
+    def packs(dataset, config, *, cluster, tokens_per_rank, microbatches):
+        return packed(dataset, 2 * tokens_per_rank, microbatches, seed=0, multiple=1)
+
+    megatron.planned_loader, megatron.forward_step = packs, jobs_megatron.own_step
+    megatron.planned_spec, megatron.endless = (lambda spec: spec), (lambda batches: batches)
+    dist.init_process_group("gloo")
+    megatron_train.main()
+
+
+if __name__ == "__main__":
+    {"hf": hf, "titan": titan, "megatron": megatron}[sys.argv.pop(1)]()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,48 @@
+"""What ranks of the pool do with NeMo Automodel's sharder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+import torch
+from documents import documents
+from loading import HereSource, job
+from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
+from torch.distributed.device_mesh import init_device_mesh
+
+from apportion.trainer.automodel import planned
+from apportion.trainer.loading.loader import PlannedLoader
+
+
+def verbs(comm):
+    """What Automodel's own dispatch makes of a model with the hook: its verbs on one microbatch, as plain data."""
+    loader = PlannedLoader(documents(), source=HereSource(job(comm.ranks, 128)), communicator=comm)
+    batches = iter(loader)
+    batch = next(batches)
+    batches.close()
+    mesh = init_device_mesh("cpu", (comm.ranks,), mesh_dim_names=("cp",))
+    given = {"planned": batch, "attention_mask": None, "note": "kept"}
+    full = torch.arange(int(batch.batch.tokens) * 2, dtype=torch.float32).view(1, -1, 2)
+    mask = torch.arange(full.shape[1])[None] % 3 > 0
+    sharder = ContextParallelSharder(planned(torch.nn.Module()), mesh, given, loss_mask=mask)
+    context, local = sharder.shard(given)
+    with context():
+        shard = sharder.shard_token_tensor(full, fill=-1.0).requires_grad_()
+        whole = sharder.gather_token_tensor(shard, trim=True)
+        (whole * full).sum().backward()
+    rows = batch.handle.rows
+    kept = batch.shard_tokens(mask[0].long(), fill=0) > 0
+    return {
+        "full": bool((whole == full).all()),
+        "shard": bool((shard[0, :rows] == batch.shard_tokens(full[0])).all()),
+        "padding": shard[0, rows:].tolist(),
+        "gradients": bool((shard.grad[0, :rows] == comm.ranks * shard.detach()[0, :rows]).all()),
+        "tokens": bool((local["input_ids"][0, :rows] == batch.tokens).all()),
+        "labels": bool((local["labels"][0, :rows] == batch.labels.masked_fill(~kept, -100)).all()),
+        "ignored": set(local["labels"][0, rows:].tolist()),
+        "plan": local["apportion"] is batch.handle,
+        "keys": sorted(local),
+        "rows": (rows, local["position_ids"].shape[1]),
+    }

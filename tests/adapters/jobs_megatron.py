@@ -1,0 +1,228 @@
+"""What ranks of the pool do with Megatron-Core: a tiny GPTModel by its schedules, with plans or its own attention."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+import megatron_cpu  # noqa: F401
+import torch
+from documents import VOCABULARY, documents, packed
+from loading import HereSource
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+
+from apportion.ir.bytes.job import Job
+from apportion.ir.errors import ApportionError
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.trainer.megatron import (
+    endless,
+    forward_step,
+    model_of,
+    planned_loader,
+    planned_spec,
+)
+
+TOKENS, SEED = 128, 3
+MODELS = {
+    "llama": {},
+    "gpt_oss": {"softmax_type": "learnable", "window_size": (6, 0), "window_attn_skip_freq": 2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str = "llama"
+    steps: int = 3
+    microbatches: int = 1
+    dtype: torch.dtype = torch.float32
+    tp: int = 1
+    pp: int = 1
+    positions: str = "rope"
+    longest: int = 256  # positions
+    divided: bool = True  # gradients, by the tokens of all ranks
+    options: dict = field(default_factory=dict)  # of the TransformerConfig
+    folder: str = ""  # where a run is saved, and goes on from
+
+
+def config_of(case):
+    told = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 64,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "params_dtype": case.dtype,
+        "pipeline_dtype": case.dtype,
+        "bf16": case.dtype == torch.bfloat16,
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": case.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",  # which Megatron wants beside it, without experts too
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+    }
+    return TransformerConfig(**{**told, **MODELS[case.model], **case.options})
+
+
+def model_from(case, config, own):
+    """The same weights on any number of ranks."""
+    spec = get_gpt_layer_local_spec()
+    torch.manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    model = GPTModel(
+        config,
+        spec if own else planned_spec(spec),
+        vocab_size=VOCABULARY,
+        max_sequence_length=case.longest,
+        position_embedding_type=case.positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    same_weights(model, case)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
+    config.finalize_model_grads_func = finalize_model_grads if case.divided else None
+    return DistributedDataParallel(config, ddp, model)
+
+
+@torch.no_grad()
+def same_weights(model, case):
+    """Whatever the ranks: by a parameter's name in the whole model."""
+    at = parallel_state.get_tensor_model_parallel_rank()
+    for name, one in model.named_parameters():
+        if "layernorm" in name:
+            continue
+        parts = name.split(".")
+        if "layers" in parts:
+            parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
+        split = getattr(one, "tensor_model_parallel", False) or parts[-1] == "softmax_offset"
+        dim, stride = (max(getattr(one, "partition_dim", 0), 0), max(getattr(one, "partition_stride", 1), 1))
+        shape = [size * (case.tp if split and number == dim else 1) for number, size in enumerate(one.shape)]
+        generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
+        full = torch.randn(shape, generator=generator) / 6
+        if split:
+            full = torch.cat(full.chunk(case.tp * stride, dim)[at :: case.tp], dim)
+        one.copy_(full)
+
+
+def own_step(data_iterator, model):
+    """Megatron's own attention, document by document."""
+    tokens, positions, labels = next(data_iterator)
+    counts = torch.bincount((positions == 0).cumsum(0) - 1).tolist()
+    pieces = zip(*(column.split(counts) for column in (tokens, positions, labels.clamp(min=0))), strict=True)
+    losses = [model(ids[None], at[None], None, labels=targets[None]) for ids, at, targets in pieces]
+    return torch.cat(losses, 1), partial(_own_loss, labels)
+
+
+def _own_loss(labels, losses):
+    seen = labels >= 0
+    total = (losses[0] * seen).sum()
+    return total, seen.sum().int(), {"lm loss": torch.stack((total.detach(), seen.sum()))}
+
+
+def own_data(case):
+    return packed(documents(), TOKENS, case.microbatches, SEED, multiple=1)
+
+
+def planned_data(case, config, ranks):
+    cluster = Cluster(1, ranks // case.tp // case.pp)
+    policy = Policy(find_recipe("fcp"), seed=SEED)
+    job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
+    return planned_loader(documents(), config, source=HereSource(job), seed=SEED)
+
+
+def train(comm, own, case):
+    """Losses of each step, and gradients of the last by name."""
+    with _parallel(case):
+        config = config_of(case)
+        model = model_from(case, config, own)
+        loader = None if own else planned_data(case, config, comm.ranks)
+        return _steps(case, model, loader, Path(case.folder, f"{comm.rank}.pt") if case.folder else None)
+
+
+@contextmanager
+def _parallel(case):
+    sizes = {"tensor_model_parallel_size": case.tp, "pipeline_model_parallel_size": case.pp}
+    parallel_state.initialize_model_parallel(**sizes)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _steps(case, model, loader, saved):
+    optimizer, losses, begun = torch.optim.SGD(model.parameters(), lr=0.1), [], 0
+    if saved and saved.exists():
+        state = torch.load(saved, weights_only=True)
+        model.load_state_dict(state["model"])
+        loader.load_state_dict(state["loader"])
+        begun = state["step"]
+    data = own_data(case) if loader is None else endless(loader)
+    for _ in range(begun, case.steps):
+        model.zero_grad_buffer()
+        reports = get_forward_backward_func()(
+            forward_step_func=own_step if loader is None else forward_step,
+            data_iterator=data,
+            model=model,
+            num_microbatches=case.microbatches,
+            seq_length=TOKENS,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        losses.append(_mean(reports))
+        grads = {name: one.main_grad.clone() for name, one in model.named_parameters()}
+        for name, one in model.named_parameters():
+            one.grad = grads[name].to(one.dtype)
+        optimizer.step()
+        optimizer.zero_grad()  # or backward would add to it
+    if saved:
+        state = {"model": model.state_dict(), "loader": loader.state_dict(), "step": case.steps}
+        torch.save(state, saved)
+    return losses, {name: grad.float().numpy() for name, grad in grads.items()}
+
+
+def refused(comm, case):
+    """What Apportion says of a config, at the first step at the latest."""
+    with _parallel(case):
+        config = config_of(case)
+        try:
+            model = model_from(case, config, own=False)
+            loader = planned_data(replace(case, options={}), config_of(replace(case, options={})), comm.ranks)
+            changed = planned_loader(documents(), config, source=HereSource(loader.job), seed=SEED)
+            forward_step(endless(changed), model)
+        except ApportionError as error:
+            return str(error)
+        return ""
+
+
+def _mean(reports):
+    """The mean loss of all tokens, of this rank's replica; None where a stage computes none."""
+    if not reports:
+        return None
+    total = torch.stack([report["lm loss"] for report in reports]).sum(0)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return float(total[0] / total[1])

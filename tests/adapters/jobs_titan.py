@@ -1,0 +1,254 @@
+"""What ranks of the pool do with TorchTitan: its own trainer on a tiny model, with plans or with its own attention."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import zlib
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+import titan_alone
+from documents import VOCABULARY, documents, packed
+from loading import HereSource
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models import gpt_oss, llama3
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.trainer import Trainer
+
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.bytes.job import Job
+from apportion.ir.errors import ApportionError
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.trainer.torchtitan import planned
+from apportion.trainer.torchtitan_attention import model_of
+
+TOKENS, SEED, LAYERS, DIM, WINDOW = 128, 3, 2, 32, 7
+ROPE = {"dim": 8, "max_seq_len": 1024, "theta": 10000.0}
+
+
+class NoTokenizer(BaseTokenizer):
+    """The documents are tokens already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config, **_):
+        super().__init__()
+
+    def encode(self, *args, **kwargs):
+        return []
+
+    def decode(self, *args, **kwargs):
+        return ""
+
+    def get_vocab_size(self):
+        return VOCABULARY
+
+
+class PackedDataLoader(BaseDataLoader):
+    """The same microbatches for Titan's own attention in one process."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        microbatches: int = 1
+        infinite: bool = True
+
+    def __init__(self, config, **_):
+        self.config, self.taken = config, 0
+
+    def __iter__(self):
+        epochs = 10 if self.config.infinite else 1
+        for tokens, positions, labels in packed(
+            documents(), TOKENS, self.config.microbatches, SEED, epochs=epochs
+        ):
+            yield {"input": tokens[None], "positions": positions[None]}, labels[None]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def llama(backend):
+    layers = llama3._build_llama3_layers(
+        n_layers=LAYERS,
+        dim=DIM,
+        n_heads=4,
+        n_kv_heads=2,
+        hidden_dim=64,
+        rope=ComplexRoPE.Config(**ROPE, scaling="llama"),
+        attn_backend=backend,
+    )
+    model = llama3.Llama3Model.Config(**_around(llama3, layers))
+    return replace(llama3.model_registry("debugmodel", attn_backend=backend), model=model)
+
+
+def gptoss(backend):
+    layers = gpt_oss._build_gptoss_layers(
+        n_layers=LAYERS,
+        dim=DIM,
+        hidden_dim=32,
+        num_experts=4,
+        top_k=2,
+        load_balance_coeff=None,  # padding is routed too, and would be counted
+        attn_backend=backend,
+        moe_comm_backend="standard",
+        rope=CosSinRoPE.Config(**{**ROPE, "dim": 64}),
+    )
+    small = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "dim": DIM, "attn_backend": backend}
+    for number, layer in enumerate(layers):
+        window = WINDOW if layer.attention.sliding_window_size else None
+        made = {"layer_id": number, "sliding_window_size": window, "rope": layer.attention.rope}
+        layer.attention = gpt_oss._make_gptoss_attn_config(**small, **made)
+    model = gpt_oss.GptOssModel.Config(**_around(gpt_oss, layers))
+    return replace(gpt_oss.model_registry("debugmodel", attn_backend=backend), model=model)
+
+
+def _around(module, layers):
+    return {
+        "dim": DIM,
+        "vocab_size": VOCABULARY,
+        "tok_embeddings": Embedding.Config(
+            num_embeddings=VOCABULARY, embedding_dim=DIM, param_init=module._EMBEDDING_INIT
+        ),
+        "norm": RMSNorm.Config(normalized_shape=DIM, param_init=module._NORM_INIT),
+        "lm_head": Linear.Config(
+            in_features=DIM, out_features=VOCABULARY, param_init=module._output_linear_init(DIM)
+        ),
+        "layers": layers,
+    }
+
+
+MODELS = {"llama": llama, "gpt_oss": gptoss}
+CHECKPOINTS = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str = "llama"
+    backend: str = "flex"
+    steps: int = 3
+    microbatches: int = 1
+    dtype: str = "float32"
+    checkpoint: str = "none"
+    chunked: bool = True
+    tp: int = 1
+    spmd: str = "partial_dtensor"  # spmd_types needs a torch behind 2.13
+    validate: bool = False
+    folder: str = ""
+    killed_at: int = -1  # behind this step and its checkpoint
+    changes: dict = field(default_factory=dict)  # of fields of the config, by section
+
+
+def own_config(case, ranks):
+    """Titan's own trainer, on the packed microbatches."""
+    loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
+    return Trainer.Config(
+        model_spec=MODELS[case.model](case.backend),
+        loss=ChunkedLossWrapper.Config(loss_fn=loss) if case.chunked else loss,
+        tokenizer=NoTokenizer.Config(),
+        dump_folder=case.folder or "/nowhere",
+        optimizer=default_adamw(lr=1e-3, eps=1e-5),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
+        training=TrainingConfig(
+            local_batch_size=1,
+            global_batch_size=ranks // case.tp * case.microbatches,
+            seq_len=64,
+            steps=case.steps,
+            mixed_precision_param=case.dtype,
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(tensor_parallel_degree=case.tp, spmd_backend=case.spmd),
+        dataloader=PackedDataLoader.Config(microbatches=case.microbatches),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        activation_checkpoint=CHECKPOINTS[case.checkpoint],
+        checkpoint=CheckpointManager.Config(enable=bool(case.folder), interval=1, last_save_model_only=False),
+        validator=Validator.Config(
+            enable=case.validate, freq=2, steps=-1, dataloader=PackedDataLoader.Config()
+        ),
+        debug=DebugConfig(seed=1),
+    )
+
+
+def planned_config(case, ranks):
+    """The same with plans."""
+    config = own_config(case, ranks)
+    cluster = Cluster(1, ranks // case.tp)
+    policy = Policy(find_recipe("fcp"), seed=SEED)
+    job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
+    held_out = "documents.documents" if case.validate else None
+    return planned(config, held_out, dataset="documents.documents", source=HereSource(job), seed=SEED)
+
+
+@torch.no_grad()
+def same_weights(parts):
+    """On any mesh: Titan's random numbers on CPUs depend on it."""
+    for name, parameter in (pair for part in parts for pair in part.named_parameters()):
+        if "norm" in name:
+            continue
+        seed = zlib.crc32(name.replace("_checkpoint_wrapped_module.", "").encode())
+        full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) / 6
+        if isinstance(parameter, DTensor):
+            full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+        parameter.copy_(full)
+
+
+def train(comm, own, case):
+    """Losses and gradient norms of each step, losses of validations, and rounds of this rank's communication."""
+    titan_alone.own_attention()
+    os.environ["LOCAL_RANK"] = "0"
+    torch.autograd.set_multithreading_enabled(False)  # as Titan does where it initialises torch.distributed
+    config = (own_config if own else planned_config)(case, comm.ranks)
+    trainer, told, rounds = config.build(), [], []
+    trainer.metrics_processor.log = lambda step, loss, top, norm, extra_metrics: told.append((loss, norm))
+    trainer.metrics_processor.log_validation = lambda loss, step: told.append(("validation", loss))
+    trainer.should_continue_training = partial(_goes_on, trainer, case)
+    same_weights(trainer.model_parts)
+    counted = Communicator.batch
+    Communicator.batch = lambda *given: (rounds.append(1), counted(*given))[1]
+    try:
+        trainer.train()
+    finally:
+        Communicator.batch = counted
+        trainer.close()
+    return told, len(rounds)
+
+
+def _goes_on(trainer, case):
+    if trainer.step == case.killed_at:
+        torch.distributed.barrier()  # all have saved
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trainer.step < case.steps
+
+
+def refused(comm, case):
+    """What Apportion says of a config."""
+    os.environ["LOCAL_RANK"] = "0"
+    config = planned_config(case, comm.ranks)
+    for section, changes in case.changes.items():
+        setattr(config, section, replace(getattr(config, section), **changes))
+    try:
+        config.build().close()
+    except ApportionError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,123 @@
+"""Planned attention on the reference backend against dense attention: masks × heads × widths × ranks × recipes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import oracle
+import pytest
+from matrix import EXACT, LAYERS, SEQUENCES, batch_of, compare
+
+from apportion.backends import reference
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.masks import bands
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.planner.api import plan as make_plan
+
+BLOCKS = [5, 16, "auto"]
+
+
+def recipe(block: int | str, reshuffle: bool) -> Recipe:
+    return Recipe(
+        "fcp",
+        {
+            "shard": {"blocks": {"block": block, "zigzag": True}},
+            "place": {"lpt": {}},
+            "schedule": {"matchings": {"coalesce": 2, "buffers": 2}},
+            "reshuffle": reshuffle,
+        },
+    )
+
+
+def planned(batch: Batch, layer: tuple, ranks: int, block: int | str, reshuffle: bool) -> Plan:
+    heads, kv_heads, width, v_width, _, _ = layer
+    model = Model(heads, kv_heads, width, v_width, dtype="fp64", layers=1)
+    # blocks of any size on 8 ranks cannot keep 1.02 x the mean
+    policy = Policy(recipe(block, reshuffle), token_cap=batch.tokens)
+    return make_plan(batch, Cluster(ranks_per_node=ranks), model, policy=policy)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_every_mask_on_every_number_of_ranks(name: str, ranks: int) -> None:
+    for turn, (layer, reshuffle) in enumerate(product(LAYERS, [False, True])):
+        block = BLOCKS[(turn + ranks) % len(BLOCKS)]
+        compare(planned(batch_of(name), layer, ranks, block, reshuffle), "default", layer, ranks)
+
+
+@pytest.mark.parametrize("reshuffle", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_sequences_with_their_own_masks_share_a_batch(block: int | str, reshuffle: bool) -> None:
+    plan = planned(
+        batch_of("tree", "causal", "slices", "image_spans", "full"), LAYERS[1], 4, block, reshuffle
+    )
+    compare(plan, "default", LAYERS[1], 0)
+
+
+@pytest.mark.parametrize("reshuffle", [False, True])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [3], [1, 1, 1, 1, 1], [16, 1], [17, 33, 1], [65], [1] * 40, [40, 2, 1, 1, 3]],
+    ids=lambda lengths: "-".join(map(str, lengths)),
+)
+def test_tails_of_one_token_and_ranks_without_tokens(lengths: list[int], reshuffle: bool) -> None:
+    for block in BLOCKS:
+        batch = Batch.from_lengths(lengths, masks.causal())
+        compare(planned(batch, LAYERS[1], 8, block, reshuffle), "default", LAYERS[1], 1)
+
+
+@pytest.mark.parametrize("reshuffle", [False, True])
+def test_kinds_share_a_layout(reshuffle: bool) -> None:
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(5), "both": masks.full()}
+    plan = planned(Batch.from_lengths([40, 9, 1], kinds), LAYERS[2], 3, 8, reshuffle)
+    for seed, kind in enumerate(kinds):
+        compare(plan, kind, LAYERS[2], seed)
+
+
+@pytest.fixture(scope="module")
+def float32_errors() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Per mask the errors of o, lse, dq, dk, dv and dsinks: planned and plain, both in float32."""
+    found = {}
+    for name in SEQUENCES:
+        batch, layer = batch_of(name), (4, 1, 16, 16, True, None)
+        p = oracle.Problem.random(2, batch.tokens, *layer[:4], sinks=True)
+        allowed = bands.dense(batch.bands("default"), batch.tokens, batch.tokens)
+        exact, plain = oracle.dense(p, allowed), oracle.dense(p.cast(np.float32), allowed)
+        plan = planned(batch, layer, 4, 8, True)
+        ours = reference.run(plan, "default", p.q, p.k, p.v, p.do, sinks=p.sinks, dtype=np.float32)
+        found[name] = tuple(np.array(list(map(error, answer, exact))) for answer in (ours, plain))
+    return found
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_float32_errs_at_most_twice_as_much_as_plain_attention(name: str, float32_errors: dict) -> None:
+    ours, plain = float32_errors[name]
+    assert (ours[:5] <= 2 * plain[:5]).all()
+
+
+def test_float32_sinks_err_at_most_twice_as_much_as_plain_attention(float32_errors: dict) -> None:
+    # a mask has four numbers here, which is too few to compare alone
+    ours, plain = (np.sqrt(np.mean([pair[i][5] ** 2 for pair in float32_errors.values()])) for i in (0, 1))
+    assert ours <= 2 * plain
+
+
+def error(found: np.ndarray, truth: np.ndarray) -> float:
+    """Root mean square of the difference, over entries that are finite."""
+    finite = np.isfinite(truth)
+    assert (np.isfinite(found) == finite).all()
+    return float(np.sqrt(np.mean((found[finite] - truth[finite]) ** 2)))
+
+
+def test_same_plan_gives_the_same_bits_and_other_plans_agree() -> None:
+    p = oracle.Problem.random(4, 74, *LAYERS[1][:4])
+    batch = batch_of("causal", "full")
+    plans = [planned(batch, LAYERS[1], 4, 5, True)] * 2 + [planned(batch, LAYERS[1], 7, 16, False)]
+    once, again, other = (reference.run(plan, "default", p.q, p.k, p.v, p.do) for plan in plans)
+    for a, b, c in zip(once[:5], again[:5], other[:5], strict=True):
+        assert a.tobytes() == b.tobytes()
+        np.testing.assert_allclose(a, c, rtol=EXACT, atol=EXACT)

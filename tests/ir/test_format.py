@@ -1,0 +1,414 @@
+"""The written format: golden plans stay readable, and schema, prose, example and code say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from formats import SCHEMAS, decoded
+from random_plans import random_plan
+
+from apportion.ir import verify
+from apportion.ir.bytes import codec, numbers, predictions
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.columns import DENSEST, MAX_ROWS
+from apportion.ir.bytes.slices import Slice
+from apportion.ir.bytes.wire import MAX_BYTES
+from apportion.ir.diff import diff
+from apportion.ir.isa import (
+    LIMIT,
+    MOVE_COLUMNS,
+    OP_NAMES,
+    OPERAND_COLUMNS,
+    PHASES,
+    SPAN_COLUMNS,
+    TABLES,
+    TENSOR_NAMES,
+    VERSION,
+    Argument,
+    Op,
+    Tensor,
+    Use,
+)
+from apportion.ir.masks import specs as masks
+from apportion.ir.masks.bands import INF
+from apportion.ir.parse import parse
+from apportion.ir.plan import wellformed as structure
+from apportion.ir.text import format_plan
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = sorted(path.stem for path in (SCHEMAS / "golden").glob("*.plan"))
+FORMAT = (SCHEMAS / "FORMAT.md").read_text()
+
+
+#: kinds of predictions by name, forms of numbers by name
+KINDS = [
+    "LAST",
+    "WITH",
+    "AFTER",
+    "PLACE",
+    "BY",
+    "RISE",
+    "FOLLOW",
+    "NEW",
+    "QUERIES",
+    "KEYS",
+    "BACK",
+    "LIKE",
+    "ROW",
+]
+FORMS = ("SAME", "FEW", "BITS", "EACH")
+
+
+def golden(name: str) -> tuple[bytes, str]:
+    return (SCHEMAS / f"golden/{name}.plan").read_bytes(), (SCHEMAS / f"golden/{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_plans_are_their_texts(name: str) -> None:
+    data, text = golden(name)
+    assert parse(text).encode() == data
+    assert Plan.decode(data).text() == text
+    assert parse(text).id == Plan.decode(data).id
+
+
+def test_golden_plans_cover_the_format() -> None:
+    plans = [Plan.decode(golden(name)[0]) for name in GOLDEN]
+    assert len(plans) >= 2
+    used = {
+        int(op)
+        for plan in plans
+        for program in plan.programs.values()
+        for op in program["instructions"]["op"]
+    }
+    assert used >= {
+        Op.LAUNCH,
+        Op.WAIT,
+        Op.ATTEND,
+        Op.ATTEND_GRAD,
+        Op.DELTA,
+        Op.MERGE,
+        Op.ADD,
+        Op.COPY,
+        Op.CLEAR,
+        Op.FINISH,
+    }
+    assert any(plan.moves for plan in plans)
+    assert any(plan.header.head_sets for plan in plans)
+    assert all(plan.header.diagonals for plan in plans)
+
+
+def test_each_version_has_golden_plans_and_is_written_down() -> None:
+    known = [(2, minor) for minor in range(VERSION[1] + 1)]
+    assert sorted({Plan.decode(golden(name)[0]).header.version for name in GOLDEN}) == known
+    assert FORMAT.startswith("# The plan format, version {}.{}\n".format(*VERSION))
+    evolution = (SCHEMAS / "EVOLUTION.md").read_text()
+    assert re.findall(r"^\| (\d\.\d+) \|", evolution, re.MULTILINE) == ["{}.{}".format(*v) for v in known]
+
+
+def test_golden_plans_say_their_diagonals() -> None:
+    held = Plan.decode(golden("kinds")[0])
+    diagonals = {"full": ((-INF, INF),), "global": ((-INF, INF), (0, INF)), "local": ((0, 127),)}
+    assert held.header.diagonals == held.for_rank(1).header.diagonals == diagonals
+    assert max(held.layout("attention").rows_per_rank) > 128
+
+
+def test_the_prose_says_the_diagonals_of_every_mask() -> None:
+    table = FORMAT.split("| mask | diagonals |")[1].split("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(masks.SPECS)
+
+
+@pytest.mark.parametrize("name", ["tiny", "kinds"])
+def test_the_golden_slice_proves_itself(name: str) -> None:
+    data = (SCHEMAS / f"golden/{name}.rank1.slice").read_bytes()
+    plan = Plan.decode(golden(name)[0])
+    assert Slice.decode(data) == plan.for_rank(1)
+    assert plan.for_rank(1).encode() == data
+
+
+# ---------------------------------------------------------------------------------------------- the example
+
+
+def read_plan(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples/read_plan.py"), *args],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_reader_written_from_the_prose_agrees(name: str) -> None:
+    path = SCHEMAS / f"golden/{name}.plan"
+    plan = Plan.decode(path.read_bytes())
+    rank = plan.header.ranks - 1
+    done = read_plan(str(path), str(rank))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"id {plan.id.hex()} matches"
+    steps = re.findall(r"^ +\d+ (\w+)", done.stdout, re.MULTILINE)
+    ops = [op for program in plan.programs.values() for op in program.rank(rank)["instructions"]["op"]]
+    assert steps == [OP_NAMES[Op(op)] for op in ops]
+    shown = set(re.findall(r"[a-z]+=(\w+\.(?:home|work)\[\d+:\d+\))", done.stdout))
+    ours = set(re.findall(r"(\w+\.(?:home|work)\[\d+:\d+\))", re.sub(" *operands.*", "", plan.text(rank))))
+    assert shown == ours
+
+
+def test_the_example_is_short_and_refuses_a_damaged_plan(tmp_path: Path) -> None:
+    source = (ROOT / "examples/read_plan.py").read_text()
+    assert len(source.splitlines()) <= 400
+    assert re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE) == [
+        "json",
+        "sys",
+        "hashlib",
+        "msgpack",
+    ]
+    data = golden("tiny")[0]
+    (tmp_path / "x.plan").write_bytes(data.replace(b"FEASIBLE", b"OPTIMAL!"))
+    done = read_plan(str(tmp_path / "x.plan"))
+    assert done.returncode != 0
+    assert "is not that of the bytes" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------- schema and prose
+
+
+@pytest.fixture(scope="module")
+def schema() -> jsonschema.Draft202012Validator:
+    data = json.loads((SCHEMAS / "plan.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(data)
+    return jsonschema.Draft202012Validator(data)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_plans_fit_the_schema(schema: jsonschema.Draft202012Validator, name: str) -> None:
+    schema.validate(decoded(golden(name)[0]))
+
+
+def test_any_plan_fits_the_schema(schema: jsonschema.Draft202012Validator) -> None:
+    for seed in range(20):
+        schema.validate(decoded(random_plan(seed).encode()))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("id",), "00"),
+        (("version",), [1, 0]),
+        (("header", "ranks"), 0),
+        (("header", "dtype"), "int8"),
+        (("header", "extra"), 1),
+        (("header", "diagonals"), {"default": [[0]]}),
+        (("header", "diagonals"), {"default": [[0, 2**62 + 1]]}),
+        (("header", "diagonals"), {"default": [[0, n] for n in range(9)]}),
+        (("parts",), []),
+        (("parts", 0, "rank"), -1),
+        (("parts", 0, "programs"), {}),
+        (("parts", 0, "programs", "default", "sideways"), {}),
+        (("parts", 0, "programs", "default", "forward", "tasks"), [[1]]),
+        (("parts", 0, "programs", "default", "forward", "tasks", 0), [2**49]),
+        (("parts", 0, "programs", "default", "forward", "novel"), []),
+        (("layouts", "attention", "tokens"), -1),
+        (("moves", 0), ["attention"]),
+    ],
+)
+def test_the_schema_refuses(
+    schema: jsonschema.Draft202012Validator, path: tuple[Any, ...], value: object
+) -> None:
+    plan = decoded(golden("tiny")[0])
+    inner: Any = plan
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        schema.validate(plan)
+
+
+def test_the_schema_lists_the_columns() -> None:
+    data = json.loads((SCHEMAS / "plan.schema.json").read_text())["$defs"]
+    tables = data["program"]["properties"]
+    assert {name: tuple(table["description"].split(", ")) for name, table in tables.items()} == dict(TABLES)
+    for name, names in TABLES.items():
+        assert data[tables[name]["$ref"].split("/")[-1]]["minItems"] == len(names)
+
+
+def test_the_prose_says_how_every_column_is_written() -> None:
+    names = {getattr(predictions, kind): kind for kind in KINDS}
+    assert len(names) == len(KINDS)
+    shown = {name: f"`{name}`" for name in TABLES} | {"spans": "`layouts`, each", "moves": "`moves`, each"}
+    for name, rules in predictions.RULES.items():
+        words = (" ".join(filter(None, (names[rule.kind], rule.a, rule.b))) for rule in rules)
+        columns = (f"`{rule.column}` {word}" for rule, word in zip(rules, words, strict=True))
+        assert f"| {shown[name]} | {', '.join(columns)} |" in FORMAT
+        held = {**TABLES, "spans": SPAN_COLUMNS, "moves": MOVE_COLUMNS}[name]
+        assert {rule.column for rule in rules} - {"source"} == set(held)
+    for number, form in enumerate(FORMS):
+        assert getattr(numbers, form) == number
+        assert f"| {number} | {form.lower()} |" in FORMAT
+    assert f"have n / {DENSEST} bytes" in FORMAT
+
+
+def test_the_prose_lists_every_code() -> None:
+    for field in random_plan(0).header.__dataclass_fields__:
+        assert f"`{field}`" in FORMAT
+    for size in MAX_BYTES.values():
+        assert f"{size >> 20} MiB" in FORMAT
+
+
+def section(title: str) -> str:
+    """The text of a section of the prose."""
+    return FORMAT.split(f". {title}\n")[1].split("\n## ")[0]
+
+
+def rows_of(title: str, head: str) -> list[list[str]]:
+    """The cells of a table in a section, by the beginning of its first line."""
+    lines = section(title).split(f"\n{head}")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+_PHASES = {PHASES: "both", ("forward",): "forward", ("backward",): "backward"}
+
+
+def test_the_prose_says_what_tensors_hold() -> None:
+    names = {"head_dim": "D", "v_head_dim": "Dv", "hidden": "E"}
+    sides = {"query": "query", "key": "KV", None: "none"}
+    for tensor, row in zip(list(Tensor)[1:], rows_of("Memory", "| code |"), strict=True):
+        held = tensor.contents
+        parts = ", ".join(p.name + (f" [{names[p.width]}]" if p.width else "") for p in held.parts)
+        dtype = "sum" if held.wide else "model"
+        assert row == [str(int(tensor)), held.name, sides[held.side], parts, dtype, _PHASES[held.phases]]
+
+
+_USES = {
+    Use.READ: "reads",
+    Use.TAKE: "takes",
+    Use.MOVE: "moves",
+    Use.WRITE: "writes",
+    Use.ONCE: "writes once",
+    Use.ADD: "adds to",
+    Use.CLEAR: "clears",
+    Use.FINISH: "finishes",
+    Use.TRAVEL: "sends or receives",
+}
+
+
+def in_words(argument: Argument) -> str:
+    names = " or ".join(TENSOR_NAMES[tensor] for tensor in argument.tensors)
+    tensors = "any tensor" if len(argument.tensors) == len(Tensor) - 1 else names
+    place = " at home" if argument.at_home else ""
+    like = f" like `{argument.like}`" if argument.like else ""
+    absent = " (may be none)" if argument.optional else ""
+    return f"`{argument.column}` {_USES[argument.use]} {tensors}{place}{like}{absent}"
+
+
+def test_the_prose_says_what_ops_do_with_their_operands() -> None:
+    for op, row in zip(Op, rows_of("Instructions", "| op | name |"), strict=True):
+        operands = ", ".join(map(in_words, op.rule.arguments)) or "-"
+        assert row == [str(int(op)), OP_NAMES[op], op.rule.list or "-", _PHASES[op.rule.phases], operands]
+
+
+def test_the_prose_says_which_sums_first_overwrites() -> None:
+    sums = [(op, a) for op in Op for a in op.rule.arguments if a.use is Use.ADD]
+    flags = [[f"`{OP_NAMES[op]}`", f"`{a.column}`", str(a.flag)] for op, a in sums]
+    assert rows_of("Instructions", "| op | target |") == flags
+
+
+def test_the_prose_says_the_range_of_every_column() -> None:
+    tables = {"layouts": SPAN_COLUMNS, "moves": MOVE_COLUMNS, **TABLES}
+    rows = rows_of("The tables", "| table |")
+    assert [(table.strip("`"), column.strip("`")) for table, column, *_ in rows] == [
+        (table, column) for table, columns in tables.items() for column in columns
+    ]
+    special = {"operand": "operand", "peer": "0 to ranks - 1", "operands.heads": "0 to head sets"}
+    for table, column, values, _ in ([cell.strip("`") for cell in row] for row in rows):
+        name = "spans" if table == "layouts" else table
+        kind = "operand" if column in OPERAND_COLUMNS.get(table, ()) else column
+        low, high = structure._RANGES.get((name, column), (0, LIMIT))
+        known = special.get(f"{table}.{column}") or special.get(kind)
+        free = "" if (low, high) == (0, LIMIT) else f"{low} to {high}".replace(str(LIMIT), "2^48")
+        assert values == (known or free), (table, column)
+
+
+def test_the_prose_lists_every_rule_of_the_verifier() -> None:
+    rows = rows_of("The rules of a valid plan", "| rule |")
+    assert [name.strip("`") for name, _ in rows] == [rule.name for rule in verify.RULES]
+
+
+def test_the_prose_lists_what_readers_refuse() -> None:
+    rows = rows_of("What a reader refuses", "| check |")
+    suite = json.loads((SCHEMAS / "conformance/suite.json").read_text())
+    assert [name.strip("`") for name, _ in rows] == list(dict.fromkeys(e["breaks"] for e in _by_check(suite)))
+    assert f"cells of more than 2^{MAX_ROWS.bit_length() - 1} rows, or of more than {DENSEST} for" in FORMAT
+
+
+def _by_check(suite: dict[str, Any]) -> list[dict[str, Any]]:
+    order = ["envelope", "version", "id", "sections", "parts", "cells", "values", "indexes", "counts"]
+    return sorted(suite["malformed"], key=lambda entry: order.index(entry["breaks"]))
+
+
+def test_the_prose_says_which_masks_have_positions_of_their_own() -> None:
+    named = {name.strip("`") for name, _ in rows_of("Layouts, moves and positions", "| mask |")}
+    assert named - {"every other"} == {name for name, spec in masks.SPECS.items() if spec.structured}
+
+
+def test_the_prose_names_sections_that_are_there() -> None:
+    there = [int(number) for number in re.findall(r"^## (\d+)\. ", FORMAT, re.MULTILINE)]
+    assert there == list(range(1, len(there) + 1))
+    named = re.findall(r"[Ss]ections? (\d+)(?: (?:to|and) (\d+))?(?: and (\d+))?", FORMAT)
+    assert {int(number) for numbers in named for number in numbers if number} <= set(there)
+
+
+# ---------------------------------------------------------------------------------------------- diff
+
+
+def test_equal_plans_do_not_differ() -> None:
+    for name in GOLDEN:
+        data, text = golden(name)
+        found = diff(Plan.decode(data), parse(text))
+        assert found.equal
+        assert (found.values, found.layouts, found.programs, found.moves) == ((), (), (), False)
+        assert found.lines() == [f"the plans are equal: {Plan.decode(data).id.hex()}"]
+
+
+def changed(old: str, new: str) -> Plan:
+    text = re.sub("^id .*\n", "", golden("tiny")[1], flags=re.MULTILINE)
+    assert old in text
+    return parse(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('"slots": 2', '"slots": 3', "report.slots: 2 | 3"),
+        ('"seed": 0, "v_head', '"seed": 1, "v_head', "header.seed: 0 | 1"),
+        ('"memory_gib": 80.0', '"memory_gib": 90.0', "request.cluster.memory_gib: 80.0 | 90.0"),
+        ("length=4 sequence=0 position=0", "length=3 sequence=0 position=0", "layout linear differs"),
+        ("send 1 row=4 rows=1", "send 1 row=3 rows=1", "moves differ"),
+        ("  clear O.home[0:3)\n", "", "  clear 1 | 0"),
+        ("  clear O.home[0:3)\n", "", "  - clear O.home[0:3)"),
+        ("[-4,0] first", "[-4,1] first", "  + attend Q.work[0:3) KV.home[0:5) -> O.work[0:3) [-4,1] first"),
+        ("arenas Q 3x2, O 3x2", "arenas Q 3x2, O 4x2", "  operands or arenas differ, the instructions agree"),
+    ],
+)
+def test_differences_are_named(old: str, new: str, line: str) -> None:
+    found = diff(changed("rank 0", "rank 0"), changed(old, new))
+    assert line in found.lines()
+    data = json.loads(json.dumps(found.to_data()))
+    assert not data["equal"]
+    assert data["ids"][0] != data["ids"][1]
+
+
+def test_plans_of_other_sizes_differ() -> None:
+    tiny, other = Plan.decode(golden("tiny")[0]), codec.seal(random_plan(3, ranks=5))
+    lines = diff(tiny, other).lines(programs=2)
+    assert "header.ranks: 2 | 5" in lines
+    assert lines[-1].endswith("more programs differ")
+    assert diff(other, tiny).lines()
+    assert format_plan(other) == other.text()

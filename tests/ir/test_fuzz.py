@@ -1,0 +1,90 @@
+"""Mutated plans meet decoder and verifier: typed errors only. `python -m benchmarks.fuzz_plans` tries many more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from random_plans import random_plan
+from sparse import sparse
+
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.slices import Slice
+from apportion.ir.errors import DecodeError
+from apportion.ir.parse import parse
+from apportion.ir.verify import check
+from benchmarks import fuzz_plans
+
+
+@pytest.mark.parametrize("seed", sparse(range(4), 4))
+def test_only_typed_errors_come_out(seed: int) -> None:
+    result = fuzz_plans.fuzz(fuzz_plans.golden_plans(), 500, seed)
+    assert result.escaped == {}
+    assert result.count == 500
+    assert result.slowest_ms < 20_000  # nothing runs away; numba may compile inside
+
+
+def test_mutations_reach_the_deep_checks() -> None:
+    result = fuzz_plans.fuzz(fuzz_plans.golden_plans(), 300, 99)
+    assert result.outcomes["DecodeError"] > 50
+    assert result.outcomes["violations"] > 30
+    assert len(result.rules) >= 3
+
+
+def test_escapes_are_seen() -> None:
+    result = fuzz_plans.Result()
+
+    def broken(plan: object) -> list[object]:
+        raise KeyError("boom")
+
+    fuzz_plans.try_plan(fuzz_plans.golden_plans()[0].encode(), result, broken)
+    assert [name.split(" ")[0] for name in result.escaped] == ["KeyError"]
+    assert result.outcomes["escaped"] == 1
+
+
+def test_golden_plans_are_valid() -> None:
+    assert [check(plan) for plan in fuzz_plans.golden_plans()] == [()] * len(fuzz_plans.golden_plans())
+
+
+def test_plans_that_make_no_sense_are_only_reported() -> None:
+    """Structurally valid plans of random numbers: the verifier answers and does not fail."""
+    for seed in range(20):
+        assert check(codec.decode(random_plan(seed).encode()))
+
+
+def test_mutated_slices() -> None:
+    rng = random.Random(5)
+    data = fuzz_plans.golden_plans()[-1].for_rank(1).encode()
+    for _ in range(500):
+        changed = rng.choice(fuzz_plans.RAW)(rng, data, data)
+        if changed != data:
+            with pytest.raises(DecodeError):
+                Slice.decode(changed)
+
+
+def test_mutated_texts() -> None:
+    rng = random.Random(6)
+    text = fuzz_plans.golden_plans()[-1].text()
+    lines = text.split("\n")
+    for _ in range(300):
+        changed = [*lines]
+        at = rng.randrange(len(lines))
+        line = changed[at]
+        cut = rng.randrange(len(line) + 1)
+        changed[at] = rng.choice(
+            (line[:cut], line[:cut] + rng.choice('0-[#~é\0"}') + line[cut:], line + line, "")
+        )
+        if rng.random() < 0.2:
+            rng.shuffle(changed)
+        try:
+            plan = parse("\n".join(changed))
+        except DecodeError:
+            continue
+        assert plan.id == codec.seal(plan).id
+
+
+def test_the_command_reports_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz_plans.main(["--count", "20", "--json", "--limit-ms", "60000"]) == 0
+    out = capsys.readouterr().out
+    assert '"escaped": {}' in out
+    assert '"count": 20' in out

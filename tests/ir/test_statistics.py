@@ -1,0 +1,74 @@
+"""Which statistics of rows attention computes, held against a walk through the instructions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from walks import computed_statistics, each_row
+
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.isa import Op
+from apportion.ir.masks import specs as masks
+from apportion.ir.plan.ops import instruction_of
+from apportion.ir.plan.row_statistics import find_statistics
+from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.planner import api
+
+RECIPES = ("fcp", "blend", "ring", "usp", "dcp", "distca", "zeppelin", "upipe", "ulysses", "mixed", "magi")
+
+
+def plan_of(recipe: str, mask: str) -> Plan:
+    spec = {"causal": masks.causal(), "window": masks.sliding_window(64), "full": masks.full()}[mask]
+    batch = Batch.from_lengths([700, 90, 310, 41, 5, 512, 260], mask=spec)
+    return api.plan(batch, Cluster(2, 2), Model(8, 4, 32), recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mask", ["causal", "window", "full"])
+def test_statistics_are_those_that_only_tasks_of_their_rank_want(recipe: str, mask: str) -> None:
+    plan = plan_of(recipe, mask)
+    programs = plan.programs["default", "backward"]
+    together = find_statistics(programs)
+    assert (
+        sum((part.row1 - part.row0).sum() for part in find_statistics(plan.programs["default", "forward"]))
+        == 0
+    )
+    count = 0
+    for rank in range(4):
+        alone = programs.rank(rank)
+        tasks, rowops = computed_statistics(alone)
+        found = find_statistics(alone)
+        assert sorted(each_row(found.tasks)) == sorted(tasks)
+        assert sorted(each_row(found.rowops)) == sorted(rowops)
+        count += len(rowops)
+    assert (together.rowops.row1 - together.rowops.row0).sum() == count
+
+
+def test_rows_whose_keys_come_to_them_are_computed_by_tasks() -> None:
+    for recipe in ("fcp", "blend", "ring", "zeppelin"):
+        rows = find_statistics(plan_of(recipe, "causal").programs["default", "backward"]).rowops
+        assert (rows.row1 - rows.row0).sum() == 1918, recipe
+
+
+def test_statistics_that_travel_are_not() -> None:
+    """Ulysses sends all of them; of distca those of rows that others compute."""
+    assert not find_statistics(plan_of("ulysses", "causal").programs["default", "backward"]).tasks
+    distca = find_statistics(plan_of("distca", "full").programs["default", "backward"]).rowops
+    assert 0 < (distca.row1 - distca.row0).sum() < 1918
+
+
+def test_a_program_without_delta_computes_none() -> None:
+    """What was written elsewhere, as for a lone task, is read."""
+    programs = plan_of("fcp", "causal").programs["default", "backward"].rank(0)
+    instructions = programs["instructions"]
+    keep = instructions["op"] != Op.DELTA
+    columns = {name: instructions[name][keep] for name in instructions.columns}
+    tables = {**programs.tables, "instructions": Table(np.array([0, keep.sum()]), columns)}
+    rows = instruction_of(instructions["op"], instructions.wide("count"), "rowops")
+    stay = keep[rows]
+    rowops = programs["rowops"]
+    tables["rowops"] = Table(np.array([0, stay.sum()]), {name: rowops[name][stay] for name in rowops.columns})
+    assert not find_statistics(ProgramSet(tables)).tasks

@@ -1,0 +1,616 @@
+"""Forecasts: every part against a closed form on small cases, parts that add up, and what a user meets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion import cli
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.planner.forecast.choices import recipe_parallelisms, search_space, static_grids
+from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
+from apportion.planner.forecast.grids import groups_of
+from apportion.planner.forecast.host import copies
+from apportion.planner.forecast.layers import Layers, model_flops
+from apportion.planner.forecast.memory import (
+    Activations,
+    activations,
+    in_flight,
+    kept_bytes,
+    memory,
+    vocabularies,
+)
+from apportion.planner.forecast.parallelism import Degrees, Parallelism
+from apportion.planner.forecast.result import Forecast, Row
+from apportion.planner.forecast.schedule import makespan_us, orders
+from apportion.planner.forecast.step import PARTS
+from apportion.planner.forecast.training import Training
+from apportion.planner.pipeline.feasibility import attention_bytes
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.planner.simulate import simulate
+
+H100 = Hardware.load("h100")
+SMALL = Model(q_heads=8, kv_heads=2, head_dim=64, hidden=512, ffn=1024, layers=4)
+CLUSTER = Cluster(2, 4)
+BATCH = Batch.from_lengths([6000, 3000, 2000, 1000, 4384])  # 2,048 tokens a rank
+
+
+def one(form: Parallelism, training: Training | None = None, **given: Any) -> Forecast:
+    return ap.forecast(
+        [given.pop("batch", BATCH)], CLUSTER, SMALL, [form], training or Training(vocab=1000), **given
+    )
+
+
+def parts_of(form: Parallelism, training: Training | None = None) -> dict[str, float]:
+    found = one(form, training).rows[0]
+    assert found.reason is None, found.reason
+    return found.parts()
+
+
+def form(recipe: str = "fcp", **degrees: int) -> Parallelism:
+    return Parallelism(find_recipe(recipe), Degrees(**degrees))
+
+
+# ---------------------------------------------------------------------------------------------------- closed forms
+
+
+def test_a_tensor_parallel_group_has_no_more_of_the_nics_than_it_shares() -> None:
+    """Two ranks for each of four NICs: a group of two has one NIC, of which each rank has half."""
+    cluster = Cluster(2, 8, nics_per_node=4, inter_gbs=24.0)
+    for tensor, nics, gbs in ((1, 4, 24.0), (2, 4, 12.0), (4, 2, 12.0), (8, 1, 12.0)):
+        stage = form(tensor=tensor).stage(cluster)
+        assert (stage.nics_per_node, stage.inter_gbs) == (nics, gbs)
+        assert stage.nics_per_node * stage.inter_gbs * tensor == 4 * 24.0  # of a node
+    for tensor in (1, 2, 4, 8):
+        stage = form(tensor=tensor).stage(replace(cluster, nics_per_node=8))
+        assert (stage.nics_per_node, stage.inter_gbs) == (8 // tensor, 24.0)
+
+
+def test_each_part_of_a_step_is_its_closed_form() -> None:
+    """All written out for one small case, in the units of its figures."""
+    plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp", hardware=H100)
+    tokens = int(plan.layouts[plan.header.home_layout].rows_per_rank.max())
+    simulated = simulate(plan, H100)
+    found = parts_of(form(), Training(vocab=1000, recompute="full", sharding="ddp"))
+    layers = 4
+    products = 512 * ((8 + 2) * 2 * 64 + 3 * 1024)
+    linear = 2 * products * tokens / (H100.linear_tflops.value * 1e12)
+    a_byte = 1 / (H100.memory_gbs.value * 1e9)
+    rows = tokens * 2 * (8 * 512 + 2 * (8 + 2) * 64 + 3 * 1024) * a_byte
+    head = 2 * tokens * 1000 * 512 / (H100.linear_tflops.value * 1e12) + 3 * 2 * tokens * 1000 * a_byte
+    attention = simulated.forward_ms / 1e3, simulated.backward_ms / 1e3
+    assert found["attention"] == pytest.approx(layers * sum(attention))
+    assert found["linear"] == pytest.approx(3 * layers * linear)
+    assert found["rows"] == pytest.approx(3 * layers * rows)
+    assert found["head"] == pytest.approx(3 * head)
+    assert found["recomputation"] == pytest.approx(layers * (attention[0] + linear + rows))
+    parameters = layers * (products + 2 * 512) + 2 * 1000 * 512
+    assert found["optimizer"] == pytest.approx(parameters * (24 + 4 + 2) * a_byte)
+    assert found["bubble"] == pytest.approx(0, abs=1e-12)
+    assert found["tensor_parallel"] == found["remap"] == 0
+
+
+def test_measured_rates_price_what_they_are_of() -> None:
+    training = Training(vocab=1000)
+    half = Figure(H100.memory_gbs.value / 2, "measured")
+    before = Layers(H100, SMALL, training)
+    after = Layers(
+        replace(H100, rows_gbs=half, loss_gbs=half, optimizer_gbs=half, memory_gbs=half), SMALL, training
+    )
+    assert after.rows_us(100) == pytest.approx(2 * before.rows_us(100))
+    assert after.optimizer_us(1e6) == pytest.approx(2 * before.optimizer_us(1e6))
+    assert after.linear_us(100) == before.linear_us(100)
+    for name, priced in (("rows_gbs", "rows_us"), ("optimizer_gbs", "optimizer_us"), ("loss_gbs", "head_us")):
+        alone = Layers(replace(H100, **{name: half}), SMALL, training)
+        slower = {
+            work: getattr(alone, work)(1000) > getattr(before, work)(1000)
+            for work in ("rows_us", "optimizer_us", "head_us")
+        }
+        assert [work for work, slow in slower.items() if slow] == [priced]
+
+
+def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabulary() -> None:
+    def shared(parameters: int) -> float:
+        inter = 4 * parameters * 1 / 2 / (4 * 50e3)  # four of eight NICs: one a rank
+        intra = 4 * parameters * 3 / 4 / 450e3
+        return 2 * (max(inter, intra) + 10 + 2 * 5)
+
+    products = 512 * ((8 + 2) * 2 * 64 + 3 * 1024)
+    found = parts_of(form(), Training(vocab=1000, sharding="ddp", recompute="none"))
+    tokens = int(ap.plan(BATCH, CLUSTER, SMALL).layouts["attention"].rows_per_rank.max())
+    layers = Layers(H100, SMALL, Training())
+    behind = 2 * (layers.linear_us(tokens) + layers.rows_us(tokens))
+    each = shared(products + 2 * 512)
+    assert each > behind  # so the links count
+    expected = each + 3 * (each - behind) + shared(2 * 1000 * 512)
+    assert found["data_parallel"] == pytest.approx(expected / 1e6)
+    alone = parts_of(form(), Training(vocab=1000, sharding="ddp", recompute="none", overlap=False))
+    assert alone["data_parallel"] == pytest.approx((4 * each + shared(2 * 1000 * 512)) / 1e6)
+    assert {**alone, "data_parallel": 0} == {**found, "data_parallel": 0}
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2"])
+def test_sharded_gradients_are_scattered_for_each_microbatch_and_new_weights_gathered_once(
+    sharding: str,
+) -> None:
+    """ZeRO-2 keeps no whole gradients, so that it cannot add up microbatches before it scatters them; of the
+    vocabulary's matrices nothing hides."""
+    training = Training(vocab=1000, sharding=sharding, recompute="none")  # type: ignore[arg-type]
+    one_step, two = (
+        one(form(microbatches=count), training, batch=Batch.from_lengths([1024] * 16 * count)).rows[0].parts()
+        for count in (1, 2)
+    )
+    layers = Layers(H100, SMALL, training)
+    scattered, gathered = (gather_us(layers.parameters * size, CLUSTER) for size in (4, 2))
+    behind = layers.linear_us(2048) + layers.rows_us(2048)
+    once = exposed_us(gathered, behind, 4) + gather_us(2 * 1000 * 512 * 2, CLUSTER)
+    matrices = 2 if sharding == "zero1" else 1  # the head's are made first, and hidden
+    each = exposed_us(scattered, 2 * behind, 4) + gather_us(matrices * 1000 * 512 * 4, CLUSTER)
+    assert one_step["data_parallel"] == pytest.approx((once + each) / 1e6)
+    assert two["data_parallel"] == pytest.approx((once + each * (1 if sharding == "zero1" else 2)) / 1e6)
+
+
+def test_a_smaller_state_of_the_optimizer_takes_less_time() -> None:
+    adam, eight_bit = (Layers(H100, SMALL, Training(optimizer_bytes=count)) for count in (12, 6))
+    assert eight_bit.optimizer_us(1e6) == pytest.approx(adam.optimizer_us(1e6) * (12 + 6) / (24 + 6))
+
+
+def test_layers_are_those_of_the_kinds_of_the_sequences() -> None:
+    """One number for two kinds would count each layer twice; a kind without masks would be left out."""
+    kinds = {"full": masks.causal(), "local": masks.sliding_window(100)}
+    lengths = [6000, 3000, 2000, 1000, 4384]
+    for layers, mask, said in (
+        (4, kinds, "is one number, and the sequences have masks of 2 kinds"),
+        ({"full": 2, "local": 2}, {"full": masks.causal()}, "has layers of kind local"),
+    ):
+        batch = Batch.from_lengths(lengths, mask)
+        row = ap.forecast([batch], CLUSTER, replace(SMALL, layers=layers), [form()]).rows[0]
+        assert row.reason is not None
+        assert said in row.reason
+    batch = Batch.from_lengths(lengths, kinds)
+    told = ap.forecast([batch], CLUSTER, replace(SMALL, layers={"full": 2, "local": 2}), [form()]).rows[0]
+    assert told.reason is None, told.reason
+
+
+def test_sharded_weights_are_gathered_twice_and_their_gradients_scattered_for_each_microbatch() -> None:
+    found = parts_of(form(), Training(vocab=1000, sharding="fsdp", recompute="none"))
+    layers, tokens = Layers(H100, SMALL, Training(vocab=1000)), parts_tokens(1)
+    behind = layers.linear_us(tokens) + layers.rows_us(tokens)
+    gathered, scattered = (gather_us(layers.parameters * size, CLUSTER) for size in (2, 4))
+    vocabulary = sum(gather_us(1000 * 512 * size, CLUSTER) for size in (2, 4))
+    forward = gathered + 3 * max(0, gathered - behind)
+    backward = gathered + scattered + 3 * max(0, gathered + scattered - 2 * behind)
+    assert found["data_parallel"] == pytest.approx((forward + backward + vocabulary) / 1e6)
+
+
+def test_slow_ranks_take_longer_for_their_tokens() -> None:
+    speeds = (1.0,) * 7 + (0.5,)
+    cluster = replace(CLUSTER, speeds=speeds)
+    found = ap.forecast([BATCH], cluster, SMALL, [form("ring")], Training(vocab=1000)).rows[0]
+    rows = ap.plan(BATCH, cluster, SMALL, recipe="ring").layouts["attention"].rows_per_rank
+    slowest = float((rows / np.array(speeds)).max())
+    assert slowest > 1.5 * rows.max() / 1
+    refused = ap.forecast([BATCH], cluster, SMALL, static_grids(cluster, ["ring"])).record()["rows"]
+    assert all("a static grid knows no speeds" in row["reason"] for row in refused)
+    layers = Layers(H100, SMALL, Training(vocab=1000))
+    assert found.parts()["linear"] == pytest.approx(3 * 4 * layers.linear_us(slowest) / 1e6)
+    assert found.parts()["head"] == pytest.approx(3 * layers.head_us(slowest) / 1e6)
+
+
+def test_collectives_are_bytes_over_the_slower_way() -> None:
+    two = Cluster(2, 8)
+    assert gather_us(8e9, Cluster(1, 8)) == pytest.approx(8e9 * 7 / 8 / 450e3 + 3 * 5)
+    assert gather_us(8e9, two) == pytest.approx(max(8e9 / 2 / (8 * 50e3), 8e9 * 7 / 8 / 450e3) + 10 + 3 * 5)
+    assert gather_us(8e9, replace(two, nics_per_node=2)) == pytest.approx(8e9 / 2 / (2 * 50e3) + 10 + 3 * 5)
+    assert reduce_us(1e6, two) == 2 * gather_us(1e6, two)
+    assert gather_us(8e9, Cluster(1, 1)) == 0
+    assert exposed_us(5, 7, 10) == 5
+    assert exposed_us(7, 5, 10) == 7 + 9 * 2
+    assert exposed_us(0, 5, 10) == 0
+
+
+def test_flops_are_six_a_parameter_and_token_and_those_of_the_pairs() -> None:
+    products = 512 * ((8 + 2) * 128 + 3 * 1024) * 4
+    expected = 6 * 100 * (products + 512 * 1000) + 6 * 5050 * 4 * 8 * 128
+    assert model_flops(SMALL, Training(vocab=1000), 4, 100, 4 * 5050) == expected
+
+
+def test_tensor_parallel_ranks_share_products_and_wait_for_each_other() -> None:
+    alone, shared = (parts_of(form(tensor=degree), Training(vocab=1000)) for degree in (1, 2))
+    assert shared["linear"] == pytest.approx(
+        alone["linear"], rel=0.03
+    )  # twice the tokens, half of the products
+    moved = 4 * 2 * (parts_tokens(2) * 512 * 2 / 2 / 450e3 + 5) * 4  # forward and backward, four layers
+    assert shared["tensor_parallel"] == pytest.approx(moved / 1e6)
+
+
+def parts_tokens(tensor: int) -> int:
+    held = form(tensor=tensor)
+    plan = ap.plan(BATCH, held.group(CLUSTER), held.rank_model(SMALL), recipe="fcp", hardware=H100)
+    return int(plan.layouts["attention"].rows_per_rank.max())
+
+
+def test_memory_is_its_closed_form() -> None:
+    found = one(form(), Training(vocab=1000, sharding="zero1", recompute="none")).rows[0].memory()
+    products = 512 * ((8 + 2) * 128 + 3 * 1024)
+    parameters = 4 * (products + 2 * 512) + 2 * 1000 * 512
+    assert found.weights == 2 * parameters
+    assert found.gradients == 4 * parameters
+    assert found.optimizer == 12 * parameters / 8
+    tokens = parts_tokens(1)
+    saved = (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4)  # Q, K, V, O and the LSE
+    row = 4 * 512 * 2 + saved + 3 * 1024 * 2
+    held = found.activations
+    assert held.kept == tokens * row * 3  # the fourth is at work
+    assert held.feed_forward == tokens * (5 * 512 * 2 + saved + 4 * 1024 * 2)
+    assert held.cross_entropy == tokens * 2 * 512 * 2 + min(tokens, 4096) * 1000 * (2 * 2 + 4)
+    rows = attention_bytes(ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp", hardware=H100))
+    assert held.attention == tokens * 3 * 512 * 2 + rows
+    states = found.weights + found.gradients + found.optimizer
+    assert found.total == states + held.kept + max(held.attention, held.feed_forward, held.cross_entropy)
+    sharded = one(form(), Training(vocab=1000, sharding="fsdp", recompute="full")).rows[0].memory()
+    vocabulary = 1000 * 512
+    assert sharded.weights == 2 * (parameters / 8 + 2 * (products + 1024) + 2 * vocabulary)
+    assert sharded.gradients == 4 * (parameters / 8 + products + 1024)
+    head = held.cross_entropy + 4 * vocabulary  # its whole gradient
+    assert sharded.activations == replace(held, kept=tokens * 512 * 2 * 3, cross_entropy=head)
+
+
+def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
+    """Of two stages the first has an embedding, the last a head; one tied matrix is gathered once."""
+    layers, none = Layers(H100, SMALL, Training(vocab=1000, tied=True)), Activations(0, 0, 0, 0, 0)
+    first, last = (memory(layers, 2, 4, 1.0, none, head) for head in (False, True))
+    shared = (2 * layers.parameters + 1000 * 512) / 4
+    assert first.weights == last.weights == 2 * (shared + 2 * layers.parameters + 1000 * 512)
+    assert (first.activations.cross_entropy, last.activations.cross_entropy) == (0, 4 * 1000 * 512)
+    assert vocabularies(layers.training, 1) == (1.0, 1.0)
+    zero1 = memory(replace(layers, training=Training(vocab=1000, sharding="zero1")), 2, 4, 2.0, none)
+    assert zero1.activations.cross_entropy == 0  # it is in `gradients`
+
+
+def test_tensor_parallel_ranks_gather_the_rows_of_ffn_and_head() -> None:
+    """Their input and its gradient, of all tokens or of a tile; what else they have of rows is a share."""
+    ffn, vocabulary = 1024, 1000
+    model = replace(SMALL, q_heads=4, kv_heads=1, ffn=ffn // 2)
+    for tile, loss in ((None, 4096), (100, 50)):
+        training = Training(vocab=vocabulary, sharding="ddp", mlp_tile=tile, loss_tokens=loss)
+        found = activations(Layers(H100, model, training, tensor=2), 4, 2000, 0.0)
+        saved = (4 + 2) * 64 * 2 + 4 * (64 * 2 + 4)  # Q, K, V, O and the LSE of half of the heads
+        of_ffn, of_head = tile or 2000, min(loss, 2000)
+        gathered = 2 * 512 * 2
+        whole = 2000 * (5 * 512 * 2 // 2 + saved)
+        assert found.feed_forward == whole + of_ffn * (4 * ffn // 2 * 2 + gathered)
+        logits = of_head * (vocabulary // 2) * (2 * 2 + 4)
+        assert found.cross_entropy == 2000 * 2 * 512 * 2 // 2 + of_head * gathered + logits
+
+
+@pytest.mark.parametrize(("dtype", "state", "moved"), [("bf16", 12, 24 + 4 + 2), ("fp32", 8, 16 + 4 + 2 * 4)])
+def test_float32_weights_have_no_second_copy(dtype: str, state: int, moved: int) -> None:
+    layers = Layers(H100, replace(SMALL, dtype=dtype), Training(sharding="ddp", vocab=1000))
+    parameters = layers.parameters * 4 + 2 * 1000 * 512
+    assert memory(layers, 4, 8, 2.0, Activations(0, 0, 0, 0, 0)).optimizer == state * parameters
+    assert layers.optimizer_us(1e6) == pytest.approx(1e6 * moved / (H100.memory_gbs.value * 1e3))
+    given = replace(layers, training=Training(optimizer_bytes=12))
+    assert given.optimizer_us(1.0) - layers.optimizer_us(1.0) == pytest.approx(
+        2 * (12 - state) / (H100.memory_gbs.value * 1e3)
+    )
+
+
+def test_tiles_bound_what_the_ffn_holds_and_cost_its_forward_once_more() -> None:
+    """ALST's tiled MLP."""
+    plain, tiled = (
+        one(form(), Training(vocab=1000, recompute="none", mlp_tile=tile)).rows[0] for tile in (None, 100)
+    )
+    tokens, (before, after) = parts_tokens(1), (row.memory().activations for row in (plain, tiled))
+    assert before.feed_forward - after.feed_forward == 4 * 1024 * 2 * (tokens - 100)
+    assert (
+        before.kept - after.kept == 3 * tokens * 3 * 1024 * 2
+    )  # gate, up and their product, of three layers
+    products, gate = (
+        2 * 3 * 512 * 1024 / (H100.linear_tflops.value * 1e12),
+        3 * 1024 * 2 / (H100.memory_gbs.value * 1e9),
+    )
+    extra = tiled.parts()["recomputation"] - plain.parts()["recomputation"]
+    assert extra == pytest.approx(4 * tokens * (products + gate))
+
+
+def offloaded(host_gbs: float, **given: Any) -> Row:
+    hardware = replace(H100, host_gbs=Figure(host_gbs, "test"))
+    training = Training(vocab=1000, recompute="full", offload=True, **given)
+    row = one(form("ulysses"), training, hardware=hardware).rows[0]
+    assert row.reason is None, row.reason
+    return row
+
+
+def test_offloaded_inputs_are_on_the_host_and_cost_what_the_layers_do_not_hide() -> None:
+    """ALST and UPipe: the input of every layer to the host and back; one is on the device, the next layer's."""
+    on_device = one(form("ulysses"), Training(vocab=1000, recompute="full")).rows[0]
+    row, slow = offloaded(50.0), offloaded(0.1)
+    plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="ulysses", hardware=H100)
+    tokens = int(plan.layouts["attention"].rows_per_rank.max())
+    each = tokens * 512 * 2
+    assert row.memory().activations == replace(on_device.memory().activations, kept=each, host=4 * each)
+    assert row.parts()["host"] == 0  # hidden
+    assert row.seconds == on_device.seconds
+    parts = slow.parts()
+    work = sum(
+        parts[name] for name in ("attention", "linear", "rows", "remap", "recomputation", "data_parallel")
+    )
+    assert parts["host"] == pytest.approx(2 * 4 * each / 0.1e9 - work)  # out in forward, in in backward
+
+
+def test_chunks_leave_one_chunk_of_a_layer_on_the_device() -> None:
+    """FPDT: of attention's moment a chunk, of the FFN's what stands beside its own tensors whole."""
+    whole, chunked = (offloaded(50.0, chunks=chunks).memory().activations for chunks in (1, 4))
+    tokens = int(whole.host / (4 * 512 * 2))
+    assert chunked.attention == whole.attention / 4
+    assert chunked.kept == whole.kept / 4
+    assert chunked.feed_forward == tokens * 3 * 512 * 2 + 4 * 1024 * 2 * -(-tokens // 4)
+    parts = offloaded(0.1, chunks=4).parts()
+    layers = Layers(H100, SMALL, Training(vocab=1000, recompute="full", offload=True, chunks=4))
+    moved = [copies(layers, tokens, phase).us(0.1) / 1e6 for phase in ("forward", "backward")]
+    work = sum(
+        parts[name] for name in ("attention", "linear", "rows", "remap", "recomputation", "data_parallel")
+    )
+    assert parts["host"] == pytest.approx(4 * sum(moved) - work)
+
+
+def test_chunks_are_refused_where_nobody_says_what_they_would_be() -> None:
+    with pytest.raises(ConfigError, match=r"training\.chunks = 2: .* write offload: true, recompute: full"):
+        Training(chunks=2)
+    refused = one(form("ring"), Training(recompute="full", offload=True, chunks=2)).rows[0].reason
+    assert refused is not None
+    assert "use --recipes ulysses" in refused
+    many = Training(recompute="full", offload=True, chunks=2049)
+    refused = one(form("ulysses"), many).rows[0].reason
+    assert refused is not None
+    assert "must be at most the 2048 tokens of a rank" in refused
+
+
+def test_selective_recomputation_keeps_what_attention_gives() -> None:
+    layers = Layers(H100, SMALL, Training())
+    assert kept_bytes(layers, "full") == 512 * 2
+    assert kept_bytes(layers, "selective") == 512 * 2 + 8 * (64 * 2 + 4)
+    full, selective, none = (
+        parts_of(form(), Training(vocab=1000, recompute=kind))
+        for kind in ("full", "selective", "none")  # type: ignore[arg-type]
+    )
+    assert none["recomputation"] == 0
+    assert selective["recomputation"] == pytest.approx((none["linear"] + none["rows"]) / 3)
+    assert full["recomputation"] > selective["recomputation"]
+
+
+# -------------------------------------------------------------------------------------------------------- pipelines
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "virtual"), [(1, 3, 1), (2, 2, 1), (4, 8, 1), (4, 8, 2), (2, 6, 3)]
+)
+def test_equal_microbatches_take_what_the_formula_says(stages: int, microbatches: int, virtual: int) -> None:
+    """m (f + b) of a stage, and (p - 1) / v of the same (Narayanan et al., 2021, section 2.2)."""
+    forward, backward = np.full((stages, microbatches), 3.0), np.full((stages, microbatches), 6.0)
+    found = makespan_us(forward, backward, virtual)
+    assert found == pytest.approx(9 * (microbatches + (stages - 1) / virtual))
+
+
+def test_every_stage_does_all_of_its_work_once_and_never_waits_in_a_circle() -> None:
+    for stages, microbatches, virtual in ((3, 5, 1), (4, 4, 1), (4, 8, 3), (2, 2, 2)):
+        for order in orders(stages, microbatches, virtual):
+            assert len(order) == len(set(order)) == 2 * microbatches * virtual
+        rng = np.random.default_rng(stages)
+        forward, backward = rng.random((2, stages, microbatches))
+        found = makespan_us(forward, backward, virtual, hop_us=0.1)
+        assert found >= (forward + backward).sum(1).max()
+
+
+def test_a_pipeline_is_bubbles_where_there_is_one_microbatch_for_each_stage() -> None:
+    even = Batch.from_lengths([1024] * 16)
+    alone, two = (one(form(pipeline=count), batch=even).rows[0].parts() for count in (1, 2))
+    assert alone["bubble"] == pytest.approx(0, abs=1e-12)
+    assert two["bubble"] > 0.2 * sum(two.values())
+    assert in_flight(4, 16, 1) == 4
+    assert in_flight(4, 16, 2) == 4 * (1 + 3 / 8)
+    assert in_flight(4, 2, 1) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ static grids
+
+
+@pytest.mark.parametrize("packing", ["order", "balanced"])
+def test_groups_hold_all_tokens_evenly(packing: str) -> None:
+    rng = np.random.default_rng(0)
+    for groups in (1, 2, 3, 8):
+        batch = Batch.from_lengths(rng.integers(1, 5000, 40))
+        found = groups_of(batch, groups, packing)
+        held = [part.tokens for part in found]
+        assert len(held) == groups
+        assert sum(held) == batch.tokens
+        assert max(held) <= -(-batch.tokens // groups)
+        assert sum(part.area("default") for part in found) <= batch.area("default")
+
+
+def test_groups_keep_whole_what_fits() -> None:
+    batch = Batch.from_lengths([400, 300, 200, 100, 300, 200, 300, 200])
+    found = groups_of(batch, 2, "balanced")
+    assert sorted(np.concatenate([part.lengths for part in found]).tolist()) == sorted(batch.lengths.tolist())
+
+
+def test_masks_that_cannot_be_cut_refuse() -> None:
+    batch = Batch.from_lengths([3000, 100, 100, 100], masks.prefix_lm(50))
+    with pytest.raises(CapacityError, match="cannot be cut: use larger groups"):
+        groups_of(batch, 3, "balanced")
+
+
+def test_a_static_grid_waits_for_its_slowest_group_and_says_what_it_cut() -> None:
+    grid = Parallelism(find_recipe("ring"), Degrees(), 4, "order")
+    row = one(grid).rows[0]
+    assert row.kept < 1  # 16,384 tokens are cut in the middle of a sequence
+    groups = groups_of(BATCH, 2, "order")
+    plans = [ap.plan(part, grid.group(CLUSTER), SMALL, recipe="ring", hardware=H100) for part in groups]
+    times = [simulate(plan, H100) for plan in plans]
+    slowest = max(found.forward_ms + found.backward_ms for found in times) / 1e3
+    assert row.parts()["attention"] == pytest.approx(4 * slowest)
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def test_rows_add_up_and_gains_refer_to_the_best_grid_that_fits() -> None:
+    batches = [BATCH, Batch.from_lengths([4096] * 4)]
+    chosen = [*recipe_parallelisms(["blend", "ring"]), *static_grids(CLUSTER, ["ring", "usp"])]
+    done: list[str] = []
+    found = ap.forecast(batches, CLUSTER, SMALL, chosen, Training(vocab=1000), progress=done.append)
+    record = found.record()
+    assert done == [row["name"] for row in record["rows"]] == [str(held) for held in chosen]
+    for row in record["rows"]:
+        step = row["step_s"]
+        assert tuple(row["parts_s"]) == PARTS
+        assert sum(row["parts_s"].values()) == pytest.approx(step["value"])
+        assert sum(row["shares"].values()) == pytest.approx(1)
+        assert step["low"] <= step["value"] <= step["high"]
+        memory = row["memory_gib"]
+        named = ("weights", "gradients", "optimizer", "kept", "working")
+        assert sum(memory[name] for name in named) == pytest.approx(memory["total"])
+        assert row["tokens_per_s_per_gpu"] == pytest.approx(16384 / step["value"] / 8)
+        assert 0 < row["mfu"] < 1
+    static = [row for row in record["rows"] if row["parallelism"]["context"] and row["pairs_kept"] >= 0.98]
+    assert record["best"] in {row["name"] for row in record["rows"] if row["pairs_kept"] >= 0.98}
+    best = min(static, key=lambda row: row["step_s"]["value"])
+    assert record["baseline"] == best["name"]
+    assert best["gain"] == {"value": 1, "low": 1, "high": 1}
+    for row in record["rows"]:
+        assert row["gain"]["value"] == pytest.approx(best["step_s"]["value"] / row["step_s"]["value"])
+    json.dumps(record, allow_nan=False)
+
+
+def test_what_does_not_fit_is_told_and_is_no_baseline() -> None:
+    tight = replace(CLUSTER, memory_gib=0.05)
+    grids = static_grids(CLUSTER, ["ring"])
+    found = ap.forecast([BATCH], tight, SMALL, grids, Training(vocab=1000, sharding="ddp"))
+    assert {row["status"] for row in found.record()["rows"]} <= {"too large", "refused"}
+    assert found.baseline is None
+    assert found.best is None
+
+
+@pytest.mark.parametrize(
+    ("degrees", "said"),
+    [
+        ({"tensor": 3}, "must divide the 8 ranks"),
+        ({"tensor": 8}, "must divide the ranks of a node"),
+        ({"pipeline": 8}, "must divide the layers (4)"),
+        ({"tensor": 4, "pipeline": 2, "virtual": 3}, "must divide the layers"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused_by_name(degrees: dict[str, int], said: str) -> None:
+    row = one(form(**degrees)).rows[0]
+    assert row.reason is not None
+    assert said in row.reason
+
+
+def test_kv_heads_that_ranks_cannot_share_evenly_are_refused() -> None:
+    model = replace(SMALL, q_heads=24, kv_heads=6, ffn=1536)
+    for tensor in (1, 2, 12):
+        assert form(tensor=tensor).rank_model(model).kv_heads == max(1, 6 // tensor)
+    for tensor in (4, 8):
+        with pytest.raises(ConfigError, match=r"must divide model\.kv_heads \(6\), or be a multiple"):
+            form(tensor=tensor).rank_model(model)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallelism\.virtual = 2: is for several pipeline stages"):
+        Degrees(virtual=2)
+    with pytest.raises(ConfigError, match=r"parallelism\.packing"):
+        Parallelism(find_recipe("ring"), packing="order")
+    with pytest.raises(ConfigError, match=r"parallelism\.packing"):
+        Parallelism(find_recipe("ring"), context=4)
+    with pytest.raises(ConfigError, match="nothing to forecast"):
+        ap.forecast([], CLUSTER, SMALL)
+    with pytest.raises(ConfigError, match="none of the parallelisms"):
+        one(form(), baseline="usp")
+    with pytest.raises(ConfigError, match=r"training\.sharding"):
+        Training.from_data({"sharding": "zero9"})
+
+
+def test_the_search_tries_what_the_model_and_the_cluster_allow() -> None:
+    found = search_space(CLUSTER, SMALL, 4, ["fcp"], microbatches=2)
+    degrees = {(held.tensor, held.pipeline, held.virtual) for held in found}
+    assert (1, 1, 1) in degrees
+    assert (4, 2, 2) in degrees
+    assert (1, 4, 2) not in degrees  # four layers are no eight chunks
+    assert all(pipeline <= 4 for _, pipeline, _ in degrees)
+
+
+def test_the_python_of_the_documents_runs() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs/forecast.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    held: dict[str, Any] = {}
+    exec(compile(code, "docs/forecast.md", "exec"), held)
+    assert held["row"]["memory_gib"]["fits"]
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+Call = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Call:
+    def call(*args: object) -> tuple[int, str]:
+        code = cli.main(["forecast", *map(str, args)])
+        return code, capsys.readouterr().out
+
+    return call
+
+
+SIZE = ("--ranks", 8, "--tokens-per-rank", 2048, "--batches", 1)
+
+
+def test_the_command_prints_a_table_bars_and_what_is_saved(run: Call) -> None:
+    code, said = run(*SIZE, "--recipes", "blend,ring", "--grids", "ring,usp")
+    assert code == 0
+    assert "steps per baseline's" in said
+    assert "where the time of a step goes" in said
+    assert "fastest that fits" in said
+    bars = [line for line in said.splitlines() if line.startswith("blend ") and "AL" in line]
+    assert len(bars) == 1
+
+
+def test_the_command_gives_one_json_object(run: Call, tmp_path: Path) -> None:
+    path = tmp_path / "training.yaml"
+    path.write_text("{sharding: zero1, recompute: none, vocab: 32000}", encoding="utf-8")
+    code, said = run(*SIZE, "--recipes", "blend", "--grids", "none", "--training", path, "--json")
+    record = json.loads(said)
+    assert code == 0
+    assert record["training"]["sharding"] == "zero1"
+    assert [row["name"] for row in record["rows"]] == ["blend"]
+    assert record["rows"][0]["gain"] is None
+
+
+def test_the_search_proposes_degrees(run: Call) -> None:
+    code, said = run(
+        *SIZE, "--recipes", "blend", "--grids", "none", "--search", "--microbatches", 2, "--json"
+    )
+    record = json.loads(said)
+    assert code == 0
+    assert record["best"] in {row["name"] for row in record["rows"] if row["status"] == "ok"}
+    assert any(row["parallelism"]["pipeline"] > 1 for row in record["rows"])
+    assert run(*SIZE, "--search", "--tensor", 2)[0] == 2
+    code, said = run(*SIZE, "--recipes", "blend", "--grids", "none", "--tensor", 3)
+    assert code == 1
+    assert "nothing was planned" in said
+    assert "nothing fits" not in said
+    assert run(*SIZE, "--training", "{sharding: x}")[0] == 2

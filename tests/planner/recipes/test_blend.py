@@ -1,0 +1,360 @@
+"""Blend: exact tokens, even work, few bytes, on any lengths, masks, speeds and attention kinds."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrix import LAYERS, SEQUENCES, compare
+
+import apportion as ap
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.request.policy import Step
+from apportion.ir.request.sequences import Sequence
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.place.blend.placement import UNEVEN, Blend, token_shares
+from apportion.planner.place.blend.profile import profile
+from apportion.planner.place.blend.repair import repair
+from apportion.planner.place.lpt import Lpt, busiest
+from apportion.planner.problem import Placement, Problem
+from apportion.planner.recipe.registry import build
+from apportion.planner.shard.blocks import Blocks, row_areas, row_weights
+from apportion.planner.shard.sequences import Sequences
+from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.use import PartitionSolver
+
+MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
+RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
+MASKS = {
+    "causal": ap.masks.causal(),
+    "full": ap.masks.full(),
+    "window": ap.masks.sliding_window(7),
+    "two-sided": ap.masks.sliding_window(4, 3),
+    "sink": ap.masks.sink_window(2, 6),
+    "chunked": ap.masks.chunked(9),
+    "video": ap.masks.block_causal(5, 2),
+    "blockwise": ap.masks.causal_blockwise(6, 2),
+    "prefix": ap.masks.prefix_lm(4),
+}
+GEMMA = {"full": ap.masks.causal(), "window": ap.masks.sliding_window(1024)}
+
+
+def recipe(**steps):
+    return {"name": "blend", "steps": {
+        "shard": {"sequences": {}}, "place": {"blend": {}}, "schedule": {"matchings": {}}, **steps,
+    }}  # fmt: skip
+
+
+def problem(lengths, ranks, mask=None, *, token_cap=None, speeds=None, home_ranks=None, model=MODEL):
+    batch = ap.Batch.from_lengths(lengths, mask=mask, home_ranks=home_ranks)
+    cluster = ap.Cluster(nodes=1, ranks_per_node=ranks, speeds=speeds)
+    return Problem(batch, cluster, model, ap.Policy(RECIPE, token_cap=token_cap))
+
+
+def place(made, **fields):
+    return Blend(**fields)(made, Sequences()(made))
+
+
+def tokens(placement, ranks):
+    return placement.rank_sums(placement.lengths, ranks)
+
+
+def time(made, placement):
+    """Pairs of each rank over its speed, and their mean by speed."""
+    load = placement.rank_sums(placement.weight, made.ranks)
+    return load / made.speeds, load.sum() / made.speeds.sum()
+
+
+def heaviest_row(made):
+    rows = np.arange(made.batch.tokens + 1)
+    return max(int(row_areas(bands, rows).max()) for bands in made.bands.values())
+
+
+# ------------------------------------------------------------------------------------------------ any batch
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 120) | st.integers(200, 2000), min_size=1, max_size=20),
+    mask=st.sampled_from(sorted(MASKS)),
+    ranks=st.integers(1, 13),
+    slow=st.lists(st.sampled_from([1.0, 0.9, 0.5]), min_size=13, max_size=13) | st.none(),
+    head=st.sampled_from([0, 0.3, 0.5, 1]),
+    grain=st.sampled_from([0, 1, 50]),
+)
+def test_tokens_are_exact_and_work_is_even_to_a_row(lengths, mask, ranks, slow, head, grain):
+    speeds = None if slow is None else tuple(slow[:ranks])
+    made = problem(lengths, ranks, MASKS[mask], speeds=speeds)
+    placement = place(made, head=head, grain=grain)
+    assert placement.starts[0] == 0
+    assert placement.starts[-1] == sum(lengths)
+    assert (placement.lengths > 0).all()
+    assert placement.lengths.max() <= (grain or sum(lengths))
+    assert (placement.weight == row_weights(made, placement.starts)).all()
+    assert (abs(tokens(placement, ranks) - sum(lengths) * made.speeds / made.speeds.sum()) < 1 + 1e-9).all()
+    busy, mean = time(made, placement)
+    assert busy.max() <= (1 + UNEVEN) * mean + 2 * heaviest_row(made) / made.speeds.min()
+    assert placement.bound <= busy.max() * (1 + 1e-12)
+    again = place(problem(lengths, ranks, MASKS[mask], speeds=speeds), head=head, grain=grain)
+    assert (again.starts == placement.starts).all()
+    assert (again.home == placement.home).all()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60), ranks=st.integers(1, 13))
+def test_tokens_differ_by_at_most_one(lengths, ranks):
+    held = tokens(place(problem(lengths, ranks)), ranks)
+    assert held.max() - held.min() <= 1
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=60), ranks=st.integers(1, 9))
+def test_few_cuts(lengths, ranks):
+    """A rank begins and ends few documents that others share."""
+    blocks = len(place(problem(lengths, ranks)).home)
+    assert blocks <= len(lengths) + 6 * ranks
+
+
+def test_one_rank_has_all_and_short_documents_stay_whole():
+    made = problem([5, 7, 1], 1)
+    assert place(made).starts.tolist() == [0, 5, 12, 13]
+    made = problem([16] * 8, 4)
+    assert place(made).starts.tolist() == made.batch.starts.tolist()
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1] * 20_000, [20_000], [10_000, 10_000], [10_000] + [1] * 10_000, [1000] * 20, [1500] * 13],
+    ids=["ones", "one", "two", "one and ones", "equal", "one and a half ranks each"],
+)
+def test_extremes(lengths):
+    made = problem(lengths, 16)
+    placement = place(made)
+    busy, mean = time(made, placement)
+    assert busy.max() <= 1.01 * mean
+    assert tokens(placement, 16).max() <= -(-sum(lengths) // 16)
+    assert len(placement.home) <= len(lengths) + 6 * 16
+
+
+def test_a_dense_document_goes_with_sparse_ones():
+    """Six ranks for the long document, and each of them fills up with short ones."""
+    made = problem([600] + [4] * 750, 6)
+    placement = place(made, head=0)
+    busy, mean = time(made, placement)
+    assert busy.max() <= 1.02 * mean
+    shares = placement.home[placement.starts[:-1] < 600]
+    assert sorted(set(shares.tolist())) == list(range(6))
+    assert len(shares) <= 9
+    assert tokens(placement, 6).tolist() == [600] * 6
+
+
+@pytest.mark.parametrize("head", [0, 0.5])
+def test_heads_spread_over_ranks_send_less(head):
+    """Keys that each rank sends for one long document: with tails only, whoever has its head sends most."""
+    ranks = 32
+    made = problem([32_768, *[64] * 2048], ranks)
+    placement = place(made, head=head)
+    document = placement.starts[:-1] < 32_768
+    starts, home = placement.starts[:-1][document], placement.home[document]
+    readers = [len(set(home[starts > at].tolist()) - {rank}) for at, rank in zip(starts, home, strict=True)]
+    sent = np.bincount(home, np.array(readers) * placement.lengths[document], ranks)
+    assert (sent.max() > 3 * sent.mean()) == (head == 0)
+
+
+# ------------------------------------------------------------------------------------------------ caps and speeds
+
+
+def test_shares_of_tokens_follow_speeds_up_to_the_cap():
+    assert token_shares(10, np.ones(4)).tolist() == [3, 2, 3, 2]
+    assert token_shares(70, np.array([1.0, 1.0, 0.5, 1.0])).tolist() == [20, 20, 10, 20]
+    assert token_shares(70, np.array([1.0, 1.0, 0.5, 1.0]), 18).tolist() == [18, 18, 16, 18]
+    assert token_shares(72, np.array([1.0, 1.0, 0.5, 1.0]), 18).tolist() == [18, 18, 18, 18]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    total=st.integers(1, 10_000),
+    speeds=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=12),
+    spare=st.integers(0, 50),
+)
+def test_shares_never_pass_the_cap(total, speeds, spare):
+    cap = -(-total // len(speeds)) + spare
+    shares = token_shares(total, np.array(speeds), cap)
+    assert shares.sum() == total
+    assert shares.min() >= 0
+    assert shares.max() <= cap
+
+
+def test_a_slow_rank_gets_less_work_and_fewer_tokens():
+    speeds = (1.0, 1.0, 1.0, 0.5)
+    made = problem(lognormal_lengths(1, 4 * 8192).tolist(), 4, speeds=speeds)
+    placement = place(made)
+    busy, mean = time(made, placement)
+    assert busy.max() <= 1.003 * mean
+    held = tokens(placement, 4)
+    assert held[3] == pytest.approx(held[0] / 2, abs=1)
+    capped = problem(made.batch.lengths.tolist(), 4, speeds=speeds, token_cap=8400)
+    placement = place(capped)
+    busy, mean = time(capped, placement)
+    assert tokens(placement, 4).tolist() == [8400, 8400, 8400, 4 * 8192 - 3 * 8400]
+    assert busy.max() <= 1.003 * mean
+
+
+def test_a_token_cap_is_obeyed_or_refused():
+    placement = place(problem([40, 30, 30], 4, token_cap=25))
+    assert tokens(placement, 4).tolist() == [25] * 4
+    with pytest.raises(CapacityError, match="token_cap to at least 25"):
+        place(problem([40, 30, 30], 4, token_cap=24))
+
+
+def test_home_ranks_are_refused():
+    with pytest.raises(ConfigError, match=r"batch.home_ranks.*recipe fcp"):
+        place(problem([8, 8], 2, home_ranks=[[1], None]))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"), [("head", 1.5), ("head", True), ("head", "all"), ("grain", -1), ("grain", 2.5)]
+)
+def test_parameters_are_checked(parameter, value):
+    with pytest.raises(ConfigError) as caught:
+        build(Step("place", "blend", {parameter: value}))
+    assert caught.value.field == f"recipe.place.blend.{parameter}"
+
+
+# ------------------------------------------------------------------------------------------------ several kinds
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kinds_share_a_layout_that_none_of_them_waits_for_long(seed):
+    model = ap.Model(q_heads=4, kv_heads=2, head_dim=8, hidden=32, ffn=64, layers={"full": 1, "window": 5})
+    made = problem(lognormal_lengths(seed, 16 * 32_768).tolist(), 16, GEMMA, model=model)
+    placement = place(made)
+    least = sum(made.layers[kind] * made.batch.area(kind) for kind in GEMMA) / 16
+    assert busiest(made, placement) <= 1.05 * least
+    shards = Blocks()(made)
+    case = PartitionProblem(
+        shards.per_piece(shards.weight), shards.per_piece(shards.lengths), made.token_caps
+    )
+    pieces = PartitionSolver("lpt")(case)
+    by_sum = Placement(shards.starts, pieces.bin[shards.piece], shards.weight, 0.0)
+    for some in (placement, Lpt()(made, shards)):
+        assert busiest(made, some) < busiest(made, by_sum)
+    assert (placement.weight == row_weights(made, placement.starts)).all()
+    held = tokens(placement, 16)
+    assert held.max() - held.min() <= 1
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    masks=st.lists(st.sampled_from(sorted(MASKS)), min_size=1, max_size=2, unique=True),
+)
+def test_a_profile_knows_the_pairs_of_any_rows(lengths, masks):
+    factor = {mask: 3 + 4 * nth for nth, mask in enumerate(masks)}
+    bands = {mask: ap.Batch.from_lengths(lengths, mask=MASKS[mask]).bands("default") for mask in masks}
+    rows = np.arange(sum(lengths) + 1)
+    expected = sum(factor[mask] * row_areas(bands[mask], rows) for mask in masks)
+    assert (np.diff(profile(bands, factor).upto(rows)) == expected).all()
+
+
+def test_repair_exchanges_dense_rows_for_sparse_ones():
+    batch = ap.Batch.from_lengths([100, 100])
+    rows = profile({"default": batch.bands("default")}, {"default": 1})
+    pieces = np.zeros((8, 3), np.int64)
+    # rank 0 has both tails
+    pieces[:4] = [[50, 100, 0], [150, 200, 0], [0, 50, 1], [100, 150, 1]]
+    wanted = np.full(2, rows.below[-1] / 2)
+    count = repair(rows.table, pieces, 4, wanted, 0.001)
+    low, high, rank = pieces[:count].T
+    assert np.bincount(rank, high - low).tolist() == [100, 100]
+    load = np.bincount(rank, rows.upto(high) - rows.upto(low))
+    assert load.max() <= 1.002 * load.mean() + 100
+    # two ranks that have the same: nothing to do
+    assert repair(rows.table, pieces, count, wanted, 0.05) == count
+
+
+# ------------------------------------------------------------------------------------------------ whole plans
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("mask", sorted(SEQUENCES))
+def test_plans_equal_the_oracle(mask, ranks):
+    turn = ranks + sorted(SEQUENCES).index(mask)
+    layer = LAYERS[turn % 3]
+    batch = ap.Batch.from_sequences([Sequence(*SEQUENCES[name]) for name in (mask, "causal")])
+    model = ap.Model(*layer[:4], dtype="fp64", layers=1)
+    steps = recipe(
+        place={"blend": {"head": [0, 0.5][turn % 2], "grain": [0, 5][turn // 2 % 2]}},
+        **[{}, {"route": {"node": {}}}, {"schedule": {"gather": {}}}][turn % 3],
+    )
+    per_node = 2 if ranks % 2 == 0 else 1
+    plan = ap.plan(batch, ap.Cluster(ranks // per_node, per_node), model, steps)
+    compare(plan, "default", layer, turn)
+    assert plan.report["imbalance"]["tokens"] <= ranks / batch.tokens
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_several_kinds_and_groups_equal_the_oracle(ranks):
+    kinds = {"full": ap.masks.causal(), "local": ap.masks.sliding_window(9)}
+    batch = ap.Batch.from_lengths([50, 31, 12, 3], kinds)
+    steps = recipe(inner={"ulysses": {"degree": 2}})
+    plan = ap.plan(batch, ap.Cluster(1, ranks), ap.Model(*LAYERS[0][:4], dtype="fp64", layers=1), steps)
+    for kind in kinds:
+        compare(plan, kind, LAYERS[0], ranks)
+
+
+@pytest.mark.parametrize(("ranks", "gap"), [(8, 3.0), (64, 2.0), (256, 1.6)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_promises_on_a_workload(ranks, gap, seed):
+    """Imbalance, tokens, slots, bytes and size; log-normal documents, 32K tokens a rank."""
+    batch = ap.Batch.from_lengths(lognormal_lengths(seed, ranks * 32_768))
+    plan = ap.plan(batch, ap.Cluster(ranks // 8, 8), ap.Model(), recipe(), verify=ranks <= 64)
+    report = plan.report
+    assert report["imbalance"]["compute"] <= 0.005
+    assert report["imbalance"]["tokens"] * 32_768 <= 1
+    assert report["slots"] == report["max_degree"]
+    assert report["bounds"]["kv_bytes"]["gap"] <= gap
+
+
+def test_inter_node_bytes_shared_by_a_node():
+    batch = ap.Batch.from_lengths(lognormal_lengths(0, 256 * 32_768))
+    star, node = (
+        ap.plan(batch, ap.Cluster(32, 8), ap.Model(), recipe(route={route: {}}), verify=False).report["bytes"]
+        for route in ("star", "node")
+    )
+    assert node["inter_node"] * 4 <= star["inter_node"]
+
+
+# ---- cuts at multiples of a tile
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_aligned_documents_are_cut_between_tiles(seed):
+    made = problem(lognormal_lengths(seed, 16 * 32768), 16)
+    placement = place(made, align=128)
+    exact = place(made)
+    of = np.searchsorted(made.batch.starts, placement.starts[:-1], "right") - 1
+    assert ((placement.starts[:-1] - made.batch.starts[of]) % 128 == 0).all()
+    assert set(made.batch.starts) <= set(placement.starts.tolist())
+    assert len(placement.home) <= len(exact.home)
+    assert (tokens(placement, 16) <= made.token_caps).all()
+    assert abs(tokens(placement, 16) - tokens(exact, 16)).max() <= 0.01 * 32768
+
+
+def test_caps_come_before_alignment():
+    for tokens_of_rank in (32768, 1024):
+        batch = lognormal_lengths(0, 16 * tokens_of_rank)
+        tight = place(problem(batch, 16, token_cap=tokens_of_rank), align=128)
+        assert tokens(tight, 16).tolist() == [tokens_of_rank] * 16
+        loose = place(problem(batch, 16), align=128)
+        assert tokens(loose, 16).max() <= 1.02 * tokens_of_rank
+        assert (np.diff(loose.starts)[:-1] > 0).all()
+        assert loose.starts[-1] == sum(batch)
+
+
+def test_aligned_plans_verify_and_say_their_cap():
+    batch = ap.Batch.from_lengths(lognormal_lengths(0, 8 * 4096))
+    plan = ap.plan(batch, ap.Cluster(1, 8), MODEL, recipe=recipe(place={"blend": {"align": 128}}))
+    assert plan.report["imbalance"]["tokens"] <= 0.02

@@ -1,0 +1,216 @@
+"""Rings of rings: what travels where and when, and that numbers are those of dense attention."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from matrix import LAYERS, SEQUENCES, batch_of, compare
+from strategies import BLOCKS, SHORT, cluster, steps
+from test_recipes import model_of, pairs
+
+import apportion as ap
+from apportion.ir import verify
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.isa import PHASES, Op, Tensor
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
+
+ZIGZAG = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}}
+LONG = Batch.from_lengths([96])
+
+
+def double_ring(window: int | str | None, over: str = "ranks", **inner: dict) -> Recipe:
+    return Recipe("mine", {**ZIGZAG, **inner, "schedule": {"ring": {"over": over, "window": window}}})
+
+
+def planned(batch: Batch, nodes: int, per_node: int, recipe: Recipe, layer: tuple = LAYERS[1]) -> Plan:
+    return ap.plan(batch, Cluster(nodes, per_node), model_of(layer), recipe)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "window"),
+    [(2, 2, 2), (3, 2, 2), (2, 3, "node"), (4, 2, 2), (2, 4, 2), (2, 4, 4), (1, 8, 2), (1, 6, 3), (4, 2, 4)],
+)
+@pytest.mark.parametrize("masks_", [("causal", "window", "full"), tuple(SEQUENCES)[-4:]], ids=str)
+def test_numbers_are_those_of_dense_attention(nodes: int, per_node: int, window, masks_) -> None:
+    for layer in LAYERS:
+        compare(planned(batch_of(*masks_), nodes, per_node, double_ring(window), layer), "default", layer, 1)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_tiles_that_few_need_go_part_of_the_way(seed: int) -> None:
+    """Windows, chunks and documents, blocks anywhere, also under groups that split heads, on one node or more."""
+    draw = random.Random(seed)
+    nodes, per_node = draw.choice([(2, 4), (3, 4), (4, 2), (2, 6), (1, 8), (6, 2)])
+    degree = draw.choice([degree for degree in (1, 2) if per_node % degree == 0])
+    ring = nodes * per_node // degree
+    window = draw.choice(["node", *(size for size in range(1, ring + 1) if ring % size == 0)])
+    mask = draw.choice([masks.sliding_window(3), masks.sliding_window(20), masks.chunked(16), masks.causal()])
+    batch = Batch.from_lengths(draw.choices([1, 5, 17, 40, 90], k=draw.randint(1, 5)), mask)
+    place = draw.choice([ZIGZAG, BLOCKS, {**ZIGZAG, "place": {"contiguous": {}}}])
+    held = {**place, "schedule": {"ring": {"over": "ranks", "window": window}}}
+    if degree > 1:
+        held["inner"] = {"ulysses": {"degree": degree, "overlap": draw.random() < 0.5}}
+    if draw.random() < 0.3:
+        held["schedule"] = {"ring": {"over": "holders", "window": "node"}}
+    layer = (4, 2, 4, 6, False, None)
+    cap = batch.tokens if place is BLOCKS else None
+    plan = ap.plan(
+        batch, Cluster(nodes, per_node), model_of(layer), policy=Policy(Recipe("mine", held), token_cap=cap)
+    )
+    assert verify.check(plan) == ()
+    compare(plan, "default", layer, seed)
+    assert ap.simulate(plan).forward_ms > 0
+
+
+def test_the_stages_of_upipe_go_around_both_rings() -> None:
+    layer = (8, 4, 4, 6, False, None)
+    for hold in (False, True):
+        inner = {"inner": {"upipe": {"degree": 2, "hold": hold}}}
+        compare(planned(LONG, 2, 4, double_ring("node", **inner), layer), "default", layer, 1)
+
+
+def test_kinds_go_around_at_once() -> None:
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(5)}
+    plan = planned(Batch.from_lengths([40, 9, 1], kinds), 3, 2, double_ring("node"))
+    for kind in kinds:
+        compare(plan, kind, LAYERS[1], 3)
+
+
+def test_inner_hops_stay_in_a_window_and_outer_ones_keep_their_place_in_it() -> None:
+    plan = planned(LONG, 3, 4, double_ring("node"))
+    inside = {(4 * node + at, 4 * node + (at + 1) % 4) for node in range(3) for at in range(4)}
+    across = {(rank, (rank + 4) % 12) for rank in range(12)}
+    assert pairs(plan, "forward") == inside | across
+    # the sum of the last window goes home, from the rank before home's like
+    home = {(4 * ((node + 2) % 3) + (at + 3) % 4, 4 * node + at) for node in range(3) for at in range(4)}
+    assert pairs(plan, "backward") == inside | across | home
+
+
+def crossings(plan: Plan, phase: str, tensor: Tensor) -> int:
+    """How often tiles of a tensor go from one node to another."""
+    programs, node = plan.programs["default", phase], plan.request.cluster.node_of
+    table, operands = programs["transfers"], programs["operands"]
+    rank = table.rank_of_row()
+    of = operands["tensor"][operands.ptr[rank] + table["operand"]]
+    return int(((table["send"] == 1) & (of == tensor) & (node(rank) != node(table["peer"]))).sum())
+
+
+def test_a_tile_enters_every_node_once_and_so_do_its_gradients() -> None:
+    """A mask that lets all see all. On a single ring tiles of all ranks but the last of a node enter a node twice."""
+    batch = Batch.from_lengths([96], masks.full())
+    double, single = (planned(batch, 3, 4, double_ring(window)) for window in ("node", None))
+    assert crossings(double, "forward", Tensor.KV) == 12 * 2
+    assert crossings(single, "forward", Tensor.KV) == 12 * 3 - 3
+    # gradients enter home's node, too; on a single ring those of a node's last rank begin in the next node
+    assert crossings(double, "backward", Tensor.DKV) == 12 * 3
+    assert crossings(single, "backward", Tensor.DKV) == 12 * 3 - 3
+    assert double.report["bytes"]["total"] == single.report["bytes"]["total"]
+    assert double.report["bytes"]["inter_node"] < single.report["bytes"]["inter_node"]
+
+
+def test_the_outer_hop_is_under_way_while_the_inner_ring_goes_around() -> None:
+    plan = planned(LONG, 2, 4, double_ring("node"))
+    for phase in PHASES:
+        instructions = plan.programs["default", phase].rank(0)["instructions"]
+        steps = list(zip(*(instructions[name].tolist() for name in ("op", "round", "channel")), strict=True))
+        outer = next(number for op, number, channel in steps if (op, channel) == (Op.LAUNCH, 1))
+        launched, arrived = (
+            next(at for at, step in enumerate(steps) if step[:2] == (op, outer))
+            for op in (Op.LAUNCH, Op.WAIT)
+        )
+        meanwhile = steps[launched + 1 : arrived]
+        # with the one before it, the three hops of the inner ring
+        assert sum(op == Op.LAUNCH and channel == 0 for op, _, channel in meanwhile) == 2
+        # what is at home, and what each hop brought
+        attends = Op.ATTEND if phase == "forward" else Op.ATTEND_GRAD
+        assert sum(op == attends for op, _, _ in meanwhile) == 4
+
+
+@pytest.mark.parametrize("window", [1, 6])
+def test_a_window_of_one_rank_or_of_all_is_a_single_ring(window: int) -> None:
+    double, single = (planned(LONG, 3, 2, double_ring(size)) for size in (window, None))
+    for key, programs in single.programs.items():
+        for name, table in programs.tables.items():
+            for column, values in table.columns.items():
+                assert np.array_equal(double.programs[key][name][column], values), (key, name, column)
+
+
+def test_small_rings_of_holders_are_single_rings() -> None:
+    batch = Batch.from_lengths([40, 40])
+    recipe = {"shard": {"sequences": {}}, "place": {"hybrid_dp": {}}}
+    double, single = (
+        planned(batch, 2, 4, Recipe("mine", {**recipe, "schedule": {"ring": {"over": "holders", **more}}}))
+        for more in ({"window": 4}, {})
+    )
+    assert pairs(double, "backward") == pairs(single, "backward")
+
+
+@pytest.mark.parametrize(
+    ("ring", "told"),
+    [
+        ({"window": 3}, r"window = 3: must divide the 8 ranks of the ring; use 1, or node"),
+        ({"window": 16}, r"window = 16: must divide the 8 ranks of the ring; use 8, or node"),
+        (
+            {"window": 6, "over": "holders"},
+            r"window = 6: must divide the 8 ranks of the ring; use 2, or node",
+        ),
+        ({"window": 2, "turns": True}, r"window = 2: goes without `turns`"),
+        ({"window": 0}, r"recipe\.schedule\.ring\.window"),
+        ({"window": True}, r"recipe\.schedule\.ring\.window"),
+        ({"window": "rack"}, r"recipe\.schedule\.ring\.window"),
+    ],
+)
+def test_refusals_name_the_window(ring: dict, told: str) -> None:
+    with pytest.raises(ap.ConfigError, match=told):
+        planned(LONG, 2, 4, Recipe("mine", {**ZIGZAG, "schedule": {"ring": ring}}))
+    if "divide" in told:  # what to write instead works
+        assert planned(LONG, 2, 4, double_ring("node"))
+
+
+def test_half_a_node_splits_heads_and_the_node_has_a_ring() -> None:
+    model = Model(8, 4, 8, dtype="fp64", layers=1)
+    recipe = Recipe("loongtrain", steps("loongtrain", **SHORT))
+    plan = ap.plan(LONG, Cluster(2, 8), model, recipe)
+    assert max(map(len, plan.header.head_sets)) == 2  # eight heads on four ranks
+    fetch = plan.report["exchanges"]
+    assert max(row["rounds"] for row in fetch if row["name"] == "fetch") == 3  # four groups
+    for nodes, per_node in ((4, 1), (1, 4), (3, 2)):
+        compare(
+            ap.plan(LONG, Cluster(nodes, per_node), model, recipe), "default", (8, 4, 8, 8, False, None), 1
+        )
+
+
+def test_where_nics_are_the_bottleneck_two_rings_are_faster_and_move_less_between_nodes() -> None:
+    batch = Batch.from_lengths([3000] * 20 + [20000])
+    model, machine = Model(8, 8, 64, layers=1), Cluster(4, 4)
+    single, double = (
+        ap.plan(batch, machine, model, recipe) for recipe in ("ring", Recipe("mine", _double(steps("ring"))))
+    )
+    assert double.report["bytes"]["inter_node"] < single.report["bytes"]["inter_node"]
+    times = [ap.simulate(plan, "h100") for plan in (single, double)]
+    assert times[1].forward_ms < 0.8 * times[0].forward_ms
+    assert times[1].backward_ms < 0.8 * times[0].backward_ms
+
+
+def _double(held: dict) -> dict:
+    return {**held, "schedule": {"ring": {"over": "ranks", "window": "node"}}}
+
+
+def test_odd_nodes_have_a_window_each_and_a_single_rank_nothing_to_send() -> None:
+    for ranks in (1, 3, 6):
+        plan = ap.plan(LONG, cluster(ranks), model_of(LAYERS[1]), double_ring("node"))
+        compare(plan, "default", LAYERS[1], ranks)
+
+
+def test_pods_have_rings_of_their_own() -> None:
+    model = Model(2, 2, 8, dtype="fp64", layers=1)
+    held = {"pods": {"documents": {"ranks": 4}}, **double_ring("node").to_data()["steps"]}
+    plan = ap.plan(Batch.from_lengths([60, 60, 60, 60]), Cluster(4, 2), model, Recipe("mine", held))
+    compare(plan, "default", (2, 2, 8, 8, False, None), 0)
+    assert all(a // 4 == b // 4 for a, b in pairs(plan, "backward"))

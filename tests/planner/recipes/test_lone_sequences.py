@@ -1,0 +1,370 @@
+"""Sequences that one rank computes alone beside groups that split heads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matrix import LAYERS, SEQUENCES, compare
+
+import apportion as ap
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.job import Job
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import Op, Space, Tensor
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sequences import Sequence
+from apportion.ir.request.workload import lognormal_lengths
+from apportion.planner.inner.groups import Groups
+from apportion.planner.inner.lone import Lone, find_lone
+from apportion.planner.iteration.assignment import decode_assignment, encode_assignment
+from apportion.planner.iteration.restored import restored
+from apportion.planner.pipeline import pipeline, placing
+from apportion.planner.pipeline.checks import checked_steps
+from apportion.planner.pipeline.watch import SILENT
+from apportion.planner.problem import Problem
+from apportion.planner.recipe.recipes import find_recipe, passes_of
+from apportion.planner.search.price import least_placed_us
+from apportion.planner.tasks.rows import Rows
+
+MODEL = Model(q_heads=8, kv_heads=2, head_dim=64)
+FIRST = np.array([0, 4, 8])
+
+
+def recipe(lone: float | str | None = "auto", degree: int = 4, **steps: object) -> Recipe:
+    inner: object = {"ulysses": {"degree": degree, "lone": lone}}
+    data = {"inner": inner, "shard": {"sequences": {}}, "place": {"blend": {}}, "schedule": {"matchings": {}}}
+    return Recipe("mine", data | steps)
+
+
+def problem_of(batch: Batch, cluster: Cluster | None = None, **policy: object) -> Problem:
+    return Problem(batch, cluster or Cluster(2, 4), MODEL, Policy(recipe(), **policy))
+
+
+def lone_of(problem: Problem, share: float | str = "auto", first: np.ndarray = FIRST) -> Lone:
+    found = find_lone(problem, first, share)
+    assert found is not None
+    return found
+
+
+def lognormal(ranks: int = 8, tokens: int = 32768) -> Batch:
+    return Batch.from_lengths(lognormal_lengths(0, ranks * tokens))
+
+
+def same_programs(one: Plan, other: Plan) -> bool:
+    """Also of programs with other head sets in the header: tables are compared."""
+    return all(
+        np.array_equal(program[name].columns[column], values)
+        for key, program in one.programs.items()
+        for name in program.tables
+        for column, values in other.programs[key][name].columns.items()
+    )
+
+
+def plan(batch: Batch, recipe: Recipe | str | None, cluster: Cluster | None = None, **policy: object) -> Plan:
+    with checked_steps():
+        return ap.plan(batch, cluster or Cluster(2, 4), MODEL, recipe=recipe, **policy)
+
+
+# ---- which sequences are lone
+
+
+def test_long_sequences_are_never_lone() -> None:
+    problem = problem_of(lognormal())
+    lone = lone_of(problem)
+    pairs = problem.batch.lengths.astype(float) ** 2
+    assert pairs[lone.index].max() < pairs[lone.others].min() * 1.05
+    assert pairs[lone.index].max() < 0.5 * pairs.sum() / 8
+    assert sorted([*lone.index, *lone.others]) == list(range(len(pairs)))
+
+
+def test_the_ranks_of_a_group_have_equally_much_of_them() -> None:
+    problem = problem_of(lognormal(), Cluster(2, 4))
+    lone = lone_of(problem)
+    time = np.bincount(lone.home, lone.time, 8).reshape(2, 4)
+    total = float(lone.time.sum()) / 8 + 1
+    assert (time.max(1) - time.mean(1)).max() < 0.1 * max(total, time.mean())
+
+
+def test_a_rank_is_not_filled_up() -> None:
+    problem = problem_of(lognormal())
+    held = lone_of(problem, 0.5).rows.per_rank
+    assert held.max() <= 0.98 * problem.batch.tokens / 8
+
+
+def test_what_groups_have_left_is_what_lone_sequences_do_not_take() -> None:
+    lone = lone_of(problem_of(lognormal()), 0.1)
+    assert ((lone.left > 0) & (lone.left <= 1)).all()
+    time = np.bincount(lone.home, lone.time, 8).reshape(2, 4).max(1)
+    assert (np.argsort(lone.left) == np.argsort(-time)).all()
+
+
+def test_short_sequences_are_all_lone() -> None:
+    batch = Batch.from_lengths([200] * 64)
+    made = plan(batch, recipe())
+    assert len(lone_of(problem_of(batch)).others) == 0
+    assert made.report["bytes"]["total"] == 0
+    assert made.report["imbalance"]["compute"] == pytest.approx(0)
+
+
+def test_one_long_sequence_leaves_none() -> None:
+    batch = Batch.from_lengths([8192])
+    assert find_lone(problem_of(batch), FIRST, "auto") is None
+    assert same_programs(plan(batch, recipe()), plan(batch, recipe(None)))
+
+
+def test_without_groups_there_are_none() -> None:
+    one, other = (plan(lognormal(2), recipe(lone, degree=1), Cluster(1, 2)) for lone in ("auto", None))
+    assert same_programs(one, other)
+
+
+def test_the_fastest_ranks_of_a_group_get_more() -> None:
+    speeds = (1.0, 1.0, 1.0, 0.5) * 2
+    problem = problem_of(lognormal(), Cluster(2, 4, speeds=speeds))
+    lone = lone_of(problem, 0.1)
+    time = np.bincount(lone.home, lone.time, 8)
+    assert time[[3, 7]].max() < time[[0, 1, 2, 4, 5, 6]].min()
+
+
+# ---- rows
+
+
+def test_home_rows_are_the_lone_ones_first() -> None:
+    batch = Batch.from_lengths([4, 10, 3, 9, 2])
+    lone = Lone(
+        batch, 2, np.array([0, 2, 4]), np.array([1, 3]), np.array([1, 0, 1]), np.ones(3, int), np.ones(1), 0.0
+    )
+    rows = lone.beside(Rows(np.array([0, 7, 19]), np.array([0, 1]), 2))
+    token = np.arange(28)
+    home = rows.home[rows.block_of(token)]
+    assert home.tolist() == [1] * 4 + [0] * 7 + [1] * 3 + [0] * 3 + [1] * 9 + [1] * 2
+    at = rows.row_of(token)
+    assert at[14:17].tolist() == [0, 1, 2]
+    assert at[4:11].tolist() == list(range(3, 10))
+    assert at[:4].tolist() == [0, 1, 2, 3]
+    assert at[26:].tolist() == [4, 5]
+    assert at[11:14].tolist() == [6, 7, 8]
+    assert at[17:26].tolist() == list(range(9, 18))
+
+
+def test_lone_rows_are_neither_sent_nor_finished_apart() -> None:
+    made = plan(lognormal(), recipe())
+    lone = lone_of(problem_of(lognormal()))
+    moved = sum(item["bytes"] for item in made.report["exchanges"] if item["name"] == "ulysses_in")
+    all_moved = plan(lognormal(), recipe(None)).report["exchanges"]
+    before = sum(item["bytes"] for item in all_moved if item["name"] == "ulysses_in")
+    shared = lone.shared.tokens / lone.batch.tokens
+    assert moved == pytest.approx(shared * before, rel=0.02)
+
+
+def test_lone_sequences_are_whole_tasks_with_all_heads() -> None:
+    batch = lognormal()
+    made, lone = plan(batch, recipe()), lone_of(problem_of(batch))
+    program = made.programs["default", "forward"]
+    operands, tasks = program["operands"], program["tasks"]
+    q = operands.ptr[tasks.rank_of_row()] + tasks["q"]
+    alone = (operands["heads"][q] == 0) & (operands["space"][q] == Space.HOME)
+    assert sorted(operands["rows"][q][alone]) == sorted(lone.alone.lengths)
+    assert (operands["tensor"][q] == Tensor.Q).all()
+    ops = program["instructions"]["op"]
+    attend = np.flatnonzero(ops == Op.ATTEND)
+    first_wait = np.flatnonzero(ops == Op.WAIT)[0]
+    assert attend[0] < first_wait
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_mask_equals_dense_attention(name: str, layer: tuple) -> None:
+    length, mask = SEQUENCES[name]
+    short = [Sequence(5, masks.causal()), Sequence(length, mask), Sequence(9, masks.full())] * 2
+    batch = Batch.from_sequences([Sequence(97, masks.causal()), *short, Sequence(61, masks.causal())])
+    model = Model(*layer[:4], dtype="fp64", layers=1)
+    made = ap.plan(batch, Cluster(2, 2), model, policy=Policy(recipe(0.9, degree=2), token_cap=batch.tokens))
+    compare(made, "default", layer, 1)
+
+
+def test_kinds_share_one_choice() -> None:
+    mask = {"global": masks.causal(), "local": masks.sliding_window(512)}
+    batch = Batch.from_lengths(lognormal_lengths(0, 8 * 8192), mask=mask)
+    model = Model(8, 2, 64, layers={"global": 1, "local": 3})
+    made = ap.plan(batch, Cluster(2, 4), model, recipe=recipe())
+    assert made.report["imbalance"]["tokens"] <= 0.02
+
+
+WINDOWED = {"global": masks.causal(), "local": masks.sliding_window(512)}
+TWO_KINDS = Model(8, 2, 64, layers={"global": 1, "local": 3})
+
+
+def with_kinds(kinds: object, **steps: object) -> Recipe:
+    return recipe(inner={"ulysses": {"degree": 4, "lone": "auto", "kinds": kinds}}, **steps)
+
+
+@pytest.mark.parametrize("kinds", ["auto", ("global",)])
+def test_windows_are_computed_where_rows_live(kinds: object) -> None:
+    batch = Batch.from_lengths(lognormal_lengths(0, 8 * 8192), mask=WINDOWED)
+    made = ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(kinds))
+    names = {(item["kind"], item["name"]) for item in made.report["exchanges"]}
+    assert {name for kind, name in names if kind == "global"} > {"ulysses_in", "ulysses_out"}
+    assert {name for kind, name in names if kind == "local"} == {"fetch", "return"}
+    assert (made.programs["local", "forward"]["operands"]["heads"] == 0).all()
+    moved = sum(item["bytes"] for item in made.report["exchanges"] if item["kind"] == "local")
+    before = ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds("all")).report["exchanges"]
+    assert moved < 0.5 * sum(item["bytes"] for item in before if item["kind"] == "local")
+
+
+def test_a_kind_that_sees_most_is_split_in_any_case() -> None:
+    mask = {"local": masks.sliding_window(64), "nearer": masks.sliding_window(16)}
+    batch = Batch.from_lengths([3000, 200, 3000, 700], mask=mask)
+    made = ap.plan(
+        batch, Cluster(2, 4), Model(8, 2, 64, layers={"local": 1, "nearer": 1}), recipe=with_kinds("auto")
+    )
+    split = {item["kind"] for item in made.report["exchanges"] if item["name"] == "ulysses_in"}
+    assert split == {"local"}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_each_kind_equals_dense_attention(layer: tuple) -> None:
+    mask = {"global": masks.causal(), "local": masks.sliding_window(20)}
+    batch = Batch.from_lengths([97, 5, 30, 61, 9, 44, 7], mask=mask)
+    model = Model(*layer[:4], dtype="fp64", layers={"global": 1, "local": 1})
+    inner = {"ulysses": {"degree": 2, "lone": 0.9, "kinds": ("global",), "overlap": True}}
+    policy = Policy(recipe(inner=inner, route={"node": {}}), token_cap=batch.tokens)
+    made = ap.plan(batch, Cluster(2, 2), model, policy=policy)
+    for kind in ("global", "local"):
+        compare(made, kind, layer, 1)
+
+
+@pytest.mark.parametrize("name", ["mixed", "auto"])
+@pytest.mark.parametrize("seed", range(6))
+def test_kinds_on_ranks_of_unequal_speed(name: str, seed: int) -> None:
+    """No bound of groups holds where a kind is computed by single ranks, some of them faster."""
+    rng = np.random.default_rng(seed)
+    mask = {"global": masks.causal(), "local": masks.sliding_window(50)}
+    batch = Batch.from_lengths(rng.integers(50, 6000, rng.integers(2, 12)).tolist(), mask=mask)
+    speeds = tuple(rng.choice([1.0, 1.0, 0.9, 0.8], 8).tolist())
+    model = Model(8, 2, 16, layers={"global": 8, "local": 40})
+    made = ap.plan(batch, Cluster(2, 4, speeds=speeds), model, recipe=name)
+    assert made.report["bounds"]["makespan"]["gap"] >= 1
+
+
+def test_no_candidate_is_dropped_for_more_than_it_takes() -> None:
+    mask = {"global": masks.causal(), "local": masks.sliding_window(8000)}
+    batch = Batch.from_lengths([60000, 3000], mask=mask)
+    model = Model(8, 2, 64, layers={"global": 1, "local": 40})
+    steps = with_kinds(("global",), place={"blend": {"weigh": "time"}})
+    problem = Problem(batch, Cluster(1, 4, speeds=(1.0, 1.0, 1.0, 0.2)), model, Policy(steps))
+    placed = placing.place(problem, passes_of(steps), SILENT)
+    plan = pipeline.draft(placed, SILENT).plan()
+    found = ap.simulate(plan).runs
+    taken = sum(problem.layers[kind] * run.makespan_us for (kind, _), run in found.items())
+    assert least_placed_us(placed) <= taken
+
+
+def test_kinds_are_refused_where_they_cannot_be() -> None:
+    batch = Batch.from_lengths([3000, 200, 3000, 700], mask=WINDOWED)
+    with pytest.raises(ConfigError, match=r"recipe\.inner\.ulysses\.kinds.*must be of global, local"):
+        ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(("loc",)))
+    with pytest.raises(ConfigError, match=r"reshuffle.*in the loader's layout"):
+        ap.plan(batch, Cluster(2, 4), TWO_KINDS, recipe=with_kinds(("global",), reshuffle=True))
+    with pytest.raises(ConfigError, match="kinds"):
+        passes_of(recipe(inner={"upipe": {"degree": 4, "kinds": "auto"}}))
+
+
+@pytest.mark.parametrize("cap", [1.0, 1.02, 1.2])
+def test_an_explicit_cap_is_kept(cap: float) -> None:
+    batch = lognormal()
+    most = int(np.ceil(cap * batch.tokens / 8))
+    made = plan(batch, None, policy=Policy(recipe(), token_cap=most))
+    assert made.layout("attention").rows_per_rank.max() <= most
+
+
+def test_equal_requests_give_equal_plans() -> None:
+    assert plan(lognormal(), "mixed").id == plan(lognormal(), "mixed").id
+
+
+def test_a_compact_form_is_read_back() -> None:
+    for batch in (lognormal(), Batch.from_lengths([200] * 64)):
+        policy = Policy(find_recipe("mixed"))
+        problem = Problem(batch, Cluster(2, 4), MODEL, policy)
+        placed = placing.place(problem, passes_of(policy.recipe), SILENT)
+        made = pipeline.Made(pipeline.seal(pipeline.draft(placed, SILENT), SILENT), placed)
+        job = Job(problem.cluster, MODEL, policy, tokens_per_rank=32768)
+        held = encode_assignment(job, [batch], [], [made], b"0" * 32)
+        assert held is not None
+        found = decode_assignment(held)
+        ((again, _),) = restored([problem], found.choices)
+        assert pipeline.seal(pipeline.draft(again, SILENT), SILENT).id == made.plan.id
+
+
+# ---- what is refused
+
+
+def test_rows_of_the_loader_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reshuffle.*lone sequences"):
+        plan(lognormal(), recipe(reshuffle=True))
+
+
+@pytest.mark.parametrize("lone", [-0.1, 1.5, "all"])
+def test_a_share_is_a_number_from_0_to_1(lone: object) -> None:
+    with pytest.raises(ConfigError, match=r"recipe\.inner\.ulysses\.lone"):
+        passes_of(recipe(lone))  # type: ignore[arg-type]
+
+
+def test_home_ranks_are_refused_as_in_all_groups() -> None:
+    batch = Batch.from_lengths([200] * 8, home_ranks=[[3], *[None] * 7])
+    with pytest.raises(ConfigError, match="cannot be kept where groups share tokens"):
+        ap.plan(batch, Cluster(1, 4), MODEL, recipe="mixed")
+    made = ap.plan(batch, Cluster(1, 4), MODEL, recipe="auto")
+    assert (
+        made.layout("attention").spans["sequence"][made.layout("attention").spans.rank_of_row() == 3].min()
+        == 0
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cap_is_kept_on_ranks_of_unequal_speed(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    batch = Batch.from_lengths(rng.choice([50, 100, 200, 700, 1500], 15).tolist())
+    speeds = tuple(rng.choice([0.5, 1.0], 4).tolist())
+    cap = int(batch.tokens / 4 * rng.uniform(1.0, 1.3)) + 1
+    made = ap.plan(
+        batch, Cluster(1, 4, speeds=speeds), MODEL, policy=Policy(find_recipe("mixed"), token_cap=cap)
+    )
+    assert made.layout("attention").rows_per_rank.max() <= cap
+
+
+def test_a_cap_of_each_group_counts_what_is_lone() -> None:
+    batch, model = Batch.from_lengths([25, 50, 900, 25, 50, 327]), Model(12, 12, 8)
+    mine = recipe(place={"contiguous": {}})
+    made = ap.plan(batch, Cluster(2, 4), model, policy=Policy(mine, token_cap=176))
+    assert made.layout("attention").rows_per_rank.max() <= 176
+
+
+def test_a_choice_that_leaves_ranks_uneven_is_not_made() -> None:
+    batch = Batch.from_lengths([4000] * 9)
+    made = ap.plan(batch, Cluster(1, 4), MODEL, policy=Policy(recipe(), token_cap=16000))
+    assert made.report["imbalance"]["compute"] < 0.01
+
+
+def test_a_slow_rank_leaves_lone_sequences_to_others() -> None:
+    speeds = (1.0, 1.0, 1.0, 0.01, 1.0, 1.0, 1.0, 1.0)
+    lone = lone_of(problem_of(lognormal(), Cluster(2, 4, speeds=speeds)), 0.25)
+    assert len(lone.index) > 10
+    assert 3 not in lone.home
+
+
+def test_stages_of_heads_leave_none_alone() -> None:
+    with pytest.raises(ConfigError, match="lone"):
+        passes_of(recipe(inner={"upipe": {"degree": 4, "lone": "auto"}}))
+
+
+def test_groups_are_looked_at_one_by_one() -> None:
+    problem = problem_of(lognormal(12), Cluster(3, 4))
+    lone = lone_of(problem, 0.25, Groups(np.array([0, 4, 8, 12])).first)
+    assert len(lone.left) == 3

@@ -1,0 +1,19 @@
+"""Steps in random combinations: every plan that is not refused verifies, equals dense attention, and simulates."""
+
+from __future__ import annotations
+
+import pytest
+from matrix import compare
+from mixtures import plan_of
+
+import apportion as ap
+
+
+@pytest.mark.parametrize("start", range(0, 160, 16))
+def test_random_mixtures_equal_dense_attention(start: int) -> None:
+    made = [found for found in map(plan_of, range(start, start + 16)) if found is not None]
+    assert len(made) >= 8
+    for plan, layer in made:
+        compare(plan, "default", layer, start)
+        assert ap.simulate(plan).forward_ms > 0
+        assert all(bound["gap"] is None or bound["gap"] >= 1 for bound in plan.report["bounds"].values())

@@ -1,0 +1,261 @@
+"""What the executor starts: kernels and messages counted by hand, and the slow way on plans of all kinds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from timelines import PLANS, STRATEGIES, Unit, plan_of
+from walks import complete_rows, computed_statistics
+
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.isa import HEADLESS, KV_SIDE, Op, Space, Tensor
+from apportion.ir.parse import parse
+from apportion.ir.plan.messages import find_messages
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.planner import api
+from apportion.planner.simulate import Run, simulate, simulate_with
+
+#: rank 0 sends one tile out of memory (Q home rows), and two that must be copied together (two arrays)
+FETCH = (
+    "launch 0: send Q.home[0:8) to 1, send KV.home[0:4) to 1, receive KV.work[0:4) from 2\nwait 0",
+    "launch 0: receive Q.work[0:8) from 0, receive KV.work[0:4) from 0\nwait 0",
+    "launch 0: send KV.home[0:4) to 0\nwait 0",
+)
+
+
+def started(*programs: str, phase: str = "forward") -> Run:
+    return simulate_with(plan_of(*programs, phase=phase), Unit()).runs["default", phase]
+
+
+def test_a_task_list_is_one_kernel_and_its_gradient_two() -> None:
+    tasks = "attend Q.home[0:4) KV.home[0:4) -> O.home[0:4) full first, Q.home[0:2) KV.home[4:8) -> O.home[0:2) full"
+    assert started(f"{tasks}\n{tasks}\nfinish O.home[0:4)").launches.tolist() == [
+        2
+    ]  # the second leaves results
+    assert started(f"{tasks}\n{tasks}\nfinish O.home[0:5)").launches.tolist() == [3]
+    grad = "Q.home[0:4) KV.home[0:4) dO.home[0:4) delta.home[0:4) -> dQ.home[0:4) dKV.home[0:4) full"
+    cast = 1
+    assert started(f"attend_grad {grad}, {grad}", phase="backward").launches.tolist() == [2 + cast]
+
+
+def test_row_operations_are_one_kernel_an_instruction() -> None:
+    lines = [
+        "delta dO.home[0:2) O.home[0:2) -> delta.home[0:2), dO.home[2:4) O.home[2:4) -> delta.home[2:4)",
+        "add dQ.work[0:2) -> dQ.home[0:2) first, dKV.work[0:2) -> dKV.home[0:2) first",
+        "copy KV.home[0:2) -> KV.work[0:2)",
+        "clear dQ.home[2:4), dKV.home[2:4)",
+    ]
+    assert started("\n".join(lines), phase="backward").launches.tolist() == [len(lines) + 1]
+
+
+def test_a_projection_counts_for_what_puts_its_rows_in_place() -> None:
+    assert started("project X.home[0:4) -> Q.work[0:4) KV.work[0:4)").launches.tolist() == [1]
+    grad = "project_grad X.home[0:4) dQ.work[0:4) dKV.work[0:4) -> dX.home[0:4) first"
+    assert started(grad, phase="backward").launches.tolist() == [1 + 1]
+
+
+def test_staged_messages_are_packed_and_unpacked() -> None:
+    """KV home rows are two arrays, KV work rows one: rank 0 packs what it sends to rank 1, and receives what lies in
+    its arena as it travels; rank 1 gets two tensors in one message, and unpacks them."""
+    run = started(*FETCH)
+    assert run.launches.tolist() == [1, 1, 1]
+    assert run.messages.tolist() == [2, 1, 1]
+    assert run.rounds.tolist() == [1, 1, 1]
+
+
+def test_what_lies_as_it_travels_is_not_copied() -> None:
+    run = started(
+        "launch 0: send Q.home[0:8) to 1, receive KV.work[0:4) from 1, receive KV.work[4:6) from 1\nwait 0",
+        "launch 0: receive Q.work[0:8) from 0, send KV.work[0:4) to 0, send KV.work[4:6) to 0\nwait 0",
+    )
+    assert run.launches.tolist() == [0, 0]
+    assert run.messages.tolist() == [2, 2]
+    gap = started(
+        "launch 0: receive KV.work[0:4) from 1, receive KV.work[5:7) from 1\nwait 0",
+        "launch 0: send KV.work[0:4) to 0, send KV.work[4:6) to 0\nwait 0",
+    )
+    assert gap.launches.tolist() == [1, 0]
+
+
+def test_an_all_to_all_is_copied_whatever_it_carries() -> None:
+    programs = [
+        f"launch 0 all_to_all: send Q.home[0:8) to {peer}, receive Q.work[0:8) from {peer}\nwait 0"
+        for peer in (1, 0)
+    ]
+    assert started(*programs, "launch 0 all_to_all\nwait 0").launches.tolist() == [2, 2, 0]
+
+
+def test_ranks_without_home_rows_have_nothing_to_cast() -> None:
+    model = Model(q_heads=2, kv_heads=1, head_dim=8)
+    plan = api.plan(Batch.from_lengths([2]), Cluster(1, 3), model, recipe="contiguous")
+    empty = plan.layouts["attention"].rows_per_rank == 0
+    assert empty.any()
+    launches = simulate(plan).runs["default", "backward"].launches
+    assert (launches[empty] == 0).all()
+    assert (launches[~empty] > 1).all()
+
+
+def test_the_busiest_rank_of_all_runs() -> None:
+    found = simulate_with(plan_of(*FETCH), Unit())
+    assert found.busiest == {"rank": 0, "instructions": 2, "launches": 1, "messages": 2, "rounds": 1}
+    assert found.to_data()["busiest"] == found.busiest
+    assert found.to_data()["runs"][0]["ranks"]["messages"] == [2, 1, 1]
+
+
+# --- the slow way
+
+
+class Slow:
+    """One rank's program in words: rows of tables as dictionaries."""
+
+    def __init__(self, plan: Plan, key: tuple[str, str], rank: int) -> None:
+        self.header, self.key = plan.header, key
+        program = plan.programs[key].rank(rank)
+        columns = ("o",) if key[1] == "forward" else ("dq", "dkv")
+        done = {column: complete_rows(program, key[1], column) for column in columns}
+        self.complete = {column: rows for column, (_, rows, _) in done.items()}
+        self.placed = {one for _, _, placed in done.values() for one in placed}
+        self.stated = computed_statistics(program)[1] if key[1] == "backward" else set()
+        self.rows = {
+            name: [
+                {column: int(values[i]) for column, values in table.columns.items()}
+                for i in range(len(table))
+            ]
+            for name, table in program.tables.items()
+        }
+        self.arenas = {row["tensor"]: row["heads"] for row in self.rows["arenas"]}
+        self.home = set(range(int(plan.layout(plan.header.home_layout).rows_per_rank[rank])))
+
+    def messages(self, instruction: dict[str, int], rows: list[dict[str, int]]) -> dict[Any, bool]:
+        """(send, peer) -> staged."""
+        tiles = defaultdict(list)
+        for row in rows:
+            tiles[row["send"], row["peer"]].append(self.rows["operands"][row["operand"]])
+        swapped = instruction["mode"] != 0  # an all-to-all is one buffer; results are rounded
+        return {ends: swapped or not self.lie_ready(held) for ends, held in sorted(tiles.items())}
+
+    def lie_ready(self, tiles: list[dict[str, int]]) -> bool:
+        return all(map(self.is_whole, tiles)) and all(self.follows(*two) for two in pairwise(tiles))
+
+    def is_whole(self, tile: dict[str, int]) -> bool:
+        tensor, work = Tensor(tile["tensor"]), tile["space"] == Space.WORK
+        if self.header.sent_gradients == "model" and tensor in (Tensor.DX, Tensor.DQ, Tensor.DKV):
+            return False  # rounded on their way
+        if tensor == Tensor.O or (tensor == Tensor.KV and not work):
+            return False
+        return self.columns(tile) == (self.arenas[tensor] if work else self.all_columns(tensor))
+
+    def all_columns(self, tensor: Tensor) -> int:
+        if tensor in HEADLESS:
+            return 1
+        return self.header.kv_heads if tensor in KV_SIDE else self.header.q_heads
+
+    def columns(self, tile: dict[str, int]) -> int:
+        heads, tensor = tile["heads"], Tensor(tile["tensor"])
+        return len(self.header.head_sets[heads - 1]) if heads else self.all_columns(tensor)
+
+    def follows(self, first: dict[str, int], second: dict[str, int]) -> bool:
+        same = all(first[name] == second[name] for name in ("tensor", "space"))
+        model, wide = (
+            (4, 4) if self.header.dtype == "fp32" else (8, 8) if self.header.dtype == "fp64" else (2, 4)
+        )
+        numbers = {
+            Tensor.Q: self.header.head_dim * model,
+            Tensor.KV: (self.header.head_dim + self.header.v_head_dim) * model,
+            Tensor.DQ: self.header.head_dim * wide,
+            Tensor.DKV: (self.header.head_dim + self.header.v_head_dim) * wide,
+            Tensor.DO: self.header.v_head_dim * model,
+            Tensor.DELTA: 2 * wide,
+        }
+        size = first["rows"] * self.columns(first) * numbers.get(Tensor(first["tensor"]), 1)
+        return same and second["row"] == first["row"] + first["rows"] and size % 16 == 0
+
+    def walk(self) -> tuple[list[tuple[int, int, int, bool]], int]:
+        """(launch, send, peer, staged) of all messages, and kernels."""
+        messages, kernels, place, unpacked = [], 0, defaultdict(int), set()
+        for number, instruction in enumerate(self.rows["instructions"]):
+            op, name = Op(instruction["op"]), Op(instruction["op"]).rule.list
+            rows = self.rows[name][place[name] : place[name] + instruction["count"]] if name else []
+            place[name] += instruction["count"]
+            if op == Op.LAUNCH:
+                found = self.messages(instruction, rows)
+                messages += [(number, *ends, staged) for ends, staged in found.items()]
+                packed = [row for row in rows if row["send"] and found[1, row["peer"]]]
+                kernels += any(map(self.left, (row["operand"] for row in packed)))
+                if any(staged for (send, _), staged in found.items() if not send):
+                    unpacked.add(instruction["round"])
+            elif op == Op.WAIT:
+                kernels += instruction["round"] in unpacked
+            elif op == Op.DELIVER:
+                kernels += any(self.left(row["a"]) for row in rows)
+            elif op == Op.DELTA:
+                first = place[name] - len(rows)
+                every = {(first + i, one) for i, row in enumerate(rows) for one in self.has(row["c"])}
+                kernels += bool(every - self.stated)
+            elif op == Op.FINISH:
+                kernels += any(self.has(row["c"]) - self.complete["o"] for row in rows)
+            else:
+                kernels += 2 if op == Op.ATTEND_GRAD else 1
+        return messages, kernels + self.casts()
+
+    def left(self, operand: int) -> set[int]:
+        """Rows that no task has put where they belong."""
+        return {row for row in self.has(operand) if (operand, row) not in self.placed}
+
+    def has(self, operand: int) -> set[int]:
+        found = self.rows["operands"][operand]
+        return set(range(found["row"], found["row"] + found["rows"]))
+
+    def casts(self) -> int:
+        if self.key[1] == "forward":
+            return 0
+        if any(row["op"] == Op.PROJECT_GRAD for row in self.rows["instructions"]):
+            return int(bool(self.home))
+        return int(any(self.home - done for done in self.complete.values()))
+
+
+def check(plan: Plan) -> None:
+    for key, run in simulate(plan).runs.items():
+        slow = [Slow(plan, key, rank) for rank in range(plan.header.ranks)]
+        found = [program.walk() for program in slow]
+        assert run.launches.tolist() == [kernels for _, kernels in found]
+        assert run.messages.tolist() == [len(messages) for messages, _ in found]
+        assert run.rounds.tolist() == [
+            sum(row["op"] == Op.LAUNCH for row in program.rows["instructions"]) for program in slow
+        ]
+        check_messages(plan, key, [messages for messages, _ in found])
+
+
+def check_messages(plan: Plan, key: tuple[str, str], wanted: list[Any]) -> None:
+    """Of all ranks at once, and of each alone."""
+    programs, every = plan.programs[key], []
+    for rank, mine in enumerate(wanted):
+        alone = find_messages(programs.rank(rank), plan.header)
+        columns = (alone.instruction, alone.send, alone.peer, alone.staged)
+        assert list(zip(*(column.tolist() for column in columns), strict=True)) == mine
+        first = int(programs["instructions"].ptr[rank])
+        every += [(first + number, *rest) for number, *rest in mine]
+    found = find_messages(programs, plan.header)
+    columns = (found.instruction, found.send, found.peer, found.staged)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == every
+    assert len(found.of) == len(programs["transfers"])
+    assert np.array_equal(np.unique(found.of), np.arange(len(found)))
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_plans_by_hand_are_counted_as_they_run(path: Any) -> None:
+    check(parse(path.read_text()))
+
+
+@pytest.mark.parametrize("sent", ["wide", "model"])
+@pytest.mark.parametrize("recipe", [*STRATEGIES, "distca", "blend", "upipe"])
+def test_plans_of_recipes_are_counted_as_they_run(recipe: str, sent: str) -> None:
+    batch = Batch.from_lengths([700, 500, 292, 300, 200, 80])
+    model = Model(q_heads=8, kv_heads=4, head_dim=64, sent_gradients=sent)
+    check(api.plan(batch, Cluster(2, 4, nics_per_node=2), model, recipe=recipe, verify=False))

@@ -1,0 +1,139 @@
+"""Scenarios: what they change, what plans take under them by hand, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from timelines import CLUSTER, Unit, plan_of, run_invariants, transfers, work
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.planner import api
+from apportion.planner.cost import CostModel
+from apportion.planner.simulate import simulate, simulate_with
+from apportion.planner.simulate.scenarios import SCENARIOS, SET_ASIDE, Scenario, applied
+
+H100 = Hardware.load("h100")
+BY_NAME = {one.name: one for one in SCENARIOS}
+LINKS = Cluster(1, 2, **CLUSTER)
+PROGRAMS = (
+    f"launch 0: send KV.home[0:8) to 1\n{work(20)}\nwait 0",
+    f"launch 0: receive KV.work[0:8) from 0\n{work(4)}\nwait 0\n{work(5)}",
+)
+
+
+def finish(scenario: Scenario, contention: float = 0.0) -> list[float]:
+    """When the two ranks are done, on the links of the scenario."""
+    _, cluster = applied(scenario, H100, LINKS)
+    costs = Unit(contention=contention)
+    return (
+        simulate_with(plan_of(*PROGRAMS), costs, cluster=cluster)
+        .runs["default", "forward"]
+        .finish_us.tolist()
+    )
+
+
+def test_links_by_hand() -> None:
+    """8 us on the wire and 3 of latency, then work of 5."""
+    assert finish(BY_NAME["nominal"]) == [20.0, 16.0]
+    assert finish(BY_NAME["half-bandwidth"]) == [20.0, 2 * 8 + 3 + 5]
+    assert finish(BY_NAME["latency-x4"]) == [20.0, 8 + 4 * 3 + 5]
+    assert finish(BY_NAME["slow-kernels"]) == [20.0, 16.0]  # a matter of the hardware
+    assert finish(BY_NAME["contention"]) == [20.0, 16.0]
+    assert finish(BY_NAME["all"]) == [28.0, 2 * 8 + 4 * 3 + 5]
+
+
+def test_contention_by_hand() -> None:
+    """In 16 us on the wire rank 0 does 10 us of work and has 10 left; it waits for the last 2 us of latency."""
+    assert finish(BY_NAME["all"], contention=0.6) == pytest.approx([16 + 4 * 3, 16 + 4 * 3 + 5])
+    added = 8 - 8 / 1.25
+    assert finish(BY_NAME["nominal"], contention=0.25) == pytest.approx([20 + added, 16.0])
+
+
+def test_nothing_changes_where_nothing_is_said() -> None:
+    cluster = Cluster(2, 4, speeds=(1.0,) * 8)
+    assert BY_NAME["nominal"] is SCENARIOS[0]
+    hardware, links = applied(SCENARIOS[0], H100, cluster)
+    assert hardware is H100
+    assert links is cluster
+    measured = replace(H100, contention=Figure(0.2, "measured"))
+    assert applied(BY_NAME["contention"], measured, cluster)[0] is measured
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_figures_and_grids_follow(scenario: Scenario) -> None:
+    hardware, cluster = applied(scenario, H100, H100.cluster(2))
+    assert hardware.mismatch(cluster) == []
+    assert cluster.inter_gbs == 50 * scenario.bandwidth
+    assert cluster.intra_latency_us == 5 * scenario.latency
+    assert hardware.contention.value == scenario.contention
+    assert Hardware.from_data(hardware.to_data()) == hardware
+    changed = [name for name, figure in hardware.figures().items() if figure != H100.figures()[name]]
+    assert all(hardware.figures()[name].assumed for name in changed)
+    assert all("scenario" in hardware.figures()[name].source for name in changed)
+    assert (hardware.digest() == H100.digest()) == (scenario.name == "nominal")
+    model, rows = Model(), np.array([128, 1000, 5000])
+    mine, own = CostModel(hardware, model), CostModel(H100, model)
+    for phase in ("forward", "backward"):
+        times = [cost.attention_us(phase, rows, rows, rows * rows, 32, 8) for cost in (mine, own)]
+        np.testing.assert_allclose(times[0], scenario.compute * times[1])
+        assert mine.launch_us(phase) == own.launch_us(phase)
+        chains = [cost.chain_us(phase, rows, rows, 2 * rows) for cost in (mine, own)]
+        np.testing.assert_allclose(chains[0], scenario.compute * chains[1])
+    assert float(mine.linear_us(100)) == pytest.approx(scenario.compute * float(own.linear_us(100)))
+    assert float(mine.rowop_us(10**6)) == float(own.rowop_us(10**6))
+
+
+def test_another_cluster_is_as_if_the_plan_were_made_for_it() -> None:
+    other = {"intra_gbs": 0.016, "intra_latency_us": 7.0, "speeds": [1.0, 0.5]}
+    own = simulate_with(plan_of(*PROGRAMS, **other), Unit())
+    given = simulate_with(
+        plan_of(*PROGRAMS), Unit(), cluster=replace(LINKS, **other | {"speeds": (1.0, 0.5)})
+    )
+    for key, run in own.runs.items():
+        assert transfers(run) == transfers(given.runs[key])
+        assert run.finish_us.tolist() == given.runs[key].finish_us.tolist()
+    assert own.to_data() == given.to_data()
+    assert given.cluster != given.plan.request.cluster
+
+
+def test_a_cluster_of_other_ranks_is_refused() -> None:
+    for shape in ((1, 4), (2, 1)):
+        with pytest.raises(ConfigError, match=r"cluster.nodes x cluster.ranks_per_node = .*1 x 2 ranks"):
+            simulate(plan_of(*PROGRAMS), cluster=Cluster(*shape))
+
+
+@pytest.mark.parametrize("recipe", ["fcp", "ring", "zeppelin", "ulysses"])
+def test_plans_of_recipes_are_no_faster_under_any(recipe: str) -> None:
+    batch = Batch.from_lengths([20_000, 9000, 900, 500, 292, 3000, 2000, 800])
+    cluster = Cluster(2, 4)
+    plan = api.plan(batch, cluster, Model(8, 4, 64), recipe=recipe, verify=False)
+    total = {}
+    for scenario in SCENARIOS:
+        hardware, links = applied(scenario, H100, cluster)
+        found = simulate(plan, hardware, links)
+        for run in found.runs.values():
+            run_invariants(run, scenario.contention)
+        total[scenario.name] = found.forward_ms + found.backward_ms
+        assert found.hardware == ("h100" if scenario.name == "nominal" else f"h100-{scenario.name}")
+    assert min(total.values()) == total["nominal"]
+    assert max(total.values()) == total["all"]
+    assert total["nominal"] < total["slow-kernels"] < 1.1 * total["nominal"]
+
+
+def test_names_and_factors_are_checked() -> None:
+    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
+    assert round(132 / 124 - 1, 3) == SET_ASIDE
+    for field, value in (("bandwidth", 0), ("latency", -1), ("compute", "1"), ("contention", float("nan"))):
+        with pytest.raises(ConfigError, match=f"scenario.{field}"):
+            Scenario("mine", **{field: value})
+    with pytest.raises(ConfigError, match=r"scenario\.name"):
+        Scenario("a b")
+    with pytest.raises(ConfigError, match=r"hardware\.figures\.contention"):
+        applied(Scenario("mine", contention=99.0), H100, LINKS)

@@ -1,0 +1,36 @@
+"""The schemas of the package, and plans as they describe them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from stand_alone import read_plan as reader
+
+from apportion.ir.isa import (
+    MOVE_COLUMNS,
+    SPAN_COLUMNS,
+    TABLES,
+)
+
+SCHEMAS = Path(__file__).parents[2] / "apportion/schemas"
+
+
+def decoded(data: bytes) -> dict[str, Any]:
+    """The plan as `plan.schema.json` describes it, by stock msgpack."""
+    plan = msgpack.unpackb(data)
+    for name in ("header", "request", "layouts", "moves", "report"):
+        plan[name] = msgpack.unpackb(plan[name])
+    parts = [reader.read_part(part) for part in plan["parts"]]
+    for part in parts:
+        part["layouts"] = [columns(rows, SPAN_COLUMNS) for rows in part["layouts"]]
+        part["moves"] = [columns(rows, MOVE_COLUMNS) for rows in part["moves"]]
+        for phases in part["programs"].values():
+            for phase, tables in phases.items():
+                phases[phase] = {name: columns(rows, TABLES[name]) for name, rows in tables.items() if rows}
+    return {**plan, "parts": parts, "id": plan["id"].hex()}
+
+
+def columns(rows: list[dict[str, int]], names: tuple[str, ...]) -> list[list[int]]:
+    return [[row[name] for row in rows] for name in names] if rows else []

@@ -1,0 +1,137 @@
+"""What tasks leave complete, and which statistics they compute, found instruction by instruction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from apportion.ir.isa import OPERAND_COLUMNS, TASK_LIST, Op, Space, Tensor
+from apportion.ir.plan.fusion import RowRanges
+from apportion.ir.plan.ops import instruction_of
+from apportion.ir.plan.tables import ProgramSet
+
+SUMS = {"o": (Tensor.O, ("q",)), "dq": (Tensor.DQ, ("q", "do", "delta")), "dkv": (Tensor.DKV, ("kv",))}
+
+
+BESIDE = {"q": Tensor.Q, "do": Tensor.DO, "delta": Tensor.DELTA, "kv": Tensor.KV}
+
+
+def each_row(found: RowRanges) -> list[tuple[int, int]]:
+    return [
+        (of, row)
+        for of, row0, row1 in zip(*(part.tolist() for part in found), strict=True)
+        for row in range(row0, row1)
+    ]
+
+
+def complete_rows(
+    programs: ProgramSet, phase: str, column: str
+) -> tuple[set[tuple[int, int]], set[int], set[tuple[int, int]]]:
+    """Of one rank's program, row by row: (task, row) that is complete when it has run, complete home rows, and
+    (operand, row) of work rows that tasks put where they belong."""
+    tensor, beside = SUMS[column]
+    name = TASK_LIST[phase]
+    operands, op = programs["operands"], programs["instructions"]["op"].astype(int)
+    of = {
+        key: operands[key].astype(int).tolist() for key in ("tensor", "space", "row", "rows", "heads", "col")
+    }
+    modes = programs["instructions"]["mode"].astype(int)
+
+    def rows_of(operand: int) -> list[tuple[int, int]]:
+        return [(of["space"][operand], of["row"][operand] + i) for i in range(of["rows"][operand])]
+
+    alike = all(
+        len(
+            {
+                (of["col"][i], of["heads"][i])
+                for i in range(len(operands))
+                if of["tensor"][i] == one and of["space"][i] == Space.WORK
+            }
+        )
+        <= 1
+        for one in (tensor, *(BESIDE[each] for each in beside))
+    )
+    given: set[int] = set()  # home rows that arrive as results
+    last: dict[tuple[int, int], int] = {}
+    taken: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    tasks: list[tuple[int, int, int, bool]] = []
+    for table, columns in OPERAND_COLUMNS.items():
+        at = instruction_of(op, programs["instructions"].wide("count"), table)
+        for i in range(len(programs[table])):
+            for each in columns:
+                operand = int(programs[table][each][i])
+                if of["tensor"][operand] != tensor or op[at[i]] == Op.FINISH:
+                    continue
+                results = table == "transfers" and modes[at[i]] & 2
+                sent = programs[table]["send"][i] if results else 0
+                if of["space"][operand] == Space.HOME and (results or op[at[i]] == Op.DELIVER):
+                    given |= {row for _, row in rows_of(operand)}
+                leaves = (results and sent) or (op[at[i]] == Op.DELIVER and each == "a")
+                for row in rows_of(operand):
+                    if leaves:
+                        taken.setdefault(row, []).append((int(at[i]), operand))
+                    else:
+                        last[row] = max(last.get(row, -1), int(at[i]))
+                if table == name and each == column:
+                    others = [int(programs[table][other][i]) for other in beside]
+                    space = of["space"][operand]
+                    plain = all(
+                        of["space"][x] == space and of["row"][x] == of["row"][operand] for x in others
+                    )
+                    plain &= space == Space.WORK or not any(of["heads"][x] for x in (operand, *others))
+                    tasks.append((i, int(at[i]), operand, plain))
+    mixed = {(at, of["space"][operand]) for _, at, operand, plain in tasks if not plain}
+    done: set[tuple[int, int]] = set()
+    kept: set[int] = set()
+    placed: set[tuple[int, int]] = set()
+    for i, at, operand, _ in tasks:
+        if (at, of["space"][operand]) in mixed:
+            continue
+        for space, row in rows_of(operand):
+            leaving = taken.get((space, row), [])
+            fit = space == Space.HOME or (alike and len(leaving) == 1 and leaving[0][0] > last[space, row])
+            if fit and last[space, row] == at:
+                done.add((i, row))
+                if space == Space.HOME:
+                    kept.add(row)
+                else:
+                    placed.add((leaving[0][1], row))
+    return done, given | kept, placed
+
+
+def computed_statistics(programs: ProgramSet) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Of one rank's program, row by row: (task, row) and (row of rowops, row) of statistics that tasks compute."""
+    operands, instructions = programs["operands"], programs["instructions"]
+    columns = {
+        name: operands[name].astype(int).tolist() for name in ("tensor", "space", "row", "rows", "heads")
+    }
+
+    def place(operand: int) -> tuple[int, int, int]:
+        return columns["space"][operand], columns["row"][operand], columns["heads"][operand]
+
+    reads: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    writes: dict[int, list[int]] = defaultdict(list)
+    elsewhere: set[int] = set()
+    for table, names in OPERAND_COLUMNS.items():
+        at = instruction_of(instructions["op"], instructions.wide("count"), table).tolist()
+        for i in range(len(programs[table])):
+            named = {name: int(programs[table][name][i]) for name in names}
+            for name, operand in named.items():
+                if columns["tensor"][operand] != Tensor.DELTA or columns["space"][operand] != Space.HOME:
+                    continue
+                rows = range(columns["row"][operand], columns["row"][operand] + columns["rows"][operand])
+                own, home = place(operand), (int(Space.HOME), columns["row"][operand], 0)
+                is_delta = table == "rowops" and name == "c" and instructions["op"][at[i]] == Op.DELTA
+                if table == "grads" and own == home == place(named["do"]) == place(named["dq"]):
+                    for row in rows:
+                        reads[row].append((at[i], i))
+                elif is_delta and own == home == place(named["a"]) == place(named["b"]):
+                    for row in rows:
+                        writes[row].append(i)
+                else:
+                    elsewhere.update(rows)
+    tasks, rowops = set(), set()
+    for row in set(reads) & set(writes) - elsewhere:
+        first = min(at for at, _ in reads[row])
+        tasks |= {(task, row) for at, task in reads[row] if at == first}
+        rowops |= {(i, row) for i in writes[row]}
+    return tasks, rowops
