@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from apportion.planner.iteration.nano import nano_batches
     from apportion.planner.iteration.ticks import plan_tick, tick_batch, tick_table
     from apportion.planner.simulate import simulate
-    from apportion.planner.simulate.pair import simulate_pair
+    from apportion.planner.simulate.pair.run import simulate_pair
     from apportion.service.client import Client, create_job
     from apportion.trainer import trees
     from apportion.trainer.loading.batch import PlannedBatch
@@ -89,7 +89,7 @@ _HOMES = {
     "apportion.planner.iteration.iterate": ("plan_iteration",),
     "apportion.planner.iteration.nano": ("nano_batches",),
     "apportion.planner.simulate": ("simulate",),
-    "apportion.planner.simulate.pair": ("simulate_pair",),
+    "apportion.planner.simulate.pair.run": ("simulate_pair",),
     "apportion.planner.iteration.ticks": ("plan_tick", "tick_batch", "tick_table"),
     "apportion.service.client": ("Client", "create_job"),
     "apportion.trainer.step.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),

@@ -19,8 +19,8 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.iteration.nano import nano_batches
-from apportion.planner.simulate.pair import simulate_pair
-from apportion.planner.simulate.pair_result import Pair
+from apportion.planner.simulate.pair.result import Pair
+from apportion.planner.simulate.pair.run import simulate_pair
 
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, ffn=14336, layers=32)
 TOKENS_PER_RANK = 32_768

@@ -22,14 +22,14 @@ from stand_alone import read_plan
 
 from apportion.ir import hashing
 from apportion.ir.bytes import codec, table_bytes, wire
+from apportion.ir.bytes.cells.columns import DENSEST, MAX_ROWS, Cell, Cells
+from apportion.ir.bytes.cells.numbers import BITS, EACH, FEW, SAME, read_numbers, write_numbers
+from apportion.ir.bytes.cells.predictions import RULES, Named, Rule, rules_of
+from apportion.ir.bytes.cells.sources import room_for
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.columns import DENSEST, MAX_ROWS, Cell, Cells
-from apportion.ir.bytes.numbers import BITS, EACH, FEW, SAME, read_numbers, write_numbers
 from apportion.ir.bytes.parts import encode_table, encoder
-from apportion.ir.bytes.predictions import RULES, Named, Rule, rules_of
 from apportion.ir.bytes.sections import Sections, section_id
 from apportion.ir.bytes.slices import Slice
-from apportion.ir.bytes.sources import room_for
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
 from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.loops.jit import COMPILES

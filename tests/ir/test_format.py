@@ -15,9 +15,10 @@ from formats import SCHEMAS, decoded
 from random_plans import random_plan
 
 from apportion.ir import verify
-from apportion.ir.bytes import codec, numbers, predictions
+from apportion.ir.bytes import codec
+from apportion.ir.bytes.cells import numbers, predictions
+from apportion.ir.bytes.cells.columns import DENSEST, MAX_ROWS
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.columns import DENSEST, MAX_ROWS
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.bytes.wire import MAX_BYTES
 from apportion.ir.diff import diff

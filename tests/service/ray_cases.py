@@ -12,7 +12,7 @@ from worker_cases import DEADLINE_S, children, launchers, plan_task, until
 
 from apportion.service.workers import Supervisor
 from apportion.service.workers import worker as real
-from apportion.service.workers.ray import RayPool
+from apportion.service.workers.ray.pool import RayPool
 
 VICTIMS = ("raylet", "gcs_server", "ray::", "ray_driver")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from apportion.service.http.bodies import Patience
+from apportion.service.http.api.bodies import Patience
 from apportion.service.http.connection import MAX_HEAD
 from apportion.service.limits import Limits
 from tests.service.engines import JOB, LocalPool

@@ -20,8 +20,8 @@ from apportion.service.workers import (
     Supervisor,
     Task,
 )
-from apportion.service.workers.ray import RayPool
-from apportion.service.workers.ray_worker import work
+from apportion.service.workers.ray.pool import RayPool
+from apportion.service.workers.ray.worker import work
 from apportion.service.workers.tasks import encode, read_reply
 
 pytestmark = pytest.mark.slow  # starts Ray

@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.bytes.columns import MAX_ROWS, most_bytes, write_cell
-from apportion.ir.bytes.numbers import Bytes
-from apportion.ir.bytes.predictions import BACK, ROWS, RULES, Rows, Rule, memory_for, numbered
-from apportion.ir.bytes.sources import find_sources
+from apportion.ir.bytes.cells.columns import MAX_ROWS, most_bytes, write_cell
+from apportion.ir.bytes.cells.numbers import Bytes
+from apportion.ir.bytes.cells.predictions import BACK, ROWS, RULES, Rows, Rule, memory_for, numbered
+from apportion.ir.bytes.cells.sources import find_sources
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import LIMIT, TABLES
 from apportion.ir.loops.jit import inlined, lean, unlocked

@@ -9,11 +9,11 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes import wire
-from apportion.ir.bytes.columns import Cell, Cells
+from apportion.ir.bytes.cells.columns import Cell, Cells
+from apportion.ir.bytes.cells.predictions import RULES, no_operands
+from apportion.ir.bytes.cells.sources import room_for
 from apportion.ir.bytes.parts import encoder
-from apportion.ir.bytes.predictions import RULES, no_operands
 from apportion.ir.bytes.sections import read_moves, read_tokens
-from apportion.ir.bytes.sources import room_for
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES
 from apportion.ir.loops.threads import spread

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from apportion.ir.bytes.columns import Cell
+from apportion.ir.bytes.cells.columns import Cell
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.isa import VERSION
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes import wire
-from apportion.ir.bytes.columns import Cell
+from apportion.ir.bytes.cells.columns import Cell
+from apportion.ir.bytes.cells.predictions import rules_of
 from apportion.ir.bytes.job import Job, decode_request, encode_request
 from apportion.ir.bytes.parts import encode_table
-from apportion.ir.bytes.predictions import rules_of
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES, packed, unpacked
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.isa import PHASES, VERSION

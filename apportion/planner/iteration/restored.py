@@ -11,8 +11,8 @@ import numpy as np
 
 from apportion.ir.arrays import Ints, offsets
 from apportion.ir.bytes import wire
-from apportion.ir.bytes.columns import Cell, Cells
-from apportion.ir.bytes.predictions import no_operands, rules_of
+from apportion.ir.bytes.cells.columns import Cell, Cells
+from apportion.ir.bytes.cells.predictions import no_operands, rules_of
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import PHASES
 from apportion.ir.request.policy import Recipe

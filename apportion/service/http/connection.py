@@ -9,8 +9,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from apportion.service.http.bodies import Patience
-from apportion.service.http.problems import encode, headers_of, plain
+from apportion.service.http.api.bodies import Patience
+from apportion.service.http.api.problems import encode, headers_of, plain
 from apportion.service.http.streams import ABORT, RESPOND
 
 MAX_HEAD = 32 << 10

@@ -23,14 +23,14 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.version import __version__
 from apportion.planner.recipe.recipes import check as check_recipe
 from apportion.service.engine import Engine, IterationState, JobState
-from apportion.service.http import models
+from apportion.service.http.api import models
+from apportion.service.http.api.bodies import Patience, Room, parse, read
+from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION
+from apportion.service.http.api.openapi import describe, document
+from apportion.service.http.api.pages import page
+from apportion.service.http.api.problems import REASON, Problem, encode, headers_of, plain, problem_of
 from apportion.service.http.auth import Keys, given, key_digest, new_key
-from apportion.service.http.bodies import Patience, Room, parse, read
-from apportion.service.http.delivery import MAX_EPOCH, MAX_ITERATION
 from apportion.service.http.metrics import render
-from apportion.service.http.openapi import describe, document
-from apportion.service.http.pages import page
-from apportion.service.http.problems import REASON, Problem, encode, headers_of, plain, problem_of
 from apportion.service.limits import Limits
 from apportion.service.protocol import JSON, EpochState, job_path
 

@@ -24,19 +24,15 @@ from apportion.ir.fields import integer, known, number
 from apportion.ir.isa import VERSION
 from apportion.service.engine import Body, Engine
 from apportion.service.errors import GoneError, NotAcceptableError, NotFoundError, OverloadError
+from apportion.service.http.api.bodies import ClientGoneError, until_gone
+from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION, MAX_RANK, MAX_WINDOW, NAME, Waiting
+from apportion.service.http.api.problems import MethodError
 from apportion.service.http.auth import Keys, given
-from apportion.service.http.bodies import ClientGoneError, until_gone
 from apportion.service.http.metrics import Traffic
-from apportion.service.http.models import NAME, Waiting
-from apportion.service.http.problems import MethodError
 from apportion.service.http.streams import RESPOND, Place, Stream
 from apportion.service.limits import Limits
 from apportion.service.protocol import FRAMES, JSON, PLAN, PLAN_VERSION, WINDOW
 
-MAX_ITERATION = 10**15 - 1
-MAX_EPOCH = 10**8 - 1
-MAX_RANK = 10**5 - 1
-MAX_WINDOW = 1 << 16
 MAX_WAIT_S = 3600
 
 _EPOCH = r"/v1/jobs/([A-Za-z0-9_-][A-Za-z0-9_.-]{0,63})/epochs/([0-9]{1,8})"

@@ -7,11 +7,11 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from apportion.service.http.bodies import ClientGoneError
+from apportion.service.http.api.bodies import ClientGoneError
+from apportion.service.http.api.problems import REASON, MethodError, is_expected, problem_of, send_problem
 from apportion.service.http.delivery import App, Delivery
 from apportion.service.http.logs import log, request_id
 from apportion.service.http.metrics import Traffic
-from apportion.service.http.problems import REASON, MethodError, is_expected, problem_of, send_problem
 
 _PROBES = ("/healthz", "/readyz", "/metrics")
 

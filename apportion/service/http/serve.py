@@ -26,8 +26,8 @@ import uvloop
 
 from apportion.ir.errors import ConfigError
 from apportion.service.engine import Engine
+from apportion.service.http.api.bodies import Patience, Room
 from apportion.service.http.auth import Keys
-from apportion.service.http.bodies import Patience, Room
 from apportion.service.http.connection import Connection
 from apportion.service.http.control import Parts, control
 from apportion.service.http.delivery import Delivery

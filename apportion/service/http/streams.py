@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 from apportion.ir.isa import VERSION
 from apportion.service.engine import Body, Engine
 from apportion.service.frames import Kind, encode_frame, encode_head
-from apportion.service.http.bodies import until_gone
+from apportion.service.http.api.bodies import until_gone
+from apportion.service.http.api.problems import encode, is_expected, problem_of
 from apportion.service.http.logs import log
 from apportion.service.http.metrics import Traffic
-from apportion.service.http.problems import encode, is_expected, problem_of
 from apportion.service.limits import Limits
 from apportion.service.protocol import FRAMES, HEARTBEAT
 

@@ -22,7 +22,7 @@ def pool_of(workers: int | Literal["ray"]) -> Pool:
     """So many processes of this machine, or the cores of a Ray cluster. Raises ConfigError, MissingDependencyError."""
     if workers != "ray":
         return ProcessPool(integer("workers", workers))
-    from apportion.service.workers.ray import RayPool
+    from apportion.service.workers.ray.pool import RayPool
 
     return RayPool()
 

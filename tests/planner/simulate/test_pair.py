@@ -26,8 +26,10 @@ from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.iteration.nano import nano_batches
 from apportion.planner.recipe.recipes import find_recipe, has_own_cap
-from apportion.planner.simulate import pair, pair_result, simulate
-from apportion.planner.simulate.pair import simulate_pair, simulate_pair_with
+from apportion.planner.simulate import simulate
+from apportion.planner.simulate.pair import result as pair_result
+from apportion.planner.simulate.pair import run as pair
+from apportion.planner.simulate.pair.run import simulate_pair, simulate_pair_with
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 

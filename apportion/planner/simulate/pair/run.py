@@ -32,7 +32,7 @@ from apportion.ir.request.hardware import Hardware
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import busy_us, engine, prepare_program
 from apportion.planner.simulate.durations import Costs
-from apportion.planner.simulate.pair_result import WAYS, WHOLE, Pair, PairRun, Way
+from apportion.planner.simulate.pair.result import WAYS, WHOLE, Pair, PairRun, Way
 from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traffic, View, neighbours
 from apportion.planner.simulate.traffic import port_count
 

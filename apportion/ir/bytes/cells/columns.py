@@ -12,8 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from apportion.ir.arrays import Ints, offsets
-from apportion.ir.bytes.numbers import LONGEST, Bytes, read_counts, read_numbers, write_number, write_numbers
-from apportion.ir.bytes.predictions import Named, Rows, Rule, memory_for, numbered, walk
+from apportion.ir.bytes.cells.numbers import (
+    LONGEST,
+    Bytes,
+    read_counts,
+    read_numbers,
+    write_number,
+    write_numbers,
+)
+from apportion.ir.bytes.cells.predictions import Named, Rows, Rule, memory_for, numbered, walk
 from apportion.ir.errors import DecodeError
 from apportion.ir.loops.jit import inlined, lean
 from apportion.ir.plan.tables import Table

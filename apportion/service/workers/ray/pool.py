@@ -34,7 +34,7 @@ class RayPool(LinePool):
         cores = size or os.cpu_count() or 1
         own = _LOOPBACK | _token() if address == "local" else _LOOPBACK if _is_loopback(address) else {}
         self._folder = Path(gettempdir(), f"apportion-ray-{secrets.token_hex(8)}")
-        command = ("apportion.service.workers.ray_driver", runner, address, str(cores), str(self._folder))
+        command = ("apportion.service.workers.ray.driver", runner, address, str(cores), str(self._folder))
         super().__init__(size, command, own)
 
     async def run(self, task: Task, deadline_s: float) -> Done:

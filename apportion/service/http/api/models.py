@@ -12,6 +12,8 @@ from apportion.service.protocol import TRAIN, JobSummary
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$"
 RUN = r"^[A-Za-z0-9_.-]{1,64}$"
+#: the largest numbers in paths and queries
+MAX_ITERATION, MAX_EPOCH, MAX_RANK, MAX_WINDOW = 10**15 - 1, 10**8 - 1, 10**5 - 1, 1 << 16
 
 
 def _reference(name: str) -> msgspec.Meta:

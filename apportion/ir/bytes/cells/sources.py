@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Ints, offsets
-from apportion.ir.bytes.columns import Cells
-from apportion.ir.bytes.predictions import ROWS, RULES, SOURCE, Named
+from apportion.ir.bytes.cells.columns import Cells
+from apportion.ir.bytes.cells.predictions import ROWS, RULES, SOURCE, Named
 from apportion.ir.isa import TABLES
 from apportion.ir.loops.jit import inlined
 from apportion.ir.plan.tables import Table

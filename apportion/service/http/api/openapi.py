@@ -13,9 +13,9 @@ from fastapi.openapi.utils import get_openapi
 from starlette.routing import BaseRoute
 
 from apportion.ir.version import __version__
-from apportion.service.http import models
-from apportion.service.http.delivery import MAX_EPOCH, MAX_ITERATION, MAX_RANK, MAX_WINDOW
-from apportion.service.http.problems import Problem
+from apportion.service.http.api import models
+from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION, MAX_RANK, MAX_WINDOW
+from apportion.service.http.api.problems import Problem
 from apportion.service.protocol import FRAMES, JSON, PLAN, PROBLEM, WINDOW, EpochState
 
 Json = dict[str, Any]

@@ -1,6 +1,6 @@
 """The process that talks to Ray, which may end the process it runs in when its cluster dies.
 
-`python -m apportion.service.workers.ray_driver FD RUNNER ADDRESS CORES FOLDER`: as the zygote (see there), but each
+`python -m apportion.service.workers.ray.driver FD RUNNER ADDRESS CORES FOLDER`: as the zygote (see there), but each
 socket is served by a coroutine that has the tasks done by Ray, and the first frame has the number of the cluster's
 cores. ADDRESS: "local" starts Ray with CORES on this machine's loopback, its files in FOLDER. It ends when the server
 hangs up or the cluster dies.
@@ -21,7 +21,7 @@ from ray import exceptions
 
 from apportion.ir.version import __version__
 from apportion.service.workers.pipes import dies_with, send
-from apportion.service.workers.ray_worker import warm, work
+from apportion.service.workers.ray.worker import warm, work
 from apportion.service.workers.tasks import HEAD, MAX_TASK, Died, encode, size_of
 from apportion.service.workers.worker import refusal
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope
 
 from apportion.ir.errors import ConfigError
 from apportion.service.errors import LimitError, OverloadError, ServiceError, TooLargeError
-from apportion.service.http.problems import MediaTypeError, SlowBodyError
+from apportion.service.http.api.problems import MediaTypeError, SlowBodyError
 from apportion.service.protocol import JSON
 
 T = TypeVar("T")
