@@ -46,7 +46,7 @@ def test_the_files_follow_from_the_plans() -> None:
     there = {str(p.relative_to(FOLDER)): p.read_bytes() for p in FOLDER.rglob("*") if p.is_file()}
     assert sorted(there) == sorted([*made, "README.md"])
     differ = [name for name, data in made.items() if data != there[name] and not name.endswith("outputs.f64")]
-    assert not differ, "python tests/conformance_suite.py writes them"
+    assert not differ, "python tests/support/conformance_suite.py writes them"
     for name in (name for name in made if name.endswith("outputs.f64")):
         ours, theirs = (np.frombuffer(data, "<f8") for data in (made[name], there[name]))
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12, err_msg=name)

@@ -21,7 +21,7 @@ from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Layout, Table
 from apportion.ir.verify import check
 
-PLANS = Path(__file__).resolve().parent / "plans"
+PLANS = Path(__file__).resolve().parents[1] / "plans"
 
 #: name -> (what is broken, bytes)
 Faults = dict[str, tuple[str, bytes]]

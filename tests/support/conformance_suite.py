@@ -1,7 +1,7 @@
 """Writes `apportion/schemas/conformance`, the suite that readers in other languages are held to.
 
-    python tests/conformance_suite.py            everything but the plans that are there already
-    python tests/conformance_suite.py --replan   the plans, too
+    python tests/support/conformance_suite.py            everything but the plans that are there already
+    python tests/support/conformance_suite.py --replan   the plans, too
 
 Plans stay as they are when the planner changes: the suite is of the format. All else follows from them. Inputs are
 multiples of 1/64 that bf16 holds exactly. Outputs are those of dense attention (`oracle.py`), which knows no plan;
