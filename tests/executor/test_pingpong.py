@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sparse import sparse
 from strategies import STRATEGIES as OTHERS
-from strategies import cluster, steps
+from strategies import cluster, has_own_cap, steps
 
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -20,7 +20,6 @@ from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.planner.iteration.nano import nano_batches
-from apportion.planner.recipe.recipes import has_own_cap
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 MASKS = tuple(cases.BATCHES)

@@ -13,13 +13,12 @@ import cases
 import numpy as np
 import pytest
 from sparse import marked, sparse
-from strategies import STRATEGIES, WIDE, cluster
+from strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
-from apportion.planner.recipe.recipes import has_own_cap
 
 MASKS = tuple(cases.BATCHES)
 MATRIX = STRATEGIES | WIDE

@@ -97,7 +97,7 @@ def test_slices_hold_their_rank_and_prove_it(seed: int) -> None:
         plan.header,
     )
     assert piece == plan.for_rank(rank)
-    assert piece.part_bytes == len(plan.sections.parts[rank])
+    assert piece.wire.part == plan.sections.parts[rank]
     for key, program in piece.programs.items():
         expected = plan.program(rank, *key)
         assert all(program[name].equal(expected[name]) for name in TABLES)

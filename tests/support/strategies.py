@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from apportion.ir.request.cluster import Cluster
-from apportion.planner.recipe.recipes import find_recipe
+from apportion.ir.request.policy import Recipe
+from apportion.planner.recipe.recipes import find_recipe, passes_of
 
 BLOCKS = {"shard": {"blocks": {"block": 5}}, "place": {"lpt": {}}}
 MATCHINGS = {"schedule": {"matchings": {"coalesce": 2, "buffers": 2}}}
@@ -98,3 +99,8 @@ WIDE = {
 def cluster(ranks: int) -> Cluster:
     per_node = 2 if ranks % 2 == 0 else 1
     return Cluster(nodes=ranks // per_node, ranks_per_node=per_node)
+
+
+def has_own_cap(recipe: Recipe) -> bool:
+    """Whether its placement has no token cap but its own."""
+    return recipe.step("search") is None and passes_of(recipe).place.own_cap

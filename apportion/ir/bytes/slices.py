@@ -42,11 +42,6 @@ class Slice:
         return self.header.ranks
 
     @property
-    def part_bytes(self) -> int:
-        """Size of the encoded part, in bytes: what targets on plan size count."""
-        return len(self.wire.part)
-
-    @property
     def token_cap(self) -> int | None:
         """That of the request's policy."""
         return int.from_bytes(self.wire.token_cap[:_CAP]) or None

@@ -98,11 +98,6 @@ class TickTable:
         return f"{'FB'[self.phase[tick]]}{self.microbatch[tick, stage]}{chunk}"
 
 
-def one_f_one_b_ticks(stages: int, microbatches: int, virtual: int = 1) -> int:
-    """Ticks of (interleaved) 1F1B, forward and backward of a chunk one tick each; the fewest of any order."""
-    return 2 * (microbatches * virtual + stages - 1)
-
-
 def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None = None) -> TickTable:
     """The table with the fewest ticks found under the memory cap; of those the one with the lowest peak.
 

@@ -167,11 +167,6 @@ def pack_of(recipe: Recipe) -> PackPass | None:
     return cast(PackPass | None, _built(recipe).get("pack"))
 
 
-def has_own_cap(recipe: Recipe) -> bool:
-    """Whether its placement has no token cap of its own. Raises as `passes_of`."""
-    return recipe.step("search") is None and passes_of(recipe).place.own_cap
-
-
 def is_deterministic(recipe: Recipe) -> bool:
     """Whether equal requests give equal plans on every machine: not where a wall clock ends a search. Raises as
     `passes_of`."""

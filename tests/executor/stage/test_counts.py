@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 from sparse import sparse
-from strategies import STRATEGIES, WIDE, cluster
+from strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.ir.isa import PHASES
@@ -15,7 +15,6 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
-from apportion.planner.recipe.recipes import has_own_cap
 from apportion.planner.simulate import simulate
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 

@@ -16,14 +16,13 @@ import oracle
 import pytest
 import torch
 from sparse import sparse
-from strategies import STRATEGIES, WIDE, cluster
+from strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
 from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipe.recipes import has_own_cap
 
 MATRIX = STRATEGIES | WIDE
 MASKS = tuple(cases.BATCHES)

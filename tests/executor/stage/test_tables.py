@@ -5,7 +5,7 @@ from itertools import pairwise
 import cases
 import numpy as np
 import pytest
-from strategies import STRATEGIES, cluster
+from strategies import STRATEGIES, cluster, has_own_cap
 
 from apportion.backends.torch.stage.rowlists import COPY, Place, move, panels
 from apportion.backends.torch.stage.tiles import cut_tiles, waves
@@ -15,7 +15,6 @@ from apportion.ir.plan.fusion import Complete, RowRanges, find_complete
 from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.recipe.recipes import has_own_cap
 
 
 def tiles_of(ranges, first, height=4, key=None):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matrix import LAYERS, SEQUENCES, batch_of, compare
 from sparse import marked
-from strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, WIDE, cluster, steps
+from strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, WIDE, cluster, has_own_cap, steps
 from test_upipe import compare_block
 
 import apportion as ap
@@ -22,7 +22,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe, Step
 from apportion.planner.recipe import built_in
-from apportion.planner.recipe.recipes import entries, find_recipe, has_own_cap, passes_of
+from apportion.planner.recipe.recipes import entries, find_recipe, passes_of
 
 #: heads of every recipe: MHA, GQA 2, 4 and 8
 HEADS = [*LAYERS, (8, 4, 4, 6, False, None)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sparse import marked
 from strategies import STRATEGIES as OTHERS
-from strategies import cluster, steps
+from strategies import cluster, has_own_cap, steps
 from timelines import Unit, plan_of, work
 
 from apportion.ir.errors import ConfigError, VerifyError
@@ -25,7 +25,7 @@ from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.iteration.nano import nano_batches
-from apportion.planner.recipe.recipes import find_recipe, has_own_cap
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.pair import result as pair_result
 from apportion.planner.simulate.pair import run as pair
