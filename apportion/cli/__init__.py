@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import typer
 
+from apportion.cli import settings
 from apportion.cli.commands import (
     bench,
     compare,
@@ -52,7 +53,6 @@ for name, command in (
     ("forecast", forecast.forecast),
     ("simulate", simulate.simulate),
     ("report", report.report),
-    ("serve", serve.serve),
     ("precompute", precompute.precompute),
     ("profile", profile.profile),
     ("recipes", recipes.recipes),
@@ -63,6 +63,7 @@ for name, command in (
     ("version", installation.version),
 ):
     app.command(name)(command)
+app.command("serve", context_settings=settings.environment_of("serve"))(serve.serve)
 app.add_typer(recipes.solvers, name="solvers")
 app.add_typer(jobs.app, name="job")
 app.add_typer(bench.app, name="bench")

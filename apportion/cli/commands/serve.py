@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from apportion.cli import inputs, options
+from apportion.cli import inputs, options, settings
 from apportion.cli.output import count, emit, note
 from apportion.ir.errors import ConfigError
 
@@ -18,12 +18,19 @@ if TYPE_CHECKING:
 
 
 def serve(
+    context: typer.Context,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on. Beyond loopback it needs an admin key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="0 takes a free one.", min=0, max=65535)] = 8321,
     folder: Annotated[
-        Path, typer.Option("--dir", help="Folder of the store, made where there is none.", metavar="DIR")
+        Path,
+        typer.Option(
+            "--dir",
+            help="Folder of the store, made where there is none.",
+            metavar="DIR",
+            envvar="APPORTION_SERVE_DIR",
+        ),
     ] = Path(".apportion"),
     store: Annotated[
         str,
@@ -46,22 +53,22 @@ def serve(
             metavar="FILE",
         ),
     ] = None,
-    keyfile: Annotated[
+    ssl_keyfile: Annotated[
         Path | None, typer.Option("--ssl-keyfile", help="TLS: private key (PEM).", metavar="FILE")
     ] = None,
-    certfile: Annotated[
+    ssl_certfile: Annotated[
         Path | None, typer.Option("--ssl-certfile", help="TLS: certificate chain (PEM).", metavar="FILE")
     ] = None,
     deadline: Annotated[
         float, typer.Option("--deadline", help="Seconds that planning one iteration may take.", min=0.1)
     ] = 60.0,
-    lookahead: Annotated[
+    max_lookahead: Annotated[
         int,
         typer.Option(
             "--max-lookahead", help="Most iterations that a job may have planned ahead.", min=1, max=4096
         ),
     ] = 256,
-    jobs: Annotated[int, typer.Option("--max-jobs", help="Most jobs at a time.", min=1)] = 256,
+    max_jobs: Annotated[int, typer.Option("--max-jobs", help="Most jobs at a time.", min=1)] = 256,
     keep: Annotated[
         int, typer.Option("--keep", help="Iterations kept behind the one that a job's ranks are at.", min=1)
     ] = 1024,
@@ -71,6 +78,20 @@ def serve(
     log_format: Annotated[
         str, typer.Option("--log-format", help="Log on stderr: `text` or `json`, one event a line.")
     ] = "text",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="File of options (YAML or JSON): names of flags without dashes. Command line and environment "
+            "go before it.",
+            metavar="SERVE.yaml",
+            is_eager=True,
+            callback=settings.take_file,
+        ),
+    ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print every option, where it is from, and end.")
+    ] = False,
     parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -79,21 +100,32 @@ def serve(
     `apportion job create` makes a job, once; its url and key go to every rank, as
     PlannedLoader(source="URL/v1/jobs/NAME", key=...). What was submitted is kept
     in --dir: a server that was stopped or killed goes on with the same command.
-    Ctrl-C or SIGTERM finish what is being planned.
+    Ctrl-C or SIGTERM finish what is being planned. Every option may also be a line
+    of --config, or in the environment: APPORTION_SERVE_PORT for --port.
 
     [bold]Examples[/bold]
 
       apportion serve --workers 4
 
       apportion serve --host 0.0.0.0 --admin-key-file admin.key --ssl-keyfile key.pem --ssl-certfile cert.pem
+
+      apportion serve --config serve.yaml --show-config
     """
+    if show_config:
+        told = settings.effective(context)
+        emit(told, as_json, lambda: settings.as_file(told))
+        return
     for package in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
         inputs.need(package, "service", "the planning service")
     from apportion.service.http import serve as server
     from apportion.service.limits import Limits
 
     limits = Limits(
-        deadline_s=deadline, lookahead=lookahead, jobs=jobs, keep=keep, store_bytes=int(store_gb * 1e9)
+        deadline_s=deadline,
+        lookahead=max_lookahead,
+        jobs=max_jobs,
+        keep=keep,
+        store_bytes=int(store_gb * 1e9),
     )
     chosen = server.Options(
         host=host,
@@ -101,8 +133,8 @@ def serve(
         store=_store(store, folder),
         workers=inputs.workers_of(workers),
         admin=None if admin_key_file is None else _admin(admin_key_file),
-        keyfile=keyfile,
-        certfile=certfile,
+        keyfile=ssl_keyfile,
+        certfile=ssl_certfile,
         log_format=_format(log_format),
         limits=limits,
         parent=parent,
