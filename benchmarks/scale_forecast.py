@@ -1,6 +1,6 @@
 """Scale on paper: steps on 1,024 to 65,536 GPUs forecast, and what planning, wire, service and memory are beside them.
 
-Run: python -m benchmarks.scale_forecast [--gpus 1024,4096,16384,65536] [--json]. Llama-3-70B, 4K tokens a GPU and
+Run: python -m benchmarks.scale_forecast [--gpus 1024,4096,16384,65536] [--steps] [--json]. Llama-3-70B, 4K tokens a GPU and
 step, log-normal documents, eight GPUs a node. Steps are forecast; plans are made, verified and encoded here, on one
 core; what is planned for fewer ranks and extrapolated has a star. Writes benchmarks/results/scale_forecast.json and the
 tables of docs/forecast.md.
@@ -121,6 +121,17 @@ def demands(plan: Mapping[str, Any], gpus: int, step_s: float) -> dict[str, floa
     }
 
 
+def kept_rows() -> Iterator[dict[str, Any]]:
+    """The rows of the last run with their steps forecast anew; plans and their times stay."""
+    for row in json.loads(RESULTS.read_text())["rows"]:
+        step = step_of(row["gpus"])
+        plans = {
+            name: plan | demands(plan, row["gpus"], step["step_s"]["value"])
+            for name, plan in row["plans"].items()
+        }
+        yield {**row, "step": step, "plans": plans}
+
+
 def rows(gpus: Sequence[int]) -> Iterator[dict[str, Any]]:
     """One record a number of GPUs: the step, plans for its layout, by `auto` too, and one of a planner rank a GPU."""
     for count in gpus:
@@ -197,12 +208,13 @@ def write_tables(found: Sequence[Mapping[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gpus", default=",".join(map(str, GPUS)))
+    parser.add_argument("--steps", action="store_true", help="steps alone: plans stay as they were measured")
     parser.add_argument("--json", action="store_true", help="print the whole record")
     told = parser.parse_args()
     for name in ("fcp_paper", "auto"):
         warm_up(recipe(name))
     found = []
-    for row in rows([int(text) for text in told.gpus.split(",")]):
+    for row in kept_rows() if told.steps else rows([int(text) for text in told.gpus.split(",")]):
         found.append(row)
         print(f"{row['gpus']:,} GPUs: {row['step']['step_s']['value']:.2f} s", file=sys.stderr, flush=True)
     record = {"versions": versions(), "date": date.today().isoformat(), "rows": found}
