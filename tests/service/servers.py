@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import urllib3
@@ -112,11 +113,13 @@ def live(
     store: Store | None = None,
     patience: Patience | None = None,
     send_buffer: int = 0,
+    folder: Path = Options.store,
 ) -> Iterator[Live]:
     """A server that listens on a free port of loopback. send_buffer: bytes that the kernel holds for a client, 0 for
-    its own choice."""
+    its own choice. folder: whose disk is watched."""
     chosen = Options(
         port=0,
+        store=folder,
         admin=None if admin is None else key_digest(admin),
         limits=limits or Limits(drain_s=4.0),
         patience=patience or Patience(),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from time import monotonic
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -85,7 +86,7 @@ class Delivery:
         if scope["method"] not in ("GET", "HEAD"):
             raise MethodError(scope["method"], "GET, HEAD")
         job, epoch, iteration, rank = found[1], int(found[2]), int(found[3]), int(found[4])
-        asked = self._admit(job, scope, PLAN)
+        asked, begin_s = self._admit(job, scope, PLAN), monotonic()
         wait_s = min(_wait_s(scope["query_string"]), self._limits.wait_s)
         body = self._engine.peek(job, epoch, iteration, rank)
         if body is None:
@@ -95,6 +96,7 @@ class Delivery:
             await self._not_yet(iteration, wait_s > 0, send)
         else:
             await self._answer(body, asked.known, scope, send)
+        self._traffic.plan_s.observe(monotonic() - begin_s)
 
     def _admit(self, job: str, scope: Scope, kind: str) -> Asked:
         """The headers, once key and format were found right. Raises AuthError, NotFoundError, NotAcceptableError."""

@@ -5,23 +5,29 @@ The hot path adds to plain integers; families are made of them when somebody ask
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from apportion.ir.isa import VERSION
+from apportion.ir.version import __version__
 from apportion.service.engine import Engine, Histogram, Snapshot
 
 
 @dataclass
 class Traffic:
     """Since the start. plans: answers by status; plan_bytes: of bodies; frames: by kind; requests: of the control plane
-    by (method, route, status); streams: open now."""
+    by (method, route, status); streams: open now. plan_s: until a plan was answered, whose client may have asked
+    to wait."""
 
     plans: Counter[int] = field(default_factory=Counter)
+    plan_s: Histogram = field(default_factory=Histogram)
     plan_bytes: int = 0
     frames: Counter[str] = field(default_factory=Counter)
     frame_bytes: int = 0
@@ -65,6 +71,9 @@ def traffic_families(traffic: Traffic) -> Iterator[Metric]:
     """Of what goes over the wire."""
     by_status = [((status,), count) for status, count in traffic.plans.items()]
     yield labelled(CounterMetricFamily, "plan_requests", "GET of plans, by status", ("status",), by_status)
+    yield histogram(
+        "plan_request_seconds", "Seconds until a plan was answered, waiting included", traffic.plan_s
+    )
     yield counter("plan_bytes", "Bytes of plans in answers to GET", traffic.plan_bytes)
     frames = [((kind,), count) for kind, count in traffic.frames.items()]
     yield labelled(CounterMetricFamily, "frames", "Frames sent over streams, by kind", ("kind",), frames)
@@ -135,22 +144,33 @@ def _engine_gauges(found: Snapshot) -> Iterator[Metric]:
     yield labelled(GaugeMetricFamily, "job_at_workers", "Iterations at workers", ("job",), busy)
 
 
-class Families(Collector):
-    """Engine and traffic, as Prometheus collects them."""
+def host_families(folder: Path | None) -> Iterator[Metric]:
+    """Of the release, and of the disk that the store is on. folder: None where it is elsewhere."""
+    versions = ((__version__, "{}.{}".format(*VERSION)), 1)
+    yield labelled(
+        GaugeMetricFamily, "build_info", "Release and plan format", ("version", "format"), [versions]
+    )
+    if folder is not None and folder.exists():
+        yield gauge("store_free_bytes", "Bytes free on the store's disk", shutil.disk_usage(folder).free)
 
-    def __init__(self, engine: Engine, traffic: Traffic) -> None:
-        self._engine, self._traffic = engine, traffic
+
+class Families(Collector):
+    """Release, disk, engine and traffic, as Prometheus collects them."""
+
+    def __init__(self, engine: Engine, traffic: Traffic, folder: Path | None) -> None:
+        self._engine, self._traffic, self._folder = engine, traffic, folder
 
     def collect(self) -> Iterator[Metric]:
+        yield from host_families(self._folder)
         yield from traffic_families(self._traffic)
         yield from engine_families(self._engine.snapshot())
 
 
-def registry_of(engine: Engine, traffic: Traffic) -> CollectorRegistry:
+def registry_of(engine: Engine, traffic: Traffic, folder: Path | None) -> CollectorRegistry:
     """A registry of its own, with memory, CPU and descriptors of this process."""
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(namespace="apportion", registry=registry)
-    registry.register(Families(engine, traffic))
+    registry.register(Families(engine, traffic, folder))
     return registry
 
 

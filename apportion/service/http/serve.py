@@ -169,9 +169,9 @@ def server_of(engine: Engine, options: Options, most_connections: int = 1024) ->
 def application(engine: Engine, options: Options) -> Edge:
     """All of HTTP on an engine."""
     keys, limits, traffic = Keys(options.admin), options.limits, Traffic()
-    parts = Parts(
-        engine, keys, limits, options.patience, Room(limits.bodies_bytes), registry_of(engine, traffic)
-    )
+    folder = options.store if isinstance(options.store, Path) else None
+    registry = registry_of(engine, traffic, folder)
+    parts = Parts(engine, keys, limits, options.patience, Room(limits.bodies_bytes), registry)
     return Edge(Delivery(engine, keys, limits, traffic), control(parts, options.admin is not None), traffic)
 
 
