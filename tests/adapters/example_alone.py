@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 HERE, EXAMPLES = Path(__file__).parent, Path(__file__).parents[2] / "examples"
-sys.path += [str(HERE), str(HERE.parent / "torch"), str(EXAMPLES), str(EXAMPLES / "titan")]
+sys.path += [str(HERE), str(HERE.parent / "ranks"), str(EXAMPLES), str(EXAMPLES / "titan")]
 
 
 def hf():
