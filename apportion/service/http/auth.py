@@ -64,6 +64,17 @@ class Keys:
                 raise ForbiddenError("only the admin key deletes jobs, this is the job's own key")
         raise AuthError(_WRONG_ADMIN)
 
+    def check_reader(
+        self, job: str, held: Callable[[], bytes], authorization: bytes | None, host: str
+    ) -> None:
+        """Who looks at a job: with its key or the admin's; without an admin key no other is needed on this machine.
+        held: as of `check_owner`. Raises AuthError, and what `held` raises."""
+        if self._admin is None and authorization is None:
+            _check_near(host)
+            return
+        sent = given(authorization)
+        self.check_job(job, held(), sent)
+
     def _is_admin(self, sent: bytes) -> bool:
         return self._admin is not None and compare_digest(self._admin, sent)
 

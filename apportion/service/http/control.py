@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Annotated, Any, TypeVar
+from functools import cache
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
-from pydantic import BeforeValidator
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from apportion.ir.bytes.job import Job as Spec
@@ -22,125 +18,32 @@ from apportion.ir.errors import ApportionError, ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.ir.version import __version__
 from apportion.planner.recipe.recipes import check as check_recipe
-from apportion.service.engine import Engine, IterationState, JobState
+from apportion.service.engine import Engine, IterationState
 from apportion.service.http.api import models
-from apportion.service.http.api.bodies import Patience, Room, parse, read
-from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION
 from apportion.service.http.api.openapi import describe, document
 from apportion.service.http.api.pages import page
 from apportion.service.http.api.problems import REASON, Problem, encode, headers_of, plain, problem_of
-from apportion.service.http.auth import Keys, given, key_digest, new_key
+from apportion.service.http.auth import key_digest, new_key
+from apportion.service.http.calls import (
+    Admin,
+    Anyone,
+    EpochNumber,
+    IterationNumber,
+    Member,
+    Name,
+    Owner,
+    Parts,
+    reply,
+)
 from apportion.service.http.metrics import render
-from apportion.service.limits import Limits
-from apportion.service.protocol import JSON, EpochState, job_path
+from apportion.service.http.watch_routes import router as watch
+from apportion.service.protocol import JSON, EpochState
 
-T = TypeVar("T", bound=msgspec.Struct)
-R = TypeVar("R")
-_HOST = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 PROBE_S = 2.0  # for the store's answer, where somebody asks whether the server is ready
 _SHOWN = 200  # characters of a path that is not there
 _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 router = APIRouter()
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the routes work on."""
-
-    engine: Engine
-    keys: Keys
-    limits: Limits
-    patience: Patience
-    room: Room
-    registry: CollectorRegistry
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request that may do what it asks for."""
-
-    parts: Parts
-    request: Request
-
-    @property
-    def engine(self) -> Engine:
-        return self.parts.engine
-
-    async def body(self, kind: type[T], then: Callable[[T], R]) -> R:
-        """What `then` makes of the body; in a thread where it is large."""
-        most, wait_s = self.parts.limits.body_bytes, self.parts.patience.body_s
-        with self.parts.room.part() as take:
-            data = await read(self.request.scope, self.request.receive, most, wait_s, take)
-            return await parse(data, kind, then)
-
-    def url(self, job: str) -> str:
-        scope, host = self.request.scope, self.request.headers.get("host", "")
-        if not _HOST.fullmatch(host):
-            host = ":".join(map(str, scope.get("server") or ("localhost",)))
-        return f"{scope['scheme']}://{host}{job_path(job)}"
-
-    def reply(self, job: JobState) -> models.JobReply:
-        own = (job.name, self.url(job.name), job.spec.ranks, job.lookahead)
-        return models.JobReply(*own, job.epoch, dict(job.streams), job.spec.to_data())
-
-
-def _digits(value: Any) -> Any:
-    if isinstance(value, str) and not (value.isascii() and value.isdigit()):
-        raise ValueError("must be written in decimal digits")
-    return value
-
-
-Name = Annotated[str, Path(pattern=models.NAME)]
-EpochNumber = Annotated[int, BeforeValidator(_digits), Path(ge=1, le=MAX_EPOCH)]
-IterationNumber = Annotated[int, BeforeValidator(_digits), Path(ge=0, le=MAX_ITERATION)]
-
-
-def _call(request: Request) -> Call:
-    return Call(request.app.state.parts, request)
-
-
-def _authorization(request: Request) -> bytes | None:
-    value = request.headers.get("authorization")
-    return None if value is None else value.encode("latin-1")
-
-
-async def _anyone(request: Request) -> Call:
-    return _call(request)
-
-
-async def _admin(request: Request) -> Call:
-    call = _call(request)
-    call.parts.keys.check_admin(_authorization(request), request.headers.get("host", ""))
-    return call
-
-
-async def _member(request: Request, job: Name) -> Call:
-    call, sent = _call(request), given(_authorization(request))
-    call.parts.keys.check_job(job, call.engine.job(job).key_digest, sent)
-    return call
-
-
-async def _owner(request: Request, job: Name) -> Call:
-    call = _call(request)
-    held, host = partial(_key_of, call.engine, job), request.headers.get("host", "")
-    call.parts.keys.check_owner(held, _authorization(request), host)
-    return call
-
-
-def _key_of(engine: Engine, job: str) -> bytes:
-    return engine.job(job).key_digest
-
-
-Anyone = Annotated[Call, Depends(_anyone)]
-Admin = Annotated[Call, Depends(_admin)]
-Member = Annotated[Call, Depends(_member)]
-Owner = Annotated[Call, Depends(_owner)]
-
-
-def reply(value: msgspec.Struct, status: int = 200) -> Response:
-    """JSON that nobody keeps."""
-    return Response(msgspec.json.encode(value), status, {"cache-control": "no-store"}, JSON)
 
 
 # ---------------------------------------------------------------------------------------------- jobs
@@ -316,6 +219,7 @@ def control(parts: Parts, has_admin: bool) -> FastAPI:
     app.router.redirect_slashes = False
     app.state.parts = parts
     app.include_router(router)
+    app.include_router(watch)
     app.openapi = cache(lambda: document(app.routes, has_admin))  # type: ignore[method-assign]
     for kind in (RequestValidationError, HTTPException, ApportionError, Exception):
         app.add_exception_handler(kind, _refuse)
@@ -346,5 +250,9 @@ def _problem(request: Request, error: Exception) -> Problem:
 def _allowed(request: Request) -> str:
     """Methods of the path: the router tells only those of the first route that fits."""
     path = request.scope["path"]
-    fit = [route for route in router.routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
+    fit = [
+        route
+        for route in (*router.routes, *watch.routes)
+        if isinstance(route, APIRoute) and route.path_regex.match(path)
+    ]
     return ", ".join(sorted({method for route in fit for method in route.methods or ()}))

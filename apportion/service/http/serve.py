@@ -28,12 +28,16 @@ from apportion.ir.errors import ConfigError
 from apportion.service.engine import Engine
 from apportion.service.http.api.bodies import Patience, Room
 from apportion.service.http.auth import Keys
+from apportion.service.http.calls import Parts
 from apportion.service.http.connection import Connection
-from apportion.service.http.control import Parts, control
+from apportion.service.http.control import control
 from apportion.service.http.delivery import Delivery
 from apportion.service.http.edge import Edge
 from apportion.service.http.logs import Format, configure, log
 from apportion.service.http.metrics import Traffic, registry_of
+from apportion.service.http.watch.events import Watchers
+from apportion.service.http.watch.reports import Reports
+from apportion.service.http.watch.state import state_of
 from apportion.service.limits import Limits
 from apportion.service.store import open_store
 from apportion.service.workers import Supervisor, pool_of
@@ -171,7 +175,9 @@ def application(engine: Engine, options: Options) -> Edge:
     keys, limits, traffic = Keys(options.admin), options.limits, Traffic()
     folder = options.store if isinstance(options.store, Path) else None
     registry = registry_of(engine, traffic, folder)
-    parts = Parts(engine, keys, limits, options.patience, Room(limits.bodies_bytes), registry)
+    watchers = Watchers(partial(state_of, engine, options.store), lambda: engine.draining)
+    room = Room(limits.bodies_bytes)
+    parts = Parts(engine, keys, limits, options.patience, room, registry, watchers, Reports())
     return Edge(Delivery(engine, keys, limits, traffic), control(parts, options.admin is not None), traffic)
 
 
