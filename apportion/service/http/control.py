@@ -33,6 +33,7 @@ from apportion.service.http.calls import (
     Name,
     Owner,
     Parts,
+    Reader,
     reply,
 )
 from apportion.service.http.metrics import render
@@ -78,7 +79,7 @@ async def list_jobs(call: Admin) -> Response:
 
 
 @router.get("/v1/jobs/{job}", **describe("job", {200: models.JobReply}, (404,)))
-async def read_job(call: Member, job: Name) -> Response:
+async def read_job(call: Reader, job: Name) -> Response:
     """Read a job."""
     return reply(call.reply(call.engine.job(job)))
 

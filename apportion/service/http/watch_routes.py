@@ -9,10 +9,11 @@ from fastapi import APIRouter, Response
 from apportion.service.http.api.openapi import describe
 from apportion.service.http.calls import Admin, Anyone, EpochNumber, IterationNumber, Name, Reader
 from apportion.service.http.watch.events import EVENTS
+from apportion.service.protocol import HTML
 from apportion.web import REPORT, WATCH
 from apportion.web.page import policy
 
-HTML = "text/html; charset=utf-8"
+_HTML = f"{HTML}; charset=utf-8"
 _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
@@ -26,7 +27,7 @@ router = APIRouter()
 async def page(call: Anyone) -> Response:
     """The page. It opens reports, which have its policy and their own."""
     own = policy([WATCH, REPORT], connect="'self'") + "; frame-ancestors 'none'"
-    return Response(_page(), headers={**_HEADERS, "content-security-policy": own}, media_type=HTML)
+    return Response(_page(), headers={**_HEADERS, "content-security-policy": own}, media_type=_HTML)
 
 
 @cache
@@ -42,9 +43,9 @@ async def watch(call: Admin) -> Response:
 
 @router.get(
     "/v1/jobs/{job}/epochs/{epoch}/iterations/{iteration}/report",
-    **describe("job", {200: HTML}, (404, 409, 410)),
+    **describe("job", {200: _HTML}, (404, 409, 410)),
 )
 async def report(call: Reader, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
     """Make the report of a planned iteration, a page that opens offline."""
     source = await call.engine.source(job, epoch, iteration)
-    return Response(await call.parts.reports.make(source), headers=_HEADERS, media_type=HTML)
+    return Response(await call.parts.reports.make(source), headers=_HEADERS, media_type=_HTML)

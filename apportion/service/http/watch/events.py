@@ -17,6 +17,7 @@ EVENTS = "text/event-stream"
 MOST = 16
 _EVERY_S = 1.0
 _STALL_S = 10.0  # a page that takes nothing for so long is dropped
+_ABORTED_S = 1.0
 _HEADERS = [
     (b"content-type", EVENTS.encode()),
     (b"cache-control", b"no-store"),
@@ -53,6 +54,7 @@ class Watchers:
             abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
             if abort is not None:
                 abort()
+                await asyncio.wait({gone}, timeout=_ABORTED_S)
         finally:
             gone.cancel()
             self._open -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -18,6 +19,7 @@ DEADLINE_S = 60.0
 #: address space of the process
 MEMORY_BYTES = 6 << 30
 _SAID = 300  # characters of what the process said last
+_SAYS_WHY = 3  # status of `python -m apportion.report` where it makes no page and says why
 
 
 class Reports:
@@ -44,7 +46,10 @@ class Reports:
     async def _process(self, source: Source) -> AsyncIterator[Process]:
         """Killed at the end, whatever happens."""
         command = [sys.executable, "-P", "-m", "apportion.report", source.kind, source.id.hex()]
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=alone
+        )
         resource.prlimit(process.pid, resource.RLIMIT_AS, (self._memory_bytes, self._memory_bytes))
         try:
             yield process
@@ -62,7 +67,7 @@ class Reports:
         if process.returncode == 0:
             return page
         last = said.decode("utf-8", "replace").strip().rpartition("\n")[2][:_SAID]
-        if process.returncode == 1:
+        if process.returncode == _SAYS_WHY:
             raise ConflictError(last)
         raise LimitError(f"its report could not be made ({last or 'it was killed'}): {_REMEDY}")
 
