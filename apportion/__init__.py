@@ -11,6 +11,7 @@ from apportion.ir.version import __version__
 if TYPE_CHECKING:
     from apportion.backends.torch.remap import from_linear, to_linear
     from apportion.backends.torch.transport import Communicator
+    from apportion.comparison import compare
     from apportion.ir.bytes.codec import Plan
     from apportion.ir.bytes.iteration import IterationPlan
     from apportion.ir.bytes.job import Job
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "apportion.backends.torch.remap": ("from_linear", "to_linear"),
     "apportion.backends.torch.transport": ("Communicator",),
+    "apportion.comparison": ("compare",),
     "apportion.ir.request.batch": ("Batch",),
     "apportion.ir.request.sequences": ("Sequence",),
     "apportion.ir.request.cluster": ("Cluster",),

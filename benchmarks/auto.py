@@ -20,7 +20,7 @@ import numpy as np
 
 from apportion.bench import Source, cluster_of, warm_up
 from apportion.cli.environment import versions
-from apportion.compare import Refusal, Setting, Trial, attempt
+from apportion.comparison import Refusal, Setting, Trial, attempt
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model

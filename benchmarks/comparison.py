@@ -23,7 +23,7 @@ import numpy as np
 from apportion.bench import Source, cluster_of
 from apportion.cli.environment import versions
 from apportion.cli.printed.comparison import COLUMNS, comparison_cells, remarks
-from apportion.compare import Setting, compare
+from apportion.comparison import Setting, compare_all
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.hardware import Hardware
@@ -270,7 +270,7 @@ def measure(case: Case | Published | Sensitivity) -> dict[str, Any]:
 def _compared(case: Case) -> dict[str, Any]:
     batches = [case.draw(case.ranks * case.tokens_per_rank, seed) for seed in range(case.seeds)]
     baseline = next(recipe for recipe in case.recipes if recipe.name == case.baseline)
-    found = compare(
+    found = compare_all(
         batches, case.recipes, baseline, case.setting, lambda done: print(".", end="", file=sys.stderr)
     )
     if found.broken:

@@ -29,7 +29,7 @@ from torch.multiprocessing import spawn
 
 from apportion.backends import reference
 from apportion.bench import cluster_of
-from apportion.compare import Refusal, Setting, Trial, attempt
+from apportion.comparison import Refusal, Setting, Trial, attempt
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import SENT_GRADIENTS
 from apportion.ir.request.batch import Batch

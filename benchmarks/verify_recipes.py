@@ -30,7 +30,7 @@ from typing import Any
 
 from apportion.bench import Job, Source, cluster_of, timed_plan, timed_verify, warm_up
 from apportion.cli.environment import versions
-from apportion.compare import UNVERIFIED
+from apportion.comparison import UNVERIFIED
 from apportion.ir.errors import ApportionError, VerifyError
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model

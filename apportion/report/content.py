@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from apportion import views
 from apportion.ir.arrays import Ints, group_of
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Tensor
+from apportion.ir.plan import summary
 from apportion.ir.plan.plain import request_data
 from apportion.planner.simulate import Simulation
 from apportion.report.columns import pack
@@ -42,7 +42,7 @@ def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str
         "hardware": simulation.hardware,
         "ranks": plan.header.ranks,
         "ranks_per_node": cluster.ranks_per_node,
-        "summary": views.plan_rows(plan.report),
+        "summary": summary.plan_rows(plan.report),
         "figures": list(_figures(simulation)),
         "lost_ms": simulation.lost_ms,
         "of_ranks": pack(_of_ranks(simulation)),
@@ -83,7 +83,7 @@ def _of_ranks(simulation: Simulation) -> dict[str, Any]:
     """Columns [ranks]: pairs (over heads and layers), tokens, bytes of work rows, bytes sent and received, busy and
     waiting microseconds."""
     plan, runs = simulation.plan, simulation.runs.values()
-    found = {"work": views.loads(plan), "tokens": views.tokens(plan), "memory": _memory(plan)}
+    found = {"work": summary.loads(plan), "tokens": summary.tokens(plan), "memory": _memory(plan)}
     for name in ("sent_bytes", "received_bytes", "compute_us", "exposed_us"):
         found[name] = np.sum([getattr(run, name) for run in runs], axis=0)
     return found

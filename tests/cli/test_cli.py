@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion import bench, cli, views
+from apportion import bench, cli
 from apportion.cli import files
 from apportion.ir.bytes.codec import Plan
+from apportion.ir.plan import summary
 from apportion.ir.plan.tables import ProgramSet, Table
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -353,7 +354,7 @@ def test_show_draws_every_rank(run: Cli, plan_file: Path) -> None:
 def test_the_load_of_the_picture_is_the_area_of_the_mask(plan_file: Path) -> None:
     plan = Plan.decode(plan_file.read_bytes())
     model = plan.request.model
-    assert views.loads(plan).sum() == plan.request.batch.area("default") * model.q_heads * model.layers_of(
+    assert summary.loads(plan).sum() == plan.request.batch.area("default") * model.q_heads * model.layers_of(
         "default"
     )
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from apportion import compare as engine
+from apportion import comparison as engine
 from apportion.bench import Source, cluster_of
-from apportion.compare import Comparison, Refusal, Row, Setting, Trial, compare
+from apportion.comparison import Comparison, Refusal, Row, Setting, Trial, compare_all
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -48,7 +48,7 @@ def trial(total_ms: float) -> Trial:
 
 def test_a_row_holds_what_plan_and_simulation_say() -> None:
     (batch,) = drawn(1)
-    row = compare([batch], [FCP], FCP, SETTING).rows[0].record()
+    row = compare_all([batch], [FCP], FCP, SETTING).rows[0].record()
     made = plan(batch, SETTING.cluster, MODEL, recipe=FCP)
     found = simulate(made)
     assert {name: row[name] for name in engine.REPORTED} == {
@@ -65,13 +65,13 @@ def test_a_row_holds_what_plan_and_simulation_say() -> None:
 
 
 def test_everything_but_measured_times_repeats() -> None:
-    first, second = (records(compare(drawn(), [RING, FCP], RING, SETTING)) for _ in range(2))
+    first, second = (records(compare_all(drawn(), [RING, FCP], RING, SETTING)) for _ in range(2))
     assert first == second
     assert [row["recipe"] for row in first] == ["ring", "fcp"]
 
 
 def test_the_baseline_gets_a_row_and_a_speed_up_of_one() -> None:
-    found = compare(drawn(), [FCP], RING, SETTING)
+    found = compare_all(drawn(), [FCP], RING, SETTING)
     assert [row.recipe for row in found.rows] == ["ring", "fcp"]
     assert found.rows[0].record()["speedup"] == {"min": 1.0, "median": 1.0, "max": 1.0}
 
@@ -85,7 +85,7 @@ def test_speed_ups_are_of_forward_and_backward_together_batch_by_batch() -> None
 
 def test_a_recipe_that_serves_no_batch_keeps_its_row_with_the_reason() -> None:
     homes = Batch.from_lengths([1000] * 4, home_ranks=[[1], None, None, None])
-    rows = {row.recipe: row.record() for row in compare([homes], [RING, FCP], FCP, SETTING).rows}
+    rows = {row.recipe: row.record() for row in compare_all([homes], [RING, FCP], FCP, SETTING).rows}
     assert (rows["fcp"]["status"], rows["fcp"]["reason"]) == ("ok", None)
     refused = rows["ring"]
     assert (refused["status"], refused["batches"], refused["refused"]) == ("refused", 0, 1)
@@ -96,15 +96,15 @@ def test_a_recipe_that_serves_no_batch_keeps_its_row_with_the_reason() -> None:
 
 def test_a_recipe_that_serves_some_batches_says_how_many_it_does_not() -> None:
     batches = [*drawn(2), Batch.from_lengths([1000] * 4, home_ranks=[[1], None, None, None])]
-    row = compare(batches, [RING], RING, SETTING).rows[0].record()
+    row = compare_all(batches, [RING], RING, SETTING).rows[0].record()
     assert (row["status"], row["batches"], row["refused"]) == ("ok", 2, 1)
     assert row["reason"].startswith("1 of 3 batches: ")
 
 
 def test_figures_are_those_of_the_batch_of_median_time() -> None:
-    rows = [compare([batch], [FCP], FCP, SETTING).rows[0].record() for batch in drawn()]
+    rows = [compare_all([batch], [FCP], FCP, SETTING).rows[0].record() for batch in drawn()]
     middle = sorted(rows, key=lambda row: row["forward_ms"] + row["backward_ms"])[1]
-    row = compare(drawn(), [FCP], FCP, SETTING).rows[0].record()
+    row = compare_all(drawn(), [FCP], FCP, SETTING).rows[0].record()
     for name in (
         "forward_ms",
         "efficiency",
@@ -122,19 +122,21 @@ def test_figures_are_those_of_the_batch_of_median_time() -> None:
 
 def test_hardware_changes_times_and_nothing_else() -> None:
     slow = replace(SETTING, hardware=Hardware.load("h20"))
-    fast, slowed = (compare(drawn(1), [RING], RING, setting).rows[0].record() for setting in (SETTING, slow))
+    fast, slowed = (
+        compare_all(drawn(1), [RING], RING, setting).rows[0].record() for setting in (SETTING, slow)
+    )
     assert slowed["forward_ms"] > fast["forward_ms"]
     assert slowed["bytes"] == fast["bytes"]
 
 
 def test_without_a_batch_there_is_nothing_to_compare() -> None:
     with pytest.raises(ConfigError, match="at least one batch"):
-        compare([], [RING], RING, SETTING)
+        compare_all([], [RING], RING, SETTING)
 
 
 def test_progress_is_told_of_every_plan() -> None:
     done: list[str] = []
-    compare(drawn(2), [FCP], RING, SETTING, done.append)
+    compare_all(drawn(2), [FCP], RING, SETTING, done.append)
     assert done == ["ring", "fcp", "ring", "fcp"]
 
 
@@ -151,15 +153,15 @@ def raising(message: str) -> Callable[[object], float]:
 
 def test_a_plan_that_breaks_a_rule_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "timed_verify", raising("rows are read before they arrive"))
-    found = compare(drawn(1), [RING], RING, SETTING)
+    found = compare_all(drawn(1), [RING], RING, SETTING)
     assert found.broken == ["ring"]
     assert "breaks a rule" in str(found.rows[0].record()["reason"])
-    assert compare(drawn(1), [RING], RING, replace(SETTING, verify=False)).broken == []
+    assert compare_all(drawn(1), [RING], RING, replace(SETTING, verify=False)).broken == []
 
 
 def test_a_plan_too_large_to_verify_keeps_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "timed_verify", raising("cannot be verified: too many pieces"))
-    found = compare(drawn(1), [RING], RING, SETTING)
+    found = compare_all(drawn(1), [RING], RING, SETTING)
     row = found.rows[0].record()
     assert (found.broken, row["status"], row["verified"], row["verify_ms"]) == ([], "ok", False, None)
     assert "too many pieces" in row["unverified"]
@@ -176,7 +178,7 @@ def test_ten_lines_of_yaml_are_a_recipe_among_the_others() -> None:
             },
         }
     )
-    row = compare(drawn(), [RING, mine], RING, SETTING).rows[1].record()
+    row = compare_all(drawn(), [RING, mine], RING, SETTING).rows[1].record()
     assert (row["recipe"], row["status"], row["verified"]) == ("mine", "ok", True)
 
 

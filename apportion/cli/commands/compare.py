@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +12,6 @@ from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
-    from apportion.compare import Comparison, Setting
     from apportion.ir.request.policy import Recipe
 
 BATCHES = 5  # drawn where the option is not given
@@ -67,7 +65,7 @@ def compare(
 
       apportion compare --ranks 64 --html comparison.html
     """
-    from apportion import compare as engine
+    from apportion import comparison as engine
     from apportion.cli.printed import comparison
 
     if html is not None:
@@ -84,17 +82,15 @@ def compare(
         the_cluster, inputs.model_of(model), the_hardware, seed, verify, keep=html is not None
     )
     with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
-        found = engine.compare(drawn, chosen, reference, setting, report)
-    record = {
-        "rows": [row.record() for row in found.rows],
-        "baseline": found.baseline,
-        "batches": len(drawn),
+        found = engine.compare_all(drawn, chosen, reference, setting, report)
+    record = found.record() | {
         "skipped_samples": skipped,
         "workload": str(batch or workload or lengths or "log-normal documents"),
-        **_setting(setting),
     }
     if html is not None:
-        _write_page(html, record, found)
+        from apportion.report import compare_html
+
+        files.write(html, compare_html(record, found.simulations).encode())
     emit(record, as_json, *comparison.comparison(record, wide), width=WIDE if wide else WIDTH)
     raise typer.Exit(FAILED if found.broken or not any(row.trials for row in found.rows) else OK)
 
@@ -113,22 +109,3 @@ def _with_deadline(
         for recipe, searches in zip(given, searching, strict=True)
     ]
     return held[:-1], held[-1]
-
-
-def _write_page(path: Path, record: dict[str, Any], found: Comparison) -> None:
-    from apportion.report import compare_html
-
-    middles = {row.recipe: row.middle for row in found.rows}
-    kept = {name: trial.simulation for name, trial in middles.items() if trial and trial.simulation}
-    files.write(path, compare_html(record, kept).encode())
-
-
-def _setting(setting: Setting) -> dict[str, Any]:
-    hardware = setting.hardware
-    return {
-        "seed": setting.seed,
-        "cluster": setting.cluster.to_data(),
-        "model": setting.model.to_data(),
-        "hardware": None if hardware is None else {"name": hardware.name, "digest": hardware.digest()},
-        "verified": setting.verify,
-    }

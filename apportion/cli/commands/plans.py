@@ -56,6 +56,7 @@ def plan(
     """
     from apportion import views
     from apportion.bench import Job, measure, warm_up
+    from apportion.ir.plan.summary import plan_rows
 
     if output is not None:
         files.check_output("--output", output)
@@ -81,7 +82,7 @@ def plan(
         **({"search": row.plan.report["search"]} if "search" in row.plan.report else {}),
     }
     title = f"plan {record['id'][:16]}, verified"
-    emit(record, as_json, lambda: views.summary(title, views.plan_rows(record)))
+    emit(record, as_json, lambda: views.summary(title, plan_rows(record)))
 
 
 def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: options.AsJson = False) -> None:
@@ -183,21 +184,22 @@ def _draw(plan: Plan, path: Path, kind: str | None, phase: str, hardware: str | 
 
 def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
     from apportion import views
+    from apportion.ir.plan import summary
 
     record = {
         "id": plan.id.hex(),
         "kinds": list(plan.header.kinds),
         "report": dict(plan.report),
         "programs": views.program_sizes(plan),
-        "load": views.loads(plan).tolist(),
-        "tokens": views.tokens(plan).tolist(),
+        "load": summary.loads(plan).tolist(),
+        "tokens": summary.tokens(plan).tolist(),
         "svg": None if svg is None else str(svg),
     }
     title = f"plan {record['id'][:16]}, recipe {plan.header.recipe}"
     emit(
         record,
         as_json,
-        lambda: views.summary(title, views.plan_rows(plan.report)),
+        lambda: views.summary(title, summary.plan_rows(plan.report)),
         lambda: views.picture(plan),
         lambda: views.programs_table(record["programs"]),
         *_tried(plan),

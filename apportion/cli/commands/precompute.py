@@ -223,8 +223,9 @@ def _record(work: Work, summary: Summary, out: Path) -> dict[str, Any]:
 
 def _table(record: Mapping[str, Any]) -> RenderableType:
     from apportion import views
+    from apportion.ir.plan.summary import human_bytes
 
-    size, each = views.human_bytes(record["bytes"]), views.human_bytes(record["bytes_per_iteration"])
+    size, each = human_bytes(record["bytes"]), human_bytes(record["bytes_per_iteration"])
     rows = (
         ("iterations", f"{record['iterations']:,} ({record['planned']:,} planned now, and verified)"),
         ("size", f"{size}, {each} an iteration"),

@@ -13,6 +13,7 @@ from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan
+    from apportion.service.client import Client
 
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="Write the page here.", metavar="R.html", show_default=True)
@@ -80,9 +81,19 @@ def _asked(url: str, key_file: Path | None, ca: Path | None, epoch: int, iterati
 
     client = Client(url, None if key_file is None else inputs.key_of(key_file), ca=ca)
     try:
-        return client.report(epoch or client.summary().epoch or 1, iteration)
+        return client.report(epoch or _newest(client, ca), iteration)
     finally:
         client.close()
+
+
+def _newest(client: Client, ca: Path | None) -> int:
+    """The job's newest epoch; without a key from the list of jobs, which a server without keys shows."""
+    from apportion.service.client import list_jobs
+
+    if client.key is not None:
+        return client.summary().epoch or 1
+    server, _, name = client.url.rpartition("/v1/jobs/")
+    return next((job.epoch for job in list_jobs(server, ca=ca) if job.name == name), 0) or 1
 
 
 def _made(path: Path, hardware: str | None, epoch: int, iteration: int) -> tuple[bytes, list[str]]:

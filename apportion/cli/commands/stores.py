@@ -69,7 +69,7 @@ def _record(folder: Path, verified: bool, found: StoreReport, held: Held | None)
 
 
 def _headline(record: dict[str, Any]) -> str:
-    from apportion.views import human_bytes
+    from apportion.ir.plan.summary import human_bytes
 
     size = f"{count(record['packs'], 'plan')}, {human_bytes(record['bytes'])}"
     if record["ok"]:

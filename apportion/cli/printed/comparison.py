@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from apportion.cli.output import count
-from apportion.views import human_bytes, percent
+from apportion.ir.plan.summary import human_bytes, percent
 
 Record = Mapping[str, Any]
 

@@ -56,6 +56,18 @@ class Plan:
         object.__setattr__(self, "sections", sealed)
         return sealed
 
+    def __repr__(self) -> str:
+        return f"<Plan: {self.header.recipe} on {self.header.ranks} ranks, {self.id.hex()[:12]}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the figures of the report, and the work of each rank."""
+        from apportion.ir import cards
+        from apportion.ir.plan.summary import loads, plan_rows
+
+        title = f"{self.header.recipe} on {self.header.ranks} ranks, plan {self.id.hex()[:12]}"
+        rows = plan_rows(self.report) if self.report else [("report", "none: it is kept with the first rank")]
+        return cards.card(title, rows, cards.bars("attention work of each rank, and its mean", loads(self)))
+
     def encode(self) -> bytes:
         """The plan as bytes: a function of request, recipe, seed and version alone."""
         return encode(self)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +35,8 @@ MAX_PARTS = 2**22  # answers, nodes, spans, documents, raw bands or slices of on
 MAX_BANDS = 2**22  # bands of one sequence
 ZERO = np.zeros(1, np.int64)
 CAUSAL, FULL = (0, INF), (-INF, INF)
+
+_SHOWN = 100  # characters of a parameter, in a notebook
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,18 @@ class Mask(ABC):
 
     def check(self, length: int, field: str) -> None:  # noqa: B027 most specs fit any length
         """Raises ConfigError where the spec does not fit `length`."""
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the mask on a sequence that is long enough to see it."""
+        from apportion.ir import cards
+
+        length = cards.length_for(self)
+        picture = cards.cells(
+            f"queries down, keys across, {length} tokens", cards.sampled(self.bands(length), length)
+        )
+        rows = [(key, shorten(str(value), _SHOWN)) for key, value in vars(self).items()]
+        rows.append(("drawn on", f"{length:,} tokens"))
+        return cards.card(type(self).__name__, rows, picture)
 
     def positions(self, length: int) -> Ints:
         """[length] position id of each token."""

@@ -181,6 +181,26 @@ class Batch:
                 data[key] = own[i].tolist()
         return data
 
+    def __repr__(self) -> str:
+        return f"<Batch: {self.tokens} tokens in {len(self.lengths)} sequences>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how many tokens in how long sequences, under which masks."""
+        from apportion.ir import cards
+
+        longest = int(self.lengths.max())
+        rows = [
+            ("tokens", f"{self.tokens:,} in {len(self.lengths):,} sequences"),
+            (
+                "lengths",
+                f"{int(self.lengths.min()):,} to {longest:,}, median {float(np.median(self.lengths)):,.0f}",
+            ),
+        ]
+        for kind, held in self.masks.items():
+            names = sorted({type(spec).__name__ for spec in held.specs})
+            rows.append((f"mask of {kind}", ", ".join(names)))
+        return cards.card("Batch", rows, cards.bars("tokens of each sequence, and their mean", self.lengths))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Batch) and self.to_data() == other.to_data()
 

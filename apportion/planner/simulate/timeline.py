@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from apportion.ir import cards
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
@@ -169,6 +170,21 @@ class Simulation:
         1.0 where there is nothing to do."""
         simulated = sum(run.makespan_us for run in self.runs.values())
         return sum(run.ideal_us for run in self.runs.values()) / simulated if simulated else 1.0
+
+    def __repr__(self) -> str:
+        return f"<Simulation: {self.forward_ms:.3f} ms forward, {self.backward_ms:.3f} ms backward on {self.hardware}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: times of a call, and how long each rank computes."""
+        rows = [
+            ("forward", f"{self.forward_ms:.3f} ms"),
+            ("backward", f"{self.backward_ms:.3f} ms"),
+            ("efficiency", f"{100 * self.efficiency:.1f} % of balanced work without communication"),
+            *((f"of these, {name}", f"{value:.3f} ms") for name, value in self.lost_ms.items() if value),
+        ]
+        busy = np.sum([run.compute_us for run in self.runs.values()], axis=0)
+        title = f"{self.plan.header.recipe} on {self.plan.header.ranks} ranks, simulated on {self.hardware}"
+        return cards.card(title, rows, cards.bars("time that each rank computes, and its mean", busy))
 
     @cached_property
     def losses(self) -> Mapping[tuple[str, str], Losses]:

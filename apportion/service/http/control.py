@@ -33,7 +33,6 @@ from apportion.service.http.calls import (
     Name,
     Owner,
     Parts,
-    Reader,
     reply,
 )
 from apportion.service.http.metrics import render
@@ -79,7 +78,7 @@ async def list_jobs(call: Admin) -> Response:
 
 
 @router.get("/v1/jobs/{job}", **describe("job", {200: models.JobReply}, (404,)))
-async def read_job(call: Reader, job: Name) -> Response:
+async def read_job(call: Member, job: Name) -> Response:
     """Read a job."""
     return reply(call.reply(call.engine.job(job)))
 

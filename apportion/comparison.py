@@ -10,21 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
 from apportion.bench import Job, Times, timed_plan, timed_verify, warm_up
+from apportion.ir import cards
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import ApportionError, ConfigError, VerifyError
+from apportion.ir.errors import ApportionError, ConfigError, MissingDependencyError, VerifyError
+from apportion.ir.plan.summary import human_bytes, percent
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
+from apportion.planner.recipe.recipes import entries, find_recipe
 from apportion.planner.simulate import Simulation, simulate
-
-if TYPE_CHECKING:
-    from apportion.ir.request.hardware import Hardware
 
 #: called after each plan with what was planned
 Progress = Callable[[str], None]
@@ -154,14 +156,87 @@ class Comparison:
 
     rows: tuple[Row, ...]
     baseline: str
+    setting: Setting
+
+    def __repr__(self) -> str:
+        return f"<Comparison: {', '.join(row.recipe for row in self.rows)}>"
 
     @property
     def broken(self) -> list[str]:
         """Recipes of which a plan broke a rule."""
         return [row.recipe for row in self.rows if any(refusal.broken for refusal in row.refusals)]
 
+    @property
+    def simulations(self) -> dict[str, Simulation]:
+        """Recipe -> what was simulated of its plan for the batch of median time; where the setting says keep."""
+        found = {row.recipe: row.middle.simulation for row in self.rows if row.middle is not None}
+        return {name: one for name, one in found.items() if one is not None}
+
+    def record(self) -> dict[str, Any]:
+        """What `apportion compare --json` prints but for where its batches are from; docs/comparison.md has names and
+        units."""
+        setting, hardware = self.setting, self.setting.hardware
+        return {
+            "rows": [row.record() for row in self.rows],
+            "baseline": self.baseline,
+            "batches": len(self.rows[0].outcomes),
+            "seed": setting.seed,
+            "cluster": setting.cluster.to_data(),
+            "model": setting.model.to_data(),
+            "hardware": None if hardware is None else {"name": hardware.name, "digest": hardware.digest()},
+            "verified": setting.verify,
+        }
+
+    def to_pandas(self) -> Any:
+        """A frame with a row a recipe; nested names have dots: `speedup.median`. Raises MissingDependencyError without
+        pandas."""
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError:
+            raise MissingDependencyError("pandas", "notebook", "to_pandas") from None
+        return pandas.json_normalize([row.record() for row in self.rows])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a row a recipe."""
+        found, hardware = self.record(), self.setting.hardware
+        on = "h100" if hardware is None else hardware.name
+        batches = "one batch" if found["batches"] == 1 else f"{found['batches']} batches"
+        title = f"{batches} on {self.setting.cluster.ranks} ranks, simulated on {on}"
+        names = (
+            "recipe",
+            f"speed-up over {self.baseline}",
+            "forward ms",
+            "backward ms",
+            "of balanced work",
+            "moved",
+        )
+        return cards.table(title, (*names, "planned in ms"), map(_shown, found["rows"]))
+
 
 def compare(
+    batches: Batch | Iterable[Batch],
+    cluster: Cluster,
+    model: Model,
+    recipes: Sequence[Recipe | str] | None = None,
+    *,
+    baseline: Recipe | str = "ring",
+    hardware: Hardware | str | None = None,
+    seed: int = 0,
+    verify: bool = True,
+) -> Comparison:
+    """Every recipe plans the batches; plans are verified and simulated, one attention call of each kind.
+
+    recipes: names or recipes, all built-in ones where none is given. baseline: whom speed-ups refer to; it gets a row
+    in any case. hardware: what is simulated, the built-in H100 where none is given. A recipe that cannot serve a batch
+    keeps its row, with the reason. Raises ConfigError, UnknownNameError."""
+    chosen = list(map(find_recipe, entries() if recipes is None else recipes))
+    setting = Setting(cluster, model, Hardware.named(hardware), seed, verify, keep=True)
+    return compare_all(
+        [batches] if isinstance(batches, Batch) else batches, chosen, find_recipe(baseline), setting
+    )
+
+
+def compare_all(
     batches: Iterable[Batch],
     recipes: Sequence[Recipe],
     baseline: Recipe,
@@ -180,7 +255,7 @@ def compare(
         raise ConfigError("batches", [], "there is nothing to compare on", "give at least one batch")
     columns = dict(zip(recipes, zip(*outcomes, strict=True), strict=True))
     rows = tuple(Row(recipe.name, columns[recipe], columns[baseline]) for recipe in recipes)
-    return Comparison(rows, baseline.name)
+    return Comparison(rows, baseline.name, setting)
 
 
 def _progressing(batch: Batch, recipe: Recipe, setting: Setting, progress: Progress) -> Trial | Refusal:
@@ -234,3 +309,18 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 def _times(values: Sequence[float]) -> dict[str, Any] | None:
     return Times(tuple(values)).summary() if values else None
+
+
+def _shown(row: Mapping[str, Any]) -> list[str]:
+    """The cells of a notebook's table; a recipe that serves nothing has its reason."""
+    if row["status"] != "ok":
+        return [row["recipe"], str(row["reason"]), "", "", "", "", ""]
+    speedup = "" if row["speedup"] is None else f"{row['speedup']['median']:.2f}"
+    times = (f"{row['forward_ms']:.3f}", f"{row['backward_ms']:.3f}", percent(row["efficiency"]))
+    return [
+        row["recipe"],
+        speedup,
+        *times,
+        human_bytes(row["bytes"]["total"]),
+        f"{row['planning_ms']['p50']:.1f}",
+    ]

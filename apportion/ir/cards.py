@@ -1,0 +1,117 @@
+"""What notebooks show of plans, batches, masks and results: a small picture and the figures, as HTML.
+
+Every text is escaped, and a card has a few kilobytes, whatever it shows. Colours follow the notebook's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apportion.ir.masks.spec import Mask
+
+BARS = 96
+GRID = 64
+_LONGEST = 65536
+_BLUE, _GREY = "#4477aa", "#8b97a3"
+
+
+def card(title: str, rows: Iterable[tuple[str, str]], picture: str = "") -> str:
+    """HTML of a title, rows of (name, value), and a picture beside them. picture: SVG of this module."""
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+        for name, value in rows
+    )
+    return (
+        f"<div style='display:flex;flex-wrap:wrap;gap:1.5em;align-items:flex-start'><div><b>{escape(title)}</b>"
+        f"<table>{cells}</table></div>{picture}</div>"
+    )
+
+
+def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """HTML of a table with a heading for each column; columns but the first are numbers."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<b>{escape(title)}</b><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def bars(title: str, values: Ints | Floats) -> str:
+    """SVG of values side by side, from 0 on, and a line at their mean; of more than `BARS`, the largest of each few."""
+    found = np.asarray(values, np.float64)
+    step = max(1, -(-len(found) // BARS))
+    tops = [float(found[at : at + step].max()) for at in range(0, len(found), step)]
+    most = max([*tops, 1e-300])
+    width = 288 / max(len(tops), 1)
+    drawn = "".join(
+        f"<rect x='{at * width:.2f}' y='{90 - 80 * top / most:.2f}' width='{width * 0.86:.2f}' "
+        f"height='{80 * top / most:.2f}'/>"
+        for at, top in enumerate(tops)
+    )
+    mean = 90 - 80 * float(found.mean() if len(found) else 0.0) / most
+    line = f"<path d='M0 {mean:.2f}H288' stroke='currentColor' stroke-dasharray='3 3'/>"
+    return _svg(title, 288, 96, f"<g fill='{_BLUE}'>{drawn}</g>{line}")
+
+
+def cells(title: str, seen: Bools) -> str:
+    """SVG of a mask. seen: bool [queries, keys], at most `GRID` of each."""
+    side = 160 / max(len(seen), 1)
+    path = "".join(
+        f"M{start * side:.2f} {row * side:.2f}h{(stop - start) * side:.2f}v{side:.2f}h{(start - stop) * side:.2f}z"
+        for row, line in enumerate(seen)
+        for start, stop in _spans(line)
+    )
+    frame = f"<rect x='.5' y='.5' width='160' height='160' fill='none' stroke='{_GREY}'/>"
+    return _svg(title, 161, 161, f"<path d='{path}' fill='{_BLUE}'/>{frame}")
+
+
+def _spans(line: Bools) -> list[tuple[int, int]]:
+    """(first, end) of each stretch that is set."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], line, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def sampled(bands: Ints, length: int) -> Bools:
+    """bool [side, side]: what bands of a sequence show at evenly spaced tokens. bands: int64 [n, 6], as masks have
+    them."""
+    side = min(length, GRID)
+    tokens = (np.arange(side) * length + length // 2) // side
+    query, key = tokens[:, None], tokens[None, :]
+    seen = np.zeros((side, side), bool)
+    for q0, q1, k0, k1, low, high in bands.tolist():
+        inside = (query >= q0) & (query < q1) & (key >= k0) & (key < k1)
+        seen |= inside & (query - key >= low) & (query - key <= high)
+    return seen
+
+
+def length_for(mask: Mask) -> int:
+    """Tokens of a sequence that shows a mask: its own length where it has one, else four times its largest
+    parameter."""
+    length = min(4 * max(12, *_numbers(mask)), _LONGEST)
+    try:
+        mask.check(length, "mask")
+    except ConfigError as error:  # it says which length fits
+        length = max(_numbers(error.value))
+    return length
+
+
+def _numbers(data: Any) -> list[int]:
+    """All whole numbers in the fields of a mask, however deep, and a 1."""
+    if is_dataclass(data):
+        data = tuple(vars(data).values())
+    if isinstance(data, list | tuple):
+        return [1, *(number for part in data for number in _numbers(part))]
+    return [1, data] if isinstance(data, int) and not isinstance(data, bool) else [1]
+
+
+def _svg(title: str, width: int, height: int, inside: str) -> str:
+    size = f"width='{width}' height='{height}' viewBox='0 0 {width} {height}'"
+    name = escape(title)
+    return f"<svg role='img' aria-label='{name}' {size}><title>{name}</title>{inside}</svg>"

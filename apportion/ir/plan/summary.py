@@ -1,0 +1,112 @@
+"""A plan's figures as people read them: names and values, in words and units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from apportion.ir.arrays import Floats, Ints
+from apportion.ir.plan.totals import pairs
+
+if TYPE_CHECKING:
+    from apportion.ir.bytes.codec import Plan
+
+Record = Mapping[str, Any]
+
+
+def human_bytes(count: float) -> str:
+    """`1.50 GB` and the like, in powers of 1000."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def plan_rows(record: Record) -> list[tuple[str, str]]:
+    """The lines of a plan's summary, from its record (the names of `bench.Row.record`)."""
+    moved, sizes, spread = record["bytes"], record["plan_bytes"], record["imbalance"]
+    rows = [
+        ("ranks, tokens", f"{record['ranks']} ranks, {record['tokens']:,} tokens"),
+        ("block", f"{record['block_tokens']:,} tokens, {_heaviest(record)}"),
+        (
+            "imbalance",
+            f"compute {percent(spread['compute'])}, tokens {percent(spread['tokens'])} (max/mean - 1)",
+        ),
+        (
+            "imbalance bound",
+            f"{record['imbalance_bound']:.4f} (the least for what this recipe keeps whole)",
+        ),
+        (
+            "bytes moved",
+            f"{human_bytes(moved['total'])} a layer of each kind, {human_bytes(moved['inter_node'])} between nodes",
+        ),
+        ("busiest rank", f"{human_bytes(moved['max_rank'])}"),
+        ("bytes bound", _bytes_bound(record)),
+        (
+            "slots",
+            f"{record['slots']}, at least {record['max_degree']} are needed; in {record['rounds']} rounds",
+        ),
+        ("plan size", f"{human_bytes(sizes['total'])}, largest rank {human_bytes(sizes['largest_rank'])}"),
+    ]
+    return rows + _search_rows(record) + _time_rows(record)
+
+
+def _bytes_bound(record: Record) -> str:
+    held = record["bounds"]["kv_bytes"]
+    if held["gap"] is None:
+        return f"none for this batch: {held['void']}" if held.get("void") else "none for this batch"
+    return (
+        f"{human_bytes(held['bound'])} of KV, where queries stay home; {human_bytes(held['value'])} are moved"
+    )
+
+
+def _heaviest(record: Record) -> str:
+    return f"heaviest piece {record['heaviest_piece_over_mean']:.3f} of the mean load"
+
+
+def _search_rows(record: Record) -> list[tuple[str, str]]:
+    if "search" not in record:
+        return []
+    held = record["search"]
+    ended = f"ended by {held['stopped']}" if held["stopped"] else "all there was"
+    return [
+        ("search", f"{held['recipe']['name']} is the best of {held['steps']} tried ({ended})"),
+        (
+            "gap",
+            f"{percent(held['gap'])}: {held['ms']:.3f} ms a layer, {held['ideal_ms']:.3f} ms balanced and without "
+            "communication",
+        ),
+    ]
+
+
+def _time_rows(record: Record) -> list[tuple[str, str]]:
+    if "planning_ms" not in record:
+        return []
+    planned, verified = record["planning_ms"]["p50"], record["verify_ms"]["p50"]
+    return [
+        (
+            "time",
+            f"planned in {planned:.1f} ms, verified in {verified:.1f} ms",
+        )
+    ]
+
+
+def loads(plan: Plan) -> Floats:
+    """[ranks] pairs of (query, key) that each rank computes forward, over heads, and layers of each kind."""
+    model, total = plan.request.model, np.zeros(plan.header.ranks)
+    for kind in plan.header.kinds:
+        total += model.layers_of(kind) * pairs(plan.programs[kind, "forward"], plan.header)
+    return total
+
+
+def tokens(plan: Plan) -> Ints:
+    """[ranks] tokens that each rank holds: in the attention layout where it has rows of its own."""
+    name = "attention" if "attention" in plan.layouts else plan.header.home_layout
+    return np.asarray(plan.layout(name).rows_per_rank, np.int64)

@@ -1,0 +1,97 @@
+"""What notebooks show."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion.ir import cards
+from apportion.ir.errors import MissingDependencyError
+from apportion.ir.masks import specs as masks
+
+SPECS = [
+    masks.causal(),
+    masks.full(),
+    masks.sliding_window(1024),
+    masks.sink_window(4, 64),
+    masks.causal_blockwise(16, 2),
+    masks.shared_question(40, [30, 20]),
+    masks.prefix_lm(7),
+    masks.block_causal(8),
+    masks.chunked(300),
+    masks.image_spans([(3, 9), (20, 40)]),
+    masks.tree([(-1, 5), (0, 4), (0, 6)]),
+    masks.documents([30, 50], masks.sliding_window(8)),
+    masks.bands([(0, 10, 0, 10, 0, 9)]),
+    masks.slices([(0, 6, 0, 6, 1)]),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
+def test_every_mask_has_a_picture_of_its_bands(spec: masks.Mask) -> None:
+    shown = spec._repr_html_()
+    assert type(spec).__name__ in shown
+    length = cards.length_for(spec)
+    seen = cards.sampled(spec.bands(length), length)
+    assert seen.any()
+    assert shown.count("M") >= len(np.flatnonzero(seen.any(1)))
+    assert len(shown) < 20_000
+
+
+def test_a_short_mask_is_drawn_token_by_token() -> None:
+    seen = cards.sampled(masks.sliding_window(2).bands(5), 5)
+    assert seen.astype(int).tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1],
+    ]  # fmt: skip
+
+
+def test_bars_of_many_are_the_largest_of_each_few() -> None:
+    shown = cards.bars("many", np.arange(1000))
+    assert shown.count("<rect") <= cards.BARS
+    assert "height='80.00'" in shown
+    assert cards.bars("none", np.zeros(0)).count("<rect") == 0
+
+
+def test_texts_are_escaped() -> None:
+    shown = cards.card("<b>", [("<i>", "<script>")]) + cards.table("&", ["<th>"], [["<td>"]])
+    assert not re.search(r"<script>|<i>|<b><b>", shown)
+
+
+def test_batches_plans_simulations_and_comparisons_have_cards() -> None:
+    batch = ap.Batch.from_lengths([700, 300, 24])
+    cluster, model = ap.Cluster(1, 2), ap.Model(2, 1, 16)
+    plan = ap.plan(batch, cluster, model)
+    found = ap.compare(batch, cluster, model, ["fcp", "ring", "ulysses"])
+    for value, text in (
+        (batch, "1,024 in 3 sequences"),
+        (plan, "fcp on 2 ranks"),
+        (ap.simulate(plan), "simulated on h100"),
+        (found, "speed-up over ring"),
+    ):
+        assert text in value._repr_html_()
+        assert len(repr(value)) < 200
+    assert ap.Plan.decode(plan.encode())._repr_html_() == plan._repr_html_()
+
+
+def test_a_comparison_is_what_the_command_prints() -> None:
+    pytest.importorskip("pandas")
+    batch = ap.Batch.from_lengths([700, 300, 24])
+    found = ap.compare(batch, ap.Cluster(1, 2), ap.Model(2, 1, 16), ["fcp"], baseline="ulysses")
+    frame = found.to_pandas()
+    assert list(frame["recipe"]) == ["ulysses", "fcp"]
+    record = found.record()
+    assert frame["forward_ms"].tolist() == [row["forward_ms"] for row in record["rows"]]
+    assert frame["speedup.median"].tolist() == [row["speedup"]["median"] for row in record["rows"]]
+    assert (record["baseline"], record["batches"]) == ("ulysses", 1)
+
+
+def test_without_pandas_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    found = ap.compare(ap.Batch.from_lengths([100]), ap.Cluster(1, 2), ap.Model(2, 1, 16), ["fcp"])
+    with pytest.raises(MissingDependencyError, match="notebook"):
+        found.to_pandas()
