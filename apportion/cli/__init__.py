@@ -3,6 +3,7 @@
     exit 0  done, and every check passed
     exit 1  a check failed: a plan breaks a rule, two plans differ, losses differ
     exit 2  the input is wrong: an option, a file, a request that cannot be served, a part not installed
+    exit 130  interrupted
 
 Heavy imports (numpy, torch) happen inside the commands, so that `--help` is instant.
 """
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
-from apportion.cli import settings
+from apportion.cli import output, settings
 from apportion.cli.commands import (
     bench,
     compare,
     conformance,
+    doctor,
     forecast,
     installation,
     jobs,
@@ -42,7 +45,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
+    epilog="Exit codes: 0 done, and every check passed; 1 a check failed; 2 the input is wrong; 130 interrupted.",
 )
 for name, command in (
     ("plan", plans.plan),
@@ -60,6 +63,7 @@ for name, command in (
     ("demo", installation.demo),
     ("selftest", installation.selftest),
     ("warmup", installation.warmup),
+    ("doctor", doctor.doctor),
     ("version", installation.version),
 ):
     app.command(name)(command)
@@ -68,6 +72,16 @@ app.add_typer(recipes.solvers, name="solvers")
 app.add_typer(jobs.app, name="job")
 app.add_typer(bench.app, name="bench")
 app.add_typer(stores.app, name="store")
+
+
+@app.callback()
+def common(
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors: no progress, no notes.")
+    ] = False,
+) -> None:
+    output.quiet = quiet
+
 
 # click's UsageError, wherever the installed typer keeps its click
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

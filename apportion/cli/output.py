@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-WIDTH = 110  # the widest table; narrower terminals wrap its lines rather than lose figures
+quiet = False  # nothing goes to stderr but errors
+WIDTH = 80  # of tables, at least; narrower terminals wrap their lines rather than lose figures
 
 
 def refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT) -> int:
@@ -70,7 +71,13 @@ def emit(
 
 
 def note(message: str) -> None:
-    print(message, file=sys.stderr)
+    if not quiet:
+        print(message, file=sys.stderr)
+
+
+def status(message: str) -> AbstractContextManager[object]:
+    """A spinner on stderr while something goes on, where that is a terminal."""
+    return nullcontext() if quiet else Console(stderr=True).status(message)
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
@@ -104,7 +111,7 @@ def progress(
         columns.append(_Detail(detail))
     console = Console(stderr=True)
     with Progress(
-        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+        *columns, console=console, transient=True, disable=quiet or not (shown and console.is_terminal)
     ) as bar:
         task = bar.add_task(title, total=total)
 

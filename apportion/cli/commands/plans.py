@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from apportion.cli import files, inputs, options
-from apportion.cli.output import FAILED, OK, count, emit
+from apportion.cli.output import FAILED, OK, count, emit, status
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def plan(
     the_batch, skipped = inputs.batch_of(inputs.Files(batch, lengths, workload), tokens, seed)
     the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block, pods), deadline_ms)
     job = Job(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
-    with Console(stderr=True).status("compiling (the first run of all, half a minute) and planning"):
+    with status("compiling (the first run of all, half a minute) and planning"):
         warm_up(the_recipe)
         row = measure(job)
     if output is not None:

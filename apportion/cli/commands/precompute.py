@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from apportion.cli import inputs, options
+from apportion.cli import inputs, options, output
 from apportion.cli.output import INTERRUPTED, count, emit, note
 from apportion.ir.errors import ConfigError
 
@@ -172,7 +172,9 @@ def _meter(iterations: int) -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
     columns = (TextColumn("planning"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn(True))
     lines = Lines(iterations, math.inf if console.is_terminal else LINE_S)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=output.quiet or not console.is_terminal
+    ) as bar:
         task = bar.add_task("planning", total=iterations)
 
         def report(done: int, new: int) -> None:

@@ -50,13 +50,17 @@ COLUMNS = (
     Column("backward\nms", lambda row: f"{row['backward_ms']:.2f}"),
     Column("speed-up\n(min-max)", _speedup),
     Column("effi-\nciency", lambda row: f"{100 * row['efficiency']:.0f} %"),
-    Column("attain-\ned", lambda row: _later(row, "of_attainable", lambda share: f"{100 * share:.0f} %")),
-    Column("exposed\nms", lambda row: f"{row['exposed_ms']:.2f}"),
-    Column("compute\nimbalance", lambda row: percent(row["imbalance"]["compute"])),
+    Column(
+        "attain-\ned",
+        lambda row: _later(row, "of_attainable", lambda share: f"{100 * share:.0f} %"),
+        wide=True,
+    ),
+    Column("exposed\nms", lambda row: f"{row['exposed_ms']:.2f}", wide=True),
+    Column("compute\nimbalance", lambda row: percent(row["imbalance"]["compute"]), wide=True),
     Column("time\nimbalance", lambda row: _later(row, "time_imbalance", percent), wide=True),
-    Column("token\nimbalance", lambda row: percent(row["imbalance"]["tokens"])),
+    Column("token\nimbalance", lambda row: percent(row["imbalance"]["tokens"]), wide=True),
     Column("bytes\nmoved", lambda row: human_bytes(row["bytes"]["total"])),
-    Column("between\nnodes", lambda row: human_bytes(row["bytes"]["inter_node"])),
+    Column("between\nnodes", lambda row: human_bytes(row["bytes"]["inter_node"]), wide=True),
     Column("busiest\nrank", lambda row: human_bytes(row["bytes"]["max_rank"]), wide=True),
     Column("slots", lambda row: f"{row['slots']:,}", wide=True),
     Column("rounds", lambda row: f"{row['rounds']:,}", wide=True),
@@ -93,7 +97,7 @@ def _headline(record: Record) -> str:
         count(record["batches"], "batch", "batches"),
     )
     return (
-        f"{ranks} ranks, {batches} of {tokens:,} tokens ({record['workload']}), hardware {hardware}, "
+        f"{ranks} ranks, {batches} of {tokens:,} tokens ({record['workload']}),\nhardware {hardware}, "
         f"baseline {record['baseline']}\n"
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
-from apportion.cli.output import count
+from apportion.cli.output import WIDTH, count
 
 Record = Mapping[str, Any]
 
@@ -71,30 +72,22 @@ def _headline(record: Record) -> str:
 
 
 def _table(rows: Sequence[Record], baseline: str | None) -> Table:
+    """The step's own interval is in the JSON; that of the gain decides. Pairs are told where some row drops any."""
     table = Table(box=None, padding=(0, 1, 0, 0))
-    titles = (
-        "parallelism",
-        "step s",
-        "(low-high)",
-        "tokens/s\n/GPU",
-        "MFU",
-        "GiB",
-        "atten-\ntion",
-        "pairs\nkept",
-    )
-    for title in (*titles, "steps per baseline's\n(low-high)"):
+    drops = any(row["pairs_kept"] < 0.995 for row in rows)
+    titles = ("parallelism", "step s", "tokens/s\n/GPU", "MFU", "GiB", "atten-\ntion")
+    for title in (*titles, *(["pairs\nkept"] if drops else []), "steps a baseline's\n(low-high)"):
         table.add_column(title, justify="left" if title == "parallelism" else "right", no_wrap=True)
     for row in rows:
-        step, gain, memory = row["step_s"], row["gain"], row["memory_gib"]
+        gain, memory = row["gain"], row["memory_gib"]
         table.add_row(
             row["name"] + (" *" if row["name"] == baseline else ""),
-            f"{step['value']:.2f}",
-            f"({step['low']:.2f}-{step['high']:.2f})",
+            f"{row['step_s']['value']:.2f}",
             f"{row['tokens_per_s_per_gpu']:,.0f}",
             f"{100 * row['mfu']:.1f} %",
             f"{memory['total']:.1f}" + ("" if memory["fits"] else " !"),
             f"{100 * row['shares']['attention']:.0f} %",
-            f"{100 * row['pairs_kept']:.0f} %",
+            *([f"{100 * row['pairs_kept']:.0f} %"] if drops else []),
             "-" if gain is None else f"{gain['value']:.2f} ({gain['low']:.2f}-{gain['high']:.2f})",
         )
     return table
@@ -115,7 +108,8 @@ def _bars(rows: Sequence[Record]) -> str:
             bar += letter * (ends - len(bar))
         lines.append(f"{row['name']:<{width}} {bar}")
     used = [name for name in LETTERS if any(row["parts_s"][name] > 0 for row in rows)]
-    return "\n".join([*lines, ", ".join(f"{LETTERS[name]} {name.replace('_', ' ')}" for name in used)])
+    told = ", ".join(f"{LETTERS[name]} {name.replace('_', ' ')}" for name in used)
+    return "\n".join([*lines, *wrap(told, WIDTH)])
 
 
 def _saved(record: Record) -> str:

@@ -62,7 +62,7 @@ def compared_table(rows: Sequence[Record]) -> Table:
     """Solvers beside the optimum."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("problem", "solver"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for title in ("solved", "optimal", "said so", "mean", "worst", "ms"):
         table.add_column(title, justify="right")
     for row in rows:
@@ -82,7 +82,7 @@ def _needs(row: Record) -> str:
 def _catalogue(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in titles:
-        table.add_column(title, no_wrap=title == titles[0])
+        table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -1,0 +1,250 @@
+"""`apportion doctor`: what is installed, compiled and reachable here, and what to do about the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import typer
+
+from apportion.cli import options
+from apportion.cli.output import FAILED, OK, emit
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+State = Literal["ok", "absent", "warning", "failed"]
+MARKS = {"ok": "ok", "absent": "-", "warning": "!", "failed": "FAILED"}
+REACH_S = 3.0  # for a server, Redis or Ray to answer
+_LITTLE_DISK = 1 << 30
+#: what is optional: (packages, extra, what it is for)
+PARTS = (
+    (("scipy", "highspy", "pulp", "mtkahypar"), "solvers", "flexsp, and exact solvers"),
+    (("fastapi", "uvicorn", "uvloop", "prometheus_client"), "service", "apportion serve"),
+    (("redis",), "redis", "a store that several machines share"),
+    (("ray",), "ray", "workers on a cluster"),
+    (("pandas",), "notebook", "to_pandas()"),
+    (("transformers",), "hf", "Hugging Face's Trainer"),
+    (("lightning",), "lightning", "Lightning"),
+    (("torchtitan",), "torchtitan", "TorchTitan"),
+    (("megatron",), "megatron", "Megatron-Core"),
+)
+
+
+class Check(NamedTuple):
+    """What was found. remedy: a command or a sentence, empty where all is well."""
+
+    name: str
+    state: State
+    said: str
+    remedy: str = ""
+
+
+def doctor(
+    server: Annotated[
+        str | None, typer.Option("--server", help="Ask this planning service, too.", metavar="URL")
+    ] = None,
+    redis: Annotated[str | None, typer.Option("--redis", help="Ask this Redis, too.", metavar="URL")] = None,
+    folder: Annotated[Path, typer.Option("--dir", help="Where plans are to be kept.", metavar="DIR")] = Path(
+        ".apportion"
+    ),
+    as_json: options.AsJson = False,
+) -> None:
+    """Look at this machine: what is installed, compiled and reachable, each with a remedy where something is missing.
+
+    Optional packages that are not there are no fault. Exit code 1 if something is
+    broken, or if a server or Redis that was named does not answer.
+
+    [bold]Examples[/bold]
+
+      apportion doctor
+
+      apportion doctor --server http://127.0.0.1:8321 --redis redis://127.0.0.1:6379/0 --json
+    """
+    found = [check for look in (_python, _numba, _torch, _parts, _ray) for check in look()]
+    found.append(_disk(folder))
+    found += [_asked("redis", redis, _ping)] if redis is not None else []
+    found += [_asked("server", server, _ready)] if server is not None else []
+    failed = [check.name for check in found if check.state == "failed"]
+    record = {"checks": [check._asdict() for check in found], "failed": failed}
+    emit(record, as_json, lambda: _table(found), width=0)
+    raise typer.Exit(FAILED if failed else OK)
+
+
+def _table(found: list[Check]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    styles = {"ok": "green", "absent": "dim", "warning": "yellow", "failed": "red"}
+    for check in found:
+        said = Text(check.said)
+        if check.remedy:
+            said.append(f"\n{check.remedy}", "bold")
+        table.add_row(Text(MARKS[check.state], styles[check.state]), check.name, said)
+    return table
+
+
+def _version(package: str) -> str | None:
+    """Of an installed package, without importing it."""
+    from importlib import metadata, util
+
+    name = {"megatron": "megatron-core", "prometheus_client": "prometheus-client"}.get(package, package)
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "?" if util.find_spec(package) else None
+
+
+def _python() -> Iterator[Check]:
+    import platform
+    import sys
+
+    from apportion.cli.environment import machine
+    from apportion.ir import isa
+    from apportion.ir.version import __version__
+
+    here = machine()
+    yield Check("machine", "ok", f"{here['processor']}, {here['cores']} cores, {here['system']}")
+    supported = (3, 11) <= sys.version_info < (3, 14)
+    remedy = "" if supported else "use Python 3.11 to 3.13"
+    yield Check("python", "ok" if supported else "warning", platform.python_version(), remedy)
+    yield Check("apportion", "ok", f"{__version__}, plan format {isa.VERSION[0]}.{isa.VERSION[1]}")
+
+
+def _numba() -> Iterator[Check]:
+    held = _version("numba")
+    if held is None:
+        yield Check("numba", "warning", "plans without it take far longer", "pip install 'apportion[numba]'")
+        return
+    from apportion.ir.loops.jit import COMPILES
+
+    if not COMPILES:
+        yield Check("numba", "warning", f"{held}, switched off", "unset NUMBA_DISABLE_JIT")
+        return
+    yield Check("numba", "ok", held)
+    count = _compiled()
+    if count:
+        yield Check("loops", "ok", f"{count} are compiled")
+    else:
+        yield Check("loops", "warning", "none is compiled: the first plan takes minutes", "apportion warmup")
+
+
+def _compiled() -> int:
+    """Loops that numba finds compiled, beside the package, in its wheel, or where NUMBA_CACHE_DIR says."""
+    from importlib.resources import files
+
+    folders = [Path(str(files("apportion")))]
+    if named := os.environ.get("NUMBA_CACHE_DIR"):
+        folders.append(Path(named))
+    return sum(1 for folder in folders for _ in folder.rglob("*.nbi"))
+
+
+def _torch() -> Iterator[Check]:
+    held = _version("torch")
+    if held is None:
+        remedy = "pip install 'apportion[torch]'"
+        yield Check("torch", "absent", "plans are not executed on this machine", remedy)
+        return
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Check("torch", "failed", f"{held} cannot be imported: {error}", "install it anew")
+        return
+    yield Check("torch", "ok", held)
+    if not torch.cuda.is_available():
+        yield Check("GPUs", "absent", "none is seen; plans run on CPUs, through gloo")
+        return
+    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    yield Check("GPUs", "ok", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        yield Check("NCCL", "ok", ".".join(map(str, nccl)))
+    else:
+        yield Check(
+            "NCCL", "failed", "this torch has none: GPUs cannot talk", "install a CUDA build of torch"
+        )
+    triton = _version("triton")
+    remedy = "" if triton else "pip install 'apportion[triton]'"
+    yield Check("triton", "ok" if triton else "warning", triton or "the stage engine needs it", remedy)
+
+
+def _parts() -> Iterator[Check]:
+    for packages, extra, purpose in PARTS:
+        held = {package: _version(package) for package in packages}
+        missing = [package for package, version in held.items() if version is None]
+        if missing:
+            said = f"for {purpose}: without {', '.join(missing)}"
+            yield Check(extra, "absent", said, f"pip install 'apportion[{extra}]'")
+        else:
+            said = ", ".join(f"{package} {version}" for package, version in held.items())
+            yield Check(extra, "ok", f"{said}, for {purpose}")
+
+
+def _ray() -> Iterator[Check]:
+    """The cluster that RAY_ADDRESS names."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        yield _asked("Ray cluster", address, lambda _: _connect(host, int(port)))
+
+
+def _disk(folder: Path) -> Check:
+    import shutil
+
+    there = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.exists()), Path("/"))
+    free = shutil.disk_usage(there).free
+    said = f"{free / 1e9:,.1f} GB are free for {folder}"
+    if not os.access(there, os.W_OK):
+        return Check("disk", "failed", f"{there} cannot be written", "name another folder with --dir")
+    if free < _LITTLE_DISK:
+        return Check("disk", "warning", said, "make room, or name another folder with --dir")
+    return Check("disk", "ok", said)
+
+
+def _asked(name: str, address: str, ask: Callable[[str], str]) -> Check:
+    """What somebody says who may not be there."""
+    from apportion.ir.errors import ApportionError
+
+    shown = address.rpartition("@")[2]
+    try:
+        return Check(name, "ok", f"{shown}: {ask(address)}")
+    except (ApportionError, OSError, ValueError) as error:
+        return Check(name, "failed", f"{shown}: {error}", "is it running, and is this its address?")
+
+
+def _connect(host: str, port: int) -> str:
+    import socket
+
+    with socket.create_connection((host, port), REACH_S):
+        return "answers"
+
+
+def _ping(url: str) -> str:
+    from apportion.cli import inputs
+
+    inputs.need("redis", "redis", "asking Redis")
+    import redis
+
+    try:
+        with redis.Redis.from_url(url, socket_timeout=REACH_S, socket_connect_timeout=REACH_S) as client:
+            facts: Any = client.info("server")
+    except redis.RedisError as error:
+        raise OSError(str(error)) from None
+    return f"Redis {facts['redis_version']}"
+
+
+def _ready(url: str) -> str:
+    """Whether a server takes work. Raises OSError where it does not."""
+    import urllib3
+
+    http = urllib3.PoolManager(retries=False, timeout=REACH_S)
+    try:
+        answer = http.request("GET", url.rstrip("/") + "/readyz")
+    except urllib3.exceptions.HTTPError as error:
+        raise OSError(f"no answer ({type(error).__name__})") from None
+    if answer.status != 200:
+        raise OSError(f"status {answer.status}, {answer.data[:200].decode('utf-8', 'replace')}")
+    return "is ready"

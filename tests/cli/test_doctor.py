@@ -1,0 +1,138 @@
+"""`apportion doctor`, and what holds for every command: completion, quiet, colours, exit codes, 80 columns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apportion import cli
+from apportion.service.http.child import serving
+from tests.service.stores import redis_server
+
+ROOT, WORKLOAD = Path(__file__).parents[2], "examples/code_lengths.json"
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, 80 columns wide."""
+    held = {**os.environ, "COLUMNS": "80", **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "apportion", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=held,
+        timeout=300,
+    )
+
+
+def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+
+
+def test_it_tells_what_is_here(tmp_path: Path) -> None:
+    done = run("doctor", "--dir", str(tmp_path / "plans"), "--json")
+    found = checks(done)
+    assert done.returncode == cli.OK
+    assert {"machine", "python", "apportion", "numba", "torch", "solvers", "service", "disk"} <= set(found)
+    assert found["python"]["state"] == found["disk"]["state"] == "ok"
+    assert all(check["remedy"] for check in found.values() if check["state"] in ("warning", "failed"))
+    assert not (tmp_path / "plans").exists()  # it only looks
+
+
+def test_it_asks_a_server(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        assert checks(run("doctor", "--server", server.url, "--json"))["server"]["state"] == "ok"
+    done = run("doctor", "--server", server.url, "--json")
+    assert done.returncode == cli.FAILED
+    assert json.loads(done.stdout)["failed"] == ["server"]
+
+
+def test_it_asks_redis_and_hides_its_password(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        assert "Redis" in checks(run("doctor", "--redis", server.url, "--json"))["redis"]["said"]
+    done = run("doctor", "--redis", "redis://me:secret@127.0.0.1:1/0")
+    assert done.returncode == cli.FAILED
+    assert "secret" not in done.stdout + done.stderr
+
+
+def test_a_ray_cluster_that_is_named_and_gone_is_told() -> None:
+    done = run("doctor", "--json", RAY_ADDRESS="ray://127.0.0.1:1")
+    assert json.loads(done.stdout)["failed"] == ["Ray cluster"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help",),
+        ("doctor",),
+        ("recipes",),
+        ("solvers",),
+        ("bench", "plan", "--ranks", "8", "--seeds", "1"),
+        ("compare", "--workload", WORKLOAD, "--ranks", "8", "--batches", "2", "--recipes", "fcp,ring"),
+        (
+            "forecast",
+            "--workload",
+            WORKLOAD,
+            "--ranks",
+            "8",
+            "--recipes",
+            "fcp",
+            "--grids",
+            "usp",
+            "--batches",
+            "1",
+        ),
+    ],
+)
+def test_tables_fit_80_columns_and_files_have_no_colours(words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert done.returncode == cli.OK, done.stderr
+    assert "\x1b" not in done.stdout
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_exit_codes_and_completion_are_told() -> None:
+    shown = run("--help").stdout
+    assert "Exit codes: 0 done" in shown
+    assert "--install-completion" in shown
+    script = run(_APPORTION_COMPLETE="complete_bash", COMP_WORDS="apportion doc", COMP_CWORD="1").stdout
+    assert "doctor" in script
+
+
+def test_quiet_says_nothing_but_errors(tmp_path: Path) -> None:
+    words = ("plan", "--workload", WORKLOAD, "--ranks", "8", "--tokens-per-rank", "1024", "--json")
+    loud, quiet = run(*words), run("--quiet", *words)
+    assert loud.stderr  # it skips samples that are too long
+    assert quiet.stderr == ""
+    wrong = run("--quiet", "plan", "--workload", WORKLOAD, "--recipe", "nobody", "--ranks", "8")
+    assert (wrong.returncode, "nobody" in wrong.stderr) == (cli.BAD_INPUT, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("verify", "/proc/self/mem"),
+        ("report", "{here}", "-o", "{here}/r.html"),
+        ("show", "{here}/none.plan"),
+        ("plan", "--batch", "{here}/binary.json"),
+        ("forecast", "--ranks", "8", "--recipes", "fcp", "--batches", "0"),
+    ],
+)
+def test_errors_have_no_traceback(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "binary.json").write_bytes(bytes(range(256)))
+    done = run(*(word.format(here=tmp_path) for word in words))
+    assert done.returncode == cli.BAD_INPUT
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip()
+
+
+def test_a_full_disk_is_told() -> None:
+    done = run("plan", "--workload", WORKLOAD, "--ranks", "8", "-o", "/dev/full")
+    assert done.returncode == cli.BAD_INPUT
+    assert "Traceback" not in done.stderr
