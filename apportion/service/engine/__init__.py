@@ -3,6 +3,7 @@
 from apportion.service.engine.engine import Engine
 from apportion.service.engine.library import Body
 from apportion.service.engine.metrics import Counters, Histogram, Snapshot, StreamGauges
+from apportion.service.engine.records import JobKey
 from apportion.service.engine.state import IterationState, JobState
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Engine",
     "Histogram",
     "IterationState",
+    "JobKey",
     "JobState",
     "Snapshot",
     "StreamGauges",

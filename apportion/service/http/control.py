@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -22,13 +21,14 @@ from apportion.ir.errors import ApportionError, ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.ir.version import __version__
 from apportion.planner.recipe.recipes import check as check_recipe
-from apportion.service.engine import Engine, IterationState, JobState
+from apportion.service.engine import Engine, IterationState, JobKey, JobState
 from apportion.service.http.api import models
 from apportion.service.http.api.bodies import Patience, Room, parse, read
 from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION
 from apportion.service.http.api.openapi import describe, document
 from apportion.service.http.api.pages import page
 from apportion.service.http.api.problems import REASON, Problem, encode, headers_of, plain, problem_of
+from apportion.service.http.audit import JOB, WHO
 from apportion.service.http.auth import Keys, given, key_digest, new_key
 from apportion.service.http.metrics import render
 from apportion.service.limits import Limits
@@ -36,7 +36,6 @@ from apportion.service.protocol import JSON, EpochState, job_path
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
-_HOST = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 PROBE_S = 2.0  # for the store's answer, where somebody asks whether the server is ready
 _SHOWN = 200  # characters of a path that is not there
 _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
@@ -54,6 +53,7 @@ class Parts:
     patience: Patience
     room: Room
     registry: CollectorRegistry
+    public_url: str = ""  # before the paths of jobs in answers
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class Call:
     def engine(self) -> Engine:
         return self.parts.engine
 
+    @property
+    def reads(self) -> bool:
+        """Whether the key sent only reads."""
+        return str(self.request.scope.get(WHO, "")).startswith("read:")
+
     async def body(self, kind: type[T], then: Callable[[T], R]) -> R:
         """What `then` makes of the body; in a thread where it is large."""
         most, wait_s = self.parts.limits.body_bytes, self.parts.patience.body_s
@@ -75,10 +80,14 @@ class Call:
             return await parse(data, kind, then)
 
     def url(self, job: str) -> str:
-        scope, host = self.request.scope, self.request.headers.get("host", "")
-        if not _HOST.fullmatch(host):
-            host = ":".join(map(str, scope.get("server") or ("localhost",)))
-        return f"{scope['scheme']}://{host}{job_path(job)}"
+        """A path where the server was told no URL of its own: what a client writes as Host is no URL to pass on."""
+        return self.parts.public_url + job_path(job)
+
+    def is_by(self, who: str, job: str = "") -> Call:
+        """Tells the audit log who asks, and of what job."""
+        self.request.scope[WHO] = who
+        self.request.scope[JOB] = job
+        return self
 
     def reply(self, job: JobState) -> models.JobReply:
         own = (job.name, self.url(job.name), job.spec.ranks, job.lookahead)
@@ -92,6 +101,7 @@ def _digits(value: Any) -> Any:
 
 
 Name = Annotated[str, Path(pattern=models.NAME)]
+KeyId = Annotated[str, Path(pattern=models.KEY_ID)]
 EpochNumber = Annotated[int, BeforeValidator(_digits), Path(ge=1, le=MAX_EPOCH)]
 IterationNumber = Annotated[int, BeforeValidator(_digits), Path(ge=0, le=MAX_ITERATION)]
 
@@ -112,29 +122,39 @@ async def _anyone(request: Request) -> Call:
 async def _admin(request: Request) -> Call:
     call = _call(request)
     call.parts.keys.check_admin(_authorization(request), request.headers.get("host", ""))
+    return call.is_by("admin")
+
+
+async def _figures(request: Request) -> Call:
+    call = _call(request)
+    call.parts.keys.check_figures(_authorization(request))
     return call
 
 
-async def _member(request: Request, job: Name) -> Call:
+def _member_of(request: Request, job: str, writes: bool) -> Call:
     call, sent = _call(request), given(_authorization(request))
-    call.parts.keys.check_job(job, call.engine.job(job).key_digest, sent)
-    return call
+    return call.is_by(call.parts.keys.check_job(call.engine.keys(job), sent, writes), job)
+
+
+async def _reader(request: Request, job: Name) -> Call:
+    return _member_of(request, job, writes=False)
+
+
+async def _writer(request: Request, job: Name) -> Call:
+    return _member_of(request, job, writes=True)
 
 
 async def _owner(request: Request, job: Name) -> Call:
-    call = _call(request)
-    held, host = partial(_key_of, call.engine, job), request.headers.get("host", "")
-    call.parts.keys.check_owner(held, _authorization(request), host)
-    return call
-
-
-def _key_of(engine: Engine, job: str) -> bytes:
-    return engine.job(job).key_digest
+    call, host = _call(request), request.headers.get("host", "")
+    call.parts.keys.check_owner(call.engine.keys(job), _authorization(request), host)
+    return call.is_by("admin", job)
 
 
 Anyone = Annotated[Call, Depends(_anyone)]
 Admin = Annotated[Call, Depends(_admin)]
-Member = Annotated[Call, Depends(_member)]
+Figures = Annotated[Call, Depends(_figures)]
+Reader = Annotated[Call, Depends(_reader)]
+Writer = Annotated[Call, Depends(_writer)]
 Owner = Annotated[Call, Depends(_owner)]
 
 
@@ -156,6 +176,7 @@ async def create_job(call: Admin) -> Response:
     201 with its key, which is told only here; 200 where the same name, job and key were sent before."""
     asked, spec = await call.body(models.NewJob, lambda asked: (asked, _checked(asked.job)))
     key = new_key() if asked.key is None else asked.key
+    call.is_by("admin", asked.name)
     created = await call.engine.create_job(asked.name, spec, asked.lookahead, key_digest(key))
     return reply(models.CreatedJob(asked.name, key, call.url(asked.name)), 201 if created else 200)
 
@@ -175,7 +196,7 @@ async def list_jobs(call: Admin) -> Response:
 
 
 @router.get("/v1/jobs/{job}", **describe("job", {200: models.JobReply}, (404,)))
-async def read_job(call: Member, job: Name) -> Response:
+async def read_job(call: Reader, job: Name) -> Response:
     """Read a job."""
     return reply(call.reply(call.engine.job(job)))
 
@@ -187,25 +208,51 @@ async def delete_job(call: Owner, job: Name) -> Response:
     return Response(status_code=204)
 
 
+@router.get("/v1/jobs/{job}/keys", **describe("admin", {200: models.KeysReply}, (403, 404)))
+async def list_keys(call: Owner, job: Name) -> Response:
+    """List a job's keys, without what opens it."""
+    return reply(models.KeysReply([models.KeyReply(key.id, key.role) for key in call.engine.job(job).keys]))
+
+
+@router.post(
+    "/v1/jobs/{job}/keys",
+    **describe("admin", {201: models.KeyReply, 200: models.KeyReply}, (403, 404, 409), models.NewKey),
+)
+async def add_key(call: Owner, job: Name) -> Response:
+    """Add a key to a job: to rotate its keys, or one for ranks that only reads. It is told only here."""
+    asked = await call.body(models.NewKey, lambda asked: asked)
+    key = new_key() if asked.key is None else asked.key
+    held = JobKey(key_digest(key), asked.role)
+    created = await call.engine.add_key(job, held)
+    return reply(models.KeyReply(held.id, held.role, key), 201 if created else 200)
+
+
+@router.delete("/v1/jobs/{job}/keys/{key}", **describe("admin", {204: None}, (403, 404, 409)))
+async def revoke_key(call: Owner, job: Name, key: KeyId) -> Response:
+    """Revoke a key of a job: it opens nothing from now on."""
+    await call.engine.drop_key(job, key)
+    return Response(status_code=204)
+
+
 # ---------------------------------------------------------------------------------------------- epochs, iterations
 
 
 @router.post(
     "/v1/jobs/{job}/epochs",
-    **describe("job", {201: models.BegunEpoch, 200: models.BegunEpoch}, (404, 409), models.NewEpoch),
+    **describe("job", {201: models.BegunEpoch, 200: models.BegunEpoch}, (404, 409, 425), models.NewEpoch),
 )
-async def begin_epoch(call: Member, job: Name) -> Response:
+async def begin_epoch(call: Reader, job: Name) -> Response:
     """Begin an epoch.
 
     201 where the run is new: the epoch before of its stream is over then, those of other streams go on. 200 with the
-    same number for every rank of the run."""
+    same number for every rank of the run. A key that only reads gets 425 until it has begun."""
     run, stream = await call.body(models.NewEpoch, lambda asked: (asked.run, asked.stream))
-    number, created = await call.engine.begin_epoch(job, run, stream)
+    number, created = await call.engine.begin_epoch(job, run, stream, reads=call.reads)
     return reply(models.BegunEpoch(number, stream, run), 201 if created else 200)
 
 
 @router.get("/v1/jobs/{job}/epochs/{epoch}", **describe("job", {200: EpochState}, (404, 410)))
-async def read_epoch(call: Member, job: Name, epoch: EpochNumber) -> Response:
+async def read_epoch(call: Reader, job: Name, epoch: EpochNumber) -> Response:
     """Read how far an epoch is."""
     return reply(call.engine.epoch_state(job, epoch))
 
@@ -215,11 +262,11 @@ async def read_epoch(call: Member, job: Name, epoch: EpochNumber) -> Response:
     **describe(
         "job",
         {201: models.IterationReply, 200: models.IterationReply},
-        (404, 409, 410, 429),
+        (403, 404, 409, 410, 429),
         models.NewIteration,
     ),
 )
-async def submit(call: Member, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
+async def submit(call: Writer, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
     """Submit an iteration.
 
     Any rank may, and again: 201 for the first, 200 for the same once more, 409 for other batches. It is kept from
@@ -234,7 +281,7 @@ async def submit(call: Member, job: Name, epoch: EpochNumber, iteration: Iterati
     "/v1/jobs/{job}/epochs/{epoch}/iterations/{iteration}",
     **describe("job", {200: models.IterationReply}, (404, 410)),
 )
-async def read_iteration(call: Member, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
+async def read_iteration(call: Reader, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
     """Read what became of an iteration."""
     return reply(_told(iteration, await call.engine.iteration_state(job, epoch, iteration)))
 
@@ -291,19 +338,19 @@ async def _trouble(engine: Engine) -> str:
     return f"the store fails: {found}" if found else ""
 
 
-@router.get("/metrics", **describe(None, {200: CONTENT_TYPE_LATEST}))
-async def metrics(call: Anyone) -> Response:
+@router.get("/metrics", **describe("figures", {200: CONTENT_TYPE_LATEST}))
+async def metrics(call: Figures) -> Response:
     """Tell what was counted, for Prometheus."""
     return Response(render(call.parts.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", include_in_schema=False)
-async def openapi(request: Request) -> Response:
+async def openapi(call: Figures, request: Request) -> Response:
     return Response(msgspec.json.encode(request.app.openapi()), media_type=JSON)
 
 
 @router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> Response:
+async def docs(call: Figures, request: Request) -> Response:
     return Response(page(request.app.openapi()), headers=_PAGE_HEADERS, media_type="text/html; charset=utf-8")
 
 
