@@ -18,6 +18,16 @@ def steps_are_checked():
         yield
 
 
+@pytest.fixture(scope="session")
+def pool():
+    """The session's ranks; torch is imported where a test asks for them."""
+    from rank_pool import Pool
+
+    ranks = Pool()
+    yield ranks
+    ranks.close()
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--full", action="store_true", help="every strategy with every mask on the stage kernels"

@@ -14,10 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import typer
-import yaml
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import known, load, suggestion
 
 #: options that are no settings: what to print, and where settings come from
 _ASIDE = ("--config", "--show-config", "--json", "--help", "--parent")
@@ -32,6 +30,8 @@ def take_file(context: typer.Context, path: Path | None) -> Path | None:
     """Callback of an eager `--config`: what the file says stands where command line and environment say nothing.
 
     Raises ConfigError for a name that is no option, in the file or in the environment, and for what is no value."""
+    from apportion.ir.fields import known, load, suggestion
+
     named = _options(context)
     prefix = _prefix(context.info_name or "")
     names = {prefix + _capitals(name) for name in (*named, "config")}
@@ -69,6 +69,8 @@ def effective(context: typer.Context) -> dict[str, dict[str, Any]]:
 
 def as_file(settings: Mapping[str, Mapping[str, Any]]) -> str:
     """The file that says so; what is not set is a comment."""
+    import yaml
+
     lines = []
     for name, setting in settings.items():
         text = yaml.safe_dump({name: setting["value"]}, width=1000).strip()

@@ -2,7 +2,7 @@
 
     Plan ──simulate──► content ──columns──► JSON ──page──► HTML with its style and script inside
 
-What the browser runs is in `web/`, as files of their own; `page.py` puts them together.
+What the browser runs is in `apportion/web`, which puts pages together.
 """
 
 from __future__ import annotations

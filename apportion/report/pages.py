@@ -10,7 +10,7 @@ from apportion.ir.diff import PlanDiff
 from apportion.ir.request.hardware import Hardware
 from apportion.planner.simulate import Simulation, simulate
 from apportion.report.content import plan_data
-from apportion.report.page import assemble
+from apportion.web import REPORT
 
 
 def report_html(plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = None) -> str:
@@ -18,7 +18,7 @@ def report_html(plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = N
     shown = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
     first = plans[0][1]
     title = f"{first.header.recipe} on {first.header.ranks} ranks"
-    return assemble(title, {"page": "report", "title": title, "plans": shown})
+    return REPORT.assemble(title, {"page": "report", "title": title, "plans": shown})
 
 
 def compare_html(record: Mapping[str, Any], simulations: Mapping[str, Simulation]) -> str:
@@ -27,11 +27,11 @@ def compare_html(record: Mapping[str, Any], simulations: Mapping[str, Simulation
     shown = [plan_data(found, name, masks=False) for name, found in simulations.items()]
     cluster = record["cluster"]
     title = f"{len(record['rows'])} recipes on {cluster['nodes'] * cluster['ranks_per_node']} ranks"
-    return assemble(title, {"page": "compare", "title": title, "plans": shown, "comparison": record})
+    return REPORT.assemble(title, {"page": "compare", "title": title, "plans": shown, "comparison": record})
 
 
 def diff_html(found: PlanDiff, plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = None) -> str:
     """The page of two plans and what differs between them."""
     shown = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
     title = " and ".join(name for name, _ in plans)
-    return assemble(title, {"page": "diff", "title": title, "plans": shown, "diff": found.to_data()})
+    return REPORT.assemble(title, {"page": "diff", "title": title, "plans": shown, "diff": found.to_data()})

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from socket import socket
+from urllib.parse import urlsplit
 
 from apportion.ir.errors import ConfigError
 
@@ -168,6 +169,13 @@ def key_of_server(host: str, port: int) -> tuple[str, str] | None:
                     if (key := _read(_runtime() / _name(bound, port))) is not None:
                         return name, key
     return None
+
+
+def admin_key_of(url: str) -> str | None:
+    """That a server of this user at a loopback URL has made."""
+    where = urlsplit(url)
+    found = key_of_server(where.hostname or "", where.port or 0)
+    return None if found is None else found[1]
 
 
 def _read(path: Path) -> str | None:

@@ -7,6 +7,7 @@ import msgspec
 from apportion.ir.isa import VERSION
 
 JSON = "application/json"
+HTML = "text/html"
 PROBLEM = "application/problem+json"
 PLAN = "application/vnd.apportion.iteration"
 FRAMES = "application/vnd.apportion.frames"
@@ -71,6 +72,10 @@ def epoch_path(epoch: int) -> str:
 
 def iteration_path(epoch: int, iteration: int) -> str:
     return f"/epochs/{epoch}/iterations/{iteration}"
+
+
+def report_path(epoch: int, iteration: int) -> str:
+    return f"/epochs/{epoch}/iterations/{iteration}/report"
 
 
 def plan_path(epoch: int, iteration: int, rank: int) -> str:

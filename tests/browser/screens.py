@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -33,3 +36,17 @@ def keep(page: Page, name: str) -> None:
     """A picture of the whole page, where somebody wants pictures."""
     if "SCREENSHOTS" in os.environ:
         page.screenshot(path=Path(os.environ["SCREENSHOTS"]) / f"{name}.png", full_page=True)
+
+
+def violations(page: Page) -> list[Any]:
+    """What axe-core finds, [rule, how often, the first place]; run as the browser's own so that the page's policy
+    stays."""
+    axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
+    session = page.context.new_cdp_session(page)
+    session.send("Runtime.evaluate", {"expression": axe})
+    asked = (
+        "axe.run({ resultTypes: ['violations'] }).then((found) => JSON.stringify(found.violations.map"
+        "(({ id, nodes }) => [id, nodes.length, nodes[0].html])))"
+    )
+    answer = session.send("Runtime.evaluate", {"expression": asked, "awaitPromise": True})
+    return list(json.loads(answer["result"]["value"]))

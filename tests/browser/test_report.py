@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
 from playwright.sync_api import Page
-from screens import NARROW, WIDE, WORKLOAD, keep
+from screens import NARROW, WIDE, WORKLOAD, keep, violations
 
 from apportion import cli
 from apportion.ir.arrays import Bools, Ints
@@ -191,20 +189,8 @@ def test_all_of_it_prints(reported: Make, visit: Visit) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_accessibility(scheme: str, reported: Make, visit: Visit) -> None:
-    """By axe-core, run as the browser's own so that the page's policy stays."""
     page = visit(reported("auto"), color_scheme=scheme)
-    axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
-    session = page.context.new_cdp_session(page)
-    session.send("Runtime.evaluate", {"expression": axe})
-    answer = session.send(
-        "Runtime.evaluate",
-        {
-            "expression": "axe.run({ resultTypes: ['violations'] }).then((found) => JSON.stringify(found.violations.map"
-            "(({ id, nodes }) => [id, nodes.length, nodes[0].html])))",
-            "awaitPromise": True,
-        },
-    )
-    assert json.loads(answer["result"]["value"]) == []
+    assert violations(page) == []
 
 
 def test_names_cannot_leave_their_place(planned: Make, folder: Path, visit: Visit) -> None:
@@ -220,6 +206,12 @@ def test_names_cannot_leave_their_place(planned: Make, folder: Path, visit: Visi
     assert evil.replace("\u2028", "") in page.locator(".tabs button").first.evaluate(
         "(tab) => tab.textContent.replace('\\u2028', '')"
     )
+
+
+def check_narrow(page: Page, name: str) -> None:
+    keep(page, name)
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
+    assert violations(page) == []
 
 
 def test_recipes_side_by_side(folder: Path, visit: Visit) -> None:
@@ -246,6 +238,7 @@ def test_recipes_side_by_side(folder: Path, visit: Visit) -> None:
     page.wait_for_function("document.querySelector('.about').textContent.includes('recipe ring')")
     assert drawn(page, "time") != before
     keep(page, "compare-1440")
+    check_narrow(visit(path, NARROW), "compare-390")
 
 
 def test_two_plans_that_differ(planned: Make, folder: Path, visit: Visit) -> None:
@@ -257,6 +250,7 @@ def test_two_plans_that_differ(planned: Make, folder: Path, visit: Visit) -> Non
     page.get_by_role("tab").nth(1).click()
     page.wait_for_function("document.querySelector('.about').textContent.includes('recipe ring')")
     keep(page, "diff-1440")
+    check_narrow(visit(path, NARROW), "diff-390")
 
 
 def test_microbatches_of_a_folder_have_tabs(folder: Path, visit: Visit) -> None:

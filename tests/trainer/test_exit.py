@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from loading import job
@@ -9,6 +10,7 @@ from loading import job
 from apportion.service.client import create_job
 from apportion.service.http.child import serving
 
+RANKS = Path(__file__).parents[1] / "ranks"
 OPEN = """
 import sys
 from loading import MODEL, Recorded
@@ -33,6 +35,6 @@ def sources(tmp_path_factory):
 def test_an_open_pass_leaves_no_traceback_at_exit(sources, name, workers, status):
     source, key = sources[name]
     command = [sys.executable, "-c", OPEN, source, key, str(workers), str(status)]
-    done = subprocess.run(command, cwd=str(__file__).rpartition("/")[0], capture_output=True, timeout=300)
+    done = subprocess.run(command, cwd=RANKS, capture_output=True, timeout=300)
     said = [line for line in done.stderr.decode().splitlines() if "apportion warmup" not in line]
     assert (done.returncode, said, done.stdout) == (status, [], b"")

@@ -21,15 +21,29 @@ Output = Annotated[
 
 def report(
     plan: Annotated[
-        Path,
-        typer.Argument(help="A plan file, or a folder of `apportion precompute`.", metavar="PLAN|FOLDER"),
+        str,
+        typer.Argument(
+            help="A plan file, a folder of `apportion precompute`, or the URL of a server's job.",
+            metavar="PLAN|FOLDER|URL",
+        ),
     ],
     output: Output = Path("report.html"),
-    epoch: Annotated[int, typer.Option("--epoch", help="With a folder: of this epoch.", min=0)] = 0,
+    epoch: Annotated[
+        int,
+        typer.Option("--epoch", help="With a folder or job: of this epoch. Of a job, 0: the newest.", min=0),
+    ] = 0,
     iteration: Annotated[
-        int, typer.Option("--iteration", help="With a folder: this iteration's microbatches.", min=0)
+        int, typer.Option("--iteration", help="With a folder or job: this iteration's microbatches.", min=0)
     ] = 0,
     hardware: options.HardwareName = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key-file", help="With a job: file with its key or the admin's.", metavar="FILE"),
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option("--ca", help="With a job: PEM file of certificates to trust.", metavar="FILE"),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Write a page about a plan: one HTML file that opens offline in any browser.
@@ -44,16 +58,41 @@ def report(
       apportion report first.plan -o first.html --hardware h200
 
       apportion report plans --epoch 0 --iteration 12
+
+      apportion report http://127.0.0.1:8321/v1/jobs/run1 --iteration 12
     """
+    files.check_output("--output", output)
+    if plan.startswith(("http://", "https://")):
+        if hardware is not None:
+            rule = "says what a plan is simulated on here, a server takes that of the job"
+            raise ConfigError("--hardware", hardware, rule, "leave it out")
+        page, ids = _asked(plan, key_file, ca, epoch, iteration), list[str]()
+    else:
+        page, ids = _made(Path(plan), hardware, epoch, iteration)
+    files.write(output, page)
+    record = {"ids": ids, "file": str(output), "bytes": len(page)}
+    emit(record, as_json, lambda: f"{output}: {len(page) / 1e6:.2f} MB, open it in a browser")
+
+
+def _asked(url: str, key_file: Path | None, ca: Path | None, epoch: int, iteration: int) -> bytes:
+    """The page that a server makes. Raises ClientError."""
+    from apportion.service.client import Client
+    from apportion.service.private import admin_key_of
+
+    client = Client(url, admin_key_of(url) if key_file is None else inputs.key_of(key_file), ca=ca)
+    try:
+        return client.report(epoch or client.summary().epoch or 1, iteration)
+    finally:
+        client.close()
+
+
+def _made(path: Path, hardware: str | None, epoch: int, iteration: int) -> tuple[bytes, list[str]]:
+    """The page of plans that are here, and their ids."""
     from apportion.report import report_html
 
-    files.check_output("--output", output)
-    the_hardware, plans = inputs.hardware_of(hardware), _plans(plan, epoch, iteration)
+    the_hardware, plans = inputs.hardware_of(hardware), _plans(path, epoch, iteration)
     inputs.warn_of_mismatch(the_hardware, plans[0][1].request.cluster)
-    page = report_html(plans, the_hardware).encode()
-    files.write(output, page)
-    record = {"ids": [each.id.hex() for _, each in plans], "file": str(output), "bytes": len(page)}
-    emit(record, as_json, lambda: f"{output}: {len(page) / 1e6:.2f} MB, open it in a browser")
+    return report_html(plans, the_hardware).encode(), [each.id.hex() for _, each in plans]
 
 
 def _plans(path: Path, epoch: int, iteration: int) -> list[tuple[str, Plan]]:

@@ -158,6 +158,7 @@ def serve(
         inputs.need(package, "service", "the planning service")
     from apportion.service.http import serve as server
     from apportion.service.limits import Limits
+    from apportion.service.private import ADMIN_KEY
 
     limits = Limits(
         deadline_s=deadline,
@@ -177,6 +178,7 @@ def serve(
         admin=digests[0],
         metrics=digests[1],
         shown=key,
+        admin_file=None if insecure else admin_key_file or folder / ADMIN_KEY,
         folder=folder,
         public_url=public_url,
         keyfile=ssl_keyfile,
@@ -198,11 +200,17 @@ def _announce(chosen: Options, started: Started, as_json: bool) -> None:
 
 
 def _message(chosen: Options, started: Started) -> str:
+    keys = (
+        f"admin key in {chosen.admin_file}"
+        if chosen.admin_file
+        else "none: all users of this machine may do all"
+    )
     where = "on Ray" if chosen.workers == "ray" else "of this machine"
     return (
-        f"Serving {started.url} (docs: {started.url}/docs)\n"
+        f"Serving {started.url}\n"
         f"  store    {started.store}\n"
         f"  planning {count(started.workers, 'worker')} {where}, process {started.pid}\n"
+        f"  keys     {keys}\n"
         "\n"
         "Make a job, once; every rank gets its url and key:\n"
         "\n"

@@ -21,6 +21,7 @@ from apportion.service.frames import MAX_BODY
 T = TypeVar("T")
 
 _MOST_JSON = 64 << 20
+_MOST_PAGE = 256 << 20
 _AGENT = f"apportion/{__version__}"
 
 
@@ -75,6 +76,21 @@ class Caller:
     def send(self, method: str, path: str, data: object, kind: type[T]) -> T:
         """The JSON data that comes back. data: None sends none. The request must be one that may arrive twice."""
         return self._data(method, path, None if data is None else msgspec.json.encode(data), kind)
+
+    def page(self, path: str, wait_s: float) -> bytes:
+        """The HTML page there, which the server may take so long to make."""
+        waits = self.waits(self.timeout_s + wait_s)
+
+        def once() -> bytes:
+            opened = self._open(
+                "GET", path, {"Accept": f"{protocol.HTML}, {protocol.PROBLEM}"}, None, waits, wait_s
+            )
+            answer = self._whole(opened, waits, _MOST_PAGE)
+            answers.check(answer)
+            answers.check_type(answer.headers, protocol.HTML)
+            return answer.body
+
+        return waits.repeat(once)
 
     def plan(self, path: str, waits: Waits) -> bytes:
         """The body of a plan, once it is there."""

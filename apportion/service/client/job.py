@@ -20,6 +20,7 @@ from apportion.service.client.stream import Stream
 from apportion.service.client.waits import Pace
 
 PACE = Pace()
+_REPORT_S = 120.0  # it waits for its turn, too
 _PATH = re.compile(r"((?:/[^/]+)*)/v1/jobs/([^/]+)")
 
 
@@ -70,6 +71,15 @@ class Client:
             return Job.from_data(self._caller.get("", answers.JobData).job)
         except ConfigError as error:
             raise BadAnswerError(f"{self.url}: not a job: {error}") from error
+
+    def summary(self) -> protocol.JobSummary:
+        """Its name, ranks and epochs."""
+        return self._caller.get("", protocol.JobSummary)
+
+    def report(self, epoch: int, iteration: int) -> bytes:
+        """A page about the plans of an iteration, HTML that opens offline; the server takes up to a minute for it."""
+        path = protocol.report_path(integer("epoch", epoch), integer("iteration", iteration, 0))
+        return self._caller.page(path, _REPORT_S)
 
     def begin(self, run: str, stream: str = protocol.TRAIN) -> int:
         """The number, 1, 2, ..., of the epoch that `run` has begun. Equal runs of a stream have equal numbers, so every

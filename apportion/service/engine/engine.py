@@ -20,8 +20,10 @@ from apportion.service.engine.admission import Asked, asked
 from apportion.service.engine.jobs import Jobs
 from apportion.service.engine.library import Body
 from apportion.service.engine.metrics import Snapshot, StreamGauges
+from apportion.service.engine.planning import Source
 from apportion.service.engine.records import MAX_ITERATION
 from apportion.service.engine.state import Epoch, Iteration, IterationState
+from apportion.service.engine.watch import BusyView, FailedView, JobView, job_view
 from apportion.service.errors import ConflictError, NotFoundError, ServiceError, StoppingError
 
 _LOADING_S = 10.0  # that a reader waits for a plan that is there but not at hand, whatever it says
@@ -211,6 +213,43 @@ class Engine(Jobs):
         return [iteration.key for iteration in held]
 
     # ---- figures
+
+    async def source(self, name: str, epoch: int, iteration: int) -> Source:
+        """What the iteration's plans are made from. Raises ConflictError where it is not planned."""
+        found = self._job(name).epoch(epoch)
+        found.check(iteration)
+        held = found.known(iteration)
+        if held is None:
+            raise NotFoundError(
+                f"iteration {iteration} of epoch {epoch} was not submitted", field="iteration"
+            )
+        if held.entry.problem is not None:
+            raise held.entry.problem.error()
+        source = await self._guarded(self._planning.source_of(held)) if held.entry.stored_bytes else None
+        if source is None:
+            raise ConflictError(
+                f"iteration {iteration} of epoch {epoch} is not planned yet", field="iteration"
+            )
+        return source
+
+    def job_views(self) -> list[JobView]:
+        """Every job and where its streams are, by name."""
+        return [job_view(self._jobs[name]) for name in sorted(self._jobs)]
+
+    @property
+    def busy(self) -> list[BusyView]:
+        """What workers plan now."""
+        return self._planning.busy
+
+    @property
+    def failures(self) -> list[FailedView]:
+        """The latest batches that cannot be planned."""
+        return self._planning.failures.views()
+
+    @property
+    def aside(self) -> dict[str, str]:
+        """Jobs whose records are damaged, and why."""
+        return dict(self._aside)
 
     def snapshot(self) -> Snapshot:
         """All there is to tell, now."""

@@ -30,6 +30,7 @@ from apportion.service.engine.restore import keys_of, restore
 from apportion.service.engine.schedule import choose
 from apportion.service.engine.state import Epoch, Iteration, Job, JobState
 from apportion.service.engine.tasks import shared
+from apportion.service.engine.watch import failed_in
 from apportion.service.errors import (
     ConflictError,
     DamagedJobError,
@@ -108,6 +109,8 @@ class Jobs:
         self._former = found.former
         self._journal.later({}, found.stale)
         self._started = True
+        for entry in failed_in(self._jobs.values()):
+            self._planning.failures.add(entry)
         self._trim()
         self.on_free()
 

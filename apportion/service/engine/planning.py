@@ -6,15 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.service.engine.journal import Journal
 from apportion.service.engine.library import Body, Entry, Library
 from apportion.service.engine.metrics import Counters
 from apportion.service.engine.records import IterationRecord, Problem, decode
-from apportion.service.engine.state import Iteration, Job
+from apportion.service.engine.state import Iteration
 from apportion.service.engine.tasks import Tasks, shared
+from apportion.service.engine.watch import BusyView, Failures
 from apportion.service.errors import OverloadError, QuarantinedError, RefusedBatchError
 from apportion.service.packs import Pack, etag, pack_of
 from apportion.service.store import Store
@@ -25,6 +26,15 @@ from apportion.service.workers.tasks import Done, Task
 _PAUSE_S = 1.0  # after the pool failed, before the same task is given to it again
 
 log = logging.getLogger(__name__)
+
+
+class Source(NamedTuple):
+    """What the plans of an iteration are made from: the kind of a worker's task and its payload. id: 32 bytes, of the
+    iteration plan."""
+
+    kind: Literal["plan", "lower"]
+    payload: bytes
+    id: bytes
 
 
 class Listener(Protocol):
@@ -57,7 +67,8 @@ class Planning:
         )
         self._deadline_s, self._clock = deadline_s, clock
         self._entries = 0  # with a task
-        self._busy: dict[Entry, Job] = {}  # being planned, for whom first
+        self._busy: dict[Entry, tuple[Iteration, float]] = {}  # being planned, for whom first, since when
+        self.failures = Failures()
         self._lowering = 0
         # half of the workers: who reads old plans must not keep those of others from being made
         self._lowered = asyncio.Semaphore(max(1, supervisor.pool.size // 2))
@@ -73,11 +84,20 @@ class Planning:
         size = self._supervisor.pool.size
         return self.at_workers < size and self._entries < 2 * size + 2
 
+    @property
+    def busy(self) -> list[BusyView]:
+        """What workers plan, longest first."""
+        now_s = self._clock()
+        return [
+            BusyView(held.epoch.job.name, held.epoch.number, held.number, now_s - since_s)
+            for held, since_s in self._busy.values()
+        ]
+
     def start(self, found: Iteration) -> None:
         """Has it planned, for all who need it."""
         entry, job = found.entry, found.epoch.job
         self._entries += 1
-        self._busy[entry] = job
+        self._busy[entry] = (found, self._clock())
         job.at_workers += 1
         entry.task = self.tasks.spawn(self._plan(entry))
         entry.task.add_done_callback(lambda _: self._ended(entry))
@@ -102,6 +122,18 @@ class Planning:
             entry.id = await self._journal.call(_read_id, self._journal.store, entry.key)
         return entry.id
 
+    async def source_of(self, held: Iteration) -> Source | None:
+        """What the plans of a stored iteration can be made from again: its compact form where the store has that, else
+        the request. None where both are lost. Raises StoreError."""
+        store = self._journal.store
+        pack = await self._journal.call(_read_pack, store, held.entry.key)
+        if pack is None:
+            return None
+        if pack.form == "assignment":
+            return Source("lower", pack.bodies[0], pack.id)
+        request = await self._journal.call(_request, store, held.key)
+        return None if request is None else Source("plan", request, pack.id)
+
     # ---- planning
 
     async def _plan(self, entry: Entry) -> None:
@@ -122,9 +154,9 @@ class Planning:
             await self._publish(entry, done)
 
     def _leave(self, entry: Entry) -> None:
-        job = self._busy.pop(entry, None)
-        if job is not None:
-            job.at_workers -= 1
+        held = self._busy.pop(entry, None)
+        if held is not None:
+            held[0].epoch.job.at_workers -= 1
             self._listener.on_free()
 
     def _ended(self, entry: Entry) -> None:
@@ -152,6 +184,7 @@ class Planning:
 
         await self._journal.insist(lambda: self._journal.commit(records()))
         self._library.given_up(entry, problem)
+        self.failures.add(entry)
 
     # ---- reading
 

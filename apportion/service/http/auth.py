@@ -24,7 +24,10 @@ from apportion.service.errors import AuthError, ForbiddenError
 
 MIN_KEY, MAX_KEY = 16, 256
 KEY = rf"^[\x21-\x7e]{{{MIN_KEY},{MAX_KEY}}}$"
-_WRONG_ADMIN = "this needs the admin key (admin.key in the server's --dir, or its --admin-key-file): another or none was sent"
+_WRONG_ADMIN = (
+    "this needs the server's admin key, and another one or none was sent: it is in admin.key of the server's --dir, or "
+    "in its --admin-key-file"
+)
 _WRONG_JOB = (
     "the key sent opens no job of this name: it is another job's, it was revoked, or the job was deleted"
 )
@@ -91,6 +94,14 @@ class Keys:
         if any(compare_digest(key.digest, sent) for key in keys):
             raise ForbiddenError("only the admin key does this, this is a key of the job")
         raise AuthError(_WRONG_ADMIN)
+
+    def check_reader(self, keys: Sequence[JobKey], authorization: bytes | None, host: str) -> None:
+        """Who looks at a job: with a key of it or the admin's; without an admin key no other is needed on this machine.
+        keys: as of `check_job`. Raises AuthError."""
+        if self.admin is None and authorization is None:
+            _check_near(host)
+            return
+        self.check_job(keys, given(authorization))
 
     def _is_admin(self, sent: bytes) -> bool:
         return self.admin is not None and compare_digest(self.admin, sent)

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
 from apportion.ir.errors import ApportionError
-from apportion.service.private import key_of_server
+from apportion.service.private import admin_key_of
 from apportion.service.tied import tied
 
 _GRACE_S = 5.0  # beyond its own drain
@@ -36,13 +35,6 @@ class Serving:
     def admin_key(self) -> str | None:
         """That the server has made, for clients that go through a proxy; others find it by themselves."""
         return admin_key_of(self.url)
-
-
-def admin_key_of(url: str) -> str | None:
-    """That a server of this user at a loopback URL has made."""
-    where = urlsplit(url)
-    found = key_of_server(where.hostname or "", where.port or 0)
-    return None if found is None else found[1]
 
 
 class _Said(msgspec.Struct):

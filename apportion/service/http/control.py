@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
-from pydantic import BeforeValidator
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from apportion.ir.bytes.job import Job as Spec
@@ -21,146 +18,35 @@ from apportion.ir.errors import ApportionError, ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.ir.version import __version__
 from apportion.planner.recipe.recipes import check as check_recipe
-from apportion.service.engine import Engine, IterationState, JobKey, JobState
+from apportion.service.engine import Engine, IterationState, JobKey
 from apportion.service.http.api import models
-from apportion.service.http.api.bodies import Patience, Room, parse, read
-from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION
 from apportion.service.http.api.openapi import describe, document
 from apportion.service.http.api.pages import page
 from apportion.service.http.api.problems import REASON, Problem, encode, headers_of, plain, problem_of
-from apportion.service.http.audit import JOB, WHO
-from apportion.service.http.auth import Keys, given, key_digest, new_key
+from apportion.service.http.auth import key_digest, new_key
+from apportion.service.http.calls import (
+    Admin,
+    Anyone,
+    EpochNumber,
+    Figures,
+    IterationNumber,
+    KeyId,
+    Member,
+    Name,
+    Owner,
+    Parts,
+    Writer,
+    reply,
+)
 from apportion.service.http.metrics import render
-from apportion.service.limits import Limits
-from apportion.service.protocol import JSON, EpochState, job_path
+from apportion.service.http.watch_routes import router as watch
+from apportion.service.protocol import JSON, EpochState
 
-T = TypeVar("T", bound=msgspec.Struct)
-R = TypeVar("R")
 PROBE_S = 2.0  # for the store's answer, where somebody asks whether the server is ready
 _SHOWN = 200  # characters of a path that is not there
 _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 router = APIRouter()
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the routes work on."""
-
-    engine: Engine
-    keys: Keys
-    limits: Limits
-    patience: Patience
-    room: Room
-    registry: CollectorRegistry
-    public_url: str = ""  # before the paths of jobs in answers
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request that may do what it asks for."""
-
-    parts: Parts
-    request: Request
-
-    @property
-    def engine(self) -> Engine:
-        return self.parts.engine
-
-    @property
-    def reads(self) -> bool:
-        """Whether the key sent only reads."""
-        return str(self.request.scope.get(WHO, "")).startswith("read:")
-
-    async def body(self, kind: type[T], then: Callable[[T], R]) -> R:
-        """What `then` makes of the body; in a thread where it is large."""
-        most, wait_s = self.parts.limits.body_bytes, self.parts.patience.body_s
-        with self.parts.room.part() as take:
-            data = await read(self.request.scope, self.request.receive, most, wait_s, take)
-            return await parse(data, kind, then)
-
-    def url(self, job: str) -> str:
-        """A path where the server was told no URL of its own: what a client writes as Host is no URL to pass on."""
-        return self.parts.public_url + job_path(job)
-
-    def is_by(self, who: str, job: str = "") -> Call:
-        """Tells the audit log who asks, and of what job."""
-        self.request.scope[WHO] = who
-        self.request.scope[JOB] = job
-        return self
-
-    def reply(self, job: JobState) -> models.JobReply:
-        own = (job.name, self.url(job.name), job.spec.ranks, job.lookahead)
-        return models.JobReply(*own, job.epoch, dict(job.streams), job.spec.to_data())
-
-
-def _digits(value: Any) -> Any:
-    if isinstance(value, str) and not (value.isascii() and value.isdigit()):
-        raise ValueError("must be written in decimal digits")
-    return value
-
-
-Name = Annotated[str, Path(pattern=models.NAME)]
-KeyId = Annotated[str, Path(pattern=models.KEY_ID)]
-EpochNumber = Annotated[int, BeforeValidator(_digits), Path(ge=1, le=MAX_EPOCH)]
-IterationNumber = Annotated[int, BeforeValidator(_digits), Path(ge=0, le=MAX_ITERATION)]
-
-
-def _call(request: Request) -> Call:
-    return Call(request.app.state.parts, request)
-
-
-def _authorization(request: Request) -> bytes | None:
-    value = request.headers.get("authorization")
-    return None if value is None else value.encode("latin-1")
-
-
-async def _anyone(request: Request) -> Call:
-    return _call(request)
-
-
-async def _admin(request: Request) -> Call:
-    call = _call(request)
-    call.parts.keys.check_admin(_authorization(request), request.headers.get("host", ""))
-    return call.is_by("admin")
-
-
-async def _figures(request: Request) -> Call:
-    call = _call(request)
-    call.parts.keys.check_figures(_authorization(request))
-    return call
-
-
-def _member_of(request: Request, job: str, writes: bool) -> Call:
-    call, sent = _call(request), given(_authorization(request))
-    return call.is_by(call.parts.keys.check_job(call.engine.keys(job), sent, writes), job)
-
-
-async def _reader(request: Request, job: Name) -> Call:
-    return _member_of(request, job, writes=False)
-
-
-async def _writer(request: Request, job: Name) -> Call:
-    return _member_of(request, job, writes=True)
-
-
-async def _owner(request: Request, job: Name) -> Call:
-    call, host = _call(request), request.headers.get("host", "")
-    call.parts.keys.check_owner(call.engine.keys(job), _authorization(request), host)
-    return call.is_by("admin", job)
-
-
-Anyone = Annotated[Call, Depends(_anyone)]
-Admin = Annotated[Call, Depends(_admin)]
-Figures = Annotated[Call, Depends(_figures)]
-Reader = Annotated[Call, Depends(_reader)]
-Writer = Annotated[Call, Depends(_writer)]
-Owner = Annotated[Call, Depends(_owner)]
-
-
-def reply(value: msgspec.Struct, status: int = 200) -> Response:
-    """JSON that nobody keeps."""
-    return Response(msgspec.json.encode(value), status, {"cache-control": "no-store"}, JSON)
 
 
 # ---------------------------------------------------------------------------------------------- jobs
@@ -196,7 +82,7 @@ async def list_jobs(call: Admin) -> Response:
 
 
 @router.get("/v1/jobs/{job}", **describe("job", {200: models.JobReply}, (404,)))
-async def read_job(call: Reader, job: Name) -> Response:
+async def read_job(call: Member, job: Name) -> Response:
     """Read a job."""
     return reply(call.reply(call.engine.job(job)))
 
@@ -241,7 +127,7 @@ async def revoke_key(call: Owner, job: Name, key: KeyId) -> Response:
     "/v1/jobs/{job}/epochs",
     **describe("job", {201: models.BegunEpoch, 200: models.BegunEpoch}, (404, 409, 425), models.NewEpoch),
 )
-async def begin_epoch(call: Reader, job: Name) -> Response:
+async def begin_epoch(call: Member, job: Name) -> Response:
     """Begin an epoch.
 
     201 where the run is new: the epoch before of its stream is over then, those of other streams go on. 200 with the
@@ -252,7 +138,7 @@ async def begin_epoch(call: Reader, job: Name) -> Response:
 
 
 @router.get("/v1/jobs/{job}/epochs/{epoch}", **describe("job", {200: EpochState}, (404, 410)))
-async def read_epoch(call: Reader, job: Name, epoch: EpochNumber) -> Response:
+async def read_epoch(call: Member, job: Name, epoch: EpochNumber) -> Response:
     """Read how far an epoch is."""
     return reply(call.engine.epoch_state(job, epoch))
 
@@ -281,7 +167,7 @@ async def submit(call: Writer, job: Name, epoch: EpochNumber, iteration: Iterati
     "/v1/jobs/{job}/epochs/{epoch}/iterations/{iteration}",
     **describe("job", {200: models.IterationReply}, (404, 410)),
 )
-async def read_iteration(call: Reader, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
+async def read_iteration(call: Member, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
     """Read what became of an iteration."""
     return reply(_told(iteration, await call.engine.iteration_state(job, epoch, iteration)))
 
@@ -363,6 +249,7 @@ def control(parts: Parts, has_admin: bool) -> FastAPI:
     app.router.redirect_slashes = False
     app.state.parts = parts
     app.include_router(router)
+    app.include_router(watch)
     app.openapi = cache(lambda: document(app.routes, has_admin))  # type: ignore[method-assign]
     for kind in (RequestValidationError, HTTPException, ApportionError, Exception):
         app.add_exception_handler(kind, _refuse)
@@ -393,5 +280,9 @@ def _problem(request: Request, error: Exception) -> Problem:
 def _allowed(request: Request) -> str:
     """Methods of the path: the router tells only those of the first route that fits."""
     path = request.scope["path"]
-    fit = [route for route in router.routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
+    fit = [
+        route
+        for route in (*router.routes, *watch.routes)
+        if isinstance(route, APIRoute) and route.path_regex.match(path)
+    ]
     return ", ".join(sorted({method for route in fit for method in route.methods or ()}))

@@ -32,12 +32,16 @@ from apportion.service.engine import Engine
 from apportion.service.http import audit
 from apportion.service.http.api.bodies import Patience, Room
 from apportion.service.http.auth import Keys
+from apportion.service.http.calls import Parts
 from apportion.service.http.connection import Connection
-from apportion.service.http.control import Parts, control
+from apportion.service.http.control import control
 from apportion.service.http.delivery import Delivery
 from apportion.service.http.edge import Edge
 from apportion.service.http.logs import Format, configure, log
 from apportion.service.http.metrics import Traffic, registry_of
+from apportion.service.http.watch.events import Watchers
+from apportion.service.http.watch.reports import Reports
+from apportion.service.http.watch.state import state_of
 from apportion.service.limits import Limits
 from apportion.service.private import Shown, shown
 from apportion.service.store import open_store
@@ -45,6 +49,7 @@ from apportion.service.workers import Supervisor, pool_of
 
 _IDLE_S = 75  # a connection without a request; trainers ask every few seconds
 _SPARE_DESCRIPTORS = 128  # for the store, workers and logs
+_BACKLOG = 2048  # connections that wait to be taken
 _TICK_S = 0.1  # between looks for a second signal
 _KEEP_TICKS = 6000  # of 0.1 s, between looks for the file that clients find the admin key in
 _CLOSING_S = 2.0  # of the drain: to close workers and store, and to end
@@ -53,10 +58,10 @@ _CLOSING_S = 2.0  # of the drain: to close workers and store, and to end
 @dataclass(frozen=True)
 class Options:
     """How to serve. admin: digest of the admin key (`auth.key_digest`), None for none; metrics: of the key for /metrics
-    alone; shown: the admin key, where clients of this user are to find it. folder: of the audit log, None for none.
-    public_url: how clients call the server, before the paths in answers. parent: process that this one ends with, None
-    for its own life. renew: called on SIGHUP, gives the digests of the admin key and that for metrics. Raises
-    ConfigError."""
+    alone; shown: the admin key, for clients of this user to find; admin_file: where it is. folder: of the audit
+    log, None for none. public_url: how clients call the server, before the paths in answers. parent: process that this
+    one ends with, None for its own life. renew: called on SIGHUP, gives the digests of the admin key and that for
+    metrics. Raises ConfigError."""
 
     host: str = "127.0.0.1"
     port: int = 8321
@@ -66,6 +71,7 @@ class Options:
     admin: bytes | None = None
     metrics: bytes | None = None
     shown: str | None = field(default=None, repr=False)
+    admin_file: Path | None = None
     folder: Path | None = None
     public_url: str = ""
     keyfile: Path | None = None
@@ -132,7 +138,7 @@ def serve(options: Options, announce: Callable[[Started], None]) -> None:
 
 
 def bind(options: Options) -> socket.socket:
-    """A socket bound to the address, not listening yet. Raises ConfigError."""
+    """A socket that listens on the address; nobody answers yet. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -149,6 +155,9 @@ def bind(options: Options) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
+            listener.listen(
+                _BACKLOG
+            )  # now: of two servers that start at once, one is told that the port is taken
         except OSError as error:
             rule = f"cannot listen on {options.host}: {(error.strerror or str(error)).lower()}"
             raise ConfigError(
@@ -221,8 +230,9 @@ def application(engine: Engine, options: Options, keys: Keys) -> Edge:
     limits, traffic = options.limits, Traffic()
     folder = options.store if isinstance(options.store, Path) else None
     registry = registry_of(engine, traffic, folder)
+    watchers = Watchers(partial(state_of, engine, folder or _place(options.store)), lambda: engine.draining)
     room, url = Room(limits.bodies_bytes), options.public_url.rstrip("/")
-    parts = Parts(engine, keys, limits, options.patience, room, registry, url)
+    parts = Parts(engine, keys, limits, options.patience, room, registry, watchers, Reports(), url)
     delivery = Delivery(engine, keys, limits, traffic)
     return Edge(delivery, control(parts, options.admin is not None), traffic, audit.Audit())
 
