@@ -23,5 +23,5 @@ EXPOSE 8321
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
   CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8321/healthz', timeout=4)"]
 ENTRYPOINT ["apportion", "serve", "--host", "0.0.0.0", "--port", "8321", "--dir", "/data/store"]
-# Beyond loopback it needs an admin key: mount a file here, readable for user 10001.
-CMD ["--admin-key-file", "/run/secrets/admin_key"]
+# It makes its admin key in /data/store/admin.key; --admin-key-file names another one, which nobody else may read.
+CMD []

@@ -75,10 +75,10 @@ def model_of(file: Path | None) -> Model:
 
 
 def key_of(path: Path) -> str:
-    """The key that a file holds, alone. Raises ConfigError."""
-    from apportion.ir.fields import read_text
+    """The key that a file holds, alone; nobody else may read the file. Raises ConfigError."""
+    from apportion.service.private import read_secret
 
-    key = read_text(path).strip()
+    key = read_secret(path)
     if not key or not key.isascii() or any(map(str.isspace, key)):
         raise ConfigError(
             str(path), "(hidden)", "must hold one key", "write 16 or more characters, no spaces"

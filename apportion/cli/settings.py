@@ -37,13 +37,16 @@ def take_file(context: typer.Context, path: Path | None) -> Path | None:
     names = {prefix + _capitals(name) for name in (*named, "config")}
     for variable in sorted(os.environ):
         if variable.startswith(prefix) and variable not in names:
-            raise ConfigError(
-                variable, os.environ[variable], "names no option", suggestion(variable, sorted(names))
-            )
+            raise ConfigError(variable, "(hidden)", "names no option", suggestion(variable, sorted(names)))
     if path is None:
         return None
     data = known(str(path), load(path), named)
+    flags = {
+        str(parameter.name) for parameter in context.command.params if getattr(parameter, "is_flag", False)
+    }
     for name, value in data.items():
+        if isinstance(value, bool) and named[name] in flags:
+            continue
         if isinstance(value, bool | list | dict) or value is None:
             raise ConfigError(f"{path}.{name}", value, "must be text or a number", f"write `{name}: VALUE`")
     context.default_map = {named[name]: str(value) for name, value in data.items()}

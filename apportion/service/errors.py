@@ -7,6 +7,7 @@
     │   ├── QuarantinedError         the batch killed its worker again and again
     │   └── DamagedJobError          what the store has of the job is damaged
     ├── GoneError 410                a later epoch of the stream has begun, or the iteration is no longer kept
+    ├── EarlyError 425               what is read only is not there yet: who may write is to begin it
     ├── QuotaError 429               this job has enough under way
     ├── OverloadError 503            the server has enough under way
     │   ├── StoppingError            it is shutting down
@@ -74,6 +75,12 @@ class GoneError(ServiceError, LookupError):
     """A later epoch of the stream has begun, or the iteration is no longer kept."""
 
     status, type, title = 410, "gone", "This is over"
+
+
+class EarlyError(ServiceError, LookupError):
+    """A key that only reads asks for an epoch that has not begun."""
+
+    status, type, title = 425, "too-early", "It has not begun yet"
 
 
 class QuotaError(ServiceError, RuntimeError):

@@ -53,6 +53,14 @@ class JobSummary(msgspec.Struct, frozen=True):
     streams: dict[str, int]
 
 
+class JobKey(msgspec.Struct, frozen=True):
+    """A key of a job. id: for revoking it; role: `submit`, or `read`; key: told where it was made."""
+
+    id: str
+    role: str
+    key: str | None = None
+
+
 def job_path(name: str) -> str:
     """Of a job; the paths below follow it."""
     return f"{JOBS}/{name}"

@@ -23,6 +23,7 @@ from small_server import KEY, Bodies, batches, bodies, job, small_server
 
 from apportion.service.client import Client, Pace, create_job
 from apportion.service.http.child import serving
+from apportion.service.private import admin_key_of
 
 #: a client whose patience fits the faults below
 PACE = Pace(
@@ -212,10 +213,11 @@ def server_case(seed: int) -> dict[str, float]:
 def through_proxy(server: str, seed: int) -> dict[str, float]:
     """`case` with the server at that url."""
     rng, held, since = random.Random(seed), bodies(24), time.monotonic()
+    key = admin_key_of(server)
     with (
         faulty_proxy("127.0.0.1", int(server.rsplit(":", 1)[1]), seed, lively) as proxy,
         create_job(
-            f"http://127.0.0.1:{proxy.port}", f"faulty{seed}", job(), timeout_s=60, pace=PACE
+            f"http://127.0.0.1:{proxy.port}", f"faulty{seed}", job(), admin_key=key, timeout_s=60, pace=PACE
         ) as client,
     ):
         epoch = client.begin("run")

@@ -348,4 +348,4 @@ def test_a_host_of_the_clients_choice_is_not_repeated(server: Live) -> None:
     for host in ("[", 'a"b', "evil.example/path", ""):
         answer = server.caller("GET", "/v1/jobs", host=host)
         assert answer.status == 200
-        assert answer.json["jobs"][0]["url"].startswith("http://127.0.0.1:")
+        assert answer.json["jobs"][0]["url"] == "/v1/jobs/run"

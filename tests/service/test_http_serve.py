@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import ssl
+import stat
 import subprocess
 import sys
 import time
@@ -16,14 +18,20 @@ import trustme
 import urllib3
 
 from apportion.cli import main
+from apportion.service.client import Client, UnreachableError, create_job
 from apportion.service.http.child import ServerStartError, Serving, serving
+from apportion.service.private import key_of_server
+from tests.service.engines import JOB
 from tests.service.servers import ADMIN, KEY, Caller, begin, make_job, plan_path, ready, submit, until
 
 MINUTE_S = 60.0
 
 
-def caller_of(server: Serving, key: str | None = None) -> Caller:
-    return Caller(server.url, key, urllib3.PoolManager(maxsize=2, retries=False, timeout=MINUTE_S))
+def caller_of(server: Serving) -> Caller:
+    """With the admin key that the server has made."""
+    found = key_of_server(*_address(server))
+    assert found is not None
+    return Caller(server.url, found[1], urllib3.PoolManager(maxsize=2, retries=False, timeout=MINUTE_S))
 
 
 def test_a_server_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -126,8 +134,11 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_beyond_loopback_it_wants_a_key(host: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--host", host, "--port", "0", "--json"]) == 2
+def test_beyond_loopback_it_wants_a_key(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--insecure", "--dir", str(tmp_path)]
+    assert main(["serve", "--host", host, "--port", "0", "--json", *options]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["field"] == "--host"
     assert "--admin-key-file" in error["message"]
@@ -153,7 +164,9 @@ def test_wrong_options_are_named(
 
 def test_a_short_admin_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "key").write_text("secret\n")
-    assert main(["serve", "--admin-key-file", str(tmp_path / "key"), "--json"]) == 2
+    (tmp_path / "key").chmod(0o600)
+    options = ["--admin-key-file", str(tmp_path / "key"), "--dir", str(tmp_path / "store")]
+    assert main(["serve", *options, "--json"]) == 2
     told = capsys.readouterr().out
     assert json.loads(told)["error"]["field"] == "--admin-key-file"
     assert "secret" not in told
@@ -167,6 +180,7 @@ def test_it_serves_with_tls_and_an_admin_key(tmp_path: Path) -> None:
     issued.private_key_pem.write_to_path(key)
     issued.cert_chain_pems[0].write_to_path(certificate)
     (tmp_path / "admin").write_text(ADMIN + "\n")
+    (tmp_path / "admin").chmod(0o600)
     options = ["--admin-key-file", str(tmp_path / "admin")]
     options += ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
     with serving(tmp_path / "store", options=options) as server:
@@ -174,7 +188,7 @@ def test_it_serves_with_tls_and_an_admin_key(tmp_path: Path) -> None:
         url = server.url
         http = urllib3.PoolManager(ca_certs=str(ca), retries=False, timeout=MINUTE_S)
         caller = Caller(url, ADMIN, http)
-        assert make_job(caller).json["url"] == f"{url}/v1/jobs/run"
+        assert make_job(caller).json["url"] == "/v1/jobs/run"
         assert caller.using(None)("GET", "/v1/jobs").status == 401
         begin(caller)
         submit(caller, 0)
@@ -188,7 +202,7 @@ def test_it_says_how_to_go_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "apportion", "serve", "--port", "0", "--dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline().decode() for _ in range(8)]
+        lines = [process.stdout.readline().decode() for _ in range(9)]
         process.send_signal(signal.SIGINT)
         assert process.wait(MINUTE_S) == 0
     text = "".join(lines)
@@ -232,3 +246,125 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_command_of_the_same_user_needs_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path / "store", options=["--store", "memory"]) as server:
+        assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
+        assert main(["job", "create", "run", "--server", server.url, "--ranks", "2", "--json"]) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert made["url"] == f"{server.url}/v1/jobs/run"
+        assert main(["job", "key", "add", "run", "--role", "read", "--server", server.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["role"] == "read"
+        nobody = Caller(server.url, None, urllib3.PoolManager(retries=False, timeout=MINUTE_S))
+        assert nobody("GET", "/v1/jobs").status == 401
+        assert nobody("DELETE", "/v1/jobs/run").status == 401
+        nobody.http.clear()
+        assert main(["job", "delete", "run", "--server", server.url.replace("127.0.0.1", "localhost")]) == 0
+    told = [json.loads(line) for line in (tmp_path / "store" / "audit.log").read_text().splitlines()]
+    assert {line["action"] for line in told} == {"create", "add-key", "refused", "delete"}
+    assert stat.S_IMODE((tmp_path / "store" / "audit.log").stat().st_mode) == 0o600
+
+
+def test_an_insecure_server_is_that_of_all_users(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", options=["--insecure"]) as server:
+        assert key_of_server(*_address(server)) is None
+        assert not (tmp_path / "store" / "admin.key").exists()
+        nobody = Caller(server.url, None, urllib3.PoolManager(retries=False, timeout=MINUTE_S))
+        assert make_job(nobody).status == 201
+        assert nobody("DELETE", "/v1/jobs/run").status == 204
+        nobody.http.clear()
+
+
+def issue(authority: trustme.CA, folder: Path, name: str) -> tuple[Path, Path]:
+    """Key and certificate of a server or a client."""
+    key, certificate = folder / f"{name}.key", folder / f"{name}.pem"
+    issued = authority.issue_cert(name)
+    issued.private_key_pem.write_to_path(key)
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    return key, certificate
+
+
+def test_certificates_and_keys_are_read_anew(tmp_path: Path) -> None:
+    """SIGHUP stops nothing: new connections get the new certificate, and the admin key is the new one."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    key, certificate = issue(authority, tmp_path, "127.0.0.1")
+    (admin := tmp_path / "admin").write_text(ADMIN)
+    admin.chmod(0o600)
+    options = ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), "--admin-key-file", str(admin)]
+    with serving(tmp_path / "store", options=options, log=tmp_path / "log") as server:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        first = ssl.get_server_certificate(address)
+        http = urllib3.PoolManager(ca_certs=str(tmp_path / "ca.pem"), retries=False, timeout=MINUTE_S)
+        caller = Caller(server.url, ADMIN, http)
+        assert make_job(caller).status == 201
+        issue(authority, tmp_path, "127.0.0.1")
+        admin.write_text("the-next-admin-key-0123")
+        os.kill(server.pid, signal.SIGHUP)
+        until(lambda: ssl.get_server_certificate(address) != first)
+        assert caller("GET", "/v1/jobs").status == 401
+        assert caller.using("the-next-admin-key-0123")("GET", "/v1/jobs").status == 200
+        second = ssl.get_server_certificate(address)
+        certificate.write_text("not a certificate")
+        os.kill(server.pid, signal.SIGHUP)
+        until(lambda: "reload failed" in (tmp_path / "log").read_text())
+        assert ssl.get_server_certificate(address) == second
+        http.clear()
+
+
+def test_clients_show_certificates_where_they_are_asked_to(tmp_path: Path) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    authority.cert_pem.write_to_path(ca := tmp_path / "ca.pem")
+    key, certificate = issue(authority, tmp_path, "127.0.0.1")
+    options = ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), "--ssl-ca-certs", str(ca)]
+    pems: dict[str, Path] = {}
+    for name, issuer in (("rank", authority), ("stranger", stranger)):
+        issued = issuer.issue_cert(f"{name}.example")
+        issued.private_key_and_cert_chain_pem.write_to_path(pems.setdefault(name, tmp_path / f"{name}.both"))
+    with serving(tmp_path / "store", options=options) as server:
+        with create_job(server.url, "run", JOB, ca=ca, cert=pems["rank"]) as client:
+            assert client.begin("first") == 1
+        for cert in (None, pems["stranger"]):
+            with (
+                pytest.raises(UnreachableError),
+                Client(client.url, client.key, ca=ca, cert=cert, timeout_s=1) as one,
+            ):
+                one.begin("first")
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"), [("keyfile", None), ("certfile", None), ("ca-certs", None), ("keyfile", "x")]
+)
+def test_a_tls_file_that_is_not_there_is_named(
+    flag: str, text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, certificate = issue(trustme.CA(), tmp_path, "127.0.0.1")
+    paths = {"keyfile": key, "certfile": certificate, "ca-certs": certificate}
+    paths[flag] = tmp_path / "gone.pem"
+    if text is not None:
+        paths[flag].write_text(text)
+    options = [word for name, path in paths.items() for word in (f"--ssl-{name}", str(path))]
+    assert main(["serve", "--dir", str(tmp_path / "store"), "--port", "0", "--json", *options]) == 2
+    told = json.loads(capsys.readouterr().out)["error"]
+    assert str(paths[flag]) in told["message"]
+    assert told["field"] == ("--ssl-certfile" if text else f"--ssl-{flag}")
+
+
+def test_a_redis_password_is_nowhere_to_be_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody answers there; what is said about it has no password in it."""
+    (file := tmp_path / "password").write_text("a-secret-of-redis")
+    file.chmod(0o600)
+    common = ["serve", "--dir", str(tmp_path / "store"), "--port", "0", "--json"]
+    url = "redis://:a-secret-of-redis@127.0.0.1:1/0"
+    assert main([*common, "--store", url]) == 2
+    assert "--redis-password-file" in (told := capfd.readouterr().out)
+    assert json.loads(told)["error"]["field"] == "--store"
+    for options in (
+        ["--store", "redis://127.0.0.1:1/0", "--redis-password-file", str(file)],
+        ["--store", "redis://:a-secret-of-redis@127.0.0.1:x/0"],
+        ["--store", "file:a-secret-of-redis@127.0.0.1"],
+    ):
+        assert main([*common, *options]) != 0
+        printed = capfd.readouterr()
+        assert "a-secret-of-redis" not in told + printed.out + printed.err

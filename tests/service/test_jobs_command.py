@@ -29,6 +29,7 @@ def test_jobs_are_made_listed_and_deleted(
 
     key = tmp_path / "run.key"
     key.write_text("a-key-of-sixteen-characters\n")
+    key.chmod(0o600)
     for _ in range(2):  # the launcher of a run may create its job whenever it starts
         made = json.loads(job("create", "run", *SMALL, "--key-file", str(key), "--json"))
     assert made == {"name": "run", "url": f"{server.url}/v1/jobs/run", "key": "a-key-of-sixteen-characters"}

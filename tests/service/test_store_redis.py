@@ -215,7 +215,7 @@ def test_passwords_are_needed_and_not_told(server: RedisServer, raw: redis.Redis
     raw.config_set("requirepass", "s3cret")
     try:
         for who in ("", ":wrong-pass@"):
-            with pytest.raises(StoreError, match="user and password") as refused:
+            with pytest.raises(StoreError, match="--redis-password-file") as refused:
                 open_store(f"redis://{who}127.0.0.1:{server.port}/0")
             assert "wrong-pass" not in str(refused.value)
         with opened(f"redis://:s3cret@127.0.0.1:{server.port}/0") as store:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,18 +16,28 @@ if TYPE_CHECKING:
     from apportion.service.client import JobSummary
 
 app = typer.Typer(help="The jobs of a planning service.", no_args_is_help=True)
+keys = typer.Typer(help="The keys of a job.", no_args_is_help=True)
+app.add_typer(keys, name="key")
 
 Name = Annotated[str, typer.Argument(help="The job's name: letters, digits, `_`, `-`, `.`.", metavar="NAME")]
 Server = Annotated[str, typer.Option("--server", help="URL of the service.", metavar="URL")]
 AdminKey = Annotated[
     Path | None,
     typer.Option(
-        "--admin-key-file", help="File with the server's admin key, where it has one.", metavar="FILE"
+        "--admin-key-file",
+        help="File with the server's admin key. Of a server of yours on this machine it is found without.",
+        metavar="FILE",
     ),
 ]
 Certificates = Annotated[
     Path | None,
     typer.Option("--ca", help="PEM file of certificates to trust. Default: the system's.", metavar="FILE"),
+]
+Cert = Annotated[
+    Path | None,
+    typer.Option(
+        "--cert", help="PEM file of a certificate and its key, where the server asks for one.", metavar="FILE"
+    ),
 ]
 SERVER = "http://127.0.0.1:8321"
 
@@ -60,6 +70,7 @@ def create(
     ] = None,
     admin_key_file: AdminKey = None,
     ca: Certificates = None,
+    cert: Cert = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Create a job and print its URL and key, which go to every rank's PlannedLoader.
@@ -83,9 +94,11 @@ def create(
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
     policy = Policy(inputs.recipe_of(recipe, block, pods), seed=seed)
     job = Job(the_cluster, inputs.model_of(model), policy, tokens_per_rank, microbatches, the_hardware)
-    key = None if key_file is None else inputs.key_of(key_file)
-    admin = None if admin_key_file is None else inputs.key_of(admin_key_file)
-    with create_job(server, name, job, key=key, admin_key=admin, lookahead=lookahead, ca=ca) as made:
+    key = _key(key_file)
+    admin = _key(admin_key_file)
+    with create_job(
+        server, name, job, key=key, admin_key=admin, lookahead=lookahead, ca=ca, cert=cert
+    ) as made:
         record = {"name": name, "url": made.url, "key": made.key}
     emit(record, as_json, lambda: f"{made.url}\nkey {made.key}")
 
@@ -95,6 +108,7 @@ def list_(
     server: Server = SERVER,
     admin_key_file: AdminKey = None,
     ca: Certificates = None,
+    cert: Cert = None,
     as_json: options.AsJson = False,
 ) -> None:
     """List the jobs of a service.
@@ -107,8 +121,8 @@ def list_(
 
     from apportion.service.client import list_jobs
 
-    admin = None if admin_key_file is None else inputs.key_of(admin_key_file)
-    found = list_jobs(server, admin_key=admin, ca=ca)
+    admin = _key(admin_key_file)
+    found = list_jobs(server, admin_key=admin, ca=ca, cert=cert)
     emit({"jobs": [asdict(job) for job in found]}, as_json, lambda: _table(found))
 
 
@@ -118,6 +132,7 @@ def delete(
     server: Server = SERVER,
     admin_key_file: AdminKey = None,
     ca: Certificates = None,
+    cert: Cert = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Delete a job and what it has asked for; its ranks are told.
@@ -128,12 +143,96 @@ def delete(
     """
     from apportion.service.client import delete_job
 
-    admin = None if admin_key_file is None else inputs.key_of(admin_key_file)
-    delete_job(server, name, admin_key=admin, ca=ca)
+    admin = _key(admin_key_file)
+    delete_job(server, name, admin_key=admin, ca=ca, cert=cert)
     if as_json:
         emit({"deleted": name}, as_json)
     else:
         note(f"deleted {name}")
+
+
+@keys.command("add")
+def add_key(
+    name: Name,
+    role: Annotated[
+        Literal["submit", "read"],
+        typer.Option("--role", help="`submit`: all that is the job's; `read`: fetches plans alone."),
+    ] = "submit",
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key-file", help="File with the key. Default: a new one.", metavar="FILE"),
+    ] = None,
+    server: Server = SERVER,
+    admin_key_file: AdminKey = None,
+    ca: Certificates = None,
+    cert: Cert = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Add a key to a job: to rotate its keys, or one for ranks that only reads.
+
+    [bold]Example[/bold]
+
+      apportion job key add run1 --role read
+    """
+    from msgspec.structs import asdict
+
+    from apportion.service import client
+
+    made = client.add_key(
+        server, name, role=role, key=_key(key_file), admin_key=_key(admin_key_file), ca=ca, cert=cert
+    )
+    emit(asdict(made), as_json, lambda: f"{made.id} {made.role}\nkey {made.key}")
+
+
+@keys.command("list")
+def list_keys(
+    name: Name,
+    server: Server = SERVER,
+    admin_key_file: AdminKey = None,
+    ca: Certificates = None,
+    cert: Cert = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """List the keys of a job by id and role.
+
+    [bold]Example[/bold]
+
+      apportion job key list run1
+    """
+    from apportion.service import client
+
+    found = client.list_keys(server, name, admin_key=_key(admin_key_file), ca=ca, cert=cert)
+    record = {"keys": [{"id": key.id, "role": key.role} for key in found]}
+    emit(record, as_json, lambda: "\n".join(f"{key.id} {key.role}" for key in found))
+
+
+@keys.command("revoke")
+def revoke_key(
+    name: Name,
+    id: Annotated[str, typer.Argument(help="As `job key list` shows it.", metavar="ID")],
+    server: Server = SERVER,
+    admin_key_file: AdminKey = None,
+    ca: Certificates = None,
+    cert: Cert = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Revoke a key of a job: it opens nothing from now on.
+
+    [bold]Example[/bold]
+
+      apportion job key revoke run1 0123456789abcdef
+    """
+    from apportion.service import client
+
+    client.revoke_key(server, name, id, admin_key=_key(admin_key_file), ca=ca, cert=cert)
+    if as_json:
+        emit({"revoked": id}, as_json)
+    else:
+        note(f"revoked {id}")
+
+
+def _key(file: Path | None) -> str | None:
+    return None if file is None else inputs.key_of(file)
 
 
 def _table(jobs: list[JobSummary]) -> Table:

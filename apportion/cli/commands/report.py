@@ -78,8 +78,9 @@ def report(
 def _asked(url: str, key_file: Path | None, ca: Path | None, epoch: int, iteration: int) -> bytes:
     """The page that a server makes. Raises ClientError."""
     from apportion.service.client import Client
+    from apportion.service.private import admin_key_of
 
-    client = Client(url, None if key_file is None else inputs.key_of(key_file), ca=ca)
+    client = Client(url, admin_key_of(url) if key_file is None else inputs.key_of(key_file), ca=ca)
     try:
         return client.report(epoch or _newest(client, ca), iteration)
     finally:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
 
 import typer
 
@@ -14,6 +15,8 @@ from apportion.cli.output import count, emit, note
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from apportion.service.http.serve import Options, Started
 
 
@@ -41,6 +44,14 @@ def serve(
             metavar="sqlite|redis://...|memory",
         ),
     ] = "sqlite",
+    redis_password_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--redis-password-file",
+            help="File with the password of a Redis. Or APPORTION_REDIS_PASSWORD in the environment.",
+            metavar="FILE",
+        ),
+    ] = None,
     workers: Annotated[
         str,
         typer.Option("--workers", help="Processes that plan, or `ray` for a Ray cluster.", metavar="N|ray"),
@@ -49,15 +60,42 @@ def serve(
         Path | None,
         typer.Option(
             "--admin-key-file",
-            help="File with the key that creates and deletes jobs. Without one, whoever reaches the server may.",
+            help="File with the key that creates and deletes jobs. Default: one is made in --dir, and commands of the "
+            "same user on this machine find it.",
             metavar="FILE",
         ),
     ] = None,
+    metrics_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--metrics-key-file", help="File with a key that opens /metrics and /docs alone.", metavar="FILE"
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="No admin key: all users of this machine may do everything. Loopback only."
+        ),
+    ] = False,
+    public_url: Annotated[
+        str,
+        typer.Option(
+            "--public-url", help="How clients call this server: in answers, before paths.", metavar="URL"
+        ),
+    ] = "",
     ssl_keyfile: Annotated[
         Path | None, typer.Option("--ssl-keyfile", help="TLS: private key (PEM).", metavar="FILE")
     ] = None,
     ssl_certfile: Annotated[
         Path | None, typer.Option("--ssl-certfile", help="TLS: certificate chain (PEM).", metavar="FILE")
+    ] = None,
+    ssl_ca_certs: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssl-ca-certs",
+            help="TLS: clients must show a certificate of one of these authorities (PEM).",
+            metavar="FILE",
+        ),
     ] = None,
     deadline: Annotated[
         float, typer.Option("--deadline", help="Seconds that planning one iteration may take.", min=0.1)
@@ -97,8 +135,9 @@ def serve(
 ) -> None:
     """Plan ahead of training jobs and hand every rank its plans, over HTTP.
 
-    `apportion job create` makes a job, once; its url and key go to every rank, as
-    PlannedLoader(source="URL/v1/jobs/NAME", key=...). What was submitted is kept
+    `apportion job create` makes a job, once, with an admin key that it finds by
+    itself where the server is one of yours on this machine; the job's url and key go to
+    every rank, as PlannedLoader(source="URL/v1/jobs/NAME", key=...). What was submitted is kept
     in --dir: a server that was stopped or killed goes on with the same command.
     Ctrl-C or SIGTERM finish what is being planned. Every option may also be a line
     of --config, or in the environment: APPORTION_SERVE_PORT for --port.
@@ -119,6 +158,7 @@ def serve(
         inputs.need(package, "service", "the planning service")
     from apportion.service.http import serve as server
     from apportion.service.limits import Limits
+    from apportion.service.private import ADMIN_KEY
 
     limits = Limits(
         deadline_s=deadline,
@@ -127,17 +167,27 @@ def serve(
         keep=keep,
         store_bytes=int(store_gb * 1e9),
     )
+    take = _keys_of(folder, admin_key_file, metrics_key_file, insecure)
+    key, digests = take()
     chosen = server.Options(
         host=host,
         port=port,
-        store=_store(store, folder),
+        store=_store(context, store, folder),
+        redis_password=None if redis_password_file is None else inputs.key_of(redis_password_file),
         workers=inputs.workers_of(workers),
-        admin=None if admin_key_file is None else _admin(admin_key_file),
+        admin=digests[0],
+        metrics=digests[1],
+        shown=key,
+        admin_file=None if insecure else admin_key_file or folder / ADMIN_KEY,
+        folder=folder,
+        public_url=public_url,
         keyfile=ssl_keyfile,
         certfile=ssl_certfile,
+        ca_certs=ssl_ca_certs,
         log_format=_format(log_format),
         limits=limits,
         parent=parent,
+        renew=lambda: take()[1],
     )
     server.serve(chosen, lambda started: _announce(chosen, started, as_json))
 
@@ -150,21 +200,32 @@ def _announce(chosen: Options, started: Started, as_json: bool) -> None:
 
 
 def _message(chosen: Options, started: Started) -> str:
-    told = "" if chosen.admin is None else " --admin-key-file FILE"
+    keys = (
+        f"admin key in {chosen.admin_file}"
+        if chosen.admin_file
+        else "none: all users of this machine may do all"
+    )
     where = "on Ray" if chosen.workers == "ray" else "of this machine"
     return (
-        f"Serving {started.url} (docs: {started.url}/docs)\n"
+        f"Serving {started.url}\n"
         f"  store    {started.store}\n"
         f"  planning {count(started.workers, 'worker')} {where}, process {started.pid}\n"
+        f"  keys     {keys}\n"
         "\n"
         "Make a job, once; every rank gets its url and key:\n"
         "\n"
-        f"  apportion job create run1 --server {started.url} --ranks 64 --recipe fcp{told}\n"
+        f"  apportion job create run1 --server {started.url} --ranks 64 --recipe fcp\n"
         f'  ap.PlannedLoader(dataset, source="{started.url}/v1/jobs/run1", key="KEY", ...)\n'
     )
 
 
-def _store(text: str, folder: Path) -> Path | str:
+def _store(context: typer.Context, text: str, folder: Path) -> Path | str:
+    """Raises ConfigError for a password that every user of the machine can see in the list of processes."""
+    source = context.get_parameter_source("store")
+    if "@" in text and source is not None and source.name == "COMMANDLINE" and urlsplit(text).password:
+        shown = text.split("@")[-1]
+        rule = "has a password, which all users of this machine see in the list of processes"
+        raise ConfigError("--store", shown, rule, "change it, and write it to --redis-password-file FILE")
     if text == "sqlite":
         return folder
     return "memory:" if text == "memory" else text
@@ -178,7 +239,21 @@ def _format(text: str) -> Literal["text", "json"]:
     raise ConfigError("--log-format", text, "is no format of logs", "write text or json")
 
 
-def _admin(path: Path) -> bytes:
+def _keys_of(
+    folder: Path, admin: Path | None, metrics: Path | None, insecure: bool
+) -> Callable[[], tuple[str | None, tuple[bytes | None, bytes | None]]]:
+    """What reads the key files: the admin key, if any, and the digests of it and of the key for metrics. Makes the
+    folder. Raises ConfigError."""
     from apportion.service.http.auth import key_digest
+    from apportion.service.private import own_key, private_folder
 
-    return key_digest(inputs.key_of(path), "--admin-key-file")
+    if insecure and (admin or metrics):
+        raise ConfigError("--insecure", True, "a server with keys is not keyless", "leave one of them out")
+    private_folder(folder)
+
+    def take() -> tuple[str | None, tuple[bytes | None, bytes | None]]:
+        key = None if insecure else own_key(folder) if admin is None else inputs.key_of(admin)
+        figures = None if metrics is None else key_digest(inputs.key_of(metrics), "--metrics-key-file")
+        return key, (None if key is None else key_digest(key, "--admin-key-file"), figures)
+
+    return take

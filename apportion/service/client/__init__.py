@@ -1,14 +1,14 @@
 """A training run's side of the service: submits batches, receives plans, over a network that may fail.
 
     Client                            a job: job, begin, submit, knows, plan, stream, close
-    create_job, list_jobs, delete_job of a server
+    create_job, list_jobs, delete_job of a server; add_key, list_keys, revoke_key of a job
 
 Synchronous; needs urllib3, neither torch nor a server's packages.
 """
 
 from __future__ import annotations
 
-from apportion.service.client.admin import create_job, delete_job, list_jobs
+from apportion.service.client.admin import add_key, create_job, delete_job, list_jobs, list_keys, revoke_key
 from apportion.service.client.errors import (
     BadAnswerError,
     ChangedPlanError,
@@ -20,7 +20,7 @@ from apportion.service.client.errors import (
 )
 from apportion.service.client.job import Client
 from apportion.service.client.waits import Pace
-from apportion.service.protocol import EpochState, JobSummary
+from apportion.service.protocol import EpochState, JobKey, JobSummary
 
 __all__ = [
     "BadAnswerError",
@@ -29,12 +29,16 @@ __all__ = [
     "ClientError",
     "ClosedError",
     "EpochState",
+    "JobKey",
     "JobSummary",
     "Pace",
     "PlanTimeoutError",
     "ServiceProblem",
     "UnreachableError",
+    "add_key",
     "create_job",
     "delete_job",
     "list_jobs",
+    "list_keys",
+    "revoke_key",
 ]

@@ -52,6 +52,10 @@ class JobList(msgspec.Struct):
     jobs: list[protocol.JobSummary]
 
 
+class KeyList(msgspec.Struct):
+    keys: list[protocol.JobKey]
+
+
 class Empty(msgspec.Struct):
     """Data of which nothing is needed."""
 

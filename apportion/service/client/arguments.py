@@ -9,13 +9,14 @@ from urllib.parse import urlsplit
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, number
 from apportion.service.client.link import Peer, trust
+from apportion.service.private import key_of_server
 
 _KEY = re.compile(r"[\x21-\x7e]+")
 
 
-def peer(server: str, ca: str | Path | None, proxy: str | None) -> Peer:
+def peer(server: str, ca: str | Path | None, proxy: str | None, cert: str | Path | None = None) -> Peer:
     """How to get to a server; see `Client`."""
-    return Peer(server, trust(server, ca), _checked(proxy))
+    return Peer(server, trust(server, ca, cert), _checked(proxy))
 
 
 def split(field: str, url: str) -> tuple[str, str]:
@@ -34,6 +35,22 @@ def split(field: str, url: str) -> tuple[str, str]:
         raise ConfigError(field, shown, "has a user, a query or a fragment", "leave them out, and pass key=")
     host = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}", parts.path.rstrip("/")
+
+
+def nearby(base: str, admin_key: str | None) -> tuple[str, str | None]:
+    """The server's URL and the admin key: where none is given and the server is one of this user on this machine, that
+    which it has made. `localhost` becomes the address at which the server was found."""
+    parts = urlsplit(base)
+    if admin_key is not None or not parts.hostname:
+        return base, admin_key
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    found = key_of_server(parts.hostname, port)
+    if found is None:
+        return base, None
+    address, key = found
+    if parts.scheme == "http":  # over TLS the certificate says who answers
+        base = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    return base, key
 
 
 def _checked(url: str | None) -> str | None:

@@ -19,7 +19,7 @@ from apportion.ir.errors import ApportionError
 
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _REMEDIES = {
-    401: "pass key=, the one that the job was created with",
+    401: "pass a key of the job (admin_key= for what the admin does)",
     403: "pass the key of this job, or the admin key",
     404: "check the job's name in the url, the epoch and the rank",
     406: "install the release of Apportion that the server runs, here or there",

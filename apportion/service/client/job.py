@@ -29,7 +29,8 @@ class Client:
 
     url: of the job, "https://host:port/v1/jobs/NAME"; key: the job's, sent as a bearer token: use https beyond one
     machine; timeout_s: of a call, all its attempts together; ca: a PEM file of certificates that the server's is
-    checked against, by default the system's; proxy: the url of an HTTP proxy (environment variables are not read).
+    checked against, by default the system's; cert: a PEM file with the client's own certificate and its key, where the
+    server asks for one; proxy: the url of an HTTP proxy (environment variables are not read).
 
     Any thread may call any method at any time; a stream's iterator belongs to one thread at a time. `close` ends what
     other threads wait for. In a forked process (a data loader's worker) a client opens connections of its own.
@@ -44,6 +45,7 @@ class Client:
         *,
         timeout_s: float = 30.0,
         ca: str | Path | None = None,
+        cert: str | Path | None = None,
         proxy: str | None = None,
         pace: Pace = PACE,
     ) -> None:
@@ -56,7 +58,7 @@ class Client:
         name("url", job[2])
         self.url = server + path
         self.key = key
-        peer, headers = arguments.peer(server, ca, proxy), arguments.authorization("key", key)
+        peer, headers = arguments.peer(server, ca, proxy, cert), arguments.authorization("key", key)
         self._caller = Caller(peer, path, headers, arguments.seconds("timeout_s", timeout_s), pace)
         self._received = Received()
 

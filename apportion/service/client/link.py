@@ -37,17 +37,24 @@ class Peer:
     proxy: str | None
 
 
-def trust(url: str, ca: str | Path | None) -> ssl.SSLContext | None:
-    """What an https server's certificate is checked against: the file of certificates `ca`, or the system's. Raises
-    ConfigError."""
+def trust(url: str, ca: str | Path | None, cert: str | Path | None = None) -> ssl.SSLContext | None:
+    """What an https server's certificate is checked against: the file of certificates `ca`, or the system's; and the
+    client's own, a PEM file with its key. Raises ConfigError."""
     if not url.startswith("https:"):
         return None
     try:
-        return ssl.create_default_context(cafile=None if ca is None else str(ca))
+        context = ssl.create_default_context(cafile=None if ca is None else str(ca))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             "ca", str(ca), f"cannot be read as certificates ({error})", "name a PEM file"
         ) from None
+    try:
+        if cert is not None:
+            context.load_cert_chain(str(cert))
+    except (OSError, ssl.SSLError) as error:
+        rule = f"cannot be read as a certificate and its key ({error})"
+        raise ConfigError("cert", str(cert), rule, "name a PEM file that has both") from None
+    return context
 
 
 class Sockets:

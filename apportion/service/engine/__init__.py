@@ -4,6 +4,7 @@ from apportion.service.engine.engine import Engine
 from apportion.service.engine.library import Body
 from apportion.service.engine.metrics import Counters, Histogram, Snapshot, StreamGauges
 from apportion.service.engine.planning import Source
+from apportion.service.engine.records import JobKey
 from apportion.service.engine.state import IterationState, JobState
 from apportion.service.engine.watch import BusyView, FailedView, JobView
 
@@ -15,6 +16,7 @@ __all__ = [
     "FailedView",
     "Histogram",
     "IterationState",
+    "JobKey",
     "JobState",
     "JobView",
     "Snapshot",

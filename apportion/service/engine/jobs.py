@@ -19,6 +19,7 @@ from apportion.service.engine.library import Entry, Library
 from apportion.service.engine.planning import Planning
 from apportion.service.engine.records import (
     EpochRecord,
+    JobKey,
     PastRecord,
     encode,
     epoch_key,
@@ -33,7 +34,9 @@ from apportion.service.engine.watch import failed_in
 from apportion.service.errors import (
     ConflictError,
     DamagedJobError,
+    EarlyError,
     GoneError,
+    LimitError,
     NotFoundError,
     ServiceError,
     StoppingError,
@@ -48,6 +51,8 @@ from apportion.service.workers.supervisor import Supervisor
 T = TypeVar("T")
 
 _STORE_RETRY_S = 1.0
+_MOST_KEYS = 64  # of a job
+_MOST_FORMER = 1024  # deleted jobs whose keys are remembered, until the server ends
 
 
 class Jobs:
@@ -73,6 +78,9 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._past: dict[str, int] = {}  # last epochs of deleted jobs
         self._aside: dict[str, str] = {}  # why a job cannot go on: what the store has of it is damaged
+        self._former: dict[
+            str, tuple[JobKey, ...]
+        ] = {}  # keys of jobs set aside or deleted: who may hear of that
         self._control = asyncio.Lock()
         self._turn = 0
         self.draining = False
@@ -98,6 +106,7 @@ class Jobs:
             self._journal.close()
             raise
         self._jobs, self._past, self._aside = found.jobs, found.past, found.aside
+        self._former = found.former
         self._journal.later({}, found.stale)
         self._started = True
         for entry in failed_in(self._jobs.values()):
@@ -137,7 +146,8 @@ class Jobs:
     async def create_job(self, name: str, spec: Spec, lookahead: int, key_digest: bytes) -> bool:
         """Whether it was made now; False where there is the same. Raises ConflictError where it differs, LimitError,
         QuotaError where there are too many jobs."""
-        state = JobState(checked_name("name", name), spec, integer("lookahead", lookahead), key_digest)
+        keys = (JobKey(key_digest),)
+        state = JobState(checked_name("name", name), spec, integer("lookahead", lookahead), keys)
         return await shared(self._planning.tasks.spawn(self._create(state)))
 
     async def _create(self, state: JobState) -> bool:
@@ -154,6 +164,53 @@ class Jobs:
             self._jobs[state.name] = Job(state)
         return True
 
+    # ---- keys
+
+    def keys(self, name: str) -> Sequence[JobKey]:
+        """Of the job of that name; of one that was set aside or deleted, where they are known; else none."""
+        job = self._jobs.get(name)
+        return self._former.get(name, ()) if job is None else job.state.keys
+
+    async def add_key(self, name: str, key: JobKey) -> bool:
+        """Whether it is new. Raises LimitError where there are too many, ConflictError where it has another role."""
+        return await shared(self._planning.tasks.spawn(self._add_key(name, key)))
+
+    async def _add_key(self, name: str, key: JobKey) -> bool:
+        async with self._control:
+            job = self._job(name)
+            for held in job.state.keys:
+                if held.digest == key.digest and held.role != key.role:
+                    raise ConflictError(f"the key is there with the role `{held.role}`", field="role")
+            if key in job.state.keys:
+                return False
+            if len(job.state.keys) >= _MOST_KEYS:
+                rule = f"job {name} has {_MOST_KEYS} keys, the most that this server takes"
+                raise LimitError(f"{rule}: revoke one", field="key")
+            await self._rekey(job, (*job.state.keys, key))
+        return True
+
+    async def drop_key(self, name: str, id: str) -> None:
+        """The key opens nothing from now on. Raises NotFoundError, ConflictError for the last one that submits."""
+        await shared(self._planning.tasks.spawn(self._drop_key(name, id)))
+
+    async def _drop_key(self, name: str, id: str) -> None:
+        async with self._control:
+            job = self._job(name)
+            left = tuple(key for key in job.state.keys if key.id != id)
+            if left == job.state.keys:
+                raise NotFoundError(f"job {name} has no key {id[:32]!r}", field="key")
+            if all(key.role == "read" for key in left):
+                raise ConflictError(
+                    "it is the job's last key that submits: add another one first", field="key"
+                )
+            await self._rekey(job, left)
+
+    async def _rekey(self, job: Job, keys: tuple[JobKey, ...]) -> None:
+        self._check_running()
+        state = replace(job.state, keys=keys)
+        await self._guarded(self._journal.commit({job_key(job.name): state.record()}))
+        job.state = replace(job.state, keys=keys)
+
     async def delete_job(self, name: str) -> None:
         """Forgets the job but for the number of its last epoch: the next one of this name begins above it, so that a
         rank that did not hear of the deletion never gets its plans. Packs stay while there is room."""
@@ -167,6 +224,7 @@ class Jobs:
                 raise self._no_job(name)
             drops = [job_key(name)]
             drops += [epoch_key(name, number) for number in job.runs.values()]
+            self._former = dict([*self._former.items(), (name, job.state.keys)][-_MOST_FORMER:])
             gone = NotFoundError(f"job {name} was deleted", field="job")
             held = [iteration for epoch in job.open.values() for iteration in self._close(epoch, gone)]
             drops += [iteration.key for iteration in held]
@@ -191,19 +249,27 @@ class Jobs:
 
     # ---- epochs
 
-    async def begin_epoch(self, name: str, run: str, stream: str = TRAIN) -> tuple[int, bool]:
+    async def begin_epoch(
+        self, name: str, run: str, stream: str = TRAIN, reads: bool = False
+    ) -> tuple[int, bool]:
         """(number of the epoch of that run of the stream, whether it began now). The stream's epoch before is over
-        then; those of other streams go on. Raises LimitError where there are too many streams."""
+        then; those of other streams go on. reads: only where it has begun. Raises LimitError where there are too many
+        streams, EarlyError."""
         record = EpochRecord(checked_name("run", run), stream=checked_name("stream", stream))
-        return await shared(self._planning.tasks.spawn(self._begin(name, record)))
+        return await shared(self._planning.tasks.spawn(self._begin(name, record, reads)))
 
-    async def _begin(self, name: str, record: EpochRecord) -> tuple[int, bool]:
+    async def _begin(self, name: str, record: EpochRecord, reads: bool) -> tuple[int, bool]:
         async with self._control:
             job = self._job(name)
             there = job.runs.get((record.stream, record.run))
             if there is not None:
                 return there, False
             self._check_running()
+            if reads:
+                what = f"run {record.run} of stream {record.stream} has not begun"
+                raise EarlyError(
+                    f"{what}, and this key only reads: a key that submits begins it", retry_after=1.0
+                )
             self._admission.check_stream(job, record.stream)
             epoch = Epoch(job, job.state.last + 1, record, self._clock())
             await self._commit(epoch.key, epoch.record())
@@ -317,7 +383,7 @@ def _check_same(there: JobState, wanted: JobState) -> None:
     parts = {
         "job": there.spec.to_data() == wanted.spec.to_data(),
         "lookahead": there.lookahead == wanted.lookahead,
-        "key": there.key_digest == wanted.key_digest,
+        "key": wanted.keys[0] in there.keys,
     }
     for field, same in parts.items():
         if not same:

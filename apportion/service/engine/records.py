@@ -11,7 +11,7 @@ that is over nothing is read; they are dropped when the server starts.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -25,12 +25,26 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_ITERATION = 2**53  # what JSON's numbers hold
 
 
+class JobKey(msgspec.Struct, frozen=True):
+    """A key of a job. digest: 32 bytes; role: `submit`, or `read` for one that fetches plans alone."""
+
+    digest: bytes
+    role: Literal["submit", "read"] = "submit"
+
+    @property
+    def id(self) -> str:
+        """What it is called where keys are listed and revoked."""
+        return self.digest.hex()[:16]
+
+
 class JobRecord(msgspec.Struct, frozen=True):
-    """`spec` is `Job.to_data()`."""
+    """`spec` is `Job.to_data()`. key_digest: of its first key, for releases that know no others; keys: all of them,
+    none in records of such releases."""
 
     spec: dict[str, Any]
     lookahead: int
     key_digest: bytes
+    keys: tuple[JobKey, ...] = ()
 
 
 class PastRecord(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from apportion.service.engine.library import Library
 from apportion.service.engine.records import (
     EpochRecord,
     IterationRecord,
+    JobKey,
     JobRecord,
     PastRecord,
     decode,
@@ -27,12 +28,13 @@ log = logging.getLogger(__name__)
 @dataclass
 class Restored:
     """jobs by name; past: last epochs of deleted ones, by name; stale: keys of records that belong to nothing; aside:
-    by name, why a job cannot go on: a damaged record of it."""
+    by name, why a job cannot go on: a damaged record of it; former: keys of these, where they are known."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     past: dict[str, int] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
     aside: dict[str, str] = field(default_factory=dict)
+    former: dict[str, tuple[JobKey, ...]] = field(default_factory=dict)
 
 
 def restore(store: Store, library: Library, now_s: float) -> Restored:
@@ -81,6 +83,7 @@ def _set_aside(found: Restored, name: str, library: Library) -> None:
     log.error("job %s is set aside: %s", name, found.aside[name])
     if job is None:
         return
+    found.former[name] = job.state.keys
     found.past[name] = max(job.state.last, found.past.get(name, 0))
     for epoch in job.open.values():
         for held in epoch.iterations.values():
@@ -102,7 +105,8 @@ def _job(key: str, data: bytes, past: Mapping[str, int]) -> Job:
     except ConfigError as error:
         raise DecodeError(f"store: the record of {key!r} is no job of this release: {error}") from None
     name, _, _ = place(key)
-    return Job(JobState(name, spec, record.lookahead, record.key_digest, past=past.get(name, 0)))
+    keys = record.keys or (JobKey(record.key_digest),)
+    return Job(JobState(name, spec, record.lookahead, keys, past=past.get(name, 0)))
 
 
 def _add_epoch(found: Restored, key: str, record: EpochRecord, now_s: float) -> None:

@@ -18,6 +18,7 @@ from apportion.service.engine.library import Entry
 from apportion.service.engine.records import (
     EpochRecord,
     IterationRecord,
+    JobKey,
     JobRecord,
     Problem,
     encode,
@@ -33,14 +34,14 @@ _SMOOTHING = 0.25
 
 @dataclass(frozen=True)
 class JobState:
-    """A job. spec: what it plans; lookahead: iterations planned ahead of its ranks; key_digest: of its bearer key;
-    epoch: the newest, of any stream, 0 before the first; past: epochs up to this one were of a deleted job; streams: of
-    each the epoch that goes on."""
+    """A job. spec: what it plans; lookahead: iterations planned ahead of its ranks; keys: that open it; epoch: the
+    newest, of any stream, 0 before the first; past: epochs up to this one were of a deleted job; streams: of each the
+    epoch that goes on."""
 
     name: str
     spec: Spec
     lookahead: int
-    key_digest: bytes
+    keys: tuple[JobKey, ...]
     epoch: int = 0
     past: int = 0
     streams: Mapping[str, int] = field(default_factory=dict)
@@ -52,7 +53,11 @@ class JobState:
 
     def record(self) -> bytes:
         """Encoded."""
-        return encode(JobRecord(self.spec.to_data(), self.lookahead, self.key_digest))
+        return encode(
+            JobRecord(
+                self.spec.to_data(), self.lookahead, self.keys[0].digest if self.keys else b"", self.keys
+            )
+        )
 
 
 @dataclass(frozen=True)

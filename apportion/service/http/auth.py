@@ -1,21 +1,37 @@
-"""Bearer keys: one for the server, one for each job. Only their digests are kept."""
+"""Bearer keys: the server's admin key and one for its figures, and keys of jobs. Only their digests are kept.
+
+| key | opens |
+|---|---|
+| admin | everything |
+| metrics | /metrics, /docs, /openapi.json |
+| of a job, role `submit` | all that is the job's, but for deleting it and its keys |
+| of a job, role `read` | the job, its epochs, iterations and plans, to read; an epoch that has begun |
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from hmac import compare_digest
 from ipaddress import ip_address
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.hashing import digest
-from apportion.service.errors import AuthError, ConflictError, ForbiddenError, NotFoundError
+from apportion.service.engine import JobKey
+from apportion.service.errors import AuthError, ForbiddenError
 
 MIN_KEY, MAX_KEY = 16, 256
 KEY = rf"^[\x21-\x7e]{{{MIN_KEY},{MAX_KEY}}}$"
-_WRONG_ADMIN = "this needs the server's admin key (--admin-key-file), the key sent is another one"
+_WRONG_ADMIN = (
+    "this needs the server's admin key, and another one or none was sent: it is in admin.key of the server's --dir, or "
+    "in its --admin-key-file"
+)
+_WRONG_JOB = (
+    "the key sent opens no job of this name: it is another job's, it was revoked, or the job was deleted"
+)
+_READER = "this key only reads: a key of the job with the role `submit` does this"
 _ASK = "send the header 'Authorization: Bearer KEY'"
 
 
@@ -33,50 +49,62 @@ def key_digest(key: str, field: str = "key") -> bytes:
 
 
 class Keys:
-    """Who may do what. admin: digest of the admin key, None where the server has none and trusts its machine."""
+    """Who may do what. admin: digest of the admin key, None where the server has none and trusts its machine; metrics:
+    of one that opens what is told about the server, None for none."""
 
-    def __init__(self, admin: bytes | None) -> None:
-        self._admin = admin
+    def __init__(self, admin: bytes | None, metrics: bytes | None = None) -> None:
+        self.admin, self.metrics = admin, metrics
 
     def check_admin(self, authorization: bytes | None, host: str) -> None:
         """host: as the client calls the server. Raises AuthError."""
-        if self._admin is None:
+        if self.admin is None:
             _check_near(host)
-        elif not compare_digest(self._admin, given(authorization)):
+        elif authorization is None or not compare_digest(self.admin, given(authorization)):
             raise AuthError(_WRONG_ADMIN)
 
-    def check_job(self, job: str, held: bytes, sent: bytes) -> None:
-        """The job's key, or the admin key. held, sent: digests. Raises AuthError."""
-        if not compare_digest(held, sent) and not self._is_admin(sent):
-            raise AuthError(f"the key sent is not that of job {job}, which its creation gave")
+    def check_figures(self, authorization: bytes | None) -> None:
+        """For what is told about the server: the admin key or that for metrics, where there are keys. Raises
+        AuthError."""
+        if self.admin is None:
+            return
+        sent = given(authorization)
+        if not self._is_admin(sent) and not (self.metrics and compare_digest(self.metrics, sent)):
+            raise AuthError("this needs the server's admin key, or that of its --metrics-key-file")
 
-    def check_owner(self, job: Callable[[], bytes], authorization: bytes | None, host: str) -> None:
-        """The admin key, for one job. job: gives the digest of the job's own key, which is not enough; it may raise
-        NotFoundError, which only the admin is told. Raises AuthError, ForbiddenError."""
-        if self._admin is None:
+    def check_job(self, keys: Sequence[JobKey], sent: bytes, writes: bool = False) -> str:
+        """Who sent this digest, for the log. keys: of the job, none where there is no such job, which only the admin is
+        told. writes: whether a key that only reads will not do. Raises AuthError, ForbiddenError."""
+        for key in keys:
+            if compare_digest(key.digest, sent):
+                if writes and key.role == "read":
+                    raise ForbiddenError(_READER)
+                return f"{key.role}:{key.id}"
+        if not self._is_admin(sent):
+            raise AuthError(_WRONG_JOB)
+        return "admin"
+
+    def check_owner(self, keys: Sequence[JobKey], authorization: bytes | None, host: str) -> None:
+        """The admin key, for one job, whose own keys are not enough. Raises AuthError, ForbiddenError."""
+        if self.admin is None:
             _check_near(host)
             return
         sent = given(authorization)
         if self._is_admin(sent):
             return
-        with suppress(NotFoundError, ConflictError):
-            if compare_digest(job(), sent):
-                raise ForbiddenError("only the admin key deletes jobs, this is the job's own key")
+        if any(compare_digest(key.digest, sent) for key in keys):
+            raise ForbiddenError("only the admin key does this, this is a key of the job")
         raise AuthError(_WRONG_ADMIN)
 
-    def check_reader(
-        self, job: str, held: Callable[[], bytes], authorization: bytes | None, host: str
-    ) -> None:
-        """Who looks at a job: with its key or the admin's; without an admin key no other is needed on this machine.
-        held: as of `check_owner`. Raises AuthError, and what `held` raises."""
-        if self._admin is None and authorization is None:
+    def check_reader(self, keys: Sequence[JobKey], authorization: bytes | None, host: str) -> None:
+        """Who looks at a job: with a key of it or the admin's; without an admin key no other is needed on this machine.
+        keys: as of `check_job`. Raises AuthError."""
+        if self.admin is None and authorization is None:
             _check_near(host)
             return
-        sent = given(authorization)
-        self.check_job(job, held(), sent)
+        self.check_job(keys, given(authorization))
 
     def _is_admin(self, sent: bytes) -> bool:
-        return self._admin is not None and compare_digest(self._admin, sent)
+        return self.admin is not None and compare_digest(self.admin, sent)
 
 
 def _check_near(host: str) -> None:
@@ -88,7 +116,7 @@ def _check_near(host: str) -> None:
         return
     if name not in ("", "localhost"):
         rule = "this server has no admin key, so it is to be called by its address or localhost"
-        raise AuthError(f"{rule}, not {host[:64]!r}: do so, or start it with --admin-key-file")
+        raise AuthError(f"{rule}, not {host[:64]!r}: do so, or start it without --insecure")
 
 
 def given(authorization: bytes | None) -> bytes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -17,6 +15,7 @@ from apportion.service.engine import Engine, JobState
 from apportion.service.http.api import models
 from apportion.service.http.api.bodies import Patience, Room, parse, read
 from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION
+from apportion.service.http.audit import JOB, WHO
 from apportion.service.http.auth import Keys, given
 from apportion.service.http.watch.events import Watchers
 from apportion.service.http.watch.reports import Reports
@@ -25,7 +24,6 @@ from apportion.service.protocol import JSON, job_path
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
-_HOST = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class Parts:
     registry: CollectorRegistry
     watchers: Watchers
     reports: Reports
+    public_url: str = ""  # before the paths of jobs in answers
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,11 @@ class Call:
     def engine(self) -> Engine:
         return self.parts.engine
 
+    @property
+    def reads(self) -> bool:
+        """Whether the key sent only reads."""
+        return str(self.request.scope.get(WHO, "")).startswith("read:")
+
     async def body(self, kind: type[T], then: Callable[[T], R]) -> R:
         """What `then` makes of the body; in a thread where it is large."""
         most, wait_s = self.parts.limits.body_bytes, self.parts.patience.body_s
@@ -61,10 +65,14 @@ class Call:
             return await parse(data, kind, then)
 
     def url(self, job: str) -> str:
-        scope, host = self.request.scope, self.request.headers.get("host", "")
-        if not _HOST.fullmatch(host):
-            host = ":".join(map(str, scope.get("server") or ("localhost",)))
-        return f"{scope['scheme']}://{host}{job_path(job)}"
+        """A path where the server was told no URL of its own: what a client writes as Host is no URL to pass on."""
+        return self.parts.public_url + job_path(job)
+
+    def is_by(self, who: str, job: str = "") -> Call:
+        """Tells the audit log who asks, and of what job."""
+        self.request.scope[WHO] = who
+        self.request.scope[JOB] = job
+        return self
 
     def reply(self, job: JobState) -> models.JobReply:
         own = (job.name, self.url(job.name), job.spec.ranks, job.lookahead)
@@ -78,6 +86,7 @@ def _digits(value: Any) -> Any:
 
 
 Name = Annotated[str, Path(pattern=models.NAME)]
+KeyId = Annotated[str, Path(pattern=models.KEY_ID)]
 EpochNumber = Annotated[int, BeforeValidator(_digits), Path(ge=1, le=MAX_EPOCH)]
 IterationNumber = Annotated[int, BeforeValidator(_digits), Path(ge=0, le=MAX_ITERATION)]
 
@@ -98,36 +107,46 @@ async def _anyone(request: Request) -> Call:
 async def _admin(request: Request) -> Call:
     call = _call(request)
     call.parts.keys.check_admin(_authorization(request), request.headers.get("host", ""))
+    return call.is_by("admin")
+
+
+async def _figures(request: Request) -> Call:
+    call = _call(request)
+    call.parts.keys.check_figures(_authorization(request))
     return call
+
+
+def _member_of(request: Request, job: str, writes: bool) -> Call:
+    call, sent = _call(request), given(_authorization(request))
+    return call.is_by(call.parts.keys.check_job(call.engine.keys(job), sent, writes), job)
 
 
 async def _member(request: Request, job: Name) -> Call:
-    call, sent = _call(request), given(_authorization(request))
-    call.parts.keys.check_job(job, call.engine.job(job).key_digest, sent)
-    return call
+    return _member_of(request, job, writes=False)
+
+
+async def _writer(request: Request, job: Name) -> Call:
+    return _member_of(request, job, writes=True)
 
 
 async def _owner(request: Request, job: Name) -> Call:
-    call = _call(request)
-    held, host = partial(_key_of, call.engine, job), request.headers.get("host", "")
-    call.parts.keys.check_owner(held, _authorization(request), host)
-    return call
+    call, host = _call(request), request.headers.get("host", "")
+    call.parts.keys.check_owner(call.engine.keys(job), _authorization(request), host)
+    return call.is_by("admin", job)
 
 
 async def _reader(request: Request, job: Name) -> Call:
     """Who may look at a job: its key or the admin's; without keys whoever is on this machine."""
     call, host = _call(request), request.headers.get("host", "")
-    call.parts.keys.check_reader(job, partial(_key_of, call.engine, job), _authorization(request), host)
+    call.parts.keys.check_reader(call.engine.keys(job), _authorization(request), host)
     return call
-
-
-def _key_of(engine: Engine, job: str) -> bytes:
-    return engine.job(job).key_digest
 
 
 Anyone = Annotated[Call, Depends(_anyone)]
 Admin = Annotated[Call, Depends(_admin)]
+Figures = Annotated[Call, Depends(_figures)]
 Member = Annotated[Call, Depends(_member)]
+Writer = Annotated[Call, Depends(_writer)]
 Owner = Annotated[Call, Depends(_owner)]
 Reader = Annotated[Call, Depends(_reader)]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from apportion.ir.errors import ApportionError
+from apportion.service.private import admin_key_of
 from apportion.service.tied import tied
 
 _GRACE_S = 5.0  # beyond its own drain
@@ -29,6 +30,11 @@ class Serving:
     url: str
     pid: int
     process: subprocess.Popen[bytes]
+
+    @property
+    def admin_key(self) -> str | None:
+        """That the server has made, for clients that go through a proxy; others find it by themselves."""
+        return admin_key_of(self.url)
 
 
 class _Said(msgspec.Struct):

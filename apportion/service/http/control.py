@@ -18,7 +18,7 @@ from apportion.ir.errors import ApportionError, ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.ir.version import __version__
 from apportion.planner.recipe.recipes import check as check_recipe
-from apportion.service.engine import Engine, IterationState
+from apportion.service.engine import Engine, IterationState, JobKey
 from apportion.service.http.api import models
 from apportion.service.http.api.openapi import describe, document
 from apportion.service.http.api.pages import page
@@ -28,11 +28,14 @@ from apportion.service.http.calls import (
     Admin,
     Anyone,
     EpochNumber,
+    Figures,
     IterationNumber,
+    KeyId,
     Member,
     Name,
     Owner,
     Parts,
+    Writer,
     reply,
 )
 from apportion.service.http.metrics import render
@@ -59,6 +62,7 @@ async def create_job(call: Admin) -> Response:
     201 with its key, which is told only here; 200 where the same name, job and key were sent before."""
     asked, spec = await call.body(models.NewJob, lambda asked: (asked, _checked(asked.job)))
     key = new_key() if asked.key is None else asked.key
+    call.is_by("admin", asked.name)
     created = await call.engine.create_job(asked.name, spec, asked.lookahead, key_digest(key))
     return reply(models.CreatedJob(asked.name, key, call.url(asked.name)), 201 if created else 200)
 
@@ -90,20 +94,46 @@ async def delete_job(call: Owner, job: Name) -> Response:
     return Response(status_code=204)
 
 
+@router.get("/v1/jobs/{job}/keys", **describe("admin", {200: models.KeysReply}, (403, 404)))
+async def list_keys(call: Owner, job: Name) -> Response:
+    """List a job's keys, without what opens it."""
+    return reply(models.KeysReply([models.KeyReply(key.id, key.role) for key in call.engine.job(job).keys]))
+
+
+@router.post(
+    "/v1/jobs/{job}/keys",
+    **describe("admin", {201: models.KeyReply, 200: models.KeyReply}, (403, 404, 409), models.NewKey),
+)
+async def add_key(call: Owner, job: Name) -> Response:
+    """Add a key to a job: to rotate its keys, or one for ranks that only reads. It is told only here."""
+    asked = await call.body(models.NewKey, lambda asked: asked)
+    key = new_key() if asked.key is None else asked.key
+    held = JobKey(key_digest(key), asked.role)
+    created = await call.engine.add_key(job, held)
+    return reply(models.KeyReply(held.id, held.role, key), 201 if created else 200)
+
+
+@router.delete("/v1/jobs/{job}/keys/{key}", **describe("admin", {204: None}, (403, 404, 409)))
+async def revoke_key(call: Owner, job: Name, key: KeyId) -> Response:
+    """Revoke a key of a job: it opens nothing from now on."""
+    await call.engine.drop_key(job, key)
+    return Response(status_code=204)
+
+
 # ---------------------------------------------------------------------------------------------- epochs, iterations
 
 
 @router.post(
     "/v1/jobs/{job}/epochs",
-    **describe("job", {201: models.BegunEpoch, 200: models.BegunEpoch}, (404, 409), models.NewEpoch),
+    **describe("job", {201: models.BegunEpoch, 200: models.BegunEpoch}, (404, 409, 425), models.NewEpoch),
 )
 async def begin_epoch(call: Member, job: Name) -> Response:
     """Begin an epoch.
 
     201 where the run is new: the epoch before of its stream is over then, those of other streams go on. 200 with the
-    same number for every rank of the run."""
+    same number for every rank of the run. A key that only reads gets 425 until it has begun."""
     run, stream = await call.body(models.NewEpoch, lambda asked: (asked.run, asked.stream))
-    number, created = await call.engine.begin_epoch(job, run, stream)
+    number, created = await call.engine.begin_epoch(job, run, stream, reads=call.reads)
     return reply(models.BegunEpoch(number, stream, run), 201 if created else 200)
 
 
@@ -118,11 +148,11 @@ async def read_epoch(call: Member, job: Name, epoch: EpochNumber) -> Response:
     **describe(
         "job",
         {201: models.IterationReply, 200: models.IterationReply},
-        (404, 409, 410, 429),
+        (403, 404, 409, 410, 429),
         models.NewIteration,
     ),
 )
-async def submit(call: Member, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
+async def submit(call: Writer, job: Name, epoch: EpochNumber, iteration: IterationNumber) -> Response:
     """Submit an iteration.
 
     Any rank may, and again: 201 for the first, 200 for the same once more, 409 for other batches. It is kept from
@@ -194,19 +224,19 @@ async def _trouble(engine: Engine) -> str:
     return f"the store fails: {found}" if found else ""
 
 
-@router.get("/metrics", **describe(None, {200: CONTENT_TYPE_LATEST}))
-async def metrics(call: Anyone) -> Response:
+@router.get("/metrics", **describe("figures", {200: CONTENT_TYPE_LATEST}))
+async def metrics(call: Figures) -> Response:
     """Tell what was counted, for Prometheus."""
     return Response(render(call.parts.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", include_in_schema=False)
-async def openapi(request: Request) -> Response:
+async def openapi(call: Figures, request: Request) -> Response:
     return Response(msgspec.json.encode(request.app.openapi()), media_type=JSON)
 
 
 @router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> Response:
+async def docs(call: Figures, request: Request) -> Response:
     return Response(page(request.app.openapi()), headers=_PAGE_HEADERS, media_type="text/html; charset=utf-8")
 
 

@@ -99,10 +99,10 @@ class Delivery:
         self._traffic.plan_s.observe(monotonic() - begin_s)
 
     def _admit(self, job: str, scope: Scope, kind: str) -> Asked:
-        """The headers, once key and format were found right. Raises AuthError, NotFoundError, NotAcceptableError."""
+        """The headers, once key and format were found right. Raises AuthError, NotAcceptableError."""
         asked = _asked(scope["headers"])
         sent = given(asked.authorization)
-        self._keys.check_job(job, self._engine.job(job).key_digest, sent)
+        self._keys.check_job(self._engine.keys(job), sent)
         if asked.accept not in _PLAIN_ACCEPTS:
             _check_accept(asked.accept or b"", kind)
         return asked

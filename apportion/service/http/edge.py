@@ -7,8 +7,10 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from apportion.ir.errors import ConfigError
 from apportion.service.http.api.bodies import ClientGoneError
 from apportion.service.http.api.problems import REASON, MethodError, is_expected, problem_of, send_problem
+from apportion.service.http.audit import Audit, client
 from apportion.service.http.delivery import App, Delivery
 from apportion.service.http.logs import log, request_id
 from apportion.service.http.metrics import Traffic
@@ -19,11 +21,15 @@ _PROBES = ("/healthz", "/readyz", "/metrics")
 class Edge:
     """Plans and streams go to `delivery`, all else to `control`."""
 
-    def __init__(self, delivery: Delivery, control: ASGIApp, traffic: Traffic) -> None:
-        self._delivery, self._control, self._traffic = delivery, control, traffic
+    def __init__(self, delivery: Delivery, control: ASGIApp, traffic: Traffic, audit: Audit) -> None:
+        self._delivery, self._control, self._traffic, self._audit = delivery, control, traffic, audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            if sum([name == b"authorization" for name, _ in scope["headers"]]) > 1:
+                raise ConfigError(
+                    "Authorization", "(hidden)", "is sent twice: which one counts?", "send one key, once"
+                )
             found = self._delivery.find(scope["path"])
             if found is not None:
                 await found(scope, receive, send)
@@ -33,16 +39,17 @@ class Edge:
         except Exception as error:
             await self._refuse(error, scope, send)
             return
-        await Exchange(self._control, self._traffic, scope, send).run(receive)
+        await Exchange(self._control, self._traffic, self._audit, scope, send).run(receive)
 
     async def _refuse(self, error: Exception, scope: Scope, send: Send) -> None:
         id = _id(scope)
         problem = problem_of(error, id)
-        facts = {"path": scope["path"], "client": _client(scope), "request_id": id}
+        facts = {"path": scope["path"], "client": client(scope), "request_id": id}
         if not is_expected(error):
             log("request failed", logging.ERROR, error=error, **facts)
         elif problem.status == 503:
             log("request refused", logging.WARNING, status=503, reason=problem.detail, **facts)
+        self._audit.refused(scope, problem.status)
         self._traffic.plans[problem.status] += 1
         await send_problem(send, problem, error.allow if isinstance(error, MethodError) else "")
 
@@ -50,8 +57,8 @@ class Edge:
 class Exchange:
     """One request to the control plane and its answer."""
 
-    def __init__(self, app: App | ASGIApp, traffic: Traffic, scope: Scope, send: Send) -> None:
-        self._app, self._traffic, self._scope, self._send = app, traffic, scope, send
+    def __init__(self, app: App | ASGIApp, traffic: Traffic, audit: Audit, scope: Scope, send: Send) -> None:
+        self._app, self._traffic, self._audit, self._scope, self._send = app, traffic, audit, scope, send
         self._began_s = time.perf_counter()
         self._id = scope["apportion.request_id"] = _id(scope)
         self._status = 0
@@ -78,6 +85,7 @@ class Exchange:
         took_s = time.perf_counter() - self._began_s
         scope = self._scope
         route = getattr(scope.get("route"), "path", "none")
+        self._audit.request(scope, route, self._status)
         self._traffic.requests[scope["method"], route, self._status] += 1
         self._traffic.request_s.observe(took_s)
         level = logging.ERROR if failed else logging.DEBUG if route in _PROBES else logging.INFO
@@ -85,15 +93,10 @@ class Exchange:
             "method": scope["method"],
             "path": scope["path"],
             "status": self._status,
-            "client": _client(scope),
+            "client": client(scope),
             "reason": scope.get(REASON),
         }
         log("request", level, error=failed, ms=took_s * 1e3, request_id=self._id, **facts)
-
-
-def _client(scope: Scope) -> str | None:
-    """Address and port of whoever asked, or of the proxy before it."""
-    return "{}:{}".format(*scope["client"]) if scope.get("client") else None
 
 
 def _id(scope: Scope) -> str:

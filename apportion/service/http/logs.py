@@ -44,6 +44,14 @@ def configure(form: Format, stream: TextIO) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def also(event: str, write: Callable[[str], object]) -> None:
+    """Hand what is logged under this name to `write` as well, as JSON."""
+    handler = _Beside(write)
+    handler.setFormatter(_Objects())
+    handler.addFilter(lambda record: record.getMessage() == event)
+    _LOG.addHandler(handler)
+
+
 class _Beside(logging.Handler):
     """Writes lines in a thread of its own; those that find no room are counted, and the count is written later."""
 

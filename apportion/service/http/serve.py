@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
+import re
 import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +29,7 @@ import uvloop
 
 from apportion.ir.errors import ConfigError
 from apportion.service.engine import Engine
+from apportion.service.http import audit
 from apportion.service.http.api.bodies import Patience, Room
 from apportion.service.http.auth import Keys
 from apportion.service.http.calls import Parts
@@ -39,33 +43,57 @@ from apportion.service.http.watch.events import Watchers
 from apportion.service.http.watch.reports import Reports
 from apportion.service.http.watch.state import state_of
 from apportion.service.limits import Limits
+from apportion.service.private import Shown, shown
 from apportion.service.store import open_store
 from apportion.service.workers import Supervisor, pool_of
 
 _IDLE_S = 75  # a connection without a request; trainers ask every few seconds
 _SPARE_DESCRIPTORS = 128  # for the store, workers and logs
+_BACKLOG = 2048  # connections that wait to be taken
 _TICK_S = 0.1  # between looks for a second signal
+_KEEP_TICKS = 6000  # of 0.1 s, between looks for the file that clients find the admin key in
 _CLOSING_S = 2.0  # of the drain: to close workers and store, and to end
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to serve. admin: digest of the admin key (`auth.key_digest`), None for none. parent: process that this one
-    ends with, None for its own life. Raises ConfigError."""
+    """How to serve. admin: digest of the admin key (`auth.key_digest`), None for none; metrics: of the key for /metrics
+    alone; shown: the admin key, for clients of this user to find; admin_file: where it is. folder: of the audit
+    log, None for none. public_url: how clients call the server, before the paths in answers. parent: process that this
+    one ends with, None for its own life. renew: called on SIGHUP, gives the digests of the admin key and that for
+    metrics. Raises ConfigError."""
 
     host: str = "127.0.0.1"
     port: int = 8321
-    store: Path | str = Path(".apportion")
+    store: Path | str = field(default=Path(".apportion"), repr=False)
+    redis_password: str | None = field(default=None, repr=False)
     workers: int | Literal["ray"] = 1
     admin: bytes | None = None
+    metrics: bytes | None = None
+    shown: str | None = field(default=None, repr=False)
+    admin_file: Path | None = None
+    folder: Path | None = None
+    public_url: str = ""
     keyfile: Path | None = None
     certfile: Path | None = None
+    ca_certs: Path | None = None
     log_format: Format = "text"
     limits: Limits = field(default_factory=Limits)
     patience: Patience = field(default_factory=Patience)
     parent: int | None = None
+    renew: Callable[[], tuple[bytes | None, bytes | None]] | None = None
 
     def __post_init__(self) -> None:
+        if self.ca_certs is not None and self.certfile is None:
+            rule = "clients show certificates only over TLS"
+            raise ConfigError(
+                "--ssl-ca-certs", str(self.ca_certs), rule, "name --ssl-keyfile and --ssl-certfile"
+            )
+        if self.public_url and not re.fullmatch(
+            r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~/-]*)?", self.public_url
+        ):
+            rule = "is no URL of a server"
+            raise ConfigError("--public-url", self.public_url, rule, "write https://HOST:PORT")
         if (self.keyfile is None) != (self.certfile is None):
             rule = "key and certificate belong together"
             raise ConfigError(
@@ -91,17 +119,26 @@ class Started:
 def serve(options: Options, announce: Callable[[Started], None]) -> None:
     """Serve until SIGTERM or SIGINT. announce: called once it listens.
 
-    Raises ConfigError for an address beyond loopback without an admin key, OSError where it cannot be bound, StoreError
-    for a store that another server holds, LaunchError where no worker starts.
+    Raises ConfigError for an address beyond loopback without an admin key and for one that is taken, StoreError for a
+    store that another server holds, LaunchError where no worker starts.
     """
     configure(options.log_format, sys.stderr)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read anew
     most = _raise_descriptors()
-    with closing(bind(options)) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(options, listener, most, announce))
+    tls = context_of(options)
+    with (
+        closing(bind(options)) as listener,
+        shown(listener, options.shown) as found,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        if options.folder is not None:
+            audit.configure(options.folder)
+        runner.run(_serve(options, listener, most, announce, found, tls))
 
 
 def bind(options: Options) -> socket.socket:
-    """A socket bound to the address, not listening yet. Raises ConfigError."""
+    """A socket that listens on the address; nobody answers yet. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -112,12 +149,15 @@ def bind(options: Options) -> socket.socket:
         ) from None
     if options.admin is None and not ip_address(address[0]).is_loopback:
         rule = "other machines reach this address, and there is no admin key: anyone could make jobs"
-        raise ConfigError("--host", options.host, rule, "name a file with a key: --admin-key-file FILE")
+        raise ConfigError("--host", options.host, rule, "leave out --insecure, or name --admin-key-file FILE")
     with ExitStack() as opened:
         listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
+            listener.listen(
+                _BACKLOG
+            )  # now: of two servers that start at once, one is told that the port is taken
         except OSError as error:
             rule = f"cannot listen on {options.host}: {(error.strerror or str(error)).lower()}"
             raise ConfigError(
@@ -136,17 +176,23 @@ def _raise_descriptors() -> int:
 
 
 async def _serve(
-    options: Options, listener: socket.socket, most: int, announce: Callable[[Started], None]
+    options: Options,
+    listener: socket.socket,
+    most: int,
+    announce: Callable[[Started], None],
+    found: Shown | None,
+    tls: ssl.SSLContext | None,
 ) -> None:
     async with AsyncExitStack() as opened:
-        store = await asyncio.to_thread(open_store, options.store)
+        store = await asyncio.to_thread(open_store, options.store, password=options.redis_password)
         opened.push_async_callback(asyncio.to_thread, store.close)
         pool = pool_of(options.workers)
         opened.push_async_callback(pool.close)
         engine = Engine(store, Supervisor(pool), options.limits)
         await asyncio.gather(pool.start(), engine.start())
         gc.freeze()  # 100,000 objects that stay: a full collection over them took 0.2 s, of every waiting rank
-        server = server_of(engine, options, most)
+        server = server_of(engine, options, most, tls)
+        server.shown = found
         server.when_listening = lambda: announce(_started(options, listener, pool.size))
         await server.serve(sockets=[listener])
 
@@ -158,30 +204,91 @@ def _started(options: Options, listener: socket.socket, workers: int) -> Started
     return Started(
         f"{options.scheme}://{shown}:{port}",
         os.getpid(),
-        str(options.store),
+        _place(options.store),
         workers,
         in_the_clear=options.scheme == "http" and not is_local,
     )
 
 
-def server_of(engine: Engine, options: Options, most_connections: int = 1024) -> Server:
+def _place(store: Path | str) -> str:
+    """The store as it may be shown: without user and password."""
+    scheme, mark, rest = str(store).partition("://")
+    return f"{scheme}{mark}{rest.split('@')[-1]}" if mark else str(store)
+
+
+def server_of(
+    engine: Engine, options: Options, most_connections: int = 1024, tls: ssl.SSLContext | None = None
+) -> Server:
     """The server of an engine that has started; it stops the engine when it ends."""
-    config = configuration(application(engine, options), options, most_connections)
-    return Server(engine, config, options.parent)
+    keys = Keys(options.admin, options.metrics)
+    config = configuration(application(engine, options, keys), options, most_connections, tls)
+    return Server(engine, config, options.parent, lambda: renew(options, keys, tls))
 
 
-def application(engine: Engine, options: Options) -> Edge:
+def application(engine: Engine, options: Options, keys: Keys) -> Edge:
     """All of HTTP on an engine."""
-    keys, limits, traffic = Keys(options.admin), options.limits, Traffic()
+    limits, traffic = options.limits, Traffic()
     folder = options.store if isinstance(options.store, Path) else None
     registry = registry_of(engine, traffic, folder)
-    watchers = Watchers(partial(state_of, engine, options.store), lambda: engine.draining)
-    room = Room(limits.bodies_bytes)
-    parts = Parts(engine, keys, limits, options.patience, room, registry, watchers, Reports())
-    return Edge(Delivery(engine, keys, limits, traffic), control(parts, options.admin is not None), traffic)
+    watchers = Watchers(partial(state_of, engine, folder or _place(options.store)), lambda: engine.draining)
+    room, url = Room(limits.bodies_bytes), options.public_url.rstrip("/")
+    parts = Parts(engine, keys, limits, options.patience, room, registry, watchers, Reports(), url)
+    delivery = Delivery(engine, keys, limits, traffic)
+    return Edge(delivery, control(parts, options.admin is not None), traffic, audit.Audit())
 
 
-def configuration(app: Edge, options: Options, most_connections: int) -> uvicorn.Config:
+def context_of(options: Options) -> ssl.SSLContext | None:
+    """TLS as the options say, None for none. Raises ConfigError, which names the file."""
+    if options.certfile is None or options.keyfile is None:
+        return None
+    for flag, path in (("--ssl-keyfile", options.keyfile), ("--ssl-certfile", options.certfile)):
+        _check_readable(flag, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(options.certfile, options.keyfile, password=_no_password)
+    except (OSError, ssl.SSLError, ValueError) as error:
+        rule = f"and the key {options.keyfile} are no pair ({error})"
+        remedy = "name two PEM files that belong together"
+        raise ConfigError("--ssl-certfile", str(options.certfile), rule, remedy) from None
+    if options.ca_certs is not None:
+        _check_readable("--ssl-ca-certs", options.ca_certs)
+        try:
+            context.load_verify_locations(options.ca_certs)
+        except (OSError, ssl.SSLError) as error:
+            rule = f"has no certificates ({error})"
+            raise ConfigError("--ssl-ca-certs", str(options.ca_certs), rule, "name a PEM file") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _check_readable(flag: str, path: Path) -> None:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        rule = f"cannot be read: {(error.strerror or str(error)).lower()}"
+        raise ConfigError(flag, str(path), rule, "name a PEM file that this user can read") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted: write it without a password, in a file of mode 0600")
+
+
+def renew(options: Options, keys: Keys, tls: ssl.SSLContext | None) -> None:
+    """Reads certificate and keys anew, for connections and requests from now on; what cannot be read stays as it is."""
+    try:
+        if tls is not None and context_of(options) is not None and options.certfile is not None:
+            tls.load_cert_chain(options.certfile, options.keyfile)
+        if options.renew is not None:
+            keys.admin, keys.metrics = options.renew()
+    except (ConfigError, OSError) as error:
+        log("reload failed", logging.ERROR, reason=str(error))
+    else:
+        log("reloaded", certificate=str(options.certfile) if tls else None)
+
+
+def configuration(
+    app: Edge, options: Options, most_connections: int, tls: ssl.SSLContext | None = None
+) -> uvicorn.Config:
     """uvicorn with nothing between the connection and the application."""
     most_bytes = 2 * options.limits.body_bytes + (1 << 20)  # twice: what comes too much is read for a moment
     protocol = partial(
@@ -198,8 +305,7 @@ def configuration(app: Edge, options: Options, most_connections: int) -> uvicorn
         server_header=False,
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=int(_drain_s(options.limits)),
-        ssl_keyfile=options.keyfile,
-        ssl_certfile=options.certfile,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
     )
 
 
@@ -211,10 +317,17 @@ def _drain_s(limits: Limits) -> float:
 class Server(uvicorn.Server):
     """uvicorn's server, which ends the engine together with the connections."""
 
-    def __init__(self, engine: Engine, config: uvicorn.Config, parent: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: uvicorn.Config,
+        parent: int | None = None,
+        renew: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(config)
-        self._engine, self._parent = engine, parent
+        self._engine, self._parent, self._renew = engine, parent, renew
         self.when_listening: Callable[[], None] = lambda: None
+        self.shown: Shown | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -226,6 +339,8 @@ class Server(uvicorn.Server):
             for connection in tuple(self.server_state.connections):
                 cast(Connection, connection).check_time(now_s)
             self.should_exit |= self._parent not in (None, os.getppid())
+        if counter % _KEEP_TICKS == 0 and self.shown is not None:
+            self.shown.refresh()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -249,10 +364,11 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._renew)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
     def _asked_to_stop(self) -> None:

@@ -59,13 +59,14 @@ class Store(Protocol):
         """Let others write. Closing twice does nothing; all other calls raise StoreError then."""
 
 
-def open_store(place: str | Path, *, read_only: bool = False) -> Store:
+def open_store(place: str | Path, *, read_only: bool = False, password: str | None = None) -> Store:
     """The store of a URL, made where there is none: `memory:`, `sqlite:DIR`, `redis://HOST:PORT/NUMBER` (`rediss://`
     with TLS); or of a folder, as a Path.
 
     read_only: nothing is made or written, and any number of processes may open it, but none while another writes (but
-    for Redis). Raises ConfigError for another URL or a folder without a store to read, StoreError where it cannot be
-    opened or another process holds it, VersionError where a newer release made it, MissingDependencyError.
+    for Redis). password: of a Redis, by default that in the environment. Raises ConfigError for another URL or a folder
+    without a store to read, StoreError where it cannot be opened or another process holds it, VersionError where a
+    newer release made it, MissingDependencyError.
     """
     if isinstance(place, Path):
         return SqliteStore(place, read_only)
@@ -75,10 +76,10 @@ def open_store(place: str | Path, *, read_only: bool = False) -> Store:
     if scheme in ("redis", "rediss") and rest.startswith("//"):
         from apportion.service.store.redis import RedisStore
 
-        return RedisStore(place, read_only)
+        return RedisStore(place, read_only, password)
     if place == "memory:":
         from apportion.service.store.memory import MemoryStore
 
         return MemoryStore()
     rule = "is not the URL of a store"
-    raise ConfigError("store", place, rule, "write memory:, sqlite:DIR or redis://HOST:PORT/0")
+    raise ConfigError("store", place.split("@")[-1], rule, "write memory:, sqlite:DIR or redis://HOST:PORT/0")

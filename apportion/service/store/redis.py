@@ -15,6 +15,7 @@ Each write is one script, so it happens as a whole. It lasts as long as Redis ke
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -39,6 +40,7 @@ except ImportError:
 VERSION = 1
 LEASE_MS = 2000  # after which another server may take over from one that died
 CONNECT_S = 1.0
+PASSWORD = "APPORTION_REDIS_PASSWORD"  # the environment's
 ANSWER_S = 5.0  # of Redis, to one command
 LONGEST_PAUSE_S = 1.0  # between attempts to reach it
 
@@ -100,8 +102,8 @@ _T = TypeVar("_T")
 class RedisStore:
     """`Store` in a Redis database. Raises what `open_store` raises."""
 
-    def __init__(self, url: str, read_only: bool = False) -> None:
-        self._link = _Link(url)
+    def __init__(self, url: str, read_only: bool = False, password: str | None = None) -> None:
+        self._link = _Link(url, password)
         self._read_only = read_only
         self._order = Lock()  # a write that is repeated on a new connection must not undo a later one
         self._lease: _Lease | None = None
@@ -198,8 +200,8 @@ class _Link:
     """The connections to a server. A call that fails is not repeated but once, on a new connection; after it, calls
     fail at once until a pause is over, that grows up to 1 s."""
 
-    def __init__(self, url: str) -> None:
-        self.place, pool = _pool(url)
+    def __init__(self, url: str, password: str | None) -> None:
+        self.place, pool = _pool(url, password)
         self._client = redis.Redis(connection_pool=pool)
         self._lock = Lock()
         self._pause, self._again = 0.0, 0.0
@@ -326,8 +328,10 @@ class _Lease:
             self.run("close the store", _LEAVE, (), ())
 
 
-def _pool(url: str) -> tuple[str, redis.ConnectionPool]:
+def _pool(url: str, password: str | None) -> tuple[str, redis.ConnectionPool]:
     """(where it is, without password; connections). Raises ConfigError."""
+    password = password or os.environ.get(PASSWORD)
+    own = {} if password is None else {"password": password}
     try:
         parts = urlsplit(url)
         place = f"{parts.hostname or 'localhost'}:{parts.port or 6379}/{parts.path.strip('/') or 0}"
@@ -337,16 +341,18 @@ def _pool(url: str) -> tuple[str, redis.ConnectionPool]:
             socket_read_size=1 << 18,
             socket_connect_timeout=CONNECT_S,
             socket_timeout=ANSWER_S,
+            **own,
             retry=Retry(NoBackoff(), 1, (redis.ConnectionError,)),  # the server was started again
         )
-    except ValueError as error:
-        raise ConfigError("store", url.split("@")[-1], str(error), "write redis://HOST:PORT/0") from None
+    except ValueError:  # its text may have the password
+        rule = "is not the URL of a Redis"
+        raise ConfigError("store", url.split("@")[-1], rule, "write redis://HOST:PORT/0") from None
 
 
 def _said(error: Exception) -> str:
     """What went wrong and what to do about it."""
     if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
-        return f": {error}; put user and password into its URL: redis://USER:PASSWORD@HOST:PORT/0"
+        return f": {error}; say --redis-password-file, or {PASSWORD} in the environment; a user goes into the URL: redis://USER@HOST/0"
     if isinstance(error, _GONE):
         return f" does not answer ({error}): it is tried again by itself; see that it runs and can be reached"
     if isinstance(error, redis.exceptions.OutOfMemoryError):

@@ -26,7 +26,7 @@ from apportion.service.workers.worker import serve
 
 def main(control: socket.socket, runner: Any) -> None:
     """Forks until the server hangs up, then kills what is left."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # the server ends us, after its own drain
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server ends us, after its own drain
         signal.signal(signum, signal.SIG_IGN)
     with dies_with(control):
         runner.warm()

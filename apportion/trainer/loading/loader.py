@@ -74,10 +74,10 @@ class PlannedLoader:
     moved to the row that predicts it, as labels are.
 
     source: who plans. A URL: the service's job, which needs its `key`, and with https `ca`, a PEM file of certificates,
-    where the system's do not do. A folder: plans that `apportion precompute` made. "local": a process beside this one,
-    told `cluster`, `model`, `tokens_per_rank` of a microbatch, `microbatches` of an iteration, `recipe` and `seed`; the
-    other sources know these, and refuse different ones (but with a service `seed` may be another one: it is of the
-    order of the samples alone).
+    where the system's do not do, and `cert`, one of the rank's own with its key, where the server asks. A folder: plans
+    that `apportion precompute` made. "local": a process beside this one, told `cluster`, `model`, `tokens_per_rank` of
+    a microbatch, `microbatches` of an iteration, `recipe` and `seed`; the other sources know these, and refuse
+    different ones (but with a service `seed` may be another one: it is of the order of the samples alone).
 
     sampler: see `Sampler`; by default samples fill microbatches in an order drawn from `seed` and the epoch
     (`set_epoch`), or one after another without `shuffle`. run: names this run at the service, so that a restarted run
@@ -116,6 +116,7 @@ class PlannedLoader:
         rank: int | None = None,
         key: str | None = None,
         ca: str | Path | None = None,
+        cert: str | Path | None = None,
         lengths: ArrayLike | None = None,
         masks: Masks = None,
         sampler: Sampler | None = None,
@@ -139,7 +140,7 @@ class PlannedLoader:
     ) -> None:
         self.dataset, self._sampler = dataset, sampler
         told = Told(cluster, model, tokens_per_rank, microbatches, recipe, seed)
-        self._source = open_source(source, key, ca, told)
+        self._source = open_source(source, key, ca, told, cert)
         masks = getattr(dataset, "masks", None) if masks is None else masks
         check_kinds(self._source.job, masks)
         self._asked = Asked(self._source.job, lengths_of(dataset, lengths), masks)

@@ -11,6 +11,7 @@ from apportion.service.http.auth import KEY
 from apportion.service.protocol import TRAIN, JobSummary
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$"
+KEY_ID = r"^[0-9a-f]{16}$"
 RUN = r"^[A-Za-z0-9_.-]{1,64}$"
 #: the largest numbers in paths and queries
 MAX_ITERATION, MAX_EPOCH, MAX_RANK, MAX_WINDOW = 10**15 - 1, 10**8 - 1, 10**5 - 1, 1 << 16
@@ -49,6 +50,27 @@ class CreatedJob(msgspec.Struct, frozen=True):
     name: str
     key: str
     url: Annotated[str, msgspec.Meta(description="what `PlannedLoader(source=...)` takes")]
+
+
+class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A further key of a job. role: `submit` opens what the job's first key opens, `read` fetches plans alone."""
+
+    role: Literal["submit", "read"] = "submit"
+    key: Annotated[str, msgspec.Meta(pattern=KEY, description="a random one by default")] | None = None
+
+
+class KeyReply(msgspec.Struct, frozen=True):
+    """A key of a job. `key` is told where it was made, and not again."""
+
+    id: Annotated[str, msgspec.Meta(pattern=KEY_ID)]
+    role: Literal["submit", "read"]
+    key: str | None = None
+
+
+class KeysReply(msgspec.Struct, frozen=True):
+    """All keys of a job."""
+
+    keys: list[KeyReply]
 
 
 class JobReply(JobSummary, frozen=True):

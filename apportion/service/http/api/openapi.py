@@ -24,6 +24,9 @@ _FILES = ("batch", "cluster", "hardware", "job", "model", "policy", "recipe")
 _STRUCTS = (
     models.NewJob,
     models.CreatedJob,
+    models.NewKey,
+    models.KeyReply,
+    models.KeysReply,
     models.JobReply,
     models.JobsReply,
     models.NewEpoch,
@@ -51,6 +54,7 @@ _SAYS = {
     413: "The body has too many bytes",
     415: "The body is not JSON",
     422: "A value is wrong: `field` names it",
+    425: "The run has not begun, and the key only reads",
     429: "The job has enough under way",
     500: "The server failed",
     503: "The server has enough under way, is stopping, or its store does not answer",
@@ -62,6 +66,7 @@ _ABOUT = """Plans of context-parallel attention, made before ranks ask for them.
 
 Errors are `application/problem+json` (RFC 9457). Keys go into the header `Authorization: Bearer KEY`: the admin key of
 the server creates, lists and deletes jobs; the key of a job, which its creation returns, opens all that is the job's.
+Further ones may be added and revoked, some that only read.
 """
 
 
@@ -75,8 +80,8 @@ def describe(
     problems: Iterable[int] = (),
     body: type[msgspec.Struct] | None = None,
 ) -> Json:
-    """What FastAPI is told of a route. key: who may, "admin", "job" or None for anyone; replies: JSON by status, or a
-    media type of text; problems: statuses beyond those that all have."""
+    """What FastAPI is told of a route. key: who may, "admin", "job", "figures" or None for anyone; replies: JSON by
+    status, or a media type of text; problems: statuses beyond those that all have."""
     responses = {status: _reply(status, kind) for status, kind in replies.items()}
     missing = _problems(key, problems, body is not None)
     extra: Json = {"security": [] if key is None else [{key: []}]}
@@ -125,12 +130,16 @@ def document(routes: Sequence[BaseRoute], has_admin: bool) -> Json:
 
 def _open(paths: Json) -> None:
     for operation in (operation for path in paths.values() for operation in path.values()):
-        if operation.get("security") == [{"admin": []}]:
+        if operation.get("security") in ([{"admin": []}], [{"figures": []}]):
             operation["security"] = []
 
 
 def _keys() -> Json:
-    told = {"admin": "The server's admin key", "job": "The job's key, or the admin key"}
+    told = {
+        "admin": "The server's admin key",
+        "job": "A key of the job, or the admin key",
+        "figures": "The admin key, or that for metrics",
+    }
     return {name: {"type": "http", "scheme": "bearer", "description": text} for name, text in told.items()}
 
 

@@ -20,16 +20,22 @@ from apportion.trainer.loading.sources.source import Source
 from apportion.trainer.loading.sources.told import Told
 
 
-def open_source(source: str | Path | Source, key: str | None, ca: str | Path | None, told: Told) -> Source:
-    """The source of that name: "local", a URL, or a folder. key, ca: as `ServiceSource`; told: what the trainer says of
-    the job, for a local source all of it. Raises ConfigError where it is another job's, and what connecting or reading
-    raises."""
+def open_source(
+    source: str | Path | Source,
+    key: str | None,
+    ca: str | Path | None,
+    told: Told,
+    cert: str | Path | None = None,
+) -> Source:
+    """The source of that name: "local", a URL, or a folder. key, ca, cert: as `ServiceSource`; told: what the trainer
+    says of the job, for a local source all of it. Raises ConfigError where it is another job's, and what connecting or
+    reading raises."""
     if source == "local":
         return LocalSource(told.job())
     if not isinstance(source, str | Path):
         found: Source = source
     elif str(source).startswith(("http://", "https://")):
-        found = ServiceSource.open(str(source), key, ca)
+        found = ServiceSource.open(str(source), key, ca, cert)
     else:
         found = FolderSource.open(source)
     told.check(found.job)

@@ -19,6 +19,7 @@ from apportion.service.client import Client, ServiceProblem, UnreachableError
 from apportion.service.protocol import TRAIN
 from apportion.trainer.loading.sources.source import sampling_of
 
+_READS_ONLY = 403  # a key that only reads: such a rank takes over from nobody
 CALL_S = 10.0  # for an answer to anything but a plan; whoever asked looks then whether it is still of use
 ONE_BY_ONE, MOST_ONE_BY_ONE = 8, 512  # iterations, after a stream from which none came in time
 
@@ -26,19 +27,22 @@ ONE_BY_ONE, MOST_ONE_BY_ONE = 8, 512  # iterations, after a stream from which no
 @dataclass(frozen=True)
 class ServiceSource:
     """The planning service. url: of the job, http(s)://HOST:PORT/v1/jobs/NAME; key: of the job; ca: a PEM file of
-    certificates, by default the system's."""
+    certificates, by default the system's; cert: one with the client's own and its key, where the server asks for it."""
 
     url: str
     key: str | None = field(repr=False)
     job: Job
     ca: str | Path | None = None
+    cert: str | Path | None = None
     shared = True
 
     @classmethod
-    def open(cls, url: str, key: str | None, ca: str | Path | None = None) -> Self:
+    def open(
+        cls, url: str, key: str | None, ca: str | Path | None = None, cert: str | Path | None = None
+    ) -> Self:
         """Raises ClientError where the service does not answer or has no such job."""
-        with Client(url, key, ca=ca) as client:
-            return cls(url, key, client.job(), ca)
+        with Client(url, key, ca=ca, cert=cert) as client:
+            return cls(url, key, client.job(), ca, cert)
 
     def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
         return sampling_of(self.job, lengths, seed, shuffle)
@@ -52,7 +56,7 @@ class ServiceFeed:
     time, since what stands between may hold streams back."""
 
     def __init__(self, source: ServiceSource, run: str, rank: int, stream: str) -> None:
-        self._client = Client(source.url, source.key, timeout_s=CALL_S, ca=source.ca)
+        self._client = Client(source.url, source.key, timeout_s=CALL_S, ca=source.ca, cert=source.cert)
         self._run, self._stream_name, self._rank = run, stream, rank
         self._epoch, self._lock = 0, Lock()
         self._stream: Any = None
@@ -68,8 +72,12 @@ class ServiceFeed:
             return self._client.knows(self._begun(), iteration)
 
     def submit(self, iteration: int, batches: Sequence[Batch]) -> None:
-        with _patience():
-            self._client.submit(self._begun(), iteration, batches)
+        try:
+            with _patience():
+                self._client.submit(self._begun(), iteration, batches)
+        except ServiceProblem as problem:
+            if problem.status != _READS_ONLY or self._rank == 0:
+                raise
 
     def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
         with _patience():
