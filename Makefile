@@ -7,6 +7,8 @@
 #   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
 #   make test-plain  the core's tests where only numpy is, without torch; NUMBA=1: with numba
 #   make test-browser  pages in a headless Chromium, which must be installed; SCREENSHOTS=FOLDER keeps pictures
+#   make docs     the documents as a site, in site/; a broken link or reference is an error
+#   make picture  the picture of a report in README and site; needs chromium
 #   make lint     the first three of these
 #   make bench    the planning benchmark, one core
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
@@ -35,13 +37,14 @@ TORCH  ?= torch==2.13.0
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 TRAINERS := $(VENV)-trainers
+DOCS := $(VENV)-docs
 PLAIN := $(VENV)-plain$(if $(NUMBA),-numba)
 
 # Numbers and times must not depend on how many threads a library likes to start.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
+.PHONY: docs picture help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
   replay wheel package suite conformance clean
 
 help:
@@ -86,6 +89,16 @@ coverage: warm
 test-browser: $(READY)
 	@$(BIN)/pip install --quiet --editable ".[browser]"
 	$(BIN)/pytest tests/browser
+
+# The site's packages stay out of the environment of all else, too. It is built into site/, and asks nobody for anything.
+docs:
+	@test -x $(DOCS)/bin/mkdocs || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/pip install --quiet --requirement docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
+picture: $(READY)
+	@$(BIN)/pip install --quiet --editable ".[browser]"
+	$(BIN)/python docs/report_picture.py
 
 # The trainers' packages stay out of the environment of all else. No package may bring another torch.
 $(TRAINERS)/.ready: pyproject.toml tests/adapters/requirements.txt

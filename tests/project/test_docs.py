@@ -1,4 +1,4 @@
-"""The README says what happens: its code prints what it shows, its commands run, its files are there."""
+"""README and documents say what happens: code prints what they show, commands run, files and links are there."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from apportion.ir.request.policy import Recipe
 from apportion.planner.api import plan as make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
-LINES = README.replace("\\\n", "")  # continued lines as one
+#: whose commands are run, one document after another, in a folder with the examples
+RUN = ("README.md", "docs/index.md", "docs/shell.md", "docs/gains.md")
+TEXT = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in RUN)
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, re.DOTALL)
+LINES = TEXT.replace("\\\n", "")  # continued lines as one
 COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^    (apportion .*)$", LINES, re.MULTILINE)]
 SERVED = re.compile(r"apportion (serve|job)\b")  # `tests/service/test_readme.py` runs these
 
@@ -60,12 +62,12 @@ def test_the_recipe_of_the_readme_plans_and_runs() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_documents_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     commands = [command for command in COMMANDS if not SERVED.match(command)]
-    codes = {command: cli.main(shlex.split(command)[1:]) for command in commands}
-    assert len(codes) >= 6
+    codes = {command: cli.main(shlex.split(command)[1:]) for command in dict.fromkeys(commands)}
+    assert len(codes) >= 15
     assert codes == {command: int(command.startswith("apportion diff")) for command in commands}
 
 
@@ -77,8 +79,12 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
         "docs/design.md",
         "docs/performance.md",
         "docs/comparison.md",
+        "docs/features.md",
         "docs/forecast.md",
+        "docs/gains.md",
+        "docs/index.md",
         "docs/release.md",
+        "docs/shell.md",
         "benchmarks/README.md",
     ],
 )
@@ -88,6 +94,18 @@ def test_files_that_the_documents_name_are_there(document: str) -> None:
     places = (ROOT, ROOT / "apportion/schemas")
     missing = [name for name in named if not any((place / name).exists() for place in places)]
     assert not missing
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """Those of the site are checked by `make docs`."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", readme)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_readme_fits_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 140
 
 
 @pytest.mark.parametrize(
