@@ -1,9 +1,9 @@
 """Scale on paper: steps on 1,024 to 65,536 GPUs forecast, and what planning, wire, service and memory are beside them.
 
-Run: python -m benchmarks.scale_forecast [--gpus 1024,4096,16384,65536] [--steps] [--json]. Llama-3-70B, 4K tokens a GPU and
-step, log-normal documents, eight GPUs a node. Steps are forecast; plans are made, verified and encoded here, on one
-core; what is planned for fewer ranks and extrapolated has a star. Writes benchmarks/results/scale_forecast.json and the
-tables of docs/forecast.md.
+Run: python -m benchmarks.scale_forecast [--gpus 1024,4096,16384,65536] [--steps] [--json]. Llama-3-70B, 4K tokens a
+GPU and step, log-normal documents, eight GPUs a node. Steps are forecast; plans are made, verified and encoded here,
+on one core; what is planned for fewer ranks and extrapolated has a star. Writes
+benchmarks/results/scale_forecast.json and the tables of docs/forecast.md.
 """
 
 from __future__ import annotations
