@@ -70,6 +70,7 @@ CASES = {
     "assignment-fuzz": Case(
         "test_assignment:hostile_assignment", 10_000, "changed assignments: typed errors only"
     ),
+    "full-disk": Case("full_disk:case", 1, "a disk without a free byte: served, told, deleted from (root)"),
     "store-kills": Case("store_kills:case", 100, "SIGKILL within every step of a write to a folder"),
     "redis-kills": Case("store_redis_kills:case", 12, "Redis is killed and started again"),
     "schemathesis": Case("test_schemathesis:soak", 1, "the OpenAPI document against the server, all checks"),

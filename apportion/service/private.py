@@ -28,7 +28,14 @@ ADMIN_KEY = "admin.key"
 RUNTIME = "APPORTION_RUNTIME_DIR"
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_OWN = ("index.sqlite", "packs", "lock", ADMIN_KEY, "audit.log")  # beginnings of names in a store's folder
+_OWN = (
+    "index.sqlite",
+    "packs",
+    "lock",
+    "reserve",
+    ADMIN_KEY,
+    "audit.log",
+)  # beginnings of names in a store's folder
 _MOST_BYTES = 4096  # of a key file
 _PATIENCE_S = 1.0  # for a client that looks whether the server lives
 
@@ -85,6 +92,8 @@ def read_secret(path: Path) -> str:
 def own_key(folder: Path) -> str:
     """The key in a private folder, made where there is none. Raises ConfigError."""
     path = folder / ADMIN_KEY
+    if path.exists():
+        return read_secret(path)
     with suppress(FileExistsError):
         part = path.with_name(f"{ADMIN_KEY}.{os.getpid()}")
         file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

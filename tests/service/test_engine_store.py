@@ -28,6 +28,7 @@ from apportion.service.errors import (
     GoneError,
     NotFoundError,
     OverloadError,
+    RefusedBatchError,
     StoppingError,
     StoreError,
     StoreGoneError,
@@ -649,3 +650,44 @@ def test_nothing_is_left_after_chaos(seed: int) -> None:
 
 def test_memory_stays_flat() -> None:
     engine_soak.case(0, 500)
+
+
+def test_an_epoch_of_another_release_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delivered iterations never get other bytes: the ranks are told to begin anew."""
+
+    async def main() -> None:
+        store = MemoryStore()
+        async with Rig(store).with_job() as engine:
+            await submit(engine, 0)
+            await take(engine, 0)
+        monkeypatch.setattr("apportion.service.engine.restore.__version__", "9.9.9")
+        async with Rig(store).started() as engine:
+            for asked in (take(engine, 0), submit(engine, 1)):
+                gone = await raised(asked, GoneError)
+                assert "9.9.9" in gone.detail
+                assert "begin a new epoch" in gone.detail
+            assert engine.job("run").streams == {}
+            assert await begin(engine, "run", run_id="second") == 2
+            await submit(engine, 0, epoch=2)
+            await take(engine, 0, epoch=2)
+
+    run(main())
+
+
+def test_a_plan_that_was_delivered_is_not_replaced_by_another() -> None:
+    """Its pack is gone, and it is planned otherwise now: refused, not delivered."""
+
+    async def main() -> None:
+        store, pool = MemoryStore(), LocalPool()
+        rig = Rig(store, pool=pool, limits=Limits(cache_bytes=1))
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            first = await take(engine, 0)
+            assert first is not None
+            entry = next(iter(engine._library._entries.values()))
+            store.drop_pack(entry.key)
+            entry.id = bytes(32)  # what ranks have
+            refused = await raised(take(engine, 0), RefusedBatchError)
+            assert "begin a new epoch" in refused.detail
+
+    run(main())

@@ -333,15 +333,57 @@ def test_a_disk_that_takes_no_more_loses_nothing(tmp_path: Path) -> None:
 def test_a_store_of_a_newer_release_is_left_alone(tmp_path: Path) -> None:
     finish(filled(tmp_path))
     with sqlite3.connect(tmp_path / "index.sqlite") as database:
-        database.execute("PRAGMA user_version = 2")
+        database.execute("PRAGMA user_version = 3")
     database.close()
     before = tree(tmp_path)
     for read_only in (True, False):
         with pytest.raises(
-            VersionError, match=r"index.sqlite is a store of format version 2, this release reads 1: use"
+            VersionError, match=r"index.sqlite is a store of format version 3, this release reads 2: use"
         ):
             open_store(tmp_path, read_only=read_only)
     assert tree(tmp_path) == before
+
+
+def test_a_store_of_version_1_is_taken_over(tmp_path: Path) -> None:
+    """As releases up to 0.1.0 of November 2026 wrote it: an index that never shrinks."""
+    finish(filled(tmp_path))
+    index = tmp_path / "index.sqlite"
+    with closing(sqlite3.connect(index, isolation_level=None)) as database:
+        database.execute("PRAGMA auto_vacuum = NONE")
+        database.execute("VACUUM")
+        database.execute("PRAGMA user_version = 1")
+    with closing(open_store(tmp_path, read_only=True)) as store:  # loaders read both
+        before = contents(store)
+    with closing(open_store(tmp_path)) as store:
+        assert contents(store) == before
+    with closing(sqlite3.connect(index)) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (2,)
+        assert database.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+
+
+def test_the_index_shrinks_when_records_go(tmp_path: Path) -> None:
+    index = tmp_path / "index.sqlite"
+    with closing(open_store(tmp_path)) as store:
+        keys = [f"iteration/{number:06d}" for number in range(4000)]
+        store.commit({key: os.urandom(2000) for key in keys})
+    full = index.stat().st_size
+    with closing(open_store(tmp_path)) as store:
+        for start in range(0, len(keys), 500):
+            store.commit({}, keys[start : start + 500])
+        assert index.stat().st_size < full / 10  # at once, not at the next start
+        assert not list(store.records())
+
+
+def test_a_reserve_is_kept_and_given_up(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as store:
+        assert not (tmp_path / "reserve").exists()  # a folder of precompute has none
+        store.keep_room()
+        size = (tmp_path / "reserve").stat().st_size
+        assert 0 < size <= 4 << 20
+        store.make_room()
+        assert (tmp_path / "reserve").stat().st_size == 0
+        store.keep_room()
+        assert (tmp_path / "reserve").stat().st_size > 0
 
 
 def test_another_program_s_database_is_left_alone(tmp_path: Path) -> None:

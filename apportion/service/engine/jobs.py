@@ -108,6 +108,7 @@ class Jobs:
         self._jobs, self._past, self._aside = found.jobs, found.past, found.aside
         self._former = found.former
         self._journal.later({}, found.stale)
+        await self._journal.call(self._journal.store.keep_room)
         self._started = True
         for entry in failed_in(self._jobs.values()):
             self._planning.failures.add(entry)
@@ -115,8 +116,8 @@ class Jobs:
         self.on_free()
 
     async def stop(self, drain_s: float | None = None) -> None:
-        """Takes nothing more and waits so long (`limits.drain_s`) for what is at workers; what has not begun is kept
-        for the next server. Readers of anything else are told "not yet" at once."""
+        """Takes nothing more and waits so long (`limits.drain_s`) for what is at workers; the rest is for the next
+        server. Readers of anything else are told "not yet" at once."""
         self.draining = True
         self._wake_all()
         await self._planning.tasks.finish(self.limits.drain_s if drain_s is None else drain_s)
@@ -144,8 +145,7 @@ class Jobs:
         return [job.state for job in self._jobs.values()]
 
     async def create_job(self, name: str, spec: Spec, lookahead: int, key_digest: bytes) -> bool:
-        """Whether it was made now; False where there is the same. Raises ConflictError where it differs, LimitError,
-        QuotaError where there are too many jobs."""
+        """Whether it was made now; False where there is the same. Raises ConflictError, LimitError, QuotaError."""
         keys = (JobKey(key_digest),)
         state = JobState(checked_name("name", name), spec, integer("lookahead", lookahead), keys)
         return await shared(self._planning.tasks.spawn(self._create(state)))
@@ -163,8 +163,6 @@ class Jobs:
             await self._commit(job_key(state.name), state.record())
             self._jobs[state.name] = Job(state)
         return True
-
-    # ---- keys
 
     def keys(self, name: str) -> Sequence[JobKey]:
         """Of the job of that name; of one that was set aside or deleted, where they are known; else none."""
@@ -228,10 +226,22 @@ class Jobs:
             gone = NotFoundError(f"job {name} was deleted", field="job")
             held = [iteration for epoch in job.open.values() for iteration in self._close(epoch, gone)]
             drops += [iteration.key for iteration in held]
-            for entry in {iteration.entry for iteration in held if not iteration.entry.users}:
+            unused = {iteration.entry for iteration in held if not iteration.entry.users}
+            for entry in unused:
                 self._planning.give_up(entry)
             self._journal.later(self._remember(job.state), drops)
+            if self._journal.trouble:  # the store is full, say: what nobody needs goes first
+                await self._make_room([entry.key for entry in unused])
             await self._guarded(self._journal.flush())
+            with suppress(StoreError):
+                await self._journal.call(self._journal.store.keep_room)
+
+    async def _make_room(self, packs: Sequence[bytes]) -> None:
+        """Now, for the deletion to be written; what fails is told by the commit that follows."""
+        with suppress(StoreError):
+            await self._journal.call(self._journal.store.make_room)
+            for key in self._library.discard(packs):
+                await self._drop_pack(key)
 
     async def _delete_aside(self, name: str) -> None:
         drops = await self._guarded(self._journal.call(keys_of, self._journal.store, name))

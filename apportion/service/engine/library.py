@@ -145,6 +145,13 @@ class Library:
         entry.task = None
         self._forget_unused(entry)
 
+    def discard(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Packs of these that nobody needs, which are no longer counted: to be dropped."""
+        found = [key for key in keys if key in self._idle]
+        self.packs -= len(found)
+        self.pack_bytes -= sum(self._idle.pop(key) for key in found)
+        return found
+
     def excess(self) -> list[bytes]:
         """Packs to drop, which are no longer counted."""
         found = [key for key in self._uncounted if key not in self._entries]

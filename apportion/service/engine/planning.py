@@ -23,6 +23,11 @@ from apportion.service.workers.errors import DeadlineError, PoisonedError, Refus
 from apportion.service.workers.supervisor import Supervisor
 from apportion.service.workers.tasks import Done, Task
 
+_CHANGED = Problem(
+    RefusedBatchError.type,
+    "its plan was lost, and this release plans it otherwise: ranks may have the first one; begin a new epoch",
+    "batches",
+)
 _PAUSE_S = 1.0  # after the pool failed, before the same task is given to it again
 
 log = logging.getLogger(__name__)
@@ -167,6 +172,9 @@ class Planning:
         self._listener.on_news(entry)
 
     async def _publish(self, entry: Entry, done: Done) -> None:
+        if entry.id not in (None, done.id):  # ranks may have the plan that was lost
+            await self._refuse(entry, _CHANGED)
+            return
         came_s, store = self._clock(), self._journal.store
         size, bodies = await self._journal.insist(
             lambda: self._journal.call(_store_pack, store, entry.key, done)
@@ -204,9 +212,9 @@ class Planning:
         if pack is None or pack.form == "slices":
             return None if pack is None else await self._journal.call(_bodies, pack.id, pack.bodies)
         async with self._lowered:
-            return await self._lower(pack)
+            return await self._lower(entry, pack)
 
-    async def _lower(self, pack: Pack) -> tuple[Body, ...] | None:
+    async def _lower(self, entry: Entry, pack: Pack) -> tuple[Body, ...] | None:
         self._lowering += 1
         try:
             done = await self._supervisor.run(Task("lower", pack.bodies[0]), self._deadline_s)
@@ -218,7 +226,11 @@ class Planning:
         finally:
             self._lowering -= 1
             self._listener.on_free()
-        return await self._journal.call(_bodies, done.id, done.bodies) if done.id == pack.id else None
+        if done.id == pack.id:
+            return await self._journal.call(_bodies, done.id, done.bodies)
+        entry.id = pack.id
+        log.error("the plan of %s is lowered to another one than by whoever stored it", pack.key.hex())
+        return None
 
     async def _plan_again(self, entry: Entry) -> None:
         """Its pack is damaged or gone; the request is in the record of any iteration that needs it."""

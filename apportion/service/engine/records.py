@@ -55,12 +55,14 @@ class PastRecord(msgspec.Struct, frozen=True):
 
 class EpochRecord(msgspec.Struct, frozen=True):
     """front: 1 + the highest iteration that a rank had when this was written, 0 before the first; it may lag behind.
-    Iterations below `floor` are no longer kept. stream: older records have none."""
+    Iterations below `floor` are no longer kept. stream: older records have none. release: that plans it, "" where an
+    older record does not say."""
 
     run: str
     front: int = 0
     floor: int = 0
     stream: str = TRAIN
+    release: str = ""
 
 
 class Problem(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from apportion.ir.bytes.job import Job as Spec
+from apportion.ir.version import __version__
 from apportion.service.engine.library import Entry
 from apportion.service.engine.records import (
     EpochRecord,
@@ -144,7 +145,7 @@ class Epoch:
 
     def record(self) -> bytes:
         """Encoded."""
-        return encode(EpochRecord(self.run, self.delivered + 1, self.floor, self.stream))
+        return encode(EpochRecord(self.run, self.delivered + 1, self.floor, self.stream, __version__))
 
     def state(self) -> EpochState:
         queued = sum(self.iterations[number].waits for number in self.queue)
@@ -255,6 +256,7 @@ class Job:
         self.state = state
         self.runs: dict[tuple[str, str], int] = {}  # (stream, run): epoch, rising
         self.open: dict[int, Epoch] = {}  # by number, rising; of each stream one
+        self.ended: dict[int, str] = {}  # epochs that another release began, and what to say of them
         self.at_workers = 0
         self.served = 0  # turn in which it was last served
 
@@ -277,6 +279,12 @@ class Job:
         self.state = replace(self.state, epoch=epoch.number, streams=streams)
         return before
 
+    def end(self, number: int, why: str) -> None:
+        """The epoch goes on no more, though its stream has no later one."""
+        del self.open[number]
+        self.ended[number] = why
+        self.state = replace(self.state, streams={held.stream: held.number for held in self.open.values()})
+
     def forget(self, most: int) -> list[int]:
         """No longer knows the oldest runs that are over, where there are more than `most` runs; their epochs."""
         excess = len(self.runs) - most
@@ -288,6 +296,8 @@ class Job:
         found = self.open.get(number)
         if found is not None:
             return found
+        if number in self.ended:
+            raise GoneError(self.ended[number], field="epoch")
         if 1 <= number <= self.state.last:
             raise GoneError(
                 f"epoch {number} of job {self.name} is over: its stream has a later one, up to {self.state.last}"

@@ -55,6 +55,12 @@ class Store(Protocol):
     def packs(self) -> Iterator[tuple[bytes, int]]:
         """(key, bytes) of each pack, in the order in which they were put. Reads a page at a time."""
 
+    def keep_room(self) -> None:
+        """Keeps some of the disk in reserve, where there is one and it has room."""
+
+    def make_room(self) -> None:
+        """Gives the reserve up, so that records can be dropped where there is no room to write."""
+
     def close(self) -> None:
         """Let others write. Closing twice does nothing; all other calls raise StoreError then."""
 

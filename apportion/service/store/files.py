@@ -22,6 +22,7 @@ from apportion.service.errors import StoreError
 
 PART = ".part"  # ends the names of files that are being written
 
+_RESERVE = 4 << 20  # bytes: deletes some 100,000 records
 _number = itertools.count()
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -119,6 +120,37 @@ def _write(path: Path, data: bytes) -> None:
         os.close(file)
 
 
+# ---------------------------------------------------------------------------------------------- a reserve
+
+
+class Reserve:
+    """A file that is given up when the disk is full, so that what makes room again can be written. It is a part of
+    what is free when it is made, some MiB at most."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def release(self) -> bool:
+        """Whether there was something to give up."""
+        with suppress(OSError):
+            held = self._path.stat().st_size > 0
+            os.truncate(self._path, 0)
+            return held
+        return False
+
+    def fill(self) -> None:
+        """Takes its bytes where the disk has many more."""
+        with suppress(OSError):
+            if self._path.exists() and self._path.stat().st_size:
+                return
+            size = min(_RESERVE, shutil.disk_usage(self._path.parent).free // 16)
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, max(size, 1))
+            finally:
+                os.close(file)
+
+
 # ---------------------------------------------------------------------------------------------- one writer
 
 
@@ -145,7 +177,8 @@ class FolderLock:
             raise StoreError(f"{folder} is in use: {_READERS if readers else _writer(file)}")
         if not self._shared:
             os.ftruncate(file, 0)
-            os.pwrite(file, holder().encode(), 0)
+            with suppress(OSError):  # a full disk: the lock holds all the same
+                os.pwrite(file, holder().encode(), 0)
 
     def release(self) -> None:
         """Let others have it; does nothing the second time."""

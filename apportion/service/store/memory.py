@@ -60,6 +60,11 @@ class MemoryStore:
         self._check()
         return iter([(key, len(data)) for key, data in list(self._packs.items())])
 
+    def keep_room(self) -> None:
+        """It has no disk."""
+
+    make_room = keep_room
+
     def close(self) -> None:
         self._open = False
 

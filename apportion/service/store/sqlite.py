@@ -10,8 +10,11 @@ packs that the index does not know yet are added to it.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
+import shutil
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +29,7 @@ from apportion.service.store import names
 from apportion.service.store.files import (
     PART,
     FolderLock,
+    Reserve,
     make_folder,
     sync,
     sync_folder,
@@ -33,11 +37,13 @@ from apportion.service.store.files import (
     write_whole,
 )
 
-VERSION = 1
+#: 1: releases before this one, whose index never shrinks; 2: it has free pages that can be given back
+VERSION = 2
 INDEX = "index.sqlite"
 
 _APPLICATION = 0x41505354  # "APST": what `file` and SQLite know our databases by
 _SCHEMA = (
+    "PRAGMA auto_vacuum = INCREMENTAL",
     "CREATE TABLE records (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
     "CREATE TABLE packs (key BLOB PRIMARY KEY, bytes INTEGER NOT NULL, number INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX packs_by_number ON packs (number, key)",
@@ -47,8 +53,22 @@ _SCHEMA = (
 _ADD_PACK = "INSERT OR IGNORE INTO packs SELECT ?, ?, COALESCE(MAX(number) + 1, 0) FROM packs"
 _DROP_PACK = "DELETE FROM packs WHERE key = ?"
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FOLDER = re.compile("[0-9a-f]{2}")
 _PACK = re.compile("[0-9a-f]{64}[.]pack")
+
+
+_LOW = 4 << 20  # bytes that are free: opening the store may need them
+_MANY = 64  # deletions after which the index may be smaller
+_SLACK, _AT_ONCE = 64, 50_000  # free pages that are kept; given back at a time (200 MB, some 0.3 s)
+
+log = logging.getLogger(__name__)
+
+
+def _is_full(error: StoreError) -> bool:
+    cause = error.__cause__
+    code = (getattr(cause, "sqlite_errorcode", None) or 0) & 0xFF
+    return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) or getattr(cause, "errno", None) in _NO_ROOM
 
 
 class SqliteStore:
@@ -57,6 +77,7 @@ class SqliteStore:
     def __init__(self, folder: Path, read_only: bool = False) -> None:
         self.folder, self.read_only = folder, read_only
         self._mutex = RLock()
+        self._reserve = Reserve(folder / "reserve")
         self._db: sqlite3.Connection | None = None
         if read_only and not (folder / INDEX).is_file():
             rule = f"there is no store: it has no {INDEX}"
@@ -78,14 +99,18 @@ class SqliteStore:
         with teaching(index, "open the store"):
             if not self.read_only:
                 index.with_name(f"{INDEX}-shm").unlink(missing_ok=True)  # of readers who have left
+                if shutil.disk_usage(self.folder).free < _LOW:
+                    self._reserve.release()
             self._db = _connect(index, self.read_only)
             new = _is_new(self._db, index)
             if new and self.read_only:
                 raise StoreError(f"{index} is empty: whoever made it was killed; let a server open it first")
             if not self.read_only:
                 _make_writable(self._db, new)
+                _migrate(self._db, index)
                 sync_folder(self.folder)
                 self._tidy()
+                self._shrink()
 
     def _path(self, key: bytes) -> Path:
         return pack_path(self.folder, check_key("key", key))
@@ -104,6 +129,25 @@ class SqliteStore:
         with self._writing("commit records") as db:
             db.executemany("DELETE FROM records WHERE key = ?", ((key,) for key in dropped))
             db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?)", written)
+        if len(dropped) >= _MANY:
+            with self._mutex:
+                self._shrink()
+
+    def make_room(self) -> None:
+        self._reserve.release()
+
+    def keep_room(self) -> None:
+        self._reserve.fill()
+
+    def _shrink(self) -> None:
+        """Gives free pages back, a bounded number of them; what cannot be done now is done later."""
+        with suppress(sqlite3.Error):
+            db = self._connection()
+            free, pages = _pragma(db, "freelist_count"), _pragma(db, "page_count")
+            if free > _SLACK and free > pages // 4:
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                db.executescript(f"PRAGMA incremental_vacuum({min(free - _SLACK, _AT_ONCE)})")  # to its end
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     # ------------------------------------------------------------------------------------------ packs
 
@@ -137,7 +181,11 @@ class SqliteStore:
         with teaching(path, "drop a pack"):
             self._check_writable()
             path.unlink(missing_ok=True)  # first: a full disk has no room to write the index before
+        try:
             self._index("drop a pack", _DROP_PACK, (key,))
+        except StoreError as error:
+            if not _is_full(error):  # else the next opening finds that the file is gone
+                raise
 
     def packs(self) -> Iterator[tuple[bytes, int]]:
         sql = "SELECT number, key, bytes FROM packs WHERE (number, key) > (?, ?) ORDER BY number, key LIMIT ?"
@@ -260,13 +308,18 @@ def _connect(index: Path, read_only: bool) -> sqlite3.Connection:
     if read_only:  # without a log nothing can change below us: no locks, no files beside it, read-only disks
         log = index.with_name(index.name + "-wal")
         uri += "?mode=ro" if log.exists() and log.stat().st_size else "?immutable=1"
-    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    if (
+        not read_only
+    ):  # FolderLock keeps others out: no shared memory is needed, for which a full disk has no room
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+    return db
 
 
 def _is_new(db: sqlite3.Connection, index: Path) -> bool:
     """Whether nothing is in it yet. Raises VersionError, StoreError where something else is."""
     application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
-    if application == _APPLICATION and version == VERSION:
+    if application == _APPLICATION and 1 <= version <= VERSION:
         return False
     if application == _APPLICATION:
         raise VersionError(
@@ -279,16 +332,33 @@ def _is_new(db: sqlite3.Connection, index: Path) -> bool:
 
 
 def _make_writable(db: sqlite3.Connection, new: bool) -> None:
-    db.execute("PRAGMA locking_mode = EXCLUSIVE")  # FolderLock keeps others out: no shared memory is needed
+    if new:
+        db.execute(_SCHEMA[0])  # once there is a page it is too late
     db.execute("PRAGMA journal_mode = WAL")
     if new:
-        with transaction(db):
-            _create(db)
+        _create(db)
 
 
 def _create(db: sqlite3.Connection) -> None:
-    for statement in _SCHEMA:
-        db.execute(statement)
+    """Raises sqlite3.Error. The first statement has to come before any transaction."""
+    first, *rest = _SCHEMA
+    db.execute(first)
+    with transaction(db):
+        for statement in rest:
+            db.execute(statement)
+
+
+def _migrate(db: sqlite3.Connection, index: Path) -> None:
+    """From version 1: the index is written anew, once. A disk without room for that leaves it as it is."""
+    if _pragma(db, "user_version") == VERSION:
+        return
+    if shutil.disk_usage(index.parent).free < 3 * index.stat().st_size:
+        log.warning("%s stays in format version 1, and does not shrink: its disk has too little room", index)
+        return
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    db.execute("VACUUM")
+    db.execute(f"PRAGMA user_version = {VERSION}")
+    log.warning("%s was in format version 1, it is in %d now", index, VERSION)
 
 
 def _write_index(path: Path, records: Iterator[tuple[str, bytes]], packs: list[tuple[bytes, int]]) -> None:
@@ -297,8 +367,8 @@ def _write_index(path: Path, records: Iterator[tuple[str, bytes]], packs: list[t
     db = sqlite3.connect(path, isolation_level=None)
     try:
         db.execute("PRAGMA journal_mode = OFF")
+        _create(db)
         with transaction(db):
-            _create(db)
             db.executemany(
                 "INSERT INTO records VALUES (?, ?)", (names.sealed(key, value) for key, value in records)
             )

@@ -24,6 +24,7 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.request.batch import Batch
 from apportion.service.client import create_job
 from apportion.service.http.child import serving
+from apportion.service.private import admin_key_of
 from apportion.service.tied import tied
 from apportion.trainer.demo import process
 from apportion.trainer.demo.workload import RANKS, Step, documents, job
@@ -78,7 +79,8 @@ def _ran(told: list[process.Step]) -> Ran:
 
 def _planning_ms(url: str) -> float:
     """The mean time that the service's workers took for an iteration."""
-    text = urllib3.request("GET", f"{url}/metrics").data.decode()
+    headers = {"authorization": f"Bearer {admin_key_of(url)}"}
+    text = urllib3.request("GET", f"{url}/metrics", headers=headers).data.decode()
     figures = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
     name = "apportion_planning_seconds"
     return 1e3 * float(figures[f"{name}_sum"]) / float(figures[f"{name}_count"])
