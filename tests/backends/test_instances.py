@@ -85,7 +85,7 @@ def read() -> list[Instance]:
 
 
 INSTANCES = read()
-MARKED = [pytest.param(item, marks=pytest.mark.slow) if item.tokens > 2**17 else item for item in INSTANCES]
+MARKED = [pytest.param(item, marks=pytest.mark.slow) if item.tokens > 2**16 else item for item in INSTANCES]
 every_instance = pytest.mark.parametrize("instance", MARKED, ids=[item.name for item in INSTANCES])
 
 

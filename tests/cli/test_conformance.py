@@ -99,6 +99,7 @@ def test_the_package_passes_on_every_level(capsys: pytest.CaptureFixture[str]) -
     assert wrong([InProcess(["apportion"]).ask(question) for question in asked]) == []
 
 
+@pytest.mark.slow
 def test_the_example_in_python_passes_read() -> None:
     assert wrong([Reader(READ_PLAN).ask(question) for question in questions(SUITE, "read")]) == []
 

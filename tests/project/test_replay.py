@@ -13,6 +13,7 @@ from apportion.ir.plan.tables import Table
 from benchmarks import replay
 
 
+@pytest.mark.slow
 def test_no_plan_has_moved(capsys: pytest.CaptureFixture[str]) -> None:
     assert replay.main([]) == 0, capsys.readouterr().out
     assert len(replay.committed()) > 300

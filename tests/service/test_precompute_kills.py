@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sparse import sparse
 
 from tests.service.precomputing import DEADLINE_S, bytes_of, command, lengths, packs_in, running, until
 
@@ -87,7 +86,8 @@ def _finished(words: list[str]) -> dict[str, Any]:
     return dict(json.loads(out))
 
 
-@pytest.mark.parametrize("seed", sparse(range(3), 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_killed_and_resumed_runs_leave_the_same_bytes(seed: int) -> None:
     figures = case(seed, SMALL)
     assert len(figures["kills_at"]) == SMALL.kills

@@ -146,6 +146,7 @@ def test_every_token_of_every_sample_is_predicted_once(samples, random):
     assert sorted(seen) == [(i, t, ids[t]) for i, ids in enumerate(samples) for t in range(1, len(ids))]
 
 
+@pytest.mark.slow
 def test_the_example_counts_and_agrees():
     """Its table is what counting lengths says; it ends with an error where gradients do not agree."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -62,7 +62,7 @@ FULL = [cell(strategy, 13 * strategy + mask) for strategy in range(len(MATRIX)) 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        cells = FULL if metafunc.config.getoption("--full") else sparse(COVER, 3)
+        cells = FULL if metafunc.config.getoption("--full") else sparse(COVER, 6)
         metafunc.parametrize("case", cells, ids=lambda case: f"{case.name}-{case.mask}")
 
 

@@ -200,6 +200,7 @@ def pair_of(name, ranks, groups):
     return simulate_pair(halves_of(name, ranks)[0], halves_of(other, ranks)[1], layers=2, groups=groups)
 
 
+@pytest.mark.slow
 def test_taking_turns_gains_over_all_pairs():
     runs = [
         run for name in STRATEGIES for ranks in (2, 4, 6) for run in pair_of(name, ranks, None).runs.values()
