@@ -49,7 +49,7 @@ def running(folder: Path, *options: str, admin: str | None = None) -> Iterator[t
 
 @pytest.fixture(scope="module")
 def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Client, int]]:
-    with running(tmp_path_factory.mktemp("keyless")) as found:
+    with running(tmp_path_factory.mktemp("keyless"), "--insecure") as found:
         yield found
 
 
@@ -138,7 +138,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_alone(tmp_path: Path, watch: Watc
 
 
 def test_a_server_that_ends_is_told(tmp_path: Path, watch: Watch) -> None:
-    with running(tmp_path) as (server, _, _):
+    with running(tmp_path, "--insecure") as (server, _, _):
         page = watch(server.url)
         page.wait_for_selector(SHOWN)
         server.process.terminate()
@@ -162,7 +162,7 @@ def test_it_fits_its_window_and_is_accessible(
 
 def test_texts_from_outside_are_texts(tmp_path: Path, watch: Watch) -> None:
     """A run may be called what its trainer likes; a batch that fails says why in words of the planner."""
-    with running(tmp_path) as (server, client, _):
+    with running(tmp_path, "--insecure") as (server, client, _):
         epoch = client.begin("second")
         client.submit(epoch, 0, [Batch.from_lengths([100])])
         page = watch(server.url)
