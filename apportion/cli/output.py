@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +56,26 @@ def drop_stdout() -> None:
 def emit(
     record: Mapping[str, Any], as_json: bool, *views: Callable[[], RenderableType], width: int = WIDTH
 ) -> None:
-    """The result: `record` as one line of JSON, or the views of it for people, at least `width` columns wide."""
-    if as_json:
-        print(json.dumps(record, allow_nan=False))
-        return
-    console = Console(highlight=False)
+    """The result: `record` as one line of JSON, or the views of it for people, at least `width` columns wide. Where the
+    reader of a pipe has seen enough, as in `apportion show P.plan | head`, the exit code stays what it is."""
+    try:
+        if as_json:
+            print(json.dumps(record, allow_nan=False))
+        else:
+            _print_views(views, width)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        drop_stdout()
+
+
+class _Printer(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process with exit code 1."""
+        raise BrokenPipeError
+
+
+def _print_views(views: Sequence[Callable[[], RenderableType]], width: int) -> None:
+    console = _Printer(highlight=False)
     console.width = max(console.width, width)
     for view in views:
         shown = view()

@@ -136,3 +136,14 @@ def test_a_full_disk_is_told() -> None:
     done = run("plan", "--workload", WORKLOAD, "--ranks", "8", "-o", "/dev/full")
     assert done.returncode == cli.BAD_INPUT
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("recipes", "--json"), ("recipes",)])
+def test_a_reader_that_has_seen_enough_is_no_error(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "apportion", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == cli.OK
