@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -124,3 +125,42 @@ def test_the_examples_are_valid() -> None:
     assert Batch.load(ROOT / "examples/two_kinds.yaml").kinds == ("global", "local")
     assert Cluster.load(ROOT / "examples/cluster.yaml").ranks == 16
     assert Model.load(ROOT / "examples/model.yaml").layers_of("local") == 40
+
+
+def _documents() -> list[Path]:
+    return sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def _commands(text: str) -> list[list[str]]:
+    """The words behind `apportion` of each command line, options without their values' brackets."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    lines = re.findall(r"^    (?:torchrun .* -m )?apportion ([^#\n]*)", joined, re.MULTILINE)
+    return [
+        line.split("#")[0].split(">")[0].split("|")[0].replace("[", " ").replace("]", " ").split()
+        for line in lines
+    ]
+
+
+@pytest.mark.parametrize("document", _documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_of_every_document_have_the_options_that_they_use(document: Path) -> None:
+    """Those of `RUN` are run; of the others, which need clusters or hours, the words are held to the command line."""
+    import typer
+
+    for words in _commands(document.read_text(encoding="utf-8")):
+        found = typer.main.get_command(cli.app)
+        for word in words:
+            known = {name for option in found.params for name in (*option.opts, *option.secondary_opts)}
+            if word.startswith("-") and not re.fullmatch(r"-[0-9.]+", word):
+                assert word.split("=")[0] in {*known, "--help"}, (words, word)
+            elif word in getattr(found, "commands", ()):
+                found = found.commands[word]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("document", _documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_of_every_document_compiles_and_names_what_there_is(document: Path) -> None:
+    import apportion as ap
+
+    for block in re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+        compile(block, str(document), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for name in re.findall(r"\bap\.([A-Za-z_]+)", block):
+            assert name in ap.__all__, (name, block)
