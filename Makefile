@@ -6,7 +6,7 @@
 #   make coverage  all of these tests with branch coverage, which makes Python twice as slow
 #   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
 #   make test-plain  the core's tests where only numpy is, without torch; NUMBA=1: with numba
-#   make test-browser  pages in a headless Chromium, which must be installed; SCREENSHOTS=FOLDER keeps pictures
+#   make test-browser  pages in a headless Chromium, which must be installed; pictures in build/screenshots
 #   make docs     the documents as a site, in site/; a broken link or reference is an error
 #   make picture  the picture of a report in README and site; needs chromium
 #   make lint     the first three of these
@@ -88,7 +88,7 @@ coverage: warm
 
 test-browser: $(READY)
 	@$(BIN)/pip install --quiet --editable ".[browser]"
-	$(BIN)/pytest tests/browser
+	SCREENSHOTS=$${SCREENSHOTS:-build/screenshots} $(BIN)/pytest tests/browser
 
 # The site's packages stay out of the environment of all else, too. It is built into site/, and asks nobody for anything.
 docs:

@@ -1,7 +1,11 @@
-"""Debian's Chromium, without a screen, and pictures of its pages: SCREENSHOTS=FOLDER keeps them."""
+"""Debian's Chromium, without a screen, and pictures of its pages.
+
+SCREENSHOTS=FOLDER keeps them; each is held loosely against what is committed in `looks.json` (UPDATE=1 writes that).
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -11,6 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +25,8 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 )
+LOOKS = Path(__file__).with_name("looks.json")
+CELLS, FAR = 24, 14.0  # parts of a picture on each axis; how far they may be off on average, of 255
 WIDE, NARROW = (1440, 900), (390, 844)
 
 
@@ -33,9 +41,30 @@ def chromium() -> Iterator[Browser]:
 
 
 def keep(page: Page, name: str) -> None:
-    """A picture of the whole page, where somebody wants pictures."""
+    """A picture of the whole page, which looks about as it did: its height, and how light its parts are. Fonts and
+    figures may differ, a part that is missing, moved or of another colour may not."""
+    data = page.screenshot(full_page=True)
     if "SCREENSHOTS" in os.environ:
-        page.screenshot(path=Path(os.environ["SCREENSHOTS"]) / f"{name}.png", full_page=True)
+        folder = Path(os.environ["SCREENSHOTS"])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.png").write_bytes(data)
+    picture = Image.open(io.BytesIO(data)).convert("L")
+    found = {
+        "height": picture.height,
+        "light": np.asarray(picture.resize((CELLS, CELLS), Image.Resampling.BOX)),
+    }
+    looks = json.loads(LOOKS.read_text(encoding="utf-8")) if LOOKS.exists() else {}
+    if "UPDATE" in os.environ:
+        looks[name] = {"height": found["height"], "light": found["light"].tolist()}
+        text = ",\n".join(f"{json.dumps(key)}: {json.dumps(looks[key])}" for key in sorted(looks))
+        LOOKS.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+        return
+    held = looks[name]
+    assert abs(found["height"] / held["height"] - 1) < 0.15, (name, found["height"], held["height"])
+    off = np.abs(found["light"].astype(float) - np.array(held["light"], float)).mean()
+    assert off < FAR, (
+        f"{name} does not look as it did, by {off:.1f} of 255 on average: look at it, then UPDATE=1"
+    )
 
 
 def violations(page: Page) -> list[Any]:
