@@ -293,6 +293,21 @@ def test_a_poison_batch_is_quarantined_and_blocks_nobody() -> None:
     run(main())
 
 
+def test_a_poison_batch_is_not_tried_again_in_the_next_epoch() -> None:
+    async def main() -> None:
+        rig = Rig()
+        rig.pool.deadly = {1}
+        async with rig.with_job() as engine:
+            await submit(engine, 1)
+            await raised(take(engine, 1), QuarantinedError)
+            epoch, _ = await engine.begin_epoch("run", "second")
+            await engine.submit("run", epoch, 0, batch(1))
+            assert (await engine.iteration_state("run", epoch, 0)).state == "quarantined"
+        assert rig.pool.begun == [1, 1, 1]
+
+    run(main())
+
+
 def test_what_takes_too_long_is_given_up() -> None:
     async def main() -> None:
         rig = Rig(limits=Limits(deadline_s=7.0))

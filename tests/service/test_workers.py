@@ -15,9 +15,14 @@ import worker_cases as cases
 from worker_cases import DEADLINE_S, launchers, plan_task, pooled, until
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.job import decode_request
+from apportion.ir.bytes.job import Job, decode_request, encode_request
 from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.jobs import plan_job
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.workers import (
     ClosedError,
     DeadlineError,
@@ -61,6 +66,24 @@ def test_bodies_are_those_of_planning_here_and_lowering_gives_them_again() -> No
         assert (counters.plans, counters.lowered, counters.retries) == (1, 1, 0)
         assert counters.ms > 0
     assert IterationSlice.decode(done.bodies[3]).rank == 3
+
+
+def test_a_batch_that_takes_too_much_memory_is_refused_and_its_worker_goes_on() -> None:
+    ranks = 2048
+    job = Job(Cluster(ranks // 8, 8), Model(8, 1, 64), Policy(find_recipe("ring")), 2048)
+    large = Task("plan", encode_request(job, [Batch.from_lengths([4_000_000])]))
+
+    async def use(pool: ProcessPool) -> None:
+        supervisor = Supervisor(pool)
+        with pytest.raises(RefusedError, match="--worker-gb") as caught:
+            await supervisor.run(large, DEADLINE_S)
+        assert caught.value.kind == "CapacityError"
+        assert len((await supervisor.run(plan_task(1), DEADLINE_S)).bodies) == 4
+        assert (pool.restarts, supervisor.counters.retries) == (0, 0)
+        (worker,) = cases.children(cases.children(os.getpid())[-1])
+        assert Path(f"/proc/{worker}/oom_score_adj").read_text().strip() == "800"
+
+    asyncio.run(pooled(ProcessPool(1, memory_bytes=1 << 30), use))
 
 
 def test_what_the_planner_refuses_is_said_and_not_tried_again() -> None:

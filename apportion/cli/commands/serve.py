@@ -56,6 +56,12 @@ def serve(
         str,
         typer.Option("--workers", help="Processes that plan, or `ray` for a Ray cluster.", metavar="N|ray"),
     ] = "1",
+    worker_gb: Annotated[
+        float,
+        typer.Option(
+            "--worker-gb", help="Memory of each worker, in 2^30 bytes; 0 for no limit. Not with Ray.", min=0
+        ),
+    ] = 8.0,
     admin_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -175,6 +181,7 @@ def serve(
         store=_store(context, store, folder),
         redis_password=None if redis_password_file is None else inputs.key_of(redis_password_file),
         workers=inputs.workers_of(workers),
+        worker_bytes=int(worker_gb * 2**30),
         admin=digests[0],
         metrics=digests[1],
         shown=key,

@@ -72,7 +72,8 @@ class Engine(Jobs):
         held.recording = asyncio.get_running_loop().create_future()
         self._library.need(wanted.key, held, wanted.request)
         epoch.add(held)
-        hit = held.entry.stored_bytes > 0 or len(held.entry.users) > 1
+        known = held.entry.stored_bytes > 0 or held.entry.problem is not None
+        hit = known or len(held.entry.users) > 1
         written = self._journal.commit({held.key: held.record(wanted.request, held.entry.problem)})
         self._planning.tasks.spawn(self._recorded(held, written, hit))
         error = await asyncio.shield(held.recording)

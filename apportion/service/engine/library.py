@@ -24,6 +24,8 @@ from apportion.service.limits import Limits
 if TYPE_CHECKING:
     from apportion.service.engine.state import Iteration
 
+_REMEMBERED = 4096  # batches that cannot be planned
+
 
 @dataclass(frozen=True, slots=True)
 class Body:
@@ -71,6 +73,7 @@ class Library:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._entries: dict[bytes, Entry] = {}
+        self._problems: OrderedDict[bytes, Problem] = OrderedDict()  # of what cannot be planned, whoever asks
         self._idle: dict[bytes, int] = {}  # stored packs that nobody needs, longest idle first
         self._uncounted: set[bytes] = set()  # whose packs were to be dropped, and are asked for again
         self.cache = Cache(limits.cache_bytes)
@@ -96,6 +99,7 @@ class Library:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = Entry(key, self._idle.pop(key, 0))
+            entry.problem = self._problems.get(key)
         if request and not entry.request and entry.state == "queued":
             self.expect(entry, request)
         entry.users.add(user)
@@ -128,10 +132,14 @@ class Library:
         if entry.users:
             self.cache.put(entry, bodies, asked)
 
-    def given_up(self, entry: Entry, problem: Problem) -> None:
-        """It will not be planned."""
+    def given_up(self, entry: Entry, problem: Problem, for_good: bool = False) -> None:
+        """It will not be planned. for_good: nor will the same in a later epoch, until the server is started anew."""
         self._settle(entry)
         entry.problem = problem
+        if for_good:
+            self._problems[entry.key] = problem
+            while len(self._problems) > _REMEMBERED:
+                self._problems.popitem(last=False)
 
     def lost(self, entry: Entry) -> None:
         """Its pack is damaged or gone."""

@@ -147,7 +147,7 @@ class Planning:
             done = await self._supervisor.run(Task("plan", entry.request), self._deadline_s)
         except (RefusedError, DeadlineError, PoisonedError) as error:
             self._leave(entry)
-            await self._refuse(entry, _problem(error))
+            await self._refuse(entry, _problem(error), for_good=not isinstance(error, DeadlineError))
         except Exception:
             log.exception("the pool failed; the batch is planned again in %g s", _PAUSE_S)
             self.counters.errors += 1
@@ -173,7 +173,7 @@ class Planning:
 
     async def _publish(self, entry: Entry, done: Done) -> None:
         if entry.id not in (None, done.id):  # ranks may have the plan that was lost
-            await self._refuse(entry, _CHANGED)
+            await self._refuse(entry, _CHANGED, for_good=False)
             return
         came_s, store = self._clock(), self._journal.store
         size, bodies = await self._journal.insist(
@@ -186,12 +186,12 @@ class Planning:
         for user in entry.users:
             self.counters.ready_s.observe(now_s - user.submitted_s)
 
-    async def _refuse(self, entry: Entry, problem: Problem) -> None:
+    async def _refuse(self, entry: Entry, problem: Problem, for_good: bool) -> None:
         def records() -> dict[str, bytes]:  # anew at each attempt: only for whom the entry still is
             return {user.key: user.record(b"", problem) for user in entry.users if user.recording is None}
 
         await self._journal.insist(lambda: self._journal.commit(records()))
-        self._library.given_up(entry, problem)
+        self._library.given_up(entry, problem, for_good)
         self.failures.add(entry)
 
     # ---- reading

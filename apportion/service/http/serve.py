@@ -57,17 +57,19 @@ _CLOSING_S = 2.0  # of the drain: to close workers and store, and to end
 
 @dataclass(frozen=True)
 class Options:
-    """How to serve. admin: digest of the admin key (`auth.key_digest`), None for none; metrics: of the key for /metrics
-    alone; shown: the admin key, for clients of this user to find; admin_file: where it is. folder: of the audit
-    log, None for none. public_url: how clients call the server, before the paths in answers. parent: process that this
-    one ends with, None for its own life. renew: called on SIGHUP, gives the digests of the admin key and that for
-    metrics. Raises ConfigError."""
+    """How to serve. admin: digest of the admin key (`auth.key_digest`), None for none; metrics: of the key for
+    /metrics alone; shown: the admin key, for clients of this user to find; admin_file: where it is. folder: of the
+    audit log, None for none. worker_bytes: memory of each worker beyond what it begins with, 0 for no limit.
+    public_url: how clients call the server, before the paths in answers. parent: process that this one ends with,
+    None for its own life. renew: called on SIGHUP, gives the digests of the admin key and that for metrics. Raises
+    ConfigError."""
 
     host: str = "127.0.0.1"
     port: int = 8321
     store: Path | str = field(default=Path(".apportion"), repr=False)
     redis_password: str | None = field(default=None, repr=False)
     workers: int | Literal["ray"] = 1
+    worker_bytes: int = 8 << 30
     admin: bytes | None = None
     metrics: bytes | None = None
     shown: str | None = field(default=None, repr=False)
@@ -186,7 +188,7 @@ async def _serve(
     async with AsyncExitStack() as opened:
         store = await asyncio.to_thread(open_store, options.store, password=options.redis_password)
         opened.push_async_callback(asyncio.to_thread, store.close)
-        pool = pool_of(options.workers)
+        pool = pool_of(options.workers, options.worker_bytes)
         opened.push_async_callback(pool.close)
         engine = Engine(store, Supervisor(pool), options.limits)
         await asyncio.gather(pool.start(), engine.start())

@@ -21,6 +21,11 @@ from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.workers.pipes import dies_with, receive, send
 from apportion.service.workers.tasks import MAX_REPLY, Done, Refused, Reply, Task, encode, read_task
 
+_NO_MEMORY = (
+    "planning this batch takes more memory than a worker of the server has (--worker-gb): take larger blocks, fewer "
+    "ranks or fewer tokens, or raise --worker-gb"
+)
+
 
 def run(task: Task) -> Done:
     """The task's result. Raises ApportionError."""
@@ -50,6 +55,8 @@ def answer(data: bytes, work: Callable[[Task], Done]) -> bytes:
         return reply if len(reply) <= MAX_REPLY else encode(_too_large(len(reply)))
     except ApportionError as error:
         return encode(refusal(error))
+    except MemoryError:
+        return encode(refusal(CapacityError(_NO_MEMORY)))
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return encode(refusal(error))

@@ -4,15 +4,18 @@ milliseconds.
     server ── control ──► zygote ── fork ──► worker
        └─────────── its own socket ────────────┘
 
-`python -m apportion.service.workers.zygote FD RUNNER`: FD is the control socket, on which a frame with the number of
-cores says that it is ready; then each byte brings a socket, and the frame that answers has the pid of the worker that
-serves it. RUNNER is a module with `warm()` and `run(task)`. Workers outlive the zygote, neither outlives the server.
+`python -m apportion.service.workers.zygote FD RUNNER BYTES`: FD is the control socket, on which a frame with the
+number of cores says that it is ready; then each byte brings a socket, and the frame that answers has the pid of the
+worker that serves it. RUNNER is a module with `warm()` and `run(task)`; BYTES is the memory that a worker may map
+beyond what it is forked with, 0 for no limit. Where the machine's memory ends, the kernel kills workers first.
+Workers outlive the zygote, neither outlives the server.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,8 +26,10 @@ from typing import Any
 from apportion.service.workers.pipes import dies_with, send
 from apportion.service.workers.worker import serve
 
+_KILLED_FIRST = "800"  # of 1000; the server has 0
 
-def main(control: socket.socket, runner: Any) -> None:
+
+def main(control: socket.socket, runner: Any, memory_bytes: int) -> None:
     """Forks until the server hangs up, then kills what is left."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server ends us, after its own drain
         signal.signal(signum, signal.SIG_IGN)
@@ -37,7 +42,7 @@ def main(control: socket.socket, runner: Any) -> None:
     send(control, str(os.cpu_count() or 1).encode())
     while (fd := _next(control)) is not None:
         with socket.socket(fileno=fd) as line:
-            workers.add(pid := _fork(control, line, runner))
+            workers.add(pid := _fork(control, line, runner, memory_bytes))
         send(control, str(pid).encode())
     for pid in workers:
         _kill_group(pid)
@@ -52,7 +57,7 @@ def _next(control: socket.socket) -> int | None:
     return fds[0] if fds else None
 
 
-def _fork(control: socket.socket, line: socket.socket, runner: Any) -> int:
+def _fork(control: socket.socket, line: socket.socket, runner: Any, memory_bytes: int) -> int:
     pid = os.fork()
     if pid:
         with suppress(OSError):  # it did so itself and may be gone
@@ -63,6 +68,7 @@ def _fork(control: socket.socket, line: socket.socket, runner: Any) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD,))
         os.setpgid(0, 0)
+        _confine(memory_bytes)
         control.close()
         serve(line, runner.run)
         status = 0
@@ -70,6 +76,15 @@ def _fork(control: socket.socket, line: socket.socket, runner: Any) -> int:
         status = 0
     finally:
         os._exit(status)
+
+
+def _confine(memory_bytes: int) -> None:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write(_KILLED_FIRST)
+    if memory_bytes:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes,) * 2)
 
 
 def _reap(workers: set[int]) -> None:
@@ -87,4 +102,4 @@ def _kill_group(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), import_module(sys.argv[2]))
+    main(socket.socket(fileno=int(sys.argv[1])), import_module(sys.argv[2]), int(sys.argv[3]))
