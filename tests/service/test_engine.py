@@ -308,6 +308,49 @@ def test_a_poison_batch_is_not_tried_again_in_the_next_epoch() -> None:
     run(main())
 
 
+def test_a_job_of_long_plans_gives_its_neighbour_as_many_seconds() -> None:
+    """One worker: after a plan of 20 s the other job has all that it waits for, however many plans that are."""
+
+    async def main() -> None:
+        now = [0.0]
+        rig = Rig(pool=LocalPool(held=True), clock=lambda: now[0])
+        async with rig.started() as engine:
+            await begin(engine, "heavy")
+            await begin(engine, "light")
+            await submit(engine, 1, 2, name="heavy")
+            await until(lambda: rig.pool.begun == [1])
+            await submit(engine, *range(11, 17), name="light")
+            now[0] += 20.0
+            for number in (1, *range(11, 17), 2):
+                await until(lambda number=number: rig.pool.begun[-1] == number)  # type: ignore[misc]
+                now[0] += 0.1
+                rig.pool.let(number)
+            await take(engine, 2, name="heavy")
+        assert rig.pool.begun == [1, *range(11, 17), 2]
+
+    run(main())
+
+
+def test_one_of_several_workers_is_left_to_jobs_of_short_plans() -> None:
+    async def main() -> None:
+        now = [0.0]
+        rig = Rig(pool=LocalPool(2, held=True), clock=lambda: now[0])
+        async with rig.started() as engine:
+            await begin(engine, "heavy")
+            await submit(engine, 1, 2, 3, 4, name="heavy")
+            await until(lambda: rig.pool.begun == [1, 2])  # alone it has both
+            await begin(engine, "light")
+            now[0] += 20.0
+            rig.pool.let(1, 2)
+            await take(engine, 2, name="heavy")
+            await until(lambda: rig.pool.begun == [1, 2, 3])
+            await submit(engine, 11, name="light")
+            await until(lambda: rig.pool.begun == [1, 2, 3, 11])  # at once
+            rig.pool.open()
+
+    run(main())
+
+
 def test_what_takes_too_long_is_given_up() -> None:
     async def main() -> None:
         rig = Rig(limits=Limits(deadline_s=7.0))

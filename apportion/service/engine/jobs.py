@@ -314,10 +314,13 @@ class Jobs:
         """Gives free workers what is needed next."""
         if not self._started or self.draining:
             return
-        while self._planning.free and (found := choose(self._jobs.values(), self._clock())) is not None:
+        while self._planning.free and (found := self._next()) is not None:
             self._turn += 1
-            found.epoch.served = found.epoch.job.served = self._turn
+            found.epoch.served = self._turn
             self._planning.start(found)
+
+    def _next(self) -> Iteration | None:
+        return choose(list(self._jobs.values()), self._clock(), self._planning.is_last)
 
     def on_news(self, entry: Entry) -> None:
         """Tells those who need it."""

@@ -98,6 +98,11 @@ class Planning:
             for held, since_s in self._busy.values()
         ]
 
+    @property
+    def is_last(self) -> bool:
+        """Whether one of several workers is free."""
+        return self._supervisor.pool.size > 1 and self.at_workers == self._supervisor.pool.size - 1
+
     def start(self, found: Iteration) -> None:
         """Has it planned, for all who need it."""
         entry, job = found.entry, found.epoch.job
@@ -161,7 +166,9 @@ class Planning:
     def _leave(self, entry: Entry) -> None:
         held = self._busy.pop(entry, None)
         if held is not None:
-            held[0].epoch.job.at_workers -= 1
+            job, since_s = held[0].epoch.job, held[1]
+            job.at_workers -= 1
+            job.spend(self._clock() - since_s, self._clock())
             self._listener.on_free()
 
     def _ended(self, entry: Entry) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from apportion.service.engine.state import Iteration, Job
 
+#: a job whose plans take longer than so many seconds leaves one of several workers to the others
+LONG_S = 1.0
 
-def choose(jobs: Iterable[Job], now_s: float) -> Iteration | None:
+
+def choose(jobs: Sequence[Job], now_s: float, last: bool) -> Iteration | None:
     """The job with the fewest tasks at workers, of these the one whose next iteration, of any stream, has the nearest
-    deadline; among deadlines that have passed none is nearer, and whoever was served longest ago is served: first among
-    jobs, then among a job's streams."""
-    epochs = (epoch for job in jobs for epoch in job.open.values())
+    deadline. Among deadlines that have passed none is nearer: then the job goes first that has had fewest seconds of
+    workers lately, and of its streams the one that was served longest ago.
+
+    last: one of several workers is free; where there is another job, one whose plans take long does not get it."""
+    alone = len(jobs) < 2
+    may = (job for job in jobs if alone or not last or job.plan_s <= LONG_S)
+    epochs = (epoch for job in may for epoch in job.open.values())
     waiting = (found for epoch in epochs if (found := epoch.candidate()))
     return min(waiting, key=lambda found: _urgency(found, now_s), default=None)
 
 
-def _urgency(found: Iteration, now_s: float) -> tuple[int, float, int, int]:
-    epoch = found.epoch
-    due_s = max(epoch.deadline_s(found.number), now_s)
-    return epoch.job.at_workers, due_s, epoch.job.served, epoch.served
+def _urgency(found: Iteration, now_s: float) -> tuple[int, float, float, int]:
+    epoch, job = found.epoch, found.epoch.job
+    return job.at_workers, max(epoch.deadline_s(found.number), now_s), job.worked_s(now_s), epoch.served

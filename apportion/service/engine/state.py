@@ -8,6 +8,7 @@ Job ── open ── Epoch, one a stream ── iterations by number; of these
 from __future__ import annotations
 
 import asyncio
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from apportion.service.protocol import EpochState
 
 _FIRST_STEP_S = 1.0  # until two deliveries tell how long the job's steps take
 _SMOOTHING = 0.25
+_LATELY_S = 60.0  # how long seconds of workers are held against a job
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,18 @@ class Job:
         self.open: dict[int, Epoch] = {}  # by number, rising; of each stream one
         self.ended: dict[int, str] = {}  # epochs that another release began, and what to say of them
         self.at_workers = 0
-        self.served = 0  # turn in which it was last served
+        self.plan_s = 0.0  # that a plan of it takes a worker, smoothed
+        self._worked = 0.0, 0.0  # seconds of workers lately, and when that was so
+
+    def worked_s(self, now_s: float) -> float:
+        """Seconds of workers that it has had lately: those of a minute ago count for 1 / e."""
+        worked_s, then_s = self._worked
+        return worked_s * math.exp((then_s - now_s) / _LATELY_S)
+
+    def spend(self, seconds: float, now_s: float) -> None:
+        """A worker has been at a plan of it for so long."""
+        self._worked = self.worked_s(now_s) + seconds, now_s
+        self.plan_s += (seconds - self.plan_s) * (_SMOOTHING if self.plan_s else 1.0)
 
     @property
     def name(self) -> str:
