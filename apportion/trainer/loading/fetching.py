@@ -230,15 +230,18 @@ class Fetching:
     ) -> None:
         self._feed, self._progress, self._waits, self._submits = feed, progress, waits, submits
         self._ready, self._fetched = ready, dict[int, Fetched]()
+        self._is_away = False  # the trainer waited in vain, and no plan has come since
 
     def take(self, number: int) -> Fetched:
         """What the trainer asks for next. Raises TimeoutError after its time-out, and what went wrong in a
-        thread."""
+        thread. After one time-out the next iterations are not waited for, until the thread has got a plan again."""
         progress, waited = self._progress, Stopwatch(lambda: self.compiled_s)
         with progress.changed:
-            while not self._is_there(number) and (left_s := self._waits.timeout_s - waited.seconds) > 0:
+            patience_s = 0.0 if self._is_away else self._waits.timeout_s
+            while not self._is_there(number) and (left_s := patience_s - waited.seconds) > 0:
                 progress.changed.wait_for(lambda: self._is_there(number), min(left_s, POLL_S))
             error, found = progress.failed(number), self._fetched.pop(number, None)
+            self._is_away |= found is None
         if error is not None:
             raise error
         if found is None:
@@ -261,6 +264,7 @@ class Fetching:
         piece = self._waits.fetch(self._feed, wanted, partial(progress.awaits, wanted.number), progress.late)
         found = None if piece is None else self._ready(piece)
         with progress.changed:
+            self._is_away &= found is None
             for number in [held for held in self._fetched if held < progress.own]:
                 del self._fetched[number]
             if found is not None and wanted.number >= progress.own:
