@@ -609,6 +609,20 @@ class SlowStore(MemoryStore):
         super().commit(puts, drops)
 
 
+def test_a_disk_that_is_full_at_the_start_is_known_before_anybody_submits() -> None:
+    async def main() -> None:
+        store = SlowStore()
+        store.fail = True
+        rig = Rig(store=store)
+        async with rig.started() as engine:
+            await until(lambda: bool(store.commits))
+            assert await engine.trouble() == "full"
+            store.fail = False
+            assert await engine.trouble() == ""
+
+    run(main())
+
+
 def test_commits_that_wait_are_made_together_and_in_order() -> None:
     async def main() -> None:
         store = SlowStore()

@@ -109,6 +109,7 @@ class Jobs:
         self._former = found.former
         self._journal.later({}, found.stale)
         await self._journal.call(self._journal.store.keep_room)
+        self._planning.tasks.spawn(self._journal.try_to_write())
         self._started = True
         for entry in failed_in(self._jobs.values()):
             self._planning.failures.add(entry)

@@ -60,8 +60,14 @@ class Journal:
         with contextlib.suppress(StoreError):
             await self.call(self.store.has_pack, _NO_PACK)
             if self.trouble:
-                await self.commit({PROBE: b""})
+                await self.try_to_write()
         return self.trouble
+
+    async def try_to_write(self) -> None:
+        """So that `probe` knows of a disk that is full or read-only before anybody submits."""
+        with contextlib.suppress(StoreError):
+            await self.commit({PROBE: b""})
+            self.later({}, [PROBE])
 
     def commit(self, puts: Mapping[str, bytes]) -> asyncio.Future[None]:
         """Its turn is now; done when it is durable. Raises StoreError: then it may or may not have happened."""
