@@ -76,7 +76,7 @@ def _table(rows: Sequence[Record], baseline: str | None) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     drops = any(row["pairs_kept"] < 0.995 for row in rows)
     titles = ("parallelism", "step s", "tokens/s\n/GPU", "MFU", "GiB", "atten-\ntion")
-    for title in (*titles, *(["pairs\nkept"] if drops else []), "steps a baseline's\n(low-high)"):
+    for title in (*titles, *(["pairs\nkept"] if drops else []), "steps per baseline's\n(low-high)"):
         table.add_column(title, justify="left" if title == "parallelism" else "right", no_wrap=True)
     for row in rows:
         gain, memory = row["gain"], row["memory_gib"]
