@@ -27,6 +27,7 @@ from apportion.trainer.loading.sources.source import Feed
 
 DEPTH = 2
 POLL_S = 2.0
+AGAIN_S = 0.5
 GRACE_S = 2.0
 STAGGER_S = 0.25  # from one rank to the next: as a rule one submits, and serves the others
 MAX_GRACE_S = 10.0
@@ -181,6 +182,11 @@ class Waits:
         return Waits(timeout_s, min(GRACE_S + STAGGER_S * rank, MAX_GRACE_S))
 
     @property
+    def again_s(self) -> float:
+        """After a time-out, until a plan comes again: enough for one look."""
+        return min(AGAIN_S, self.timeout_s / 4)
+
+    @property
     def poll_s(self) -> float:
         """A wait is cut in such parts, to look whether it is still of use."""
         return min(POLL_S, self.timeout_s / 10)
@@ -234,10 +240,10 @@ class Fetching:
 
     def take(self, number: int) -> Fetched:
         """What the trainer asks for next. Raises TimeoutError after its time-out, and what went wrong in a
-        thread. After one time-out the next iterations are not waited for, until the thread has got a plan again."""
+        thread. After one time-out the next iterations are hardly waited for, until the thread has got a plan again."""
         progress, waited = self._progress, Stopwatch(lambda: self.compiled_s)
         with progress.changed:
-            patience_s = 0.0 if self._is_away else self._waits.timeout_s
+            patience_s = self._waits.again_s if self._is_away else self._waits.timeout_s
             while not self._is_there(number) and (left_s := patience_s - waited.seconds) > 0:
                 progress.changed.wait_for(lambda: self._is_there(number), min(left_s, POLL_S))
             error, found = progress.failed(number), self._fetched.pop(number, None)

@@ -98,7 +98,7 @@ class PlannedLoader:
 
     on_timeout: where there is no plan after `timeout_s` seconds, "raise" TimeoutError, or "local": in each iteration
     all ranks agree on who has the plan, those that have not plan it themselves, and all compare. Until a plan comes
-    again, iterations behind it are not waited for. `fallbacks` counts such iterations, and a warning is logged.
+    again, the next are waited for half a second at most. `fallbacks` counts such iterations, and a warning is logged.
     waited_s: seconds spent waiting for plans.
 
     `state_dict` says where the loader is, and `load_state_dict` goes on behind the last batch that was given out.
