@@ -87,9 +87,10 @@ async def _killed_workers(pool: ProcessPool, seed: int, seconds: float, every_s:
             number, done = number + 4, done + 1
 
     clients = asyncio.gather(*(client(number) for number in range(4)))
-    (zygote,) = launchers()
     draw, back_s = random.Random(seed), []
     while time.monotonic() < end:
+        await until(lambda: _whole(pool), "the pool is full")  # also where the machine itself stood still
+        (zygote,) = launchers()
         back_s.append(await _kill_one(pool, draw.choice(children(zygote))))
         await asyncio.sleep(min(every_s, max(0.0, end - time.monotonic())))
     await clients
