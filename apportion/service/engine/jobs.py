@@ -321,7 +321,7 @@ class Jobs:
             self._planning.start(found)
 
     def _next(self) -> Iteration | None:
-        return choose(list(self._jobs.values()), self._clock(), self._planning.is_last)
+        return choose(list(self._jobs.values()), self._clock(), self._planning.last_is_free)
 
     def on_news(self, entry: Entry) -> None:
         """Tells those who need it."""

@@ -99,7 +99,7 @@ class Planning:
         ]
 
     @property
-    def is_last(self) -> bool:
+    def last_is_free(self) -> bool:
         """Whether one of several workers is free."""
         return self._supervisor.pool.size > 1 and self.at_workers == self._supervisor.pool.size - 1
 
