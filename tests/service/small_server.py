@@ -124,22 +124,23 @@ class Handler(BaseHTTPRequestHandler):
     do_PUT = do_POST = do_GET
 
     def reply(self, status: int, body: bytes = b"", kind: str = protocol.JSON, **headers: str) -> None:
+        self.start_answer(status, {"Content-Type": kind, "Content-Length": str(len(body)), **headers})
+        self.wfile.write(body)
+
+    def start_answer(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+        for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        self.wfile.write(body)
 
     def problem(self, status: int, slug: str, detail: str, field: str | None = None, **headers: str) -> None:
         data = {"type": f"urn:apportion:problem:{slug}", "title": "x", "status": status, "detail": detail}
         self.reply(status, json.dumps(data | {"field": field}).encode(), protocol.PROBLEM, **headers)
 
     def start_stream(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", protocol.FRAMES)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.send_header(protocol.HEARTBEAT, str(self.server.heartbeat_s))
-        self.end_headers()
+        kind, heartbeat_s = protocol.FRAMES, str(self.server.heartbeat_s)
+        fields = {"Content-Type": kind, "Transfer-Encoding": "chunked", protocol.HEARTBEAT: heartbeat_s}
+        self.start_answer(200, fields)
 
     def chunk(self, data: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))

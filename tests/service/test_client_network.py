@@ -56,14 +56,16 @@ def never(_: Request, handler: Handler) -> bool:
     return handler.cut()
 
 
-def closing_half(_: Request, handler: Handler) -> bool:
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 100\r\n\r\nhalf")
-    return never(_, handler)
+def half(request: Request, handler: Handler, **headers: str) -> bool:
+    """The head of what was asked for, and 4 bytes of its 100."""
+    kind = request.headers["accept"]
+    handler.start_answer(200, {"Content-Type": kind, "Content-Length": "100", **headers})
+    handler.wfile.write(b"half")
+    return never(request, handler)
 
 
-def half(_: Request, handler: Handler) -> bool:
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
-    return never(_, handler)
+def closing_half(request: Request, handler: Handler) -> bool:
+    return half(request, handler, Connection="close")
 
 
 WAITING: dict[str, Callable[[Client], object]] = {
