@@ -27,6 +27,7 @@
 #                 one recipe, installed and started in a new environment
 #   make package  sdist and pure wheel, in dist/: nothing is missing, and both plan in new environments
 #   make suite    the conformance suite of the plan format, made anew from its plans
+#   make test-gpu the stage kernels on a GPU, every strategy, ranks of several processes on the same one
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
 #   make clean    remove the environment and every cache
 
@@ -45,7 +46,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: docs picture help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
-  replay wheel package suite conformance clean
+  replay wheel package suite test-gpu conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -171,6 +172,9 @@ package: $(READY)
 
 suite: $(READY)
 	@$(BIN)/python tests/support/conformance_suite.py
+
+test-gpu: $(READY)
+	$(BIN)/pytest tests/executor/stage/test_stage.py tests/executor/stage/test_gpu.py --gpu
 
 conformance: $(READY)
 	$(BIN)/pytest tests/executor/stage --full -n 2

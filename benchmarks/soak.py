@@ -66,6 +66,9 @@ CASES = {
     "network": Case("faulty_proxy:case", 100, "latency, slices, cuts within frames, resets"),
     "network-server": Case("faulty_proxy:server_case", 20, "the same in front of the real server"),
     "frame-fuzz": Case("test_frames:case", 1, "100,000 mutated streams of frames: typed errors only"),
+    "file-flips": Case(
+        "file_flips:case", 100, "10,000 bits of a server's folder: plans as before, or typed errors"
+    ),
     "pack-fuzz": Case("pack_fuzz:case", 340, "102,000 changed packs: typed errors only"),
     "assignment-fuzz": Case(
         "test_assignment:hostile_assignment", 10_000, "changed assignments: typed errors only"

@@ -32,3 +32,4 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full", action="store_true", help="every strategy with every mask on the stage kernels"
     )
+    parser.addoption("--gpu", action="store_true", help="the stage kernels' tests on this machine's GPU")

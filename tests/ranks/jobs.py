@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -23,6 +24,8 @@ from apportion.trainer.step.attention import (
     planned_remap,
 )
 
+#: of the tests' GPU, where they are asked to use one; set before this is imported
+DEVICE = torch.device(os.environ.get("APPORTION_TEST_DEVICE", "cpu"))
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,7 +44,16 @@ def handle_of(comm, piece):
 
 
 def leaf(array, dtype):
-    return torch.from_numpy(array).to(dtype).requires_grad_()
+    return given(array).to(dtype).requires_grad_()
+
+
+def given(array):
+    return torch.from_numpy(array).to(DEVICE)
+
+
+def told(tensors):
+    """As float64 arrays; None stays."""
+    return [t if t is None else t.detach().double().cpu().numpy() for t in tensors]
 
 
 def attention(comm, kind, sinks, options, shard):
@@ -50,19 +62,18 @@ def attention(comm, kind, sinks, options, shard):
     q, k, v = (leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v))
     logits = None if sinks is None else leaf(sinks, handle.dtype)
     out = planned_attention(q, k, v, handle, kind, sinks=logits, **options)
-    out.backward(torch.from_numpy(shard.do).to(handle.dtype))
-    grads = [t if t is None else t.grad for t in (q, k, v, logits)]
-    return [None if t is None else t.detach().double().numpy() for t in (out, *grads)]
+    out.backward(given(shard.do).to(handle.dtype))
+    return told((out, *(t if t is None else t.grad for t in (q, k, v, logits))))
 
 
 def there_and_back(comm, dtype, columns, rows):
     """Head columns of float32 rows [n, columns, width], in a dtype of two bytes as a message holds them, and as they
     come out of it into the same columns: float32 arrays."""
-    from apportion.backends.torch.stage.launcher import interpreted
+    from apportion.backends.torch.stage.launcher import default_launcher
     from apportion.backends.torch.stage.rowlists import SLOTS, Place, move, moved
 
-    held, (count, of, width) = torch.from_numpy(rows), rows.shape
-    message = torch.empty(count, len(columns), width, dtype=DTYPES[dtype])
+    held, (count, of, width) = given(rows), rows.shape
+    message = torch.empty(count, len(columns), width, dtype=DTYPES[dtype], device=DEVICE)
     found = torch.zeros_like(held)
     arrays = {"held": held, "message": message, "found": found}
     inside = Place("message", 0, tuple(range(len(columns))), len(columns), 2 * width, 2), 2 * width
@@ -70,15 +81,15 @@ def there_and_back(comm, dtype, columns, rows):
     for source, target in ((here, inside), (inside, there)):
         made = move(list(moved([source], [target], count)))
         bases = [arrays[slot].data_ptr() for slot in made.slots]
-        tables = torch.from_numpy(made.panels), torch.from_numpy(made.chunks)
+        tables = given(made.panels), given(made.chunks)
         args = *tables, *bases, *bases[:1] * (SLOTS - len(bases))
-        interpreted("move", len(made.chunks), args, made.constants(dtype))
-    return message.float().numpy(), found.numpy()
+        default_launcher()("move", len(made.chunks), args, made.constants(dtype))
+    return message.float().cpu().numpy(), found.cpu().numpy()
 
 
-def attention_with_lse(comm, sinks, options, uses_out, compiled, given):
+def attention_with_lse(comm, sinks, options, uses_out, compiled, loss_of):
     """out, lse, dq, dk, dv, dsinks of one layer in a batch of one, as float64 arrays; the loss may use lse alone."""
-    shard, dlse = given
+    shard, dlse = loss_of
     handle = handle_of(comm, shard.piece)
     q, k, v = (leaf(x[None], handle.dtype) for x in (shard.q, shard.k, shard.v))
     logits = None if sinks is None else leaf(sinks, handle.dtype)
@@ -90,12 +101,11 @@ def attention_with_lse(comm, sinks, options, uses_out, compiled, given):
         torch._dynamo.reset()
         layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
     out, lse = layer(q, k, v, logits)
-    loss = (lse * torch.from_numpy(dlse)).sum()
+    loss = (lse * given(dlse)).sum()
     if uses_out:
-        loss = loss + (out * torch.from_numpy(shard.do)).sum()
+        loss = loss + (out * given(shard.do)).sum()
     loss.backward()
-    found = [out[0], lse[0], *(x.grad[0] for x in (q, k, v)), None if logits is None else logits.grad]
-    return [None if x is None else x.detach().double().numpy() for x in found]
+    return told([out[0], lse[0], *(x.grad[0] for x in (q, k, v)), None if logits is None else logits.grad])
 
 
 def attention_on_nan(comm, sinks, check, shard):

@@ -37,7 +37,10 @@ def teaching(path: Path, task: str) -> Iterator[None]:
         raise StoreError(
             f"cannot {task}: {place}: {error.strerror or error}; {_remedy(error, path)}"
         ) from error
-    except sqlite3.Error as error:
+    except (
+        sqlite3.Error,
+        UnicodeDecodeError,
+    ) as error:  # SQLite quotes a damaged schema, which need not be UTF-8
         raise StoreError(f"cannot {task}: {path}: {error}; {_database_remedy(error, path)}") from error
 
 
@@ -51,8 +54,9 @@ def _remedy(error: OSError, path: Path) -> str:
     return "look after the disk or the folder, then do it again"
 
 
-def _database_remedy(error: sqlite3.Error, path: Path) -> str:
+def _database_remedy(error: sqlite3.Error | UnicodeDecodeError, path: Path) -> str:
     code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+    code = sqlite3.SQLITE_CORRUPT if isinstance(error, UnicodeDecodeError) else code
     if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
         return f"{_free(path)}; make room, then do it again"
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

@@ -1,11 +1,12 @@
-"""Ranks whose kernels run in Triton's interpreter."""
+"""Ranks whose kernels run in Triton's interpreter, or with --gpu on this machine's GPU, all on the same one."""
 
 import pytest
 from rank_pool import Pool
 
 
 @pytest.fixture(scope="session")
-def interpreted():
-    ranks = Pool(TRITON_INTERPRET="1")
+def interpreted(request):
+    gpu = request.config.getoption("--gpu")
+    ranks = Pool(**({"APPORTION_TEST_DEVICE": "cuda:0"} if gpu else {"TRITON_INTERPRET": "1"}))
     yield ranks
     ranks.close()

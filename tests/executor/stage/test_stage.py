@@ -3,6 +3,8 @@
 `make test` and `make test-slow` run a cover: every strategy, and every mask, number of ranks, dtype, width, GQA ratio,
 sinks and softcap with several of the others; `make test` a third of it. `make conformance` runs every strategy with
 every mask. bfloat16 products are wrong in the interpreter, so float16 stands for both.
+
+`make test-gpu` runs the cover on a GPU, all ranks on the same one, also in bfloat16 and in the widths of models.
 """
 
 from dataclasses import replace
@@ -28,6 +30,7 @@ MATRIX = STRATEGIES | WIDE
 MASKS = tuple(cases.BATCHES)
 #: of V may be narrower or wider than QK; 12 and 24 are padded, 80 is two powers of two
 WIDTHS = ((16, 16), (8, 12), (80, 24), (16, 32))
+WIDTHS_OF_MODELS = ((128, 128), (192, 128), (64, 64), (96, 96))
 RANKS = (2, 4, 3, 2, 6)
 
 
@@ -60,10 +63,16 @@ COVER = [cell(strategy, 7 * strategy) for strategy in range(len(MATRIX))]
 FULL = [cell(strategy, 13 * strategy + mask) for strategy in range(len(MATRIX)) for mask in range(13)]
 
 
+def as_on_gpus(turn, case):
+    return case._replace(dtype="bf16", widths=WIDTHS_OF_MODELS[turn % 4])
+
+
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         cells = FULL if metafunc.config.getoption("--full") else sparse(COVER, 6)
-        metafunc.parametrize("case", cells, ids=lambda case: f"{case.name}-{case.mask}")
+        if metafunc.config.getoption("--gpu"):
+            cells = [*COVER, *map(as_on_gpus, range(len(COVER)), COVER)]
+        metafunc.parametrize("case", cells, ids=lambda case: f"{case.name}-{case.mask}-{case.dtype}")
 
 
 def test_the_cover_has_every_value_of_every_axis():
@@ -94,12 +103,16 @@ def test_every_strategy(interpreted, case):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("columns", [(0, 1, 2), (2, 0), (1,)])
-def test_numbers_are_rounded_into_messages_and_come_out_as_they_travelled(interpreted, dtype, columns):
+def test_numbers_are_rounded_into_messages_and_come_out_as_they_travelled(
+    interpreted, pytestconfig, dtype, columns
+):
     rows = np.random.default_rng(0).standard_normal((37, 3, 20)).astype(np.float32)
     ((message, found),) = interpreted.run(jobs.there_and_back, 1, dtype, columns, each=[rows])
     held = rows[:, list(columns)]
     if dtype == "fp16":
         np.testing.assert_array_equal(message, held.astype(np.float16))
+    elif pytestconfig.getoption("--gpu"):
+        np.testing.assert_array_equal(message, torch.from_numpy(held).bfloat16().float().numpy())
     else:  # the interpreter cuts off what a device rounds
         np.testing.assert_array_equal(message.view(np.uint32), held.view(np.uint32) & 0xFFFF0000)
     np.testing.assert_array_equal(found[:, list(columns)], message)

@@ -242,13 +242,13 @@ def attend(
         start, stop, full0, full1 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
         dmin, dmax, from_, to = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
         column = tl.load(heads + tl.load(entry + 9) + lane)
-        if tl.load(entry + 8) & 1:
-            k_row, v_row = kv_columns * (D + E), kv_columns * (D + E)
-            k_at = kv_work + column * (D + E)
-            v_at = k_at + D
-        else:
-            k_row, v_row = kv_heads * D, kv_heads * E
-            k_at, v_at = k_home + column * D, v_home + column * E
+        work = (
+            tl.load(entry + 8) & 1
+        ) != 0  # chosen without a branch, behind which older compilers see no alignment
+        k_row = tl.where(work, kv_columns * (D + E), kv_heads * D)
+        v_row = tl.where(work, kv_columns * (D + E), kv_heads * E)
+        k_at = tl.where(work, kv_work + column * (D + E), k_home + column * D)
+        v_at = tl.where(work, kv_work + column * (D + E) + D, v_home + column * E)
         sums, top, total = _attend_rows(
             sums, top, total, q, k_at, v_at, k_row, v_row, start, full0, rows, dmin, dmax, from_, to, scale, cap,
             True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
@@ -411,13 +411,13 @@ def dq(
         start, stop, full0, full1 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
         dmin, dmax, from_, to = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
         column = tl.load(heads + tl.load(entry + 9) + lane)
-        if tl.load(entry + 8) & 1:
-            k_row, v_row = kv_columns * (D + E), kv_columns * (D + E)
-            k_at = kv_work + column * (D + E)
-            v_at = k_at + D
-        else:
-            k_row, v_row = kv_heads * D, kv_heads * E
-            k_at, v_at = k_home + column * D, v_home + column * E
+        work = (
+            tl.load(entry + 8) & 1
+        ) != 0  # chosen without a branch, behind which older compilers see no alignment
+        k_row = tl.where(work, kv_columns * (D + E), kv_heads * D)
+        v_row = tl.where(work, kv_columns * (D + E), kv_heads * E)
+        k_at = tl.where(work, kv_work + column * (D + E), k_home + column * D)
+        v_at = tl.where(work, kv_work + column * (D + E) + D, v_home + column * E)
         sums = _dq_rows(
             sums, q, do, base, delta, k_at, v_at, k_row, v_row, start, full0, rows, dmin, dmax, from_, to, scale, cap,
             True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,

@@ -38,7 +38,10 @@ class Variant:
         (qk_a, qk_b), (v_a, v_b) = parts(self.qk), parts(self.v)
         widths = {"D": self.qk, "DA": qk_a, "DB": qk_b, "E": self.v, "EA": v_a, "EB": v_b}
         precision = "tf32" if self.element_bytes == 2 else "ieee"
-        rows = {"M": shape.owner, "N": shape.walked, "num_warps": shape.warps, "num_stages": shape.stages}
+        stages = shape.stages - (
+            softcap and kernel == "dq" and shape.stages > 2
+        )  # its series needs the registers
+        rows = {"M": shape.owner, "N": shape.walked, "num_warps": shape.warps, "num_stages": stages}
         return {"CAP": softcap, **rows, **widths, "PRECISION": precision}
 
     def with_shape(self, kernel: str, shape: Shape) -> Variant:
@@ -77,7 +80,9 @@ def _shapes(width: int, size: int) -> Mapping[str, Shape]:
         return {"attend": Shape(32, 16, 8, 1), "dq": Shape(owner, 16, 8, 1), "dkdv": Shape(32, 16, 8, 1)}
     if width > 192:
         return {"attend": Shape(64, 32, 8, 2), "dq": Shape(32, 32, 4, 2), "dkdv": Shape(32, 32, 8, 2)}
+    # the fastest of those measured on an H100 (docs/performance.md): two warp groups halve the speed of dkdv
     if width > 128:
-        return {"attend": Shape(128, 64, 8, 2), "dq": Shape(32, 32, 4, 2), "dkdv": Shape(32, 32, 8, 2)}
-    walked = 64 if parts(width)[1] == 0 else 32  # 80 and 96: sums of two parts are one more each of dK and dV
-    return {"attend": Shape(128, 64, 8, 3), "dq": Shape(128, 64, 8, 2), "dkdv": Shape(64, walked, 8, 2)}
+        return {"attend": Shape(128, 32, 8, 3), "dq": Shape(64, 32, 4, 3), "dkdv": Shape(32, 32, 4, 3)}
+    if width <= 64:
+        return {"attend": Shape(128, 64, 4, 3), "dq": Shape(64, 64, 4, 3), "dkdv": Shape(64, 32, 4, 3)}
+    return {"attend": Shape(128, 64, 8, 3), "dq": Shape(128, 64, 8, 3), "dkdv": Shape(64, 32, 4, 3)}

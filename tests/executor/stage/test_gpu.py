@@ -1,0 +1,60 @@
+"""Rows as long as those of training, in the widths of models, on a GPU; left out without --gpu."""
+
+from dataclasses import replace
+
+import cases
+import numpy as np
+import pytest
+import torch
+
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.sequences import Sequence
+from apportion.planner import api
+from apportion.trainer.step.plain import plain_attention
+
+SEQUENCES = {
+    "causal": [Sequence(length, masks.causal()) for length in (5000, 1333, 700, 70, 1)],
+    "window": [Sequence(length, masks.sliding_window(777)) for length in (4096, 1500)],
+    "shared": [Sequence(6000, masks.shared_question(3000, [1000, 500, 1500]))],
+}
+CASES = [
+    (recipe, mask, widths, dtype)
+    for turn, recipe in enumerate(("fcp", "blend", "distca", "dcp", "zeppelin"))
+    for mask in SEQUENCES
+    for widths, dtype in [[((128, 128), "bf16"), ((192, 128), "fp16"), ((128, 128), "fp32")][turn % 3]]
+]
+
+
+@pytest.fixture(autouse=True)
+def gpu(pytestconfig):
+    if not pytestconfig.getoption("--gpu"):
+        pytest.skip("needs a GPU: make test-gpu")
+
+
+@pytest.mark.parametrize(("recipe", "mask", "widths", "dtype"), CASES)
+def test_long_rows(interpreted, recipe, mask, widths, dtype):
+    batch = Batch.from_sequences(SEQUENCES[mask])
+    model = replace(cases.model(4, dtype, widths, kv_heads=2), hidden=1024, ffn=1024)
+    plan = api.plan(batch, Cluster(1, 4), model, recipe=recipe)
+    problem = cases.problem_of(plan)
+    got = cases.run(interpreted, plan, problem)
+    exact = run(problem, batch, dtype, torch.float64)
+    same = run(problem, batch, dtype, torch.float32 if dtype == "fp32" else None)
+    for mine, theirs, right in zip(got, same, exact, strict=False):
+        size = np.linalg.norm(right)
+        error, plain = (np.linalg.norm(x - right) / size for x in (mine, theirs))
+        assert error <= 2 * max(plain, 2e-7)
+
+
+def run(problem, batch, dtype, computed):
+    """out, dq, dk, dv of plain attention on the GPU, of numbers rounded to a dtype, computed in another."""
+    held = cases.jobs.DTYPES[dtype]
+    leaves = [
+        torch.from_numpy(x).to("cuda", held).to(computed or held).requires_grad_()
+        for x in (problem.q, problem.k, problem.v)
+    ]
+    out = plain_attention(*leaves, batch, "default")
+    out.backward(torch.from_numpy(problem.do).to("cuda", held).to(out.dtype))
+    return [x.detach().double().cpu().numpy() for x in (out, *(leaf.grad for leaf in leaves))]
