@@ -175,11 +175,12 @@ class Rig:
     pool: LocalPool = field(default_factory=LocalPool)
     limits: Limits = field(default_factory=Limits)
     clock: Callable[[], float] = time.monotonic
+    spare: int = 0
 
     @asynccontextmanager
     async def started(self, drain_s: float = 5.0) -> AsyncIterator[Engine]:
         """An engine that is stopped at the end; the store stays open for the next one."""
-        engine = Engine(self.store, Supervisor(self.pool), self.limits, self.clock)
+        engine = Engine(self.store, Supervisor(self.pool), self.limits, self.clock, self.spare)
         await engine.start()
         try:
             yield engine

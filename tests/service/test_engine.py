@@ -331,22 +331,49 @@ def test_a_job_of_long_plans_gives_its_neighbour_as_many_seconds() -> None:
     run(main())
 
 
-def test_one_of_several_workers_is_left_to_jobs_of_short_plans() -> None:
+def test_a_spare_worker_is_for_short_plans_while_the_others_are_at_long_ones() -> None:
     async def main() -> None:
         now = [0.0]
-        rig = Rig(pool=LocalPool(2, held=True), clock=lambda: now[0])
+        rig = Rig(pool=LocalPool(3, held=True), clock=lambda: now[0], spare=1)
         async with rig.started() as engine:
             await begin(engine, "heavy")
             await submit(engine, 1, 2, 3, 4, name="heavy")
-            await until(lambda: rig.pool.begun == [1, 2])  # alone it has both
+            await until(lambda: rig.pool.begun == [1, 2])  # alone, too
             await begin(engine, "light")
-            now[0] += 20.0
-            rig.pool.let(1, 2)
-            await take(engine, 2, name="heavy")
-            await until(lambda: rig.pool.begun == [1, 2, 3])
             await submit(engine, 11, name="light")
-            await until(lambda: rig.pool.begun == [1, 2, 3, 11])  # at once
+            assert rig.pool.begun == [1, 2]
+            now[0] += 1.5
+            await submit(engine, 12, name="light")  # whatever happens: it is looked at anew
+            await until(lambda: rig.pool.begun == [1, 2, 11])
+            rig.pool.let(11)
+            await until(lambda: rig.pool.begun == [1, 2, 11, 12])
+            now[0] += 20.0
+            rig.pool.let(1, 12)
+            await until(lambda: rig.pool.begun == [1, 2, 11, 12, 3])
             rig.pool.open()
+
+    run(main())
+
+
+def test_a_long_plan_leaves_the_spare_worker() -> None:
+    """It waits for another one; whoever it kept waiting is served."""
+
+    async def main() -> None:
+        rig = Rig(pool=LocalPool(2, held=True), spare=1)
+        async with rig.started() as engine:
+            for name in ("heavy", "other", "light"):
+                await begin(engine, name)
+            await submit(engine, 1, name="heavy")
+            await submit(engine, 2, name="other")
+            await until(lambda: rig.pool.begun == [1, 2])  # once the first has taken a second
+            await submit(engine, 11, name="light")
+            await until(lambda: rig.pool.begun == [1, 2, 11])
+            rig.pool.let(11)
+            await take(engine, 11, name="light")
+            assert (await engine.iteration_state("other", 1, 2)).state == "queued"
+            rig.pool.open()
+            await take(engine, 2, name="other")
+            assert rig.pool.begun == [1, 2, 11, 2]
 
     run(main())
 

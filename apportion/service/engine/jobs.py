@@ -64,6 +64,7 @@ class Jobs:
         supervisor: Supervisor,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        spare: int = 0,
     ) -> None:
         self.limits = Limits() if limits is None else limits
         self._clock = clock
@@ -71,7 +72,7 @@ class Jobs:
         self._journal = Journal(store)
         self._library = Library(self.limits)
         self._planning = Planning(
-            supervisor, self._journal, self._library, self, self.limits.deadline_s, clock
+            supervisor, self._journal, self._library, self, self.limits.deadline_s, clock, spare
         )
         self._counters = self._planning.counters
         self._admission = Admission(self.limits, self._library, self._counters)
@@ -321,7 +322,7 @@ class Jobs:
             self._planning.start(found)
 
     def _next(self) -> Iteration | None:
-        return choose(list(self._jobs.values()), self._clock(), self._planning.last_is_free)
+        return choose(list(self._jobs.values()), self._clock(), self._planning.only_spare)
 
     def on_news(self, entry: Entry) -> None:
         """Tells those who need it."""

@@ -40,8 +40,8 @@ class Entry:
     """One content address that somebody needs."""
 
     __slots__ = (
-        "bodies", "id", "key", "loading", "planned_ms", "problem", "ready_at", "request", "stored_bytes", "takes",
-        "task", "users",
+        "bodies", "id", "key", "loading", "long", "planned_ms", "problem", "ready_at", "request", "stored_bytes",
+        "takes", "task", "users",
     )  # fmt: skip
 
     def __init__(self, key: bytes, stored_bytes: int = 0) -> None:
@@ -52,6 +52,7 @@ class Entry:
         self.planned_ms: float | None = None  # at the worker; None where an earlier server planned it
         self.ready_at: float | None = None  # since 1970; likewise
         self.bodies: tuple[Body, ...] | None = None
+        self.long = False  # it was tried where only short plans may be
         self.takes = 0  # how often one of these was taken
         self.users: set[Iteration] = set()
         self.task: asyncio.Task[None] | None = None  # that plans and publishes it

@@ -13,6 +13,7 @@ from apportion.service.engine.journal import Journal
 from apportion.service.engine.library import Body, Entry, Library
 from apportion.service.engine.metrics import Counters
 from apportion.service.engine.records import IterationRecord, Problem, decode
+from apportion.service.engine.schedule import LONG_S
 from apportion.service.engine.state import Iteration
 from apportion.service.engine.tasks import Tasks, shared
 from apportion.service.engine.watch import BusyView, Failures
@@ -28,6 +29,7 @@ _CHANGED = Problem(
     "its plan was lost, and this release plans it otherwise: ranks may have the first one; begin a new epoch",
     "batches",
 )
+_SPARE_S = 2.0  # that a plan may take on a worker that is kept for short ones
 _PAUSE_S = 1.0  # after the pool failed, before the same task is given to it again
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,8 @@ class Listener(Protocol):
 
 
 class Planning:
-    """Gives tasks to workers, and what they make to the store."""
+    """Gives tasks to workers, and what they make to the store. spare: workers of the pool that are kept for short
+    plans, while all others are at long ones."""
 
     def __init__(
         self,
@@ -63,7 +66,9 @@ class Planning:
         listener: Listener,
         deadline_s: float,
         clock: Callable[[], float],
+        spare: int,
     ) -> None:
+        self._spare = spare
         self._supervisor, self._journal, self._library, self._listener = (
             supervisor,
             journal,
@@ -87,7 +92,8 @@ class Planning:
     def free(self) -> bool:
         """Whether another plan may be started; while the store is slow, results do not pile up."""
         size = self._supervisor.pool.size
-        return self.at_workers < size and self._entries < 2 * size + 2
+        room = self.at_workers < size and self._entries < 2 * size + 2
+        return room and (not self.only_spare or all(map(self._is_long, self._busy.values())))
 
     @property
     def busy(self) -> list[BusyView]:
@@ -99,17 +105,24 @@ class Planning:
         ]
 
     @property
-    def last_is_free(self) -> bool:
-        """Whether one of several workers is free."""
-        return self._supervisor.pool.size > 1 and self.at_workers == self._supervisor.pool.size - 1
+    def only_spare(self) -> bool:
+        """Whether no worker is free but those that are kept for short plans."""
+        return self.at_workers >= max(self._supervisor.pool.size - self._spare, 1)
+
+    def _is_long(self, busy: tuple[Iteration, float]) -> bool:
+        held, since_s = busy
+        return held.epoch.job.plan_s > LONG_S or self._clock() - since_s >= LONG_S
 
     def start(self, found: Iteration) -> None:
         """Has it planned, for all who need it."""
         entry, job = found.entry, found.epoch.job
+        within_s = _SPARE_S if self.only_spare else None
         self._entries += 1
         self._busy[entry] = (found, self._clock())
         job.at_workers += 1
-        entry.task = self.tasks.spawn(self._plan(entry))
+        entry.task = self.tasks.spawn(self._plan(entry, within_s))
+        if self._spare:  # who waits for it may have a spare worker once it proves to be long
+            asyncio.get_running_loop().call_later(LONG_S, self._listener.on_free)
         entry.task.add_done_callback(lambda _: self._ended(entry))
 
     def give_up(self, entry: Entry) -> None:
@@ -146,13 +159,18 @@ class Planning:
 
     # ---- planning
 
-    async def _plan(self, entry: Entry) -> None:
+    async def _plan(self, entry: Entry, within_s: float | None) -> None:
+        """within_s: after so long it leaves its worker, and waits for one that is not kept for short plans."""
         started_s = self._clock()
         try:
-            done = await self._supervisor.run(Task("plan", entry.request), self._deadline_s)
+            async with asyncio.timeout(within_s):
+                done = await self._supervisor.run(Task("plan", entry.request), self._deadline_s)
         except (RefusedError, DeadlineError, PoisonedError) as error:
             self._leave(entry)
             await self._refuse(entry, _problem(error), for_good=not isinstance(error, DeadlineError))
+        except TimeoutError:
+            entry.long = True
+            self._leave(entry)
         except Exception:
             log.exception("the pool failed; the batch is planned again in %g s", _PAUSE_S)
             self.counters.errors += 1

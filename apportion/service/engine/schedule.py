@@ -6,20 +6,19 @@ from collections.abc import Sequence
 
 from apportion.service.engine.state import Iteration, Job
 
-#: a job whose plans take longer than so many seconds leaves one of several workers to the others
+#: plans that take longer than so many seconds are long
 LONG_S = 1.0
 
 
-def choose(jobs: Sequence[Job], now_s: float, last: bool) -> Iteration | None:
+def choose(jobs: Sequence[Job], now_s: float, short: bool) -> Iteration | None:
     """The job with the fewest tasks at workers, of these the one whose next iteration, of any stream, has the nearest
     deadline. Among deadlines that have passed none is nearer: then the job goes first that has had fewest seconds of
     workers lately, and of its streams the one that was served longest ago.
 
-    last: one of several workers is free; where there is another job, one whose plans take long does not get it."""
-    alone = len(jobs) < 2
-    may = (job for job in jobs if alone or not last or job.plan_s <= LONG_S)
+    short: not what is known to take long."""
+    may = (job for job in jobs if not short or job.plan_s <= LONG_S)
     epochs = (epoch for job in may for epoch in job.open.values())
-    waiting = (found for epoch in epochs if (found := epoch.candidate()))
+    waiting = (found for epoch in epochs if (found := epoch.candidate()) and not (short and found.entry.long))
     return min(waiting, key=lambda found: _urgency(found, now_s), default=None)
 
 

@@ -47,6 +47,7 @@ from apportion.service.private import Shown, shown
 from apportion.service.store import open_store
 from apportion.service.workers import Supervisor, pool_of
 
+_SPARE = 1  # worker that is kept for short plans
 _IDLE_S = 75  # a connection without a request; trainers ask every few seconds
 _SPARE_DESCRIPTORS = 128  # for the store, workers and logs
 _BACKLOG = 2048  # connections that wait to be taken
@@ -188,14 +189,16 @@ async def _serve(
     async with AsyncExitStack() as opened:
         store = await asyncio.to_thread(open_store, options.store, password=options.redis_password)
         opened.push_async_callback(asyncio.to_thread, store.close)
-        pool = pool_of(options.workers, options.worker_bytes)
+        pool = pool_of(options.workers, options.worker_bytes, spare=_SPARE)
         opened.push_async_callback(pool.close)
-        engine = Engine(store, Supervisor(pool), options.limits)
+        engine = Engine(store, Supervisor(pool), options.limits, spare=_SPARE)
         await asyncio.gather(pool.start(), engine.start())
         gc.freeze()  # 100,000 objects that stay: a full collection over them took 0.2 s, of every waiting rank
         server = server_of(engine, options, most, tls)
         server.shown = found
-        server.when_listening = lambda: announce(_started(options, listener, pool.size))
+        server.when_listening = lambda: announce(
+            _started(options, listener, pool.size if options.workers == "ray" else options.workers)
+        )
         await server.serve(sockets=[listener])
 
 

@@ -18,11 +18,11 @@ from apportion.service.workers.tasks import Done, Task
 DEADLINE_S = 60.0
 
 
-def pool_of(workers: int | Literal["ray"], memory_bytes: int = 0) -> Pool:
-    """So many processes of this machine, each with so much memory (0: no limit), or the cores of a Ray cluster, which
-    limits memory itself. Raises ConfigError, MissingDependencyError."""
+def pool_of(workers: int | Literal["ray"], memory_bytes: int = 0, spare: int = 0) -> Pool:
+    """So many processes of this machine, and `spare` more, each with so much memory (0: no limit); or the cores of a
+    Ray cluster, which limits memory itself. Raises ConfigError, MissingDependencyError."""
     if workers != "ray":
-        return ProcessPool(integer("workers", workers), memory_bytes=memory_bytes)
+        return ProcessPool(integer("workers", workers) + spare, memory_bytes=memory_bytes)
     from apportion.service.workers.ray.pool import RayPool
 
     return RayPool()
