@@ -114,9 +114,10 @@ def live(
     patience: Patience | None = None,
     send_buffer: int = 0,
     folder: Path = Options.store,
+    connections: int = 1024,
 ) -> Iterator[Live]:
     """A server that listens on a free port of loopback. send_buffer: bytes that the kernel holds for a client, 0 for
-    its own choice. folder: whose disk is watched."""
+    its own choice. folder: whose disk is watched. connections: that it takes."""
     chosen = Options(
         port=0,
         store=folder,
@@ -124,7 +125,7 @@ def live(
         limits=limits or Limits(drain_s=4.0),
         patience=patience or Patience(),
     )
-    parts = _Parts(pool or LocalPool(), chosen, store or MemoryStore())
+    parts = _Parts(pool or LocalPool(), chosen, store or MemoryStore(), connections)
     with closing(bind(chosen)) as listener:
         if send_buffer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -150,6 +151,7 @@ class _Parts:
     pool: LocalPool
     options: Options
     store: Store
+    connections: int
     live: Live | None = None
     error: BaseException | None = None
     listening: threading.Event = field(default_factory=threading.Event)
@@ -166,7 +168,7 @@ class _Parts:
     async def _serve(self, listener: socket.socket) -> None:
         engine = Engine(self.store, Supervisor(self.pool), self.options.limits)
         await engine.start()
-        server = server_of(engine, self.options)
+        server = server_of(engine, self.options, self.connections)
         host, port = listener.getsockname()[:2]
         url = f"http://{host}:{port}"
         loop = asyncio.get_running_loop()

@@ -13,8 +13,6 @@ import pytest
 
 from apportion.service.frames import FrameReader, Kind
 from apportion.service.http import logs
-from apportion.service.http.serve import Options, server_of
-from tests.service.engines import Rig, run
 from tests.service.servers import KEY, Live, begin, live, make_job, plan_path, submit, until
 
 
@@ -51,40 +49,6 @@ def test_a_fault_ends_a_stream_with_a_problem(broken: Live) -> None:
     (frame,) = FrameReader().feed(answer.body)
     assert frame.kind is Kind.PROBLEM
     assert json.loads(frame.body)["type"] == "urn:apportion:problem:internal"
-
-
-def test_connections_are_limited() -> None:
-    async def refused() -> bytes:
-        rig, written = Rig(), bytearray()
-        async with rig.started() as engine:
-            server = server_of(engine, Options(), most_connections=0)
-            server.config.load()
-            make: Any = server.config.http_protocol_class
-            protocol = make(config=server.config, server_state=server.server_state, app_state={})
-            protocol.connection_made(_Transport(written))
-        return bytes(written)
-
-    head, _, body = run(refused()).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 503")
-    assert json.loads(body)["status"] == 503
-
-
-class _Transport:
-    """Holds what was written."""
-
-    def __init__(self, written: bytearray) -> None:
-        self.write, self.closed = written.extend, False
-
-    def get_extra_info(self, name: str) -> None:
-        return None
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

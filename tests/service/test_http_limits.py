@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from apportion.service.http.api.bodies import Patience
-from apportion.service.http.connection import MAX_HEAD
+from apportion.service.http.connection import MAX_HEAD, RESERVE
 from apportion.service.limits import Limits
 from tests.service.engines import JOB, LocalPool
 from tests.service.servers import KEY, Live, begin, live, make_job, plan_path, ready, submit, until
@@ -257,6 +257,41 @@ def test_empty_lines_do_not_hold_a_connection(server: Live) -> None:
         ]
         client.sendall(b"\r\n\r\n")
         until(lambda: connection.timeout_keep_alive_task is not None)  # type: ignore[union-attr]
+
+
+def test_who_takes_no_answer_is_cut_off() -> None:
+    """Hundreds of answers that nobody reads: one at a time is made, and after a while they have no server."""
+    with live(patience=Patience(write_s=1.0)) as server, closing(socket.socket()) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(server.address)
+        client.setblocking(False)
+        sent = client.send(b"GET /docs HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
+        assert sent
+        until(lambda: len(server.server.server_state.connections) == 1)
+        until(lambda: not server.server.server_state.connections)
+
+
+def test_health_is_answered_where_no_connection_is_left() -> None:
+    with live(connections=8) as server, ExitStack() as held:
+        full = [held.enter_context(closing(server.connect())) for _ in range(4)]  # half, from one address
+        until(lambda: len(server.server.server_state.connections) == 4)
+        head = b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        told = talk(server, head % b"/v1/jobs")
+        assert problem(told)[0] == 503
+        assert b"4 connections from 127.0.0.1" in told
+        for path in (b"/healthz", b"/readyz"):
+            assert talk(server, head % path).startswith(b"HTTP/1.1 200")
+        full[0].close()
+        until(lambda: len(server.server.server_state.connections) == 3)
+        assert talk(server, head % b"/v1/jobs").startswith(b"HTTP/1.1 401")
+
+
+def test_beyond_all_room_connections_are_refused_at_once() -> None:
+    with live(connections=0) as server, ExitStack() as held:
+        for _ in range(RESERVE):
+            held.enter_context(closing(server.connect()))
+        until(lambda: len(server.server.server_state.connections) == RESERVE)
+        assert problem(talk(server))[0] == 503
 
 
 # ---------------------------------------------------------------------------------------------- heads

@@ -30,8 +30,8 @@ _LOADING_S = 10.0  # that a reader waits for a plan that is there but not at han
 
 
 class Engine(Jobs):
-    """store and supervisor's pool are opened and closed by their owner, around `start` and `stop`. clock: seconds. spare:
-    workers of the pool that are kept for short plans while all others are at long ones.
+    """store and supervisor's pool are opened and closed by their owner, around `start` and `stop`. clock: seconds.
+    spare: workers of the pool that are kept for short plans while all others are at long ones.
 
     Unless another error is named, methods raise NotFoundError for a job, epoch or rank that there is not, GoneError for
     what is over, StoreGoneError where the store fails, StoppingError while draining, and ConfigError for a wrong value.

@@ -4,36 +4,68 @@ answers itself."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from apportion.service.http.api.bodies import Patience
 from apportion.service.http.api.problems import encode, headers_of, plain
 from apportion.service.http.streams import ABORT, RESPOND
 
 MAX_HEAD = 32 << 10
+#: connections beyond the most, for questions after the server's health alone
+RESERVE = 32
+_PROBES = (b"/healthz", b"/readyz")
+_PROBE_S = 10.0  # that one of these may stay
 _STEP = 16 << 10  # bytes that are read before they are counted
 _LINGER_S = 30.0  # beyond the time of a body: then the client is cut off, whatever it waits for
 
 
 class Connection(HttpToolsProtocol):
-    """One client. most_bytes: of a request in all; most_connections: at a time."""
+    """One client. most_bytes: of a request in all; most_connections: at a time, of one address half of them; addresses:
+    how many each address has, shared by all connections of a server."""
 
-    def __init__(self, *, most_bytes: int, most_connections: int, patience: Patience, **others: Any) -> None:
+    def __init__(
+        self,
+        *,
+        most_bytes: int,
+        most_connections: int,
+        addresses: Counter[str],
+        patience: Patience,
+        **others: Any,
+    ) -> None:
         super().__init__(**others)
         self._most, self._most_connections, self._patience = most_bytes, most_connections, patience
+        self._addresses, self._address, self._refusal = addresses, "", ""
+        self._unsent, self._unsent_s = 0, 0.0  # bytes that were not taken yet, and since when so many
         self._in_head, self._in_message = True, False
         self._taken = 0
         self._since_s = self.loop.time()
+        self._running: RequestResponseCycle | None = None
         self._extensions: dict[str, Any] = {RESPOND: self.respond}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._extensions[ABORT] = transport.abort
-        if len(self.connections) > self._most_connections:
-            self._refuse(503, f"{self._most_connections} connections are open, this server takes no more")
+        self._address = self.client[0] if self.client else ""
+        self._addresses[self._address] += 1
+        most = self._most_connections
+        if len(self.connections) > most:
+            self._refusal = f"{most} connections are open, this server takes no more"
+        elif self._addresses[self._address] > max(most // 2, 1):
+            self._refusal = f"{most // 2} connections from {self._address} are open, others want some, too"
+        if len(self.connections) > most + RESERVE:
+            self._refuse(503, self._refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._running is not None:
+            self._running.disconnected = True
+        self._addresses[self._address] -= 1
+        if not self._addresses[self._address]:
+            del self._addresses[self._address]
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _STEP):  # a head that comes in one read is bounded, too
@@ -54,6 +86,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        if self._refusal and self.url.partition(b"?")[0] not in _PROBES:
+            self._refuse(503, self._refusal)
+            return
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -77,12 +112,20 @@ class Connection(HttpToolsProtocol):
         return True
 
     def check_time(self, now_s: float) -> None:
-        """Cut the client off where its request is not there yet after so long."""
+        """Cut the client off where its request is not there yet after so long, or an answer was not taken."""
         waited_s = now_s - self._since_s
         head_s, body_s = self._patience.head_s, self._patience.body_s
         if self._in_head and waited_s > head_s:
             self._refuse(408, f"the request was not there after {head_s:g} s")
         elif self._in_message and waited_s > head_s + body_s + _LINGER_S:
+            self.transport.abort()
+        elif self._refusal and waited_s > _PROBE_S:
+            self.transport.close()
+        if self._streams():
+            self._unsent = 0  # it looks after itself
+        elif (unsent := self.transport.get_write_buffer_size()) < self._unsent or not self._unsent:
+            self._unsent, self._unsent_s = unsent, now_s
+        elif now_s - self._unsent_s > self._patience.write_s:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
@@ -95,6 +138,18 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, f"the request's head has more than {MAX_HEAD} bytes")
         elif self._taken > self._most:
             self.transport.abort()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle  # `self.cycle` is the last one, of those that were sent at once
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self._unsent = 0  # what came before was taken
+        super().on_response_complete()
+
+    def _streams(self) -> bool:
+        running = self._running
+        return running is not None and bool(running.chunked_encoding) and not running.response_complete
 
     def _is_idle(self) -> bool:
         return self.cycle is not None and self.cycle.response_complete

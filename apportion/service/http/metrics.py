@@ -24,7 +24,7 @@ from apportion.service.engine import Engine, Histogram, Snapshot
 class Traffic:
     """Since the start. plans: answers by status; plan_bytes: of bodies; frames: by kind; requests: of the control plane
     by (method, route, status); streams: open now. plan_s: until a plan was answered, whose client may have asked
-    to wait."""
+    to wait. pause_s: how late the event loop was, looked at all the time."""
 
     plans: Counter[int] = field(default_factory=Counter)
     plan_s: Histogram = field(default_factory=Histogram)
@@ -35,6 +35,7 @@ class Traffic:
     stalled: int = 0
     requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     request_s: Histogram = field(default_factory=Histogram)
+    pause_s: Histogram = field(default_factory=Histogram)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
@@ -85,6 +86,7 @@ def traffic_families(traffic: Traffic) -> Iterator[Metric]:
         CounterMetricFamily, "requests", "Requests to the control plane", labels, traffic.requests.items()
     )
     yield histogram("request_seconds", "Seconds that they took", traffic.request_s)
+    yield histogram("loop_pause_seconds", "Seconds that everybody waited for one", traffic.pause_s)
 
 
 def engine_families(found: Snapshot) -> Iterator[Metric]:

@@ -16,6 +16,7 @@ import socket
 import ssl
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from apportion.service.http import audit
 from apportion.service.http.api.bodies import Patience, Room
 from apportion.service.http.auth import Keys
 from apportion.service.http.calls import Parts
-from apportion.service.http.connection import Connection
+from apportion.service.http.connection import RESERVE, Connection
 from apportion.service.http.control import control
 from apportion.service.http.delivery import Delivery
 from apportion.service.http.edge import Edge
@@ -49,9 +50,11 @@ from apportion.service.workers import Supervisor, pool_of
 
 _SPARE = 1  # worker that is kept for short plans
 _IDLE_S = 75  # a connection without a request; trainers ask every few seconds
-_SPARE_DESCRIPTORS = 128  # for the store, workers and logs
+_SPARE_DESCRIPTORS = 128 + RESERVE  # for the store, workers and logs
 _BACKLOG = 2048  # connections that wait to be taken
 _TICK_S = 0.1  # between looks for a second signal
+_BEAT_S = 0.02  # between looks at how late the event loop is
+_SEND_BYTES = 256 << 10  # that the system keeps of what a client does not take; its own limit is some MB
 _KEEP_TICKS = 6000  # of 0.1 s, between looks for the file that clients find the admin key in
 _CLOSING_S = 2.0  # of the drain: to close workers and store, and to end
 
@@ -156,6 +159,7 @@ def bind(options: Options) -> socket.socket:
     with ExitStack() as opened:
         listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         try:
             listener.bind(address)
             listener.listen(
@@ -226,13 +230,14 @@ def server_of(
 ) -> Server:
     """The server of an engine that has started; it stops the engine when it ends."""
     keys = Keys(options.admin, options.metrics)
-    config = configuration(application(engine, options, keys), options, most_connections, tls)
-    return Server(engine, config, options.parent, lambda: renew(options, keys, tls))
+    traffic = Traffic()
+    config = configuration(application(engine, options, keys, traffic), options, most_connections, tls)
+    return Server(engine, config, options.parent, lambda: renew(options, keys, tls), traffic)
 
 
-def application(engine: Engine, options: Options, keys: Keys) -> Edge:
+def application(engine: Engine, options: Options, keys: Keys, traffic: Traffic) -> Edge:
     """All of HTTP on an engine."""
-    limits, traffic = options.limits, Traffic()
+    limits = options.limits
     folder = options.store if isinstance(options.store, Path) else None
     registry = registry_of(engine, traffic, folder)
     watchers = Watchers(partial(state_of, engine, folder or _place(options.store)), lambda: engine.draining)
@@ -297,7 +302,11 @@ def configuration(
     """uvicorn with nothing between the connection and the application."""
     most_bytes = 2 * options.limits.body_bytes + (1 << 20)  # twice: what comes too much is read for a moment
     protocol = partial(
-        Connection, most_bytes=most_bytes, most_connections=most_connections, patience=options.patience
+        Connection,
+        most_bytes=most_bytes,
+        most_connections=most_connections,
+        addresses=Counter(),
+        patience=options.patience,
     )
     return uvicorn.Config(
         cast(Any, app),
@@ -328,15 +337,26 @@ class Server(uvicorn.Server):
         config: uvicorn.Config,
         parent: int | None = None,
         renew: Callable[[], None] = lambda: None,
+        traffic: Traffic | None = None,
     ) -> None:
         super().__init__(config)
         self._engine, self._parent, self._renew = engine, parent, renew
+        self._traffic = Traffic() if traffic is None else traffic
         self.when_listening: Callable[[], None] = lambda: None
         self.shown: Shown | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._beating = asyncio.create_task(self._beat())
         self.when_listening()
+
+    async def _beat(self) -> None:
+        """Observes pauses of the event loop, in which nobody is served."""
+        now_s = asyncio.get_running_loop().time
+        while True:
+            due_s = now_s() + _BEAT_S
+            await asyncio.sleep(_BEAT_S)
+            self._traffic.pause_s.observe(max(now_s() - due_s, 0.0))
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:
@@ -358,6 +378,7 @@ class Server(uvicorn.Server):
             if self.force_exit:
                 await self._engine.stop(0.0)
         await stopping
+        self._beating.cancel()
         log("stopped")
 
     @contextmanager

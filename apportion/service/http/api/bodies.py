@@ -27,10 +27,12 @@ _MAX_ITEMS = 1 << 22
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds that a client may take to send a request's line and headers, and its whole body."""
+    """Seconds that a client may take to send a request's line and headers, and its whole body; and to take anything of
+    an answer."""
 
     head_s: float = 10.0
     body_s: float = 30.0  # 16 MiB at 4.5 Mbit/s
+    write_s: float = 30.0
 
 
 class Room:
