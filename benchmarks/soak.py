@@ -66,6 +66,10 @@ CASES = {
     "network": Case("faulty_proxy:case", 100, "latency, slices, cuts within frames, resets"),
     "network-server": Case("faulty_proxy:server_case", 20, "the same in front of the real server"),
     "frame-fuzz": Case("test_frames:case", 1, "100,000 mutated streams of frames: typed errors only"),
+    "attacks": Case("attacks:case", 1, "users who are not kind: what others notice, memory, SIGTERM"),
+    "request-fuzz": Case(
+        "request_fuzz:case", 1, "100,000 requests that break the schema: no 5xx but 503, no pause"
+    ),
     "file-flips": Case(
         "file_flips:case", 100, "10,000 bits of a server's folder: plans as before, or typed errors"
     ),
