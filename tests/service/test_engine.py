@@ -558,10 +558,10 @@ def test_overload_is_answered_and_passes() -> None:
 
 def test_the_bytes_that_wait_are_bounded() -> None:
     async def main() -> None:
-        rig = Rig(pool=LocalPool(held=True), limits=Limits(queue_bytes=2000))
+        rig = Rig(pool=LocalPool(held=True), limits=Limits(queue_bytes=500))
         async with rig.with_job() as engine:
             await submit(engine, 0)
-            assert 0 < engine.snapshot().unplanned_bytes <= 2000
+            assert 0 < engine.snapshot().unplanned_bytes <= 500
             await raised(submit(engine, *range(1, 9)), OverloadError)
             rig.pool.open()
 

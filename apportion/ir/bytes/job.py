@@ -180,8 +180,26 @@ _decode_data = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 def encode_request(job: Job, batches: Sequence[Batch]) -> bytes:
     """The request for an iteration's plan as bytes: equal requests give equal bytes."""
-    data = [wire.encode_section(batch.to_data()) for batch in batches]
-    return wire.encode_struct(_RequestWire(FORMAT, VERSION, wire.encode_section(job.to_data()), data))
+    return _encode(wire.encode_section(job.to_data()), _sections(batches))
+
+
+def encode_batches(batches: Sequence[Batch]) -> bytes:
+    """A request without its job, for who has that elsewhere: `with_job` makes it whole."""
+    return _encode(b"", _sections(batches))
+
+
+def with_job(job: Job, data: bytes) -> bytes:
+    """A request as bytes, of this job where `data` has none. Raises DecodeError, VersionError."""
+    found = wire.read_envelope(data, _RequestWire, "iteration request", FORMAT)
+    return data if found.job else _encode(wire.encode_section(job.to_data()), found.batches)
+
+
+def _sections(batches: Sequence[Batch]) -> list[bytes]:
+    return [wire.encode_section(batch.to_data()) for batch in batches]
+
+
+def _encode(job: bytes, batches: list[bytes]) -> bytes:
+    return wire.encode_struct(_RequestWire(FORMAT, VERSION, job, batches))
 
 
 def decode_request(data: bytes) -> tuple[Job, tuple[Batch, ...]]:

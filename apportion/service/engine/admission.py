@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apportion.ir.bytes.job import Job as Spec
-from apportion.ir.bytes.job import encode_request
+from apportion.ir.bytes.job import encode_batches
 from apportion.ir.bytes.wire import encode_section
 from apportion.ir.hashing import digest
 from apportion.ir.request.batch import Batch
@@ -25,7 +25,7 @@ _FEW_SEQUENCES = 512  # take at most a millisecond to encode
 @dataclass(frozen=True)
 class Asked:
     """A submission. key: content address of its plan, which depends on the release; digest: of the batches, which does
-    not; request: for the worker."""
+    not; request: `ir.job.encode_batches`."""
 
     key: bytes
     digest: bytes
@@ -42,7 +42,7 @@ async def asked(spec: Spec, batches: Sequence[Batch]) -> Asked:
 
 def _asked(spec: Spec, batches: Sequence[Batch]) -> Asked:
     batches_digest = digest(encode_section([batch.to_data() for batch in batches]))
-    return Asked(spec.request_key(batches), batches_digest, encode_request(spec, batches))
+    return Asked(spec.request_key(batches), batches_digest, encode_batches(batches))
 
 
 @dataclass(frozen=True)

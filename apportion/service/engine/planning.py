@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
+from apportion.ir.bytes.job import with_job
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.service.engine.journal import Journal
 from apportion.service.engine.library import Body, Entry, Library
 from apportion.service.engine.metrics import Counters
 from apportion.service.engine.records import IterationRecord, Problem, decode
 from apportion.service.engine.schedule import LONG_S
-from apportion.service.engine.state import Iteration
+from apportion.service.engine.state import Iteration, Job
 from apportion.service.engine.tasks import Tasks, shared
 from apportion.service.engine.watch import BusyView, Failures
 from apportion.service.errors import OverloadError, QuarantinedError, RefusedBatchError
@@ -120,7 +121,7 @@ class Planning:
         self._entries += 1
         self._busy[entry] = (found, self._clock())
         job.at_workers += 1
-        entry.task = self.tasks.spawn(self._plan(entry, within_s))
+        entry.task = self.tasks.spawn(self._plan(entry, job, within_s))
         if self._spare:  # who waits for it may have a spare worker once it proves to be long
             asyncio.get_running_loop().call_later(LONG_S, self._listener.on_free)
         entry.task.add_done_callback(lambda _: self._ended(entry))
@@ -155,16 +156,19 @@ class Planning:
         if pack.form == "assignment":
             return Source("lower", pack.bodies[0], pack.id)
         request = await self._journal.call(_request, store, held.key)
-        return None if request is None else Source("plan", request, pack.id)
+        return (
+            None if request is None else Source("plan", with_job(held.epoch.job.state.spec, request), pack.id)
+        )
 
     # ---- planning
 
-    async def _plan(self, entry: Entry, within_s: float | None) -> None:
+    async def _plan(self, entry: Entry, job: Job, within_s: float | None) -> None:
         """within_s: after so long it leaves its worker, and waits for one that is not kept for short plans."""
         started_s = self._clock()
         try:
+            task = _task(job, entry)
             async with asyncio.timeout(within_s):
-                done = await self._supervisor.run(Task("plan", entry.request), self._deadline_s)
+                done = await self._supervisor.run(task, self._deadline_s)
         except (RefusedError, DeadlineError, PoisonedError) as error:
             self._leave(entry)
             await self._refuse(entry, _problem(error), for_good=not isinstance(error, DeadlineError))
@@ -271,6 +275,14 @@ class Planning:
         if record is not None:
             self._library.expect(entry, record)
         self._listener.on_news(entry)
+
+
+def _task(job: Job, entry: Entry) -> Task:
+    """Raises RefusedError for a record that cannot be read."""
+    try:
+        return Task("plan", with_job(job.state.spec, entry.request))
+    except ApportionError as error:
+        raise RefusedError(type(error).__name__, str(error), "batches") from None
 
 
 def _store_pack(store: Store, key: bytes, done: Done) -> tuple[int, tuple[Body, ...]]:

@@ -79,8 +79,8 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class IterationRecord(msgspec.Struct, frozen=True):
-    """key: content address of the plan; asked: digest of the request; both 32 bytes. request: `ir.job.encode_request`,
-    empty where there is a problem."""
+    """key: content address of the plan; asked: digest of the request; both 32 bytes. request: `ir.job.encode_batches`
+    (with the job in records of older releases), empty where there is a problem."""
 
     key: bytes
     asked: bytes
