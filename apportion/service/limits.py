@@ -28,8 +28,12 @@ class Limits:
     # what is kept
     keep: int = 1024  # iterations of a stream behind its front
     epochs: int = 1024  # of a job, whose run is still known
-    store_bytes: int = 16 << 30  # of all packs; those that an iteration needs are kept in any case
+    store_bytes: int = 16 << 30  # of all packs and records; what an iteration needs is kept in any case
     store_packs: int = 1 << 18
+    store_s: float = (
+        30 * 86400.0
+    )  # that a pack is kept after it was made, where no iteration needs it; 0 for ever
+    job_s: float = 0.0  # that a job is kept which nobody asks anything of, 0 for ever
     cache_bytes: int = 256 << 20
     # how long
     wait_s: float = 60.0  # of a reader, before it is told "not yet"

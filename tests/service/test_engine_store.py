@@ -274,6 +274,64 @@ def test_packs_that_nobody_needs_go_when_the_store_is_full() -> None:
     run(main())
 
 
+def test_packs_that_nobody_needs_go_when_they_are_old() -> None:
+    async def main() -> None:
+        rig = Rig(limits=Limits(store_s=0.2))
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            await take(engine, 0)
+            await asyncio.sleep(0.3)
+            await engine.tidy()
+            assert engine.snapshot().packs == len(list(rig.store.packs())) == 1  # it is needed
+            await engine.begin_epoch("run", "second")
+            await engine.tidy()
+            assert engine.snapshot().packs == len(list(rig.store.packs())) == 0
+
+    run(main())
+
+
+def test_jobs_that_nobody_asks_for_go() -> None:
+    async def main() -> None:
+        now = [0.0]
+        rig = Rig(limits=Limits(job_s=100.0), clock=lambda: now[0])
+        async with rig.started() as engine:
+            await begin(engine, "left")
+            await begin(engine, "used")
+            await submit(engine, 0, name="left")
+            now[0] += 90.0
+            engine.job("used")
+            await engine.tidy()
+            assert [state.name for state in engine.jobs()] == ["left", "used"]
+            now[0] += 20.0
+            await engine.tidy()
+            assert [state.name for state in engine.jobs()] == ["used"]
+            assert not list(rig.store.records("iteration/left/"))
+        async with rig.started() as engine:
+            await engine.tidy()
+            now[0] += 90.0
+            await engine.tidy()
+            assert [state.name for state in engine.jobs()] == ["used"]  # from its start on
+
+    run(main())
+
+
+def test_records_count_among_what_a_store_holds() -> None:
+    async def main() -> None:
+        rig = Rig(limits=Limits(store_bytes=20_000))
+        async with rig.with_job() as engine:
+            await submit(engine, 0)
+            await take(engine, 0)
+            rig.store.commit({"other": bytes(30_000)})
+            await engine.tidy()
+            error = await raised(submit(engine, 1), OverloadError)
+            assert "--store-gb" in error.detail
+            rig.store.commit({}, ["other"])
+            await engine.tidy()
+            await submit(engine, 1)
+
+    run(main())
+
+
 def test_a_pack_that_is_asked_for_again_while_it_is_dropped_and_then_not_made_goes() -> None:
     async def main() -> None:
         store = DownStore(MemoryStore())

@@ -136,6 +136,26 @@ def test_packs_come_in_the_order_in_which_they_were_put(store: Store) -> None:
     assert list(store.packs()) == [(key_of(number), number) for number in expected]
 
 
+def test_packs_know_when_they_were_put(store: Store) -> None:
+    store.put_pack(key_of(1), pack_bytes(1))
+    time.sleep(0.01)
+    between_s = time.time()
+    time.sleep(0.01)
+    store.put_pack(key_of(2), pack_bytes(2))
+    assert store.packs_before(between_s) == [key_of(1)]
+    assert sorted(store.packs_before(time.time() + 1.0)) == sorted([key_of(1), key_of(2)])
+    store.drop_pack(key_of(1))
+    assert store.packs_before(between_s) == []
+
+
+def test_records_tell_how_much_they_take(store: Store) -> None:
+    before = store.record_bytes()
+    store.commit({f"a/{number}": bytes(1000) for number in range(1000)})
+    assert 0.5e6 < store.record_bytes() - before < 5e6
+    store.commit({}, [f"a/{number}" for number in range(1000)])
+    assert store.record_bytes() - before < 0.5e6
+
+
 def test_a_dropped_pack_is_gone(store: Store) -> None:
     store.put_pack(key_of(1), pack_bytes(1))
     store.drop_pack(key_of(1))

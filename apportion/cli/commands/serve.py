@@ -117,8 +117,23 @@ def serve(
         int, typer.Option("--keep", help="Iterations kept behind the one that a job's ranks are at.", min=1)
     ] = 1024,
     store_gb: Annotated[
-        float, typer.Option("--store-gb", help="Plans kept for later, in 10^9 bytes.", min=0.001)
+        float,
+        typer.Option("--store-gb", help="Plans kept for later, and records, in 10^9 bytes.", min=0.001),
     ] = 16.0,
+    store_days: Annotated[
+        float,
+        typer.Option(
+            "--store-days", help="Days that a plan is kept for later, once it was made; 0 for ever.", min=0.0
+        ),
+    ] = 30.0,
+    job_days: Annotated[
+        float,
+        typer.Option(
+            "--job-days",
+            help="Days after which a job that nobody asks anything of is deleted; 0 for never.",
+            min=0.0,
+        ),
+    ] = 0.0,
     log_format: Annotated[
         str, typer.Option("--log-format", help="Log on stderr: `text` or `json`, one event a line.")
     ] = "text",
@@ -172,6 +187,8 @@ def serve(
         jobs=max_jobs,
         keep=keep,
         store_bytes=int(store_gb * 1e9),
+        store_s=store_days * 86400.0,
+        job_s=job_days * 86400.0,
     )
     take = _keys_of(folder, admin_key_file, metrics_key_file, insecure)
     key, digests = take()

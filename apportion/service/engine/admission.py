@@ -18,6 +18,7 @@ from apportion.service.errors import LimitError, OverloadError, QuotaError
 from apportion.service.limits import Limits
 
 _OVERLOAD_RETRY_S = 1.0
+_FULL_RETRY_S = 30.0
 _QUOTA_RETRY_S = (0.1, 5.0)
 _FEW_SEQUENCES = 512  # take at most a millisecond to encode
 
@@ -79,6 +80,13 @@ class Admission:
     def check_room(self, epoch: Epoch, number: int, request_bytes: int) -> None:
         """For one iteration more."""
         self._check_quota(epoch, number)
+        if self.library.record_bytes > self.limits.store_bytes:
+            self.counters.overload += 1
+            raise OverloadError(
+                f"the records of jobs take {self.library.record_bytes} bytes, this server keeps "
+                f"{self.limits.store_bytes} (--store-gb): delete jobs that have ended",
+                retry_after=_FULL_RETRY_S,
+            )
         waiting, waiting_bytes = self.library.unplanned, self.library.unplanned_bytes
         if waiting >= self.limits.queue_total or waiting_bytes + request_bytes > self.limits.queue_bytes:
             self.counters.overload += 1

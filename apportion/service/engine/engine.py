@@ -191,7 +191,8 @@ class Engine(Jobs):
         return body
 
     def _advance(self, epoch: Epoch, number: int) -> None:
-        epoch.advance(number, self._clock())
+        epoch.advance(number, now_s := self._clock())
+        epoch.job.used_s = now_s
         behind = epoch.iterations.get(number - epoch.job.state.lookahead)
         if behind is not None:  # no rank is likely to be so far behind
             self._library.cache.spend(behind.entry)
@@ -270,6 +271,7 @@ class Engine(Jobs):
             waiting=sum(gate.readers for epoch in self._epochs() for gate in epoch.gates.values()),
             packs=self._library.packs,
             pack_bytes=self._library.pack_bytes,
+            record_bytes=self._library.record_bytes,
             cached=len(self._library.cache),
             cache_bytes=self._library.cache.bytes,
             store_errors=self._journal.errors,

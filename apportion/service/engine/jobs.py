@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
@@ -50,7 +51,10 @@ from apportion.service.workers.supervisor import Supervisor
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 _STORE_RETRY_S = 1.0
+_HOUSE_S = 30.0  # between looks for what is no longer kept
 _MOST_KEYS = 64  # of a job
 _MOST_FORMER = 1024  # deleted jobs whose keys are remembered, until the server ends
 
@@ -112,6 +116,7 @@ class Jobs:
         await self._journal.call(self._journal.store.keep_room)
         self._planning.tasks.spawn(self._journal.try_to_write())
         self._started = True
+        self._housekeeping = asyncio.create_task(self._keep_house())
         for entry in failed_in(self._jobs.values()):
             self._planning.failures.add(entry)
         self._trim()
@@ -121,6 +126,7 @@ class Jobs:
         """Takes nothing more and waits so long (`limits.drain_s`) for what is at workers; the rest is for the next
         server. Readers of anything else are told "not yet" at once."""
         self.draining = True
+        self._housekeeping.cancel()
         self._wake_all()
         await self._planning.tasks.finish(self.limits.drain_s if drain_s is None else drain_s)
         self._wake_all()
@@ -339,6 +345,28 @@ class Jobs:
             held.ready_at = held.ready_at or ready_at
             held.epoch.wake(held.number)
 
+    async def _keep_house(self) -> None:
+        while True:
+            with suppress(ServiceError, StoreError):
+                await self.tidy()
+            await asyncio.sleep(_HOUSE_S)
+
+    async def tidy(self) -> None:
+        """No longer keeps plans and jobs that are too old, and asks the store how much it holds. Raises StoreError."""
+        store, limits, now_s = self._journal.store, self.limits, self._clock()
+        self._library.record_bytes = await self._journal.call(store.record_bytes)
+        if limits.store_s:
+            old = await self._journal.call(store.packs_before, time.time() - limits.store_s)
+            await self._drop_packs(self._library.discard(old))
+        for job in [*self._jobs.values()] if limits.job_s else []:
+            job.used_s = now_s if job.used_s is None else job.used_s
+            if now_s - job.used_s > limits.job_s:
+                log.warning(
+                    "job %s is deleted: nobody has asked anything of it for %.0f s", job.name, limits.job_s
+                )
+                await self.delete_job(job.name)
+        self._trim()
+
     def _trim(self) -> None:
         excess = self._library.excess()
         if excess:
@@ -359,6 +387,7 @@ class Jobs:
         if job is None:
             self._check_whole(name)
             raise self._no_job(name)
+        job.used_s = self._clock()
         return job
 
     def _check_whole(self, name: str) -> None:

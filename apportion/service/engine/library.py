@@ -79,6 +79,7 @@ class Library:
         self._uncounted: set[bytes] = set()  # whose packs were to be dropped, and are asked for again
         self.cache = Cache(limits.cache_bytes)
         self.packs = self.pack_bytes = 0
+        self.record_bytes = 0  # of the store, as it told lately
         self.unplanned = self.unplanned_bytes = 0
 
     def index(self, packs: Iterable[tuple[bytes, int]]) -> None:
@@ -166,7 +167,8 @@ class Library:
         found = [key for key in self._uncounted if key not in self._entries]
         self._uncounted.difference_update(found)
         while self._idle and (
-            self.pack_bytes > self._limits.store_bytes or self.packs > self._limits.store_packs
+            self.pack_bytes + self.record_bytes > self._limits.store_bytes
+            or self.packs > self._limits.store_packs
         ):
             key = next(iter(self._idle))
             self.packs -= 1

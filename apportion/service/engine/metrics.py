@@ -74,6 +74,7 @@ class Snapshot:
     waiting: int  # readers
     packs: int
     pack_bytes: int
+    record_bytes: int
     cached: int  # packs
     cache_bytes: int
     store_errors: int

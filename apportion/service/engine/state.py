@@ -260,6 +260,7 @@ class Job:
         self.open: dict[int, Epoch] = {}  # by number, rising; of each stream one
         self.ended: dict[int, str] = {}  # epochs that another release began, and what to say of them
         self.at_workers = 0
+        self.used_s: float | None = None  # when somebody asked anything of it, where that is known
         self.plan_s = 0.0  # that a plan of it takes a worker, smoothed
         self._worked = 0.0, 0.0  # seconds of workers lately, and when that was so
 

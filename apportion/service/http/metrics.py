@@ -127,6 +127,7 @@ def _engine_gauges(found: Snapshot) -> Iterator[Metric]:
         ("waiting_readers", "Readers that wait for a plan", found.waiting),
         ("packs", "Packs in the store", found.packs),
         ("pack_bytes", "Bytes of them", found.pack_bytes),
+        ("record_bytes", "Bytes of the store's records, about", found.record_bytes),
         ("cached_packs", "Packs in memory", found.cached),
         ("cache_bytes", "Bytes of them", found.cache_bytes),
         ("jobs", "Jobs", len(found.jobs)),

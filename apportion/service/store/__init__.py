@@ -55,6 +55,13 @@ class Store(Protocol):
     def packs(self) -> Iterator[tuple[bytes, int]]:
         """(key, bytes) of each pack, in the order in which they were put. Reads a page at a time."""
 
+    def packs_before(self, time_s: float) -> list[bytes]:
+        """Keys of the packs that were put before that time, seconds since 1970; not of those of older releases and of
+        `finish`, which keep no time."""
+
+    def record_bytes(self) -> int:
+        """What the records take, about."""
+
     def keep_room(self) -> None:
         """Keeps some of the disk in reserve, where there is one and it has room."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping
 from heapq import nsmallest
 from threading import Lock
@@ -18,6 +19,7 @@ class MemoryStore:
         self._lock = Lock()
         self._records: dict[bytes, bytes] = {}
         self._packs: dict[bytes, bytes] = {}
+        self._times: dict[bytes, float] = {}
         self._open = True
 
     def records(self, prefix: str = "", damaged: list[str] | None = None) -> Iterator[tuple[str, bytes]]:
@@ -40,6 +42,7 @@ class MemoryStore:
     def put_pack(self, key: bytes, data: bytes) -> None:
         self._check()
         self._packs.setdefault(check_key("key", key), data)
+        self._times.setdefault(key, time.time())
 
     def read_pack(self, key: bytes) -> bytes | None:
         self._check()
@@ -55,10 +58,20 @@ class MemoryStore:
     def drop_pack(self, key: bytes) -> None:
         self._check()
         self._packs.pop(check_key("key", key), None)
+        self._times.pop(key, None)
 
     def packs(self) -> Iterator[tuple[bytes, int]]:
         self._check()
         return iter([(key, len(data)) for key, data in list(self._packs.items())])
+
+    def packs_before(self, time_s: float) -> list[bytes]:
+        self._check()
+        return [key for key, put_s in list(self._times.items()) if put_s < time_s]
+
+    def record_bytes(self) -> int:
+        self._check()
+        with self._lock:
+            return sum(len(key) + len(value) for key, value in self._records.items())
 
     def keep_room(self) -> None:
         """It has no disk."""

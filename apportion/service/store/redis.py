@@ -5,7 +5,7 @@
     apportion:lease           who writes; ends 2 s after its process did
     apportion:values          hash      key → value of the records
     apportion:keys            sorted    their keys, in order
-    apportion:packs           sorted    keys of the packs, in the order in which they were put
+    apportion:packs           sorted    keys of the packs, by when they were put (ms since 1970)
     apportion:pack:…          bytes     of a pack, by its key in hex
 
 Each write is one script, so it happens as a whole. It lasts as long as Redis keeps what it has answered: with
@@ -80,7 +80,7 @@ _PUT = f"""{_IF_LAST}
 redis.call('SET', KEYS[4], ARGV[3])
 if not redis.call('ZSCORE', KEYS[3], ARGV[2]) then
   local newest = redis.call('ZRANGE', KEYS[3], -1, -1, 'WITHSCORES')
-  redis.call('ZADD', KEYS[3], (newest[2] or 0) + 1, ARGV[2])
+  redis.call('ZADD', KEYS[3], math.max((newest[2] or 0) + 1, tonumber(ARGV[4])), ARGV[2])
 end
 return {{1}}
 """
@@ -95,6 +95,7 @@ if #keys == 0 then return {{}, {}} end
 return {keys, redis.call('HMGET', KEYS[1], unpack(keys))}
 """
 
+_TIMES = 10**12  # scores of packs from here on are times
 _GONE = (redis.ConnectionError, redis.TimeoutError)
 _T = TypeVar("_T")
 
@@ -136,7 +137,7 @@ class RedisStore:
 
     def put_pack(self, key: bytes, data: bytes) -> None:
         if not self.has_pack(key) or self._read_only:
-            self._write("store a pack", _PUT, (_PACKS, _pack(key)), (key, data))
+            self._write("store a pack", _PUT, (_PACKS, _pack(key)), (key, data, int(time.time() * 1e3)))
 
     def read_pack(self, key: bytes) -> bytes | None:
         name = _pack(key)
@@ -165,6 +166,16 @@ class RedisStore:
         while found := self._pack_page(newest):
             yield from ((key, size) for key, _, size in found)
             newest = found[-1][1]
+
+    def packs_before(self, time_s: float) -> list[bytes]:
+        return self._link.call(
+            "list packs", lambda client: list(client.zrangebyscore(_PACKS, _TIMES, f"({int(time_s * 1e3)}"))
+        )
+
+    def record_bytes(self) -> int:
+        return self._link.call(
+            "look at the records", lambda client: int(client.memory_usage(_VALUES, samples=64) or 0)
+        )
 
     def _pack_page(self, after: float) -> list[tuple[bytes, float, int]]:
         """(key, number, bytes) of the next packs."""

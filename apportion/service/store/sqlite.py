@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sqlite3
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,7 +51,9 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {VERSION}",
 )
-_ADD_PACK = "INSERT OR IGNORE INTO packs SELECT ?, ?, COALESCE(MAX(number) + 1, 0) FROM packs"
+#: a pack's number: when it was put, milliseconds since 1970, above all others; less than _TIMES in older stores
+_ADD_PACK = "INSERT OR IGNORE INTO packs SELECT ?, ?, MAX(COALESCE(MAX(number) + 1, 0), ?) FROM packs"
+_TIMES = 10**12
 _DROP_PACK = "DELETE FROM packs WHERE key = ?"
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -157,7 +160,7 @@ class SqliteStore:
             self._check_writable()
             if not (self._knows(key) and path.exists()):
                 write_whole(path, data)
-                self._index("store a pack", _ADD_PACK, (key, len(data)))
+                self._index("store a pack", _ADD_PACK, (key, len(data), _now_ms()))
 
     def read_pack(self, key: bytes) -> bytes | None:
         self._connection()
@@ -193,6 +196,16 @@ class SqliteStore:
         while found:
             yield from ((key, size) for _, key, size in found)
             found = self._read(sql, (*found[-1][:2], names.PAGE))
+
+    def packs_before(self, time_s: float) -> list[bytes]:
+        sql = "SELECT key FROM packs WHERE number >= ? AND number < ?"
+        return [key for (key,) in self._read(sql, (_TIMES, int(time_s * 1e3)))]
+
+    def record_bytes(self) -> int:
+        (pages,), (size,), (free,) = (
+            self._read(f"PRAGMA {name}", ())[0] for name in ("page_count", "page_size", "freelist_count")
+        )
+        return int((pages - free) * size)
 
     def _knows(self, key: bytes) -> bool:
         return bool(self._read("SELECT 1 FROM packs WHERE key = ?", (key,)))
@@ -234,7 +247,8 @@ class SqliteStore:
             self._adopt(sorted(there - known), known - there)
 
     def _adopt(self, new: list[bytes], lost: set[bytes]) -> None:
-        sizes = [(key, pack_path(self.folder, key).stat().st_size) for key in new]
+        files = ((key, pack_path(self.folder, key).stat()) for key in new)
+        sizes = [(key, found.st_size, int(found.st_mtime * 1e3)) for key, found in files]
         with self._writing("open the store") as db:
             db.executemany(_DROP_PACK, ((key,) for key in lost))
             db.executemany(_ADD_PACK, sizes)
@@ -277,6 +291,10 @@ class SqliteStore:
     def _stop(self) -> None:
         self._disconnect()
         self._lock.release()
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1e3)
 
 
 def pack_path(folder: Path, key: bytes) -> Path:
