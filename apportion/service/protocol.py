@@ -8,6 +8,7 @@ from apportion.ir.isa import VERSION
 
 JSON = "application/json"
 HTML = "text/html"
+TAR = "application/x-tar"
 PROBLEM = "application/problem+json"
 PLAN = "application/vnd.apportion.iteration"
 FRAMES = "application/vnd.apportion.frames"
@@ -25,6 +26,7 @@ WINDOW = 64
 TRAIN = "train"
 
 JOBS = "/v1/jobs"
+EXPORT = "/v1/export"
 EPOCHS = "/epochs"
 
 

@@ -94,8 +94,8 @@ def create(
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
     policy = Policy(inputs.recipe_of(recipe, block, pods), seed=seed)
     job = Job(the_cluster, inputs.model_of(model), policy, tokens_per_rank, microbatches, the_hardware)
-    key = _key(key_file)
-    admin = _key(admin_key_file)
+    key = key_in(key_file)
+    admin = key_in(admin_key_file)
     with create_job(
         server, name, job, key=key, admin_key=admin, lookahead=lookahead, ca=ca, cert=cert
     ) as made:
@@ -121,7 +121,7 @@ def list_(
 
     from apportion.service.client import list_jobs
 
-    admin = _key(admin_key_file)
+    admin = key_in(admin_key_file)
     found = list_jobs(server, admin_key=admin, ca=ca, cert=cert)
     emit({"jobs": [asdict(job) for job in found]}, as_json, lambda: _table(found))
 
@@ -143,7 +143,7 @@ def delete(
     """
     from apportion.service.client import delete_job
 
-    admin = _key(admin_key_file)
+    admin = key_in(admin_key_file)
     delete_job(server, name, admin_key=admin, ca=ca, cert=cert)
     if as_json:
         emit({"deleted": name}, as_json)
@@ -179,7 +179,7 @@ def add_key(
     from apportion.service import client
 
     made = client.add_key(
-        server, name, role=role, key=_key(key_file), admin_key=_key(admin_key_file), ca=ca, cert=cert
+        server, name, role=role, key=key_in(key_file), admin_key=key_in(admin_key_file), ca=ca, cert=cert
     )
     emit(asdict(made), as_json, lambda: f"{made.id} {made.role}\nkey {made.key}")
 
@@ -201,7 +201,7 @@ def list_keys(
     """
     from apportion.service import client
 
-    found = client.list_keys(server, name, admin_key=_key(admin_key_file), ca=ca, cert=cert)
+    found = client.list_keys(server, name, admin_key=key_in(admin_key_file), ca=ca, cert=cert)
     record = {"keys": [{"id": key.id, "role": key.role} for key in found]}
     emit(record, as_json, lambda: "\n".join(f"{key.id} {key.role}" for key in found))
 
@@ -224,14 +224,14 @@ def revoke_key(
     """
     from apportion.service import client
 
-    client.revoke_key(server, name, id, admin_key=_key(admin_key_file), ca=ca, cert=cert)
+    client.revoke_key(server, name, id, admin_key=key_in(admin_key_file), ca=ca, cert=cert)
     if as_json:
         emit({"revoked": id}, as_json)
     else:
         note(f"revoked {id}")
 
 
-def _key(file: Path | None) -> str | None:
+def key_in(file: Path | None) -> str | None:
     return None if file is None else inputs.key_of(file)
 
 

@@ -1,14 +1,22 @@
 """A training run's side of the service: submits batches, receives plans, over a network that may fail.
 
     Client                            a job: job, begin, submit, knows, plan, stream, close
-    create_job, list_jobs, delete_job of a server; add_key, list_keys, revoke_key of a job
+    create_job, list_jobs, delete_job of a server, export_store; add_key, list_keys, revoke_key of a job
 
 Synchronous; needs urllib3, neither torch nor a server's packages.
 """
 
 from __future__ import annotations
 
-from apportion.service.client.admin import add_key, create_job, delete_job, list_jobs, list_keys, revoke_key
+from apportion.service.client.admin import (
+    add_key,
+    create_job,
+    delete_job,
+    export_store,
+    list_jobs,
+    list_keys,
+    revoke_key,
+)
 from apportion.service.client.errors import (
     BadAnswerError,
     ChangedPlanError,
@@ -38,6 +46,7 @@ __all__ = [
     "add_key",
     "create_job",
     "delete_job",
+    "export_store",
     "list_jobs",
     "list_keys",
     "revoke_key",

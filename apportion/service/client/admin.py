@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from msgspec.structs import replace
 
@@ -76,6 +76,21 @@ def delete_job(
     """Delete the job `name` of `server`, and its plans. Raises ConfigError, ClientError."""
     with _caller(server, admin_key, ca, proxy, cert=cert) as caller:
         caller.send("DELETE", protocol.job_path(checked_name("name", name)), None, answers.Empty)
+
+
+def export_store(
+    server: str,
+    file: BinaryIO,
+    *,
+    admin_key: str | None = None,
+    ca: str | Path | None = None,
+    cert: str | Path | None = None,
+    progress: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Write a copy of what `server` keeps, while it works, as `apportion store import` reads it. progress: called with
+    the bytes so far. Raises ConfigError, ClientError, OSError."""
+    with _caller(server, admin_key, ca, None, cert=cert) as caller:
+        caller.download(protocol.EXPORT, protocol.TAR, file, progress)
 
 
 def add_key(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -21,6 +21,7 @@ from apportion.service.frames import MAX_BODY
 T = TypeVar("T")
 
 _MOST_JSON = 64 << 20
+_LONGEST_S = 86400.0
 _MOST_PAGE = 256 << 20
 _AGENT = f"apportion/{__version__}"
 
@@ -91,6 +92,24 @@ class Caller:
             return answer.body
 
         return waits.repeat(once)
+
+    def download(self, path: str, kind: str, file: BinaryIO, progress: Callable[[int], None]) -> None:
+        """What is there, into a file; however long it takes, while something comes. Not tried again."""
+        waits = self.waits(_LONGEST_S)
+        try:
+            opened = self._open("GET", path, {"Accept": f"{kind}, {protocol.PROBLEM}"}, None, waits)
+            if opened.status != 200:
+                answers.check(self._whole(opened, waits, _MOST_JSON))
+            answers.check_type(opened.headers, kind)
+            size = 0
+            try:
+                while part := opened.read(self.pace.read_s):
+                    size += file.write(part)
+                    progress(size)
+            finally:
+                opened.close()
+        except TransientError as error:
+            raise error.error from None
 
     def plan(self, path: str, waits: Waits) -> bytes:
         """The body of a plan, once it is there."""

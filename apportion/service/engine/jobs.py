@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 _STORE_RETRY_S = 1.0
 _HOUSE_S = 30.0  # between looks for what is no longer kept
+_EPOCHS_SINCE = 10_000  # that may begin after a copy was made, before it is used
 _MOST_KEYS = 64  # of a job
 _MOST_FORMER = 1024  # deleted jobs whose keys are remembered, until the server ends
 
@@ -264,6 +265,19 @@ class Jobs:
             return {}
         self._past[state.name] = state.last
         return {past_key(state.name): encode(PastRecord(state.last))}
+
+    def backup(self) -> tuple[Store, dict[str, bytes]]:
+        """The store, and the records of a copy that is made while ranks go on: jobs, and epochs that none of theirs may
+        have."""
+        past = self._past | {name: job.state.last for name, job in self._jobs.items() if job.state.last}
+        kept = {job_key(name): job.state.record() for name, job in self._jobs.items()}
+        return self._journal.store, kept | {
+            past_key(name): encode(PastRecord(last + _EPOCHS_SINCE)) for name, last in past.items()
+        }
+
+    async def in_store(self, function: Callable[..., T], *args: object) -> T:
+        """What the function returns, called where the store is called. Raises StoreGoneError."""
+        return await self._guarded(self._journal.call(function, *args))
 
     # ---- epochs
 

@@ -17,6 +17,7 @@ from apportion.service.http.api.bodies import Patience, Room, parse, read
 from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION
 from apportion.service.http.audit import JOB, WHO
 from apportion.service.http.auth import Keys, given
+from apportion.service.http.export import Exports
 from apportion.service.http.watch.events import Watchers
 from apportion.service.http.watch.reports import Reports
 from apportion.service.limits import Limits
@@ -38,6 +39,7 @@ class Parts:
     registry: CollectorRegistry
     watchers: Watchers
     reports: Reports
+    exports: Exports
     public_url: str = ""  # before the paths of jobs in answers
 
 

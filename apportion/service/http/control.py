@@ -40,7 +40,7 @@ from apportion.service.http.calls import (
 )
 from apportion.service.http.metrics import render
 from apportion.service.http.watch_routes import router as watch
-from apportion.service.protocol import JSON, EpochState
+from apportion.service.protocol import EXPORT, JSON, TAR, EpochState
 
 PROBE_S = 2.0  # for the store's answer, where somebody asks whether the server is ready
 _SHOWN = 200  # characters of a path that is not there
@@ -72,6 +72,12 @@ def _checked(data: Any) -> Spec:
     spec = Spec.from_data(data)
     check_recipe(spec.policy.recipe)
     return spec
+
+
+@router.get(EXPORT, **describe("admin", {200: TAR}))
+async def export(call: Admin) -> Response:
+    """Copy the store: a tar of jobs and plans that `apportion store import` reads; epochs do not go on in it."""
+    return call.parts.exports.begin()
 
 
 @router.get("/v1/jobs", **describe("admin", {200: models.JobsReply}))

@@ -38,6 +38,7 @@ from apportion.service.http.connection import RESERVE, Connection
 from apportion.service.http.control import control
 from apportion.service.http.delivery import Delivery
 from apportion.service.http.edge import Edge
+from apportion.service.http.export import Exports
 from apportion.service.http.logs import Format, configure, log
 from apportion.service.http.metrics import Traffic, registry_of
 from apportion.service.http.watch.events import Watchers
@@ -242,7 +243,8 @@ def application(engine: Engine, options: Options, keys: Keys, traffic: Traffic) 
     registry = registry_of(engine, traffic, folder)
     watchers = Watchers(partial(state_of, engine, folder or _place(options.store)), lambda: engine.draining)
     room, url = Room(limits.bodies_bytes), options.public_url.rstrip("/")
-    parts = Parts(engine, keys, limits, options.patience, room, registry, watchers, Reports(), url)
+    extras = (watchers, Reports(), Exports(engine))
+    parts = Parts(engine, keys, limits, options.patience, room, registry, *extras, url)
     delivery = Delivery(engine, keys, limits, traffic)
     return Edge(delivery, control(parts, options.admin is not None), traffic, audit.Audit())
 

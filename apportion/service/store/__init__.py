@@ -18,7 +18,7 @@ from apportion.service.packs import Part
 from apportion.service.store.checks import BadPack, StoreReport, check_store
 from apportion.service.store.sqlite import SqliteStore, finish
 
-__all__ = ["BadPack", "Store", "StoreReport", "check_store", "finish", "open_store"]
+__all__ = ["BadPack", "SqliteStore", "Store", "StoreReport", "check_store", "finish", "open_store"]
 
 
 class Store(Protocol):

@@ -48,12 +48,24 @@ def _sum(name: bytes, value: bytes) -> bytes:
     return digest(len(name).to_bytes(2, "big") + name + value)[:_SUM]
 
 
-def _opened(name: bytes, data: bytes) -> bytes | None:
-    """The value, None where the record is not what was put."""
-    if data[:1] != _SEAL:
-        return data  # of an older store
-    told, value = data[1 : 1 + _SUM], data[1 + _SUM :]
-    return value if told == _sum(name, value) else None
+def opened(name: bytes, data: bytes) -> tuple[str, bytes]:
+    """(key, value) of a record as stored. Raises DecodeError where it is not what was put."""
+    key, value = _text(name), data
+    if data[:1] == _SEAL:  # those of older stores have none
+        told, value = data[1 : 1 + _SUM], data[1 + _SUM :]
+        if told != _sum(name, value):
+            raise _damaged(key)
+    if key.encode() != name:
+        raise _damaged(key)
+    return key, value
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")
+
+
+def _damaged(key: str) -> DecodeError:
+    return DecodeError(f"store: the record of {key!r} is damaged: it is not what was written")
 
 
 def span(prefix: str) -> tuple[bytes, bytes]:
@@ -69,13 +81,14 @@ def records(
     first, last = span(prefix)
     while found := page(first, last):
         for name, data in found:
-            value, key = _opened(name, data), name.decode("utf-8", "backslashreplace")
-            if value is not None and key.encode() == name:
-                yield key, value
-            elif damaged is None:
-                raise DecodeError(f"store: the record of {key!r} is damaged: it is not what was written")
+            try:
+                record = opened(name, data)
+            except DecodeError:
+                if damaged is None:
+                    raise
+                damaged.append(_text(name))
             else:
-                damaged.append(key)
+                yield record
         if len(found) < PAGE:
             return
         first = found[-1][0] + b"\0"  # the next possible key

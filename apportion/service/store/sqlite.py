@@ -229,6 +229,19 @@ class SqliteStore:
             finally:
                 self._stop()
 
+    def compact(self) -> tuple[int, int]:
+        """Writes the index anew, without what was dropped; its bytes before and after. Raises StoreError, also where
+        there is no room for a second one."""
+        index = self.folder / INDEX
+        with self._mutex, teaching(index, "compact the store"):
+            self._check_writable()
+            db = self._connection()
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            before = index.stat().st_size
+            db.execute("VACUUM")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            return before, index.stat().st_size
+
     def damage(self) -> str | None:
         """What SQLite finds wrong with the index, None where nothing is."""
         found = str(self._read("PRAGMA quick_check(1)", ())[0][0])
