@@ -70,6 +70,9 @@ CASES = {
     "request-fuzz": Case(
         "request_fuzz:case", 1, "100,000 requests that break the schema: no 5xx but 503, no pause"
     ),
+    "standby": Case(
+        "standby:case", 3, "two servers over one Redis: 10 leaders killed, stopped, ended; 5 s at most"
+    ),
     "file-flips": Case(
         "file_flips:case", 100, "10,000 bits of a server's folder: plans as before, or typed errors"
     ),

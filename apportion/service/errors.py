@@ -140,3 +140,11 @@ class TooLargeError(LimitError):
 class StoreError(ApportionError, RuntimeError):
     """A store cannot be read or written: its server or disk is gone or full, another process holds it, it is damaged.
     What a commit or put that raised it has done is unknown: do it again, both are idempotent."""
+
+
+class StoreBusyError(StoreError):
+    """Another process works on the store."""
+
+
+class StoreLostError(StoreError):
+    """Another process has taken the store over, or it was wiped: who has it open may write nothing more."""

@@ -154,6 +154,8 @@ class DownStore:
         self.down = self.after = False
         self.failing: Collection[str] = ()
 
+    may_be_wiped, lost = False, ""
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.behind, name)
 

@@ -134,6 +134,14 @@ def serve(
             min=0.0,
         ),
     ] = 0.0,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby",
+            help="Where another server has the store, wait until it ends, and take over. For Redis: two servers "
+            "behind one address that /readyz chooses between.",
+        ),
+    ] = False,
     log_format: Annotated[
         str, typer.Option("--log-format", help="Log on stderr: `text` or `json`, one event a line.")
     ] = "text",
@@ -199,6 +207,7 @@ def serve(
         redis_password=None if redis_password_file is None else inputs.key_of(redis_password_file),
         workers=inputs.workers_of(workers),
         worker_bytes=int(worker_gb * 2**30),
+        standby=standby,
         admin=digests[0],
         metrics=digests[1],
         shown=key,

@@ -19,6 +19,7 @@ from apportion.service.engine.journal import Journal
 from apportion.service.engine.library import Entry, Library
 from apportion.service.engine.planning import Planning
 from apportion.service.engine.records import (
+    BORN,
     EpochRecord,
     JobKey,
     PastRecord,
@@ -99,6 +100,11 @@ class Jobs:
         """Whether it takes requests."""
         return self._started and not self.draining
 
+    @property
+    def lost(self) -> str:
+        """Why the store is another's now, "" while it is ours."""
+        return self._journal.store.lost
+
     async def trouble(self) -> str:
         """Why the store cannot be used, "" where it can. Asks it; takes as long as it does."""
         return await self._journal.probe()
@@ -112,8 +118,8 @@ class Jobs:
             self._journal.close()
             raise
         self._jobs, self._past, self._aside = found.jobs, found.past, found.aside
-        self._former = found.former
-        self._journal.later({}, found.stale)
+        self._former, self._born = found.former, found.born.epoch
+        self._journal.later({BORN: encode(found.born)} if found.is_new else {}, found.stale)
         await self._journal.call(self._journal.store.keep_room)
         self._planning.tasks.spawn(self._journal.try_to_write())
         self._started = True
@@ -168,7 +174,7 @@ class Jobs:
                 return False
             self._check_running()
             self._admission.check_job(state.spec, state.lookahead, len(self._jobs))
-            state = replace(state, past=self._past.get(state.name, 0))
+            state = replace(state, past=self._past.get(state.name, self._born))
             await self._commit(job_key(state.name), state.record())
             self._jobs[state.name] = Job(state)
         return True

@@ -5,6 +5,8 @@
     epoch/NAME/00000001                   its stream and run, how far ranks have come, what is no longer kept
     iteration/NAME/00000001/0000000000000012   what was asked for, and why it cannot be planned, if so
 
+    born                                  the number above which all epochs begin
+
 A plan is there when its pack is: no record says so. Of records under the keys of a job that is gone or of an epoch
 that is over nothing is read; they are dropped when the server starts.
 """
@@ -47,6 +49,12 @@ class JobRecord(msgspec.Struct, frozen=True):
     keys: tuple[JobKey, ...] = ()
 
 
+class BornRecord(msgspec.Struct, frozen=True):
+    """epoch: those of new jobs begin above it."""
+
+    epoch: int
+
+
 class PastRecord(msgspec.Struct, frozen=True):
     """epoch: the next job of this name begins above it, lest a rank of the deleted one read its plans."""
 
@@ -86,6 +94,10 @@ class IterationRecord(msgspec.Struct, frozen=True):
     asked: bytes
     request: bytes
     problem: Problem | None = None
+
+
+#: of a `BornRecord`
+BORN = "born"
 
 
 def job_key(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass, field
 
 from apportion.ir.bytes.job import Job as Spec
@@ -11,6 +11,8 @@ from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.version import __version__
 from apportion.service.engine.library import Library
 from apportion.service.engine.records import (
+    BORN,
+    BornRecord,
     EpochRecord,
     IterationRecord,
     JobKey,
@@ -23,32 +25,40 @@ from apportion.service.engine.records import (
 from apportion.service.engine.state import Epoch, Iteration, Job, JobState
 from apportion.service.store import Store
 
+_SINCE_S, _EVERY_S = (
+    1_767_225_600.0,
+    10.0,
+)  # 2026; more seconds than an epoch takes, while numbers have 8 digits
+
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Restored:
     """jobs by name; past: last epochs of deleted ones, by name; stale: keys of records that belong to nothing; aside:
-    by name, why a job cannot go on: a damaged record of it; former: keys of these, where they are known."""
+    by name, why a job cannot go on: a damaged record of it; former: keys of these, where they are known; born: above
+    which epoch new jobs begin; is_new: that is still to be written."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     past: dict[str, int] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
     aside: dict[str, str] = field(default_factory=dict)
     former: dict[str, tuple[JobKey, ...]] = field(default_factory=dict)
+    born: BornRecord = field(default_factory=lambda: BornRecord(0))
+    is_new: bool = False
 
 
 def restore(store: Store, library: Library, now_s: float) -> Restored:
     """All that the store has; what was not planned yet waits again. Reads the whole store but its packs. A job with a
     damaged record is set aside, the others go on. Raises StoreError."""
     library.index(store.packs())
-    found, damaged = Restored(), list[str]()
+    found, damaged = _empty(store), list[str]()
 
     def past(key: str, data: bytes) -> None:
         found.past[place(key)[0]] = decode(key, data, PastRecord).epoch
 
     def job(key: str, data: bytes) -> None:
-        one = _job(key, data, found.past)
+        one = _job(key, data, found)
         found.jobs[one.name] = one
 
     def epoch(key: str, data: bytes) -> None:
@@ -71,6 +81,22 @@ def restore(store: Store, library: Library, now_s: float) -> Restored:
     for name in found.aside:
         _set_aside(found, name, library)
     return found
+
+
+def _empty(store: Store) -> Restored:
+    born, is_new = _born(store)
+    return Restored(born=born, is_new=is_new)
+
+
+def _born(store: Store) -> tuple[BornRecord, bool]:
+    """Above which epoch new jobs begin, and whether that is known only now. Where jobs may have been before (in a Redis
+    that was wiped, a folder whose index was lost) these must not begin again at 1: ranks may still ask for the first
+    ones' plans."""
+    for _, data in store.records(BORN, []):
+        return decode(BORN, data, BornRecord), False
+    is_empty = next(store.records("", []), None) is None
+    again = is_empty and (store.may_be_wiped or next(store.packs(), None) is not None)
+    return BornRecord(int((time.time() - _SINCE_S) / _EVERY_S) if again else 0), again
 
 
 def _named(key: str) -> str:
@@ -99,7 +125,7 @@ def keys_of(store: Store, name: str) -> list[str]:
     return [job_key(name), *found]
 
 
-def _job(key: str, data: bytes, past: Mapping[str, int]) -> Job:
+def _job(key: str, data: bytes, found: Restored) -> Job:
     record = decode(key, data, JobRecord)
     try:
         spec = Spec.from_data(record.spec)
@@ -107,7 +133,7 @@ def _job(key: str, data: bytes, past: Mapping[str, int]) -> Job:
         raise DecodeError(f"store: the record of {key!r} is no job of this release: {error}") from None
     name, _, _ = place(key)
     keys = record.keys or (JobKey(record.key_digest),)
-    return Job(JobState(name, spec, record.lookahead, keys, past=past.get(name, 0)))
+    return Job(JobState(name, spec, record.lookahead, keys, past=found.past.get(name, found.born.epoch)))
 
 
 def _add_epoch(found: Restored, key: str, record: EpochRecord, now_s: float) -> None:

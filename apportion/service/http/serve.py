@@ -30,7 +30,8 @@ import uvloop
 
 from apportion.ir.errors import ConfigError
 from apportion.service.engine import Engine
-from apportion.service.http import audit
+from apportion.service.errors import StoreLostError
+from apportion.service.http import audit, standby
 from apportion.service.http.api.bodies import Patience, Room
 from apportion.service.http.auth import Keys
 from apportion.service.http.calls import Parts
@@ -65,6 +66,7 @@ class Options:
     """How to serve. admin: digest of the admin key (`auth.key_digest`), None for none; metrics: of the key for
     /metrics alone; shown: the admin key, for clients of this user to find; admin_file: where it is. folder: of the
     audit log, None for none. worker_bytes: memory of each worker beyond what it begins with, 0 for no limit.
+    standby: wait while another server has the store.
     public_url: how clients call the server, before the paths in answers. parent: process that this one ends with,
     None for its own life. renew: called on SIGHUP, gives the digests of the admin key and that for metrics. Raises
     ConfigError."""
@@ -81,6 +83,7 @@ class Options:
     admin_file: Path | None = None
     folder: Path | None = None
     public_url: str = ""
+    standby: bool = False
     keyfile: Path | None = None
     certfile: Path | None = None
     ca_certs: Path | None = None
@@ -127,7 +130,7 @@ def serve(options: Options, announce: Callable[[Started], None]) -> None:
     """Serve until SIGTERM or SIGINT. announce: called once it listens.
 
     Raises ConfigError for an address beyond loopback without an admin key and for one that is taken, StoreError for a
-    store that another server holds, LaunchError where no worker starts.
+    store that another server holds, StoreLostError where one takes it over, LaunchError where no worker starts.
     """
     configure(options.log_format, sys.stderr)
     if threading.current_thread() is threading.main_thread():
@@ -192,12 +195,19 @@ async def _serve(
     tls: ssl.SSLContext | None,
 ) -> None:
     async with AsyncExitStack() as opened:
-        store = await asyncio.to_thread(open_store, options.store, password=options.redis_password)
-        opened.push_async_callback(asyncio.to_thread, store.close)
         pool = pool_of(options.workers, options.worker_bytes, spare=_SPARE)
         opened.push_async_callback(pool.close)
+        if options.standby:  # once it has the store, it is at work at once
+            await pool.start()
+            store = await standby.opened(options.store, options.redis_password, listener, tls)
+        else:
+            store = await asyncio.to_thread(open_store, options.store, password=options.redis_password)
+        opened.push_async_callback(asyncio.to_thread, store.close)
         engine = Engine(store, Supervisor(pool), options.limits, spare=_SPARE)
-        await asyncio.gather(pool.start(), engine.start())
+        if options.standby:
+            await engine.start()
+        else:
+            await asyncio.gather(pool.start(), engine.start())
         gc.freeze()  # 100,000 objects that stay: a full collection over them took 0.2 s, of every waiting rank
         server = server_of(engine, options, most, tls)
         server.shown = found
@@ -205,6 +215,8 @@ async def _serve(
             _started(options, listener, pool.size if options.workers == "ray" else options.workers)
         )
         await server.serve(sockets=[listener])
+        if engine.lost:
+            raise StoreLostError(f"{engine.lost}: the server has ended; start it again")
 
 
 def _started(options: Options, listener: socket.socket, workers: int) -> Started:
@@ -366,6 +378,9 @@ class Server(uvicorn.Server):
             for connection in tuple(self.server_state.connections):
                 cast(Connection, connection).check_time(now_s)
             self.should_exit |= self._parent not in (None, os.getppid())
+            if self._engine.lost and not self.should_exit:
+                log("the store is lost", logging.ERROR, reason=self._engine.lost)
+                self.should_exit = True
         if counter % _KEEP_TICKS == 0 and self.shown is not None:
             self.shown.refresh()
         return await super().on_tick(counter)
@@ -373,7 +388,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Readers wait for the engine, and the engine for what is at workers: both at once."""
         log("stopping", connections=len(self.server_state.connections))
-        stopping = asyncio.create_task(self._engine.stop(_drain_s(self._engine.limits)))
+        drain_s = 0.0 if self._engine.lost else _drain_s(self._engine.limits)
+        stopping = asyncio.create_task(self._engine.stop(drain_s))
         await super().shutdown(sockets)
         while not stopping.done():
             await asyncio.wait({stopping}, timeout=_TICK_S)

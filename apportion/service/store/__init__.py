@@ -29,6 +29,14 @@ class Store(Protocol):
     and it may be done again. Keys that are no text of 1 to 1024 bytes of UTF-8, or no 32 bytes, raise ConfigError.
     """
 
+    @property
+    def may_be_wiped(self) -> bool:
+        """Whether others can empty it while it is open."""
+
+    @property
+    def lost(self) -> str:
+        """Why nothing more may be written: another process has taken it over, or it was wiped. "" while it is ours."""
+
     def records(self, prefix: str = "", damaged: list[str] | None = None) -> Iterator[tuple[str, bytes]]:
         """(key, value) of the records whose keys begin with `prefix`, sorted by code points. Reads a page at a time:
         what is written meanwhile may or may not be seen. Keys of records that are not what was written go to `damaged`;
@@ -78,8 +86,8 @@ def open_store(place: str | Path, *, read_only: bool = False, password: str | No
 
     read_only: nothing is made or written, and any number of processes may open it, but none while another writes (but
     for Redis). password: of a Redis, by default that in the environment. Raises ConfigError for another URL or a folder
-    without a store to read, StoreError where it cannot be opened or another process holds it, VersionError where a
-    newer release made it, MissingDependencyError.
+    without a store to read, StoreError where it cannot be opened, StoreBusyError where another process holds it,
+    VersionError where a newer release made it, MissingDependencyError.
     """
     if isinstance(place, Path):
         return SqliteStore(place, read_only)

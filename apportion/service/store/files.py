@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from apportion.service.errors import StoreError
+from apportion.service.errors import StoreBusyError, StoreError
 
 PART = ".part"  # ends the names of files that are being written
 
@@ -178,7 +178,7 @@ class FolderLock:
     def _take(self, file: int, folder: Path) -> None:
         if not _lock(file, fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX):
             readers = not self._shared and _lock(file, fcntl.LOCK_SH)
-            raise StoreError(f"{folder} is in use: {_READERS if readers else _writer(file)}")
+            raise StoreBusyError(f"{folder} is in use: {_READERS if readers else _writer(file)}")
         if not self._shared:
             os.ftruncate(file, 0)
             with suppress(OSError):  # a full disk: the lock holds all the same

@@ -15,6 +15,8 @@ from apportion.service.store import names
 class MemoryStore:
     """`Store` in dictionaries. Every one is a store of its own."""
 
+    may_be_wiped, lost = False, ""
+
     def __init__(self) -> None:
         self._lock = Lock()
         self._records: dict[bytes, bytes] = {}

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from apportion.ir.errors import ConfigError, MissingDependencyError, VersionError
-from apportion.service.errors import StoreError
+from apportion.service.errors import StoreBusyError, StoreError, StoreLostError
 from apportion.service.packs import Part, check_key, part_at
 from apportion.service.store import names
 from apportion.service.store.files import holder
@@ -102,6 +102,8 @@ _T = TypeVar("_T")
 
 class RedisStore:
     """`Store` in a Redis database. Raises what `open_store` raises."""
+
+    may_be_wiped = True
 
     def __init__(self, url: str, read_only: bool = False, password: str | None = None) -> None:
         self._link = _Link(url, password)
@@ -190,6 +192,10 @@ class RedisStore:
         return self._link.call("list packs", read)
 
     # ------------------------------------------------------------------------------------------ the whole
+
+    @property
+    def lost(self) -> str:
+        return "" if self._lease is None else self._lease.lost
 
     def keep_room(self) -> None:
         """It has no disk."""
@@ -295,6 +301,7 @@ class _Lease:
 
     def __init__(self, link: _Link) -> None:
         self._link, self._holder = link, holder()
+        self.lost = ""  # why nothing more may be written
         self._token = f"{uuid4().hex} {self._holder}"
         self._take()
         self._left = Event()
@@ -310,7 +317,7 @@ class _Lease:
             if done:
                 return
             if held[1] > least or held[1] < 0:
-                raise StoreError(
+                raise StoreBusyError(
                     f"Redis at {self._link.place} is in use: {held[0].decode(errors='replace')} writes it; "
                     "stop that server, or name another database"
                 )
@@ -321,7 +328,8 @@ class _Lease:
         """Run a script of the last writer."""
         done, *found = self._link.run(task, script, (_WRITER, _LEASE, *keys), (self._token, *values))
         if not done:
-            raise StoreError(f"cannot {task}: {self._why_lost(*found)}; start this server again")
+            self.lost = self._why_lost(*found)
+            raise StoreLostError(f"cannot {task}: {self.lost}; start this server again")
 
     def _why_lost(self, last: bytes | None = None, other: bytes | None = None) -> str:
         if last is None:

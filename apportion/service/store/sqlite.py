@@ -77,6 +77,8 @@ def _is_full(error: StoreError) -> bool:
 class SqliteStore:
     """`Store` in a folder of one machine. Raises what `open_store` raises."""
 
+    may_be_wiped, lost = False, ""
+
     def __init__(self, folder: Path, read_only: bool = False) -> None:
         self.folder, self.read_only = folder, read_only
         self._mutex = RLock()
