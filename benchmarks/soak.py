@@ -70,6 +70,9 @@ CASES = {
     "request-fuzz": Case(
         "request_fuzz:case", 1, "100,000 requests that break the schema: no 5xx but 503, no pause"
     ),
+    "month": Case(
+        "month:case", 1, "300,000 iterations of jobs made, run and deleted: nothing grows, quick restart"
+    ),
     "standby": Case(
         "standby:case", 3, "two servers over one Redis: 10 leaders killed, stopped, ended; 5 s at most"
     ),

@@ -47,7 +47,7 @@ from apportion.service.http.watch.reports import Reports
 from apportion.service.http.watch.state import state_of
 from apportion.service.limits import Limits
 from apportion.service.private import Shown, shown
-from apportion.service.store import open_store
+from apportion.service.store import Store, open_store
 from apportion.service.workers import Supervisor, pool_of
 
 _SPARE = 1  # worker that is kept for short plans
@@ -197,29 +197,38 @@ async def _serve(
     async with AsyncExitStack() as opened:
         pool = pool_of(options.workers, options.worker_bytes, spare=_SPARE)
         opened.push_async_callback(pool.close)
-        if options.standby:  # once it has the store, it is at work at once
-            await pool.start()
-            store = await standby.opened(options.store, options.redis_password, listener, tls)
-        else:
-            store = await asyncio.to_thread(open_store, options.store, password=options.redis_password)
+        starting = asyncio.create_task(pool.start())
+        opened.push_async_callback(_cancelled, starting)
+        if options.standby or options.workers == "ray":
+            await starting
+        store = await _store_of(options, listener, tls)
         opened.push_async_callback(asyncio.to_thread, store.close)
         engine = Engine(store, Supervisor(pool), options.limits, spare=_SPARE)
-        if options.standby:
-            await engine.start()
-        else:
-            await asyncio.gather(pool.start(), engine.start())
+        await engine.start()
         gc.freeze()  # 100,000 objects that stay: a full collection over them took 0.2 s, of every waiting rank
         server = server_of(engine, options, most, tls)
         server.shown = found
-        server.when_listening = lambda: announce(
-            _started(options, listener, pool.size if options.workers == "ray" else options.workers)
-        )
+        server.when_listening = lambda: announce(_started(options, listener, pool.size))
+        starting.add_done_callback(server.end_where_failed)
         await server.serve(sockets=[listener])
+        if starting.done():
+            starting.result()
         if engine.lost:
             raise StoreLostError(f"{engine.lost}: the server has ended; start it again")
 
 
-def _started(options: Options, listener: socket.socket, workers: int) -> Started:
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+
+
+async def _store_of(options: Options, listener: socket.socket, tls: ssl.SSLContext | None) -> Store:
+    if options.standby:
+        return await standby.opened(options.store, options.redis_password, listener, tls)
+    return await asyncio.to_thread(open_store, options.store, password=options.redis_password)
+
+
+def _started(options: Options, listener: socket.socket, size: int) -> Started:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     is_local = ip_address(host).is_loopback
@@ -227,7 +236,7 @@ def _started(options: Options, listener: socket.socket, workers: int) -> Started
         f"{options.scheme}://{shown}:{port}",
         os.getpid(),
         _place(options.store),
-        workers,
+        size if options.workers == "ray" else options.workers,
         in_the_clear=options.scheme == "http" and not is_local,
     )
 
@@ -363,6 +372,10 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._beating = asyncio.create_task(self._beat())
         self.when_listening()
+
+    def end_where_failed(self, starting: asyncio.Task[None]) -> None:
+        """No worker can be started: what was stored is served no longer either, for whoever started us to see it."""
+        self.should_exit |= starting.cancelled() or starting.exception() is not None
 
     async def _beat(self) -> None:
         """Observes pauses of the event loop, in which nobody is served."""
