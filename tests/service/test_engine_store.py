@@ -732,7 +732,7 @@ def test_an_epoch_of_another_release_is_over(monkeypatch: pytest.MonkeyPatch) ->
         async with Rig(store).with_job() as engine:
             await submit(engine, 0)
             await take(engine, 0)
-        monkeypatch.setattr("apportion.service.engine.restore.__version__", "9.9.9")
+        monkeypatch.setattr("apportion.service.engine.restore.build", lambda: "9.9.9+00")
         async with Rig(store).started() as engine:
             for asked in (take(engine, 0), submit(engine, 1)):
                 gone = await raised(asked, GoneError)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from apportion.ir.bytes.job import Job as Spec
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.version import __version__
+from apportion.service.engine.build import build
 from apportion.service.engine.library import Library
 from apportion.service.engine.records import (
     BORN,
@@ -144,8 +144,8 @@ def _add_epoch(found: Restored, key: str, record: EpochRecord, now_s: float) -> 
         found.stale.append(key)
         return
     job.switch(Epoch(job, number, record, now_s))
-    if record.release not in ("", __version__):  # its plans may have other bytes here
-        why = f"epoch {number} of job {name} was planned by release {record.release}, this server is {__version__}"
+    if record.release not in ("", build()):  # its plans may have other bytes here
+        why = f"epoch {number} of job {name} was planned by release {record.release}, this server is {build()}"
         job.end(number, f"{why}: begin a new epoch (a new run)")
         log.warning("%s: it is over", why)
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from apportion.ir.bytes.job import Job as Spec
-from apportion.ir.version import __version__
+from apportion.service.engine.build import build
 from apportion.service.engine.library import Entry
 from apportion.service.engine.records import (
     EpochRecord,
@@ -147,7 +147,7 @@ class Epoch:
 
     def record(self) -> bytes:
         """Encoded."""
-        return encode(EpochRecord(self.run, self.delivered + 1, self.floor, self.stream, __version__))
+        return encode(EpochRecord(self.run, self.delivered + 1, self.floor, self.stream, build()))
 
     def state(self) -> EpochState:
         queued = sum(self.iterations[number].waits for number in self.queue)
