@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.ir.errors import VerifyError
+from apportion.ir.errors import CapacityError, VerifyError
 from apportion.planner.pipeline import placing, scheduling
 from apportion.planner.pipeline.checks import Checks, checked_steps
 from apportion.planner.pipeline.placing import Placed
 from apportion.planner.pipeline.watch import SILENT
 from apportion.planner.place.lpt import Lpt
 from apportion.planner.problem import Placement, PlacePass, Problem, ShardPass, Shards
-from apportion.planner.recipe.recipes import passes_of
+from apportion.planner.recipe.recipes import find_recipe, passes_of, with_block
 from apportion.planner.route.gateways import Node
 from apportion.planner.route.routes import Routed, Site
 from apportion.planner.schedule.rounds import Matchings, Schedule
@@ -135,3 +135,11 @@ def test_the_plans_are_the_same() -> None:
     with checked_steps():
         checked = ap.plan(*whole, policy=given.policy)
     assert checked.id == ap.plan(*whole, policy=given.policy).id
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_more_tasks_than_can_be_planned_are_refused_before_they_are_made(block: int) -> None:
+    """Two million tokens in blocks of a few: 10^11 tasks and more, counted without going through them."""
+    recipe = with_block(find_recipe("fcp"), block)
+    with pytest.raises(CapacityError, match=r"\d{11,} tasks.*use larger blocks"):
+        ap.plan(ap.Batch.from_lengths([1 << 21]), ap.Cluster(1, 64), ap.Model(2, 1, 16), recipe)

@@ -181,7 +181,7 @@ def idle(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:
 
 def greedy(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:
     """Another job, whose batches take all the memory or time that a worker has."""
-    return _beside(url, stop, job_of(64, 32768, block=4), lambda number: [64 * 32768 - number])
+    return _beside(url, stop, job_of(64, 32768, block=400), lambda number: [64 * 32768 - number])
 
 
 def long_plans(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:

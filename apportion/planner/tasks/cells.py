@@ -154,7 +154,7 @@ def _reach(band: Ints, low: int, high: int) -> tuple[int, int, int, int]:
 @unlocked
 def _cut(bands: Ints, starts: Ints, first: Ints, first_key: Ints, cell: Ints) -> int:
     """Each band in each (query block, key block), into the columns of int32 `cell` [8, room] as far as there is room.
-    Returns how many there are."""
+    Returns how many there are, which takes no longer where they are many."""
     c, blocks = 0, len(starts) - 1
     for i in range(len(bands)):
         block, key = first[i], first_key[i]
@@ -163,14 +163,13 @@ def _cut(bands: Ints, starts: Ints, first: Ints, first_key: Ints, cell: Ints) ->
             if q0 < q1 and k0 < k1:
                 while starts[key + 1] <= k0:
                     key += 1
-                last = key
-                while last < blocks and starts[last] < k1:
-                    if c < cell.shape[1]:
-                        a, b = max(k0, starts[last]), min(k1, starts[last + 1])
-                        cell[0, c], cell[1, c], cell[2, c], cell[3, c] = block, last, q0, q1
-                        cell[4, c], cell[5, c] = a, b
-                        cell[6, c] = max(bands[i, 4] - (q0 - a), a - b + 1)
-                        cell[7, c] = min(bands[i, 5] - (q0 - a), q1 - q0 - 1)
-                    c, last = c + 1, last + 1
+                end = min(np.searchsorted(starts, k1), blocks)
+                for last in range(key, min(end, key + cell.shape[1] - c)):
+                    a, b, at = max(k0, starts[last]), min(k1, starts[last + 1]), c + last - key
+                    cell[0, at], cell[1, at], cell[2, at], cell[3, at] = block, last, q0, q1
+                    cell[4, at], cell[5, at] = a, b
+                    cell[6, at] = max(bands[i, 4] - (q0 - a), a - b + 1)
+                    cell[7, at] = min(bands[i, 5] - (q0 - a), q1 - q0 - 1)
+                c += end - key
             block += 1
     return c

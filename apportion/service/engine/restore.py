@@ -145,7 +145,9 @@ def _add_epoch(found: Restored, key: str, record: EpochRecord, now_s: float) -> 
         return
     job.switch(Epoch(job, number, record, now_s))
     if record.release not in ("", build()):  # its plans may have other bytes here
-        why = f"epoch {number} of job {name} was planned by release {record.release}, this server is {build()}"
+        why = (
+            f"epoch {number} of job {name} was planned by release {record.release}, this server is {build()}"
+        )
         job.end(number, f"{why}: begin a new epoch (a new run)")
         log.warning("%s: it is over", why)
 
