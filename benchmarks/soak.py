@@ -45,6 +45,7 @@ class Case:
 
 CASES = {
     "streams": Case("load:streams", 1, "256 clients x 200 iterations: in order, and how late"),
+    "crowd": Case("load:crowd", 1, "16 jobs x 64 ranks, 1,024 streams at once"),
     "hot-plan": Case("load:hot", 1, "GET of one plan by 64 keep-alive connections of wrk"),
     "never-reading": Case(
         "load:never_reading", 1, "50 clients that never read: the server's memory, the others"

@@ -186,9 +186,9 @@ async def _window(reader: asyncio.StreamReader, got: Receipts, stop: int) -> Non
                 raise RuntimeError(f"a problem: {frame.body!r}")
 
 
-def _receiving(address: tuple[str, int], path: str, ranks: Sequence[int], stop: int, results: Any) -> None:
+def _receiving(address: tuple[str, int], places: Sequence[tuple[str, int]], stop: int, results: Any) -> None:
     """A process with many clients on one loop: says so when all streams are open, and at the end what came."""
-    still = set(range(len(ranks)))
+    still = set(range(len(places)))
 
     def opened(client: int) -> None:
         if client in still:
@@ -198,8 +198,8 @@ def _receiving(address: tuple[str, int], path: str, ranks: Sequence[int], stop: 
 
     async def all_of_them() -> list[Receipts]:
         clients = (
-            receive(address, path.format(rank=rank), rank, stop, partial(opened, client))
-            for client, rank in enumerate(ranks)
+            receive(address, path, rank, stop, partial(opened, client))
+            for client, (path, rank) in enumerate(places)
         )
         return await asyncio.gather(*clients)
 
@@ -211,16 +211,29 @@ def _receiving(address: tuple[str, int], path: str, ranks: Sequence[int], stop: 
 def receivers(
     run: Run, clients: int, stop: int, processes: int = 1
 ) -> Iterator[Callable[[], list[Receipts]]]:
-    """Clients in processes of their own, rank after rank, once all have a stream; what is given waits for their
-    receipts."""
+    """Clients of a job, rank after rank: see `receiving`."""
+    with receiving(
+        run.address, [stream_of(run, client % run.job.ranks) for client in range(clients)], stop, processes
+    ) as found:
+        yield found
+
+
+def stream_of(run: Run, rank: int) -> tuple[str, int]:
+    """(path, rank) of a stream."""
+    return run.path(f"/epochs/{run.epoch}/ranks/{rank}/stream"), rank
+
+
+@contextmanager
+def receiving(
+    address: tuple[str, int], places: Sequence[tuple[str, int]], stop: int, processes: int = 1
+) -> Iterator[Callable[[], list[Receipts]]]:
+    """Clients in processes of their own, once all have a stream; what is given waits for their receipts."""
     context = multiprocessing.get_context("spawn")
-    path = run.path(f"/epochs/{run.epoch}/ranks/{{rank}}/stream")
-    ranks = [client % run.job.ranks for client in range(clients)]
     pipes, children = [], []
     for i in range(processes):
         ours, theirs = context.Pipe(duplex=False)
         child = context.Process(
-            target=_receiving, args=(run.address, path, ranks[i::processes], stop, theirs), daemon=True
+            target=_receiving, args=(address, places[i::processes], stop, theirs), daemon=True
         )
         child.start()
         theirs.close()
@@ -269,6 +282,48 @@ def streams(
         "p99_ms": round(float(p99), 2),
         "max_ms": round(float(most), 2),
         "server_cpu_us_per_frame": round(cpu / len(late) * 1e6, 1),
+    }
+
+
+def crowd(seed: int, jobs: int = 16, ranks: int = 64, iterations: int = 40, workers: int = 1) -> Figures:
+    """Many jobs at once, a stream for each of their ranks: everyone gets everything, and how long it takes."""
+    job = job_of(ranks, 8192)
+    with ExitStack() as stack:
+        first = stack.enter_context(running(job, workers=workers, lookahead=iterations))
+        runs = [first]
+        for number in range(1, jobs):
+            client = stack.enter_context(
+                create_job(first.url, f"load{number}", job, key=KEY, lookahead=iterations)
+            )
+            runs.append(Run(first.url, first.pid, f"load{number}", client, client.begin("run-0"), job))
+        places = [stream_of(run, rank) for run in runs for rank in range(ranks)]
+        with receiving(first.address, places, iterations, processes=2) as collect:
+            began_s = time.monotonic()
+            for i in range(iterations):
+                for number, run in enumerate(runs):
+                    run.client.submit(run.epoch, i, [batch_of(job, (seed * 64 + number) * 100_003 + i)])
+            receipts = collect()
+            took_s = time.monotonic() - began_s
+        ready = np.array([[run.state(i)["ready_at"] for i in range(iterations)] for run in runs])
+        cpu, most = cpu_s(first.pid), rss_mib(first.pid)
+    order = list(range(iterations))
+    if len(receipts) != jobs * ranks or any(got.iterations != order for got in receipts):
+        raise AssertionError("a client did not get every plan, in order")
+    late = [np.array(got.at) for got in receipts]
+    by_place = [places.index(stream) for part in range(2) for stream in places[part::2]]
+    beside = np.concatenate(
+        [(at - ready[place // ranks]) * 1e3 for at, place in zip(late, by_place, strict=True)]
+    )
+    p50, p99 = np.percentile(beside, [50, 99])
+    return {
+        "jobs": jobs,
+        "streams": len(receipts),
+        "frames": len(beside),
+        "frames_per_s": round(len(beside) / took_s),
+        "p50_ms": round(float(p50), 1),
+        "p99_ms": round(float(p99), 1),
+        "server_cpu_us_per_frame": round(cpu / len(beside) * 1e6, 1),
+        "server_mib": round(most, 1),
     }
 
 
