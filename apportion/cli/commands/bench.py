@@ -68,18 +68,19 @@ def bench_plan(
     emit(record, as_json, lambda: views.bench_table(rows))
 
 
+Recipe = Annotated[
+    str, typer.Option("--recipe", help="Recipes, separated by commas, or `all`.", metavar="NAME,...")
+]
+TokensPerRank = Annotated[int, typer.Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)]
+Engine = Annotated[str, typer.Option("--engine", help="What computes: stage, flash, plain, or all of them.")]
+
+
 @app.command("attention")
 def bench_attention(
-    recipe: Annotated[
-        str, typer.Option("--recipe", help="Recipes, separated by commas, or `all`.", metavar="NAME,...")
-    ] = "fcp,blend",
+    recipe: Recipe = "fcp,blend",
     ranks: Annotated[str, typer.Option("--ranks", help="Rank counts, separated by commas.")] = "8,64",
-    tokens_per_rank: Annotated[
-        int, typer.Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)
-    ] = options.SAMPLED,
-    engine: Annotated[
-        str, typer.Option("--engine", help="What computes: stage, flash, plain, or all of them.")
-    ] = "all",
+    tokens_per_rank: TokensPerRank = options.SAMPLED,
+    engine: Engine = "all",
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
     repeats: Annotated[int, typer.Option("--repeats", help="Calls of which the best counts.", min=1)] = 30,

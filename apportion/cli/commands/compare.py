@@ -18,6 +18,19 @@ BATCHES = 5  # drawn where the option is not given
 WIDE = 280  # columns of the table that has everything
 
 
+Recipes = Annotated[
+    str,
+    typer.Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all."),
+]
+Baseline = Annotated[
+    str, typer.Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")
+]
+Batches = Annotated[
+    int | None,
+    typer.Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1),
+]
+
+
 def compare(
     workload: options.WorkloadFile = None,
     lengths: options.LengthsFile = None,
@@ -27,17 +40,9 @@ def compare(
     ranks_per_node: options.RanksPerNode = None,
     cluster: options.ClusterFile = None,
     tokens_per_rank: options.TokensPerRank = None,
-    recipes: Annotated[
-        str,
-        typer.Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all."),
-    ] = "all",
-    baseline: Annotated[
-        str, typer.Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")
-    ] = "ring",
-    batches: Annotated[
-        int | None,
-        typer.Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1),
-    ] = None,
+    recipes: Recipes = "all",
+    baseline: Baseline = "ring",
+    batches: Batches = None,
     seed: options.Seed = 0,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,

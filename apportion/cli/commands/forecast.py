@@ -22,6 +22,58 @@ BATCHES = 3  # drawn where the option is not given
 WIDTH = 118
 
 
+Recipes = Annotated[
+    str,
+    typer.Option(
+        "--recipes",
+        help="Recipes that plan over all data and context ranks, names and files, separated by commas; or all.",
+    ),
+]
+Grids = Annotated[
+    str,
+    typer.Option(
+        "--grids",
+        help="Recipes of static DP x CP grids, at every degree; or none. Their groups each have sequences of "
+        "their own.",
+    ),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        "--baseline",
+        help="What gains refer to: a name of the table, such as 'usp, CP 16, balanced'. Default: the fastest "
+        "static grid that fits and cuts next to nothing.",
+    ),
+]
+Virtual = Annotated[
+    int, typer.Option("--virtual", help="Chunks of layers of a stage: interleaved 1F1B.", min=1)
+]
+Microbatches = Annotated[
+    int,
+    typer.Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1),
+]
+Search = Annotated[
+    bool,
+    typer.Option(
+        "--search", help="Try every tensor and pipeline degree for the recipes, and propose the fastest."
+    ),
+]
+TrainingOption = Annotated[
+    str | None,
+    typer.Option(
+        "--training",
+        help="How the model is trained, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
+        "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, "
+        "mlp_tile, offload, chunks, overlap.",
+        metavar="T.yaml|YAML",
+    ),
+]
+Batches = Annotated[
+    int | None,
+    typer.Option("--batches", help=f"Steps, each drawn with its own seed. Default: {BATCHES}.", min=1),
+]
+
+
 def forecast(
     workload: options.WorkloadFile = None,
     lengths: options.LengthsFile = None,
@@ -31,58 +83,16 @@ def forecast(
     ranks_per_node: options.RanksPerNode = None,
     cluster: options.ClusterFile = None,
     tokens_per_rank: options.TokensPerRank = None,
-    recipes: Annotated[
-        str,
-        typer.Option(
-            "--recipes",
-            help="Recipes that plan over all data and context ranks, names and files, separated by commas; or all.",
-        ),
-    ] = "all",
-    grids: Annotated[
-        str,
-        typer.Option(
-            "--grids",
-            help="Recipes of static DP x CP grids, at every degree; or none. Their groups each have sequences of "
-            "their own.",
-        ),
-    ] = "ring,allgather,ulysses,usp",
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            "--baseline",
-            help="What gains refer to: a name of the table, such as 'usp, CP 16, balanced'. Default: the fastest "
-            "static grid that fits and cuts next to nothing.",
-        ),
-    ] = None,
+    recipes: Recipes = "all",
+    grids: Grids = "ring,allgather,ulysses,usp",
+    baseline: Baseline = None,
     tensor: Annotated[int, typer.Option("--tensor", help="Tensor-parallel degree.", min=1)] = 1,
     pipeline: Annotated[int, typer.Option("--pipeline", help="Pipeline stages.", min=1)] = 1,
-    virtual: Annotated[
-        int, typer.Option("--virtual", help="Chunks of layers of a stage: interleaved 1F1B.", min=1)
-    ] = 1,
-    microbatches: Annotated[
-        int,
-        typer.Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1),
-    ] = 1,
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--search", help="Try every tensor and pipeline degree for the recipes, and propose the fastest."
-        ),
-    ] = False,
-    training: Annotated[
-        str | None,
-        typer.Option(
-            "--training",
-            help="How the model is trained, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
-            "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, "
-            "mlp_tile, offload, chunks, overlap.",
-            metavar="T.yaml|YAML",
-        ),
-    ] = None,
-    batches: Annotated[
-        int | None,
-        typer.Option("--batches", help=f"Steps, each drawn with its own seed. Default: {BATCHES}.", min=1),
-    ] = None,
+    virtual: Virtual = 1,
+    microbatches: Microbatches = 1,
+    search: Search = False,
+    training: TrainingOption = None,
+    batches: Batches = None,
     seed: options.Seed = 0,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,

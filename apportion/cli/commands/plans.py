@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan
 
 
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
+
+
 def plan(
     batch: options.BatchFile = None,
     lengths: options.LengthsFile = None,
@@ -34,9 +37,7 @@ def plan(
     deadline_ms: options.DeadlineMs = None,
     seed: options.Seed = 0,
     threads: options.Threads = 1,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan here.", metavar="P.plan")
-    ] = None,
+    output: Output = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Plan one batch, verify the plan, and say what it costs.

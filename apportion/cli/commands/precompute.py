@@ -39,27 +39,40 @@ if TYPE_CHECKING:
 LINE_S = 30.0  # a line of progress so often, where stderr is a file
 
 
+Out = Annotated[
+    Path, typer.Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")
+]
+Lengths = Annotated[
+    Path | None,
+    typer.Option("--lengths", help="The length of each sample, one a line.", metavar="L.jsonl"),
+]
+WorkloadOption = Annotated[
+    Path | None,
+    typer.Option("--workload", help="Workload file: lengths and masks of the samples.", metavar="W.json"),
+]
+Mask = Annotated[
+    str | None,
+    typer.Option(
+        "--mask",
+        help="Mask of all samples: a name, or YAML; {kind: mask} for a model with several kinds. Default: causal, "
+        "or what each sample of the workload has.",
+    ),
+]
+Shuffle = Annotated[
+    bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
+]
+Workers = Annotated[
+    str | None,
+    typer.Option("--workers", help="Worker processes, or `ray`. Default: one a core.", metavar="N|ray"),
+]
+
+
 def precompute(
     iterations: Annotated[int, typer.Option("--iterations", help="Optimizer steps to plan.", min=1)],
-    out: Annotated[
-        Path, typer.Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")
-    ],
-    lengths: Annotated[
-        Path | None,
-        typer.Option("--lengths", help="The length of each sample, one a line.", metavar="L.jsonl"),
-    ] = None,
-    workload: Annotated[
-        Path | None,
-        typer.Option("--workload", help="Workload file: lengths and masks of the samples.", metavar="W.json"),
-    ] = None,
-    mask: Annotated[
-        str | None,
-        typer.Option(
-            "--mask",
-            help="Mask of all samples: a name, or YAML; {kind: mask} for a model with several kinds. Default: causal, "
-            "or what each sample of the workload has.",
-        ),
-    ] = None,
+    out: Out,
+    lengths: Lengths = None,
+    workload: WorkloadOption = None,
+    mask: Mask = None,
     cluster: options.ClusterFile = None,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,
@@ -71,13 +84,8 @@ def precompute(
     block: options.Block = None,
     pods: options.Pods = None,
     seed: options.Seed = 0,
-    shuffle: Annotated[
-        bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
-    ] = True,
-    workers: Annotated[
-        str | None,
-        typer.Option("--workers", help="Worker processes, or `ray`. Default: one a core.", metavar="N|ray"),
-    ] = None,
+    shuffle: Shuffle = True,
+    workers: Workers = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Plan the iterations of a training run ahead of it, verified, into a folder.

@@ -20,145 +20,174 @@ if TYPE_CHECKING:
     from apportion.service.http.serve import Options, Started
 
 
+Host = Annotated[
+    str, typer.Option("--host", help="Address to listen on. Beyond loopback it needs an admin key.")
+]
+Folder = Annotated[
+    Path,
+    typer.Option(
+        "--dir",
+        help="Folder of the store, made where there is none.",
+        metavar="DIR",
+        envvar="APPORTION_SERVE_DIR",
+    ),
+]
+Store = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        help="Where jobs and plans are kept: `sqlite` (in --dir), `redis://HOST:PORT/0`, or `memory` (gone when "
+        "the server ends).",
+        metavar="sqlite|redis://...|memory",
+    ),
+]
+RedisPasswordFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--redis-password-file",
+        help="File with the password of a Redis. Or APPORTION_REDIS_PASSWORD in the environment.",
+        metavar="FILE",
+    ),
+]
+Workers = Annotated[
+    str,
+    typer.Option(
+        "--workers",
+        help="Processes that plan (one more stands by for short plans), or `ray` for a Ray cluster.",
+        metavar="N|ray",
+    ),
+]
+WorkerGb = Annotated[
+    float,
+    typer.Option(
+        "--worker-gb", help="Memory of each worker, in 2^30 bytes; 0 for no limit. Not with Ray.", min=0
+    ),
+]
+AdminKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--admin-key-file",
+        help="File with the key that creates and deletes jobs. Default: one is made in --dir, and commands of the "
+        "same user on this machine find it.",
+        metavar="FILE",
+    ),
+]
+MetricsKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--metrics-key-file", help="File with a key that opens /metrics and /docs alone.", metavar="FILE"
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure", help="No admin key: all users of this machine may do everything. Loopback only."
+    ),
+]
+PublicUrl = Annotated[
+    str,
+    typer.Option(
+        "--public-url", help="How clients call this server: in answers, before paths.", metavar="URL"
+    ),
+]
+SslKeyfile = Annotated[
+    Path | None, typer.Option("--ssl-keyfile", help="TLS: private key (PEM).", metavar="FILE")
+]
+SslCertfile = Annotated[
+    Path | None, typer.Option("--ssl-certfile", help="TLS: certificate chain (PEM).", metavar="FILE")
+]
+SslCaCerts = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssl-ca-certs",
+        help="TLS: clients must show a certificate of one of these authorities (PEM).",
+        metavar="FILE",
+    ),
+]
+Deadline = Annotated[
+    float, typer.Option("--deadline", help="Seconds that planning one iteration may take.", min=0.1)
+]
+MaxLookahead = Annotated[
+    int,
+    typer.Option(
+        "--max-lookahead", help="Most iterations that a job may have planned ahead.", min=1, max=4096
+    ),
+]
+Keep = Annotated[
+    int, typer.Option("--keep", help="Iterations kept behind the one that a job's ranks are at.", min=1)
+]
+StoreGb = Annotated[
+    float,
+    typer.Option("--store-gb", help="Plans kept for later, and records, in 10^9 bytes.", min=0.001),
+]
+StoreDays = Annotated[
+    float,
+    typer.Option(
+        "--store-days", help="Days that a plan is kept for later, once it was made; 0 for ever.", min=0.0
+    ),
+]
+JobDays = Annotated[
+    float,
+    typer.Option(
+        "--job-days",
+        help="Days after which a job that nobody asks anything of is deleted; 0 for never.",
+        min=0.0,
+    ),
+]
+Standby = Annotated[
+    bool,
+    typer.Option(
+        "--standby",
+        help="Where another server has the store, wait until it ends, and take over. For Redis: two servers "
+        "behind one address that /readyz chooses between.",
+    ),
+]
+LogFormat = Annotated[
+    str, typer.Option("--log-format", help="Log on stderr: `text` or `json`, one event a line.")
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="File of options (YAML or JSON): names of flags without dashes. Command line and environment "
+        "go before it.",
+        metavar="SERVE.yaml",
+        is_eager=True,
+        callback=settings.take_file,
+    ),
+]
+ShowConfig = Annotated[
+    bool, typer.Option("--show-config", help="Print every option, where it is from, and end.")
+]
+
+
 def serve(
     context: typer.Context,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on. Beyond loopback it needs an admin key.")
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="0 takes a free one.", min=0, max=65535)] = 8321,
-    folder: Annotated[
-        Path,
-        typer.Option(
-            "--dir",
-            help="Folder of the store, made where there is none.",
-            metavar="DIR",
-            envvar="APPORTION_SERVE_DIR",
-        ),
-    ] = Path(".apportion"),
-    store: Annotated[
-        str,
-        typer.Option(
-            "--store",
-            help="Where jobs and plans are kept: `sqlite` (in --dir), `redis://HOST:PORT/0`, or `memory` (gone when "
-            "the server ends).",
-            metavar="sqlite|redis://...|memory",
-        ),
-    ] = "sqlite",
-    redis_password_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--redis-password-file",
-            help="File with the password of a Redis. Or APPORTION_REDIS_PASSWORD in the environment.",
-            metavar="FILE",
-        ),
-    ] = None,
-    workers: Annotated[
-        str,
-        typer.Option("--workers", help="Processes that plan, or `ray` for a Ray cluster.", metavar="N|ray"),
-    ] = "1",
-    worker_gb: Annotated[
-        float,
-        typer.Option(
-            "--worker-gb", help="Memory of each worker, in 2^30 bytes; 0 for no limit. Not with Ray.", min=0
-        ),
-    ] = 8.0,
-    admin_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--admin-key-file",
-            help="File with the key that creates and deletes jobs. Default: one is made in --dir, and commands of the "
-            "same user on this machine find it.",
-            metavar="FILE",
-        ),
-    ] = None,
-    metrics_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--metrics-key-file", help="File with a key that opens /metrics and /docs alone.", metavar="FILE"
-        ),
-    ] = None,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure", help="No admin key: all users of this machine may do everything. Loopback only."
-        ),
-    ] = False,
-    public_url: Annotated[
-        str,
-        typer.Option(
-            "--public-url", help="How clients call this server: in answers, before paths.", metavar="URL"
-        ),
-    ] = "",
-    ssl_keyfile: Annotated[
-        Path | None, typer.Option("--ssl-keyfile", help="TLS: private key (PEM).", metavar="FILE")
-    ] = None,
-    ssl_certfile: Annotated[
-        Path | None, typer.Option("--ssl-certfile", help="TLS: certificate chain (PEM).", metavar="FILE")
-    ] = None,
-    ssl_ca_certs: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssl-ca-certs",
-            help="TLS: clients must show a certificate of one of these authorities (PEM).",
-            metavar="FILE",
-        ),
-    ] = None,
-    deadline: Annotated[
-        float, typer.Option("--deadline", help="Seconds that planning one iteration may take.", min=0.1)
-    ] = 60.0,
-    max_lookahead: Annotated[
-        int,
-        typer.Option(
-            "--max-lookahead", help="Most iterations that a job may have planned ahead.", min=1, max=4096
-        ),
-    ] = 256,
+    folder: Folder = Path(".apportion"),
+    store: Store = "sqlite",
+    redis_password_file: RedisPasswordFile = None,
+    workers: Workers = "1",
+    worker_gb: WorkerGb = 8.0,
+    admin_key_file: AdminKeyFile = None,
+    metrics_key_file: MetricsKeyFile = None,
+    insecure: Insecure = False,
+    public_url: PublicUrl = "",
+    ssl_keyfile: SslKeyfile = None,
+    ssl_certfile: SslCertfile = None,
+    ssl_ca_certs: SslCaCerts = None,
+    deadline: Deadline = 60.0,
+    max_lookahead: MaxLookahead = 256,
     max_jobs: Annotated[int, typer.Option("--max-jobs", help="Most jobs at a time.", min=1)] = 256,
-    keep: Annotated[
-        int, typer.Option("--keep", help="Iterations kept behind the one that a job's ranks are at.", min=1)
-    ] = 1024,
-    store_gb: Annotated[
-        float,
-        typer.Option("--store-gb", help="Plans kept for later, and records, in 10^9 bytes.", min=0.001),
-    ] = 16.0,
-    store_days: Annotated[
-        float,
-        typer.Option(
-            "--store-days", help="Days that a plan is kept for later, once it was made; 0 for ever.", min=0.0
-        ),
-    ] = 30.0,
-    job_days: Annotated[
-        float,
-        typer.Option(
-            "--job-days",
-            help="Days after which a job that nobody asks anything of is deleted; 0 for never.",
-            min=0.0,
-        ),
-    ] = 0.0,
-    standby: Annotated[
-        bool,
-        typer.Option(
-            "--standby",
-            help="Where another server has the store, wait until it ends, and take over. For Redis: two servers "
-            "behind one address that /readyz chooses between.",
-        ),
-    ] = False,
-    log_format: Annotated[
-        str, typer.Option("--log-format", help="Log on stderr: `text` or `json`, one event a line.")
-    ] = "text",
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            help="File of options (YAML or JSON): names of flags without dashes. Command line and environment "
-            "go before it.",
-            metavar="SERVE.yaml",
-            is_eager=True,
-            callback=settings.take_file,
-        ),
-    ] = None,
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print every option, where it is from, and end.")
-    ] = False,
+    keep: Keep = 1024,
+    store_gb: StoreGb = 16.0,
+    store_days: StoreDays = 30.0,
+    job_days: JobDays = 0.0,
+    standby: Standby = False,
+    log_format: LogFormat = "text",
+    config: Config = None,
+    show_config: ShowConfig = False,
     parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
     as_json: options.AsJson = False,
 ) -> None:
