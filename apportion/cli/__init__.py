@@ -24,16 +24,14 @@ from apportion.cli.commands import (
     doctor,
     forecast,
     installation,
-    jobs,
     plans,
     precompute,
     profile,
     recipes,
     report,
-    serve,
     simulate,
-    stores,
 )
+from apportion.cli.commands.service import jobs, serve, stores
 from apportion.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, drop_stdout, refuse
 from apportion.ir.errors import ApportionError, VerifyError
 

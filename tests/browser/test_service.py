@@ -20,7 +20,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import Client, create_job
-from apportion.service.http.child import Serving, serving
+from apportion.service.http.run.child import Serving, serving
 
 JOB = Job(Cluster(1, 4), Model(8, 2, 64), Policy(find_recipe("fcp")), 8192)
 ADMIN = "admin-key-of-this-test-0123456789"

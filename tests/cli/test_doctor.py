@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from apportion import cli
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 from tests.service.stores import redis_server
 
 ROOT, WORKLOAD = Path(__file__).parents[2], "examples/code_lengths.json"

@@ -15,7 +15,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import create_job
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 
 
 def test_the_report_of_a_job_is_written_with_its_key_and_without_keys_at_all(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_the_map_of_the_design_has_every_folder() -> None:
     parts = {path.parent.relative_to(package).as_posix() for path in package.glob("*/__init__.py")}
     inside = {
         path.parent.relative_to(package).as_posix()
-        for part in ("ir", "planner", "backends", "trainer", "cli")
+        for part in ("ir", "planner", "backends", "service", "trainer", "cli")
         for path in package.glob(f"{part}/**/__init__.py")
     }
     assert told == parts | inside

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from small_server import KEY, Bodies, batches, bodies, job, small_server
 
 from apportion.service.client import Client, Pace, create_job
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 from apportion.service.private import admin_key_of
 
 #: a client whose patience fits the faults below

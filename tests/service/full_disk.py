@@ -12,7 +12,7 @@ from pathlib import Path
 
 import urllib3
 
-from apportion.service.http.child import Serving, serving
+from apportion.service.http.run.child import Serving, serving
 from tests.service.servers import KEY, Caller, begin, make_job, plan_path, ready, submit
 
 _SIZE_MIB = 48

@@ -44,7 +44,7 @@ from apportion.planner.recipe.recipes import find_recipe, with_block
 from apportion.service import protocol
 from apportion.service.client import Client, create_job
 from apportion.service.frames import FrameReader, Kind
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 
 KEY = "load-test-key-0123456789"
 Figures = dict[str, Any]

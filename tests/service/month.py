@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 from apportion.service.private import admin_key_of
 from tests.service.attacks import pauses_of
 from tests.service.load import KEY, Figures, Run, descriptors, job_of, rss_mib

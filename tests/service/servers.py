@@ -19,7 +19,8 @@ import uvloop
 from apportion.service.engine import Engine
 from apportion.service.http.api.bodies import Patience
 from apportion.service.http.auth import key_digest
-from apportion.service.http.serve import Options, Server, bind, server_of
+from apportion.service.http.run.options import Options
+from apportion.service.http.run.serve import Server, bind, server_of
 from apportion.service.limits import Limits
 from apportion.service.store import Store
 from apportion.service.store.memory import MemoryStore

@@ -95,7 +95,7 @@ def test_keys_outlive_the_server(admin: Caller, server: Live) -> None:
     add(admin, READER, "read")
     record = server.engine.job("run").record()
     assert READER.encode() not in record
-    from apportion.service.engine.records import JobRecord, decode
+    from apportion.service.engine.kept.records import JobRecord, decode
 
     assert [key.role for key in decode("job/run", record, JobRecord).keys] == ["submit", "read"]
 

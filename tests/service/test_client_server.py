@@ -22,7 +22,7 @@ from apportion.service.client import (
     delete_job,
     list_jobs,
 )
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 
 HELD = bodies(6)
 

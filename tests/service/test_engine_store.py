@@ -19,10 +19,10 @@ from sparse import sparse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.planner.iteration.jobs import plan_job
-from apportion.service.engine.journal import Journal
-from apportion.service.engine.library import Library
-from apportion.service.engine.records import IterationRecord, JobRecord, decode, encode
-from apportion.service.engine.restore import restore
+from apportion.service.engine.kept.journal import Journal
+from apportion.service.engine.kept.library import Library
+from apportion.service.engine.kept.records import IterationRecord, JobRecord, decode, encode
+from apportion.service.engine.kept.restore import restore
 from apportion.service.errors import (
     DamagedJobError,
     GoneError,
@@ -732,7 +732,7 @@ def test_an_epoch_of_another_release_is_over(monkeypatch: pytest.MonkeyPatch) ->
         async with Rig(store).with_job() as engine:
             await submit(engine, 0)
             await take(engine, 0)
-        monkeypatch.setattr("apportion.service.engine.restore.build", lambda: "9.9.9+00")
+        monkeypatch.setattr("apportion.service.engine.kept.restore.build", lambda: "9.9.9+00")
         async with Rig(store).started() as engine:
             for asked in (take(engine, 0), submit(engine, 1)):
                 gone = await raised(asked, GoneError)

@@ -19,7 +19,7 @@ import urllib3
 
 from apportion.cli import main
 from apportion.service.client import Client, UnreachableError, create_job
-from apportion.service.http.child import ServerStartError, Serving, serving
+from apportion.service.http.run.child import ServerStartError, Serving, serving
 from apportion.service.private import key_of_server
 from tests.service.engines import JOB
 from tests.service.servers import ADMIN, KEY, Caller, begin, make_job, plan_path, ready, submit, until
@@ -104,7 +104,7 @@ def test_sigterm_ends_it_in_time_and_stores_what_was_planned(tmp_path: Path) -> 
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import os\n"
-        "from apportion.service.http.child import serving\n"
+        "from apportion.service.http.run.child import serving\n"
         f"with serving({str(tmp_path)!r}) as server:\n"
         "    print(server.pid, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"

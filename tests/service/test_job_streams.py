@@ -13,7 +13,7 @@ from engines import JOB, KEY, Clock, LocalPool, Rig, batch, raised, run, submit,
 from stores import opened, redis_server
 
 from apportion.ir.errors import ConfigError
-from apportion.service.engine.records import EpochRecord, decode, epoch_key
+from apportion.service.engine.kept.records import EpochRecord, decode, epoch_key
 from apportion.service.errors import GoneError, LimitError, QuotaError
 from apportion.service.limits import Limits
 from apportion.service.store import Store

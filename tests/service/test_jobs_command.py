@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from apportion import cli
-from apportion.service.http.child import Serving, serving
+from apportion.service.http.run.child import Serving, serving
 
 SMALL = ("--ranks", "2", "--tokens-per-rank", "512")
 

@@ -15,7 +15,7 @@ import pytest
 from apportion import cli
 from apportion.ir.errors import ApportionError, ConfigError, DecodeError, VersionError
 from apportion.service.client import Client, ServiceProblem, create_job
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 from apportion.service.store import open_store
 from apportion.service.store.archive import archive, unpack
 from apportion.service.store.memory import MemoryStore

@@ -8,7 +8,7 @@ import pytest
 from loading import job
 
 from apportion.service.client import create_job
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 
 RANKS = Path(__file__).parents[1] / "ranks"
 OPEN = """

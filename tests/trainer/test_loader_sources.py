@@ -25,7 +25,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.sampling import Sampling
 from apportion.service.client import PlanTimeoutError, ServiceProblem, UnreachableError, create_job
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 from apportion.service.offline import FACTS, read_facts
 from apportion.service.precompute import Work, precompute
 from apportion.service.store import open_store

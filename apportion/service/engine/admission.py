@@ -11,9 +11,9 @@ from apportion.ir.bytes.job import encode_batches
 from apportion.ir.bytes.wire import encode_section
 from apportion.ir.hashing import digest
 from apportion.ir.request.batch import Batch
-from apportion.service.engine.library import Library
+from apportion.service.engine.kept.library import Library
+from apportion.service.engine.kept.state import Epoch, Job
 from apportion.service.engine.metrics import Counters
-from apportion.service.engine.state import Epoch, Job
 from apportion.service.errors import LimitError, OverloadError, QuotaError
 from apportion.service.limits import Limits
 

@@ -18,11 +18,11 @@ from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
 from apportion.service.engine.admission import Asked, asked
 from apportion.service.engine.jobs import Jobs
-from apportion.service.engine.library import Body
+from apportion.service.engine.kept.library import Body
+from apportion.service.engine.kept.records import MAX_ITERATION
+from apportion.service.engine.kept.state import Epoch, Iteration, IterationState
 from apportion.service.engine.metrics import Snapshot, StreamGauges
 from apportion.service.engine.planning import Source
-from apportion.service.engine.records import MAX_ITERATION
-from apportion.service.engine.state import Epoch, Iteration, IterationState
 from apportion.service.engine.watch import BusyView, FailedView, JobView, job_view
 from apportion.service.errors import ConflictError, NotFoundError, ServiceError, StoppingError
 

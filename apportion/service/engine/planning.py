@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple, Protocol
 
 from apportion.ir.bytes.job import with_job
 from apportion.ir.errors import ApportionError, DecodeError
-from apportion.service.engine.journal import Journal
-from apportion.service.engine.library import Body, Entry, Library
+from apportion.service.engine.kept.journal import Journal
+from apportion.service.engine.kept.library import Body, Entry, Library
+from apportion.service.engine.kept.records import IterationRecord, Problem, decode
+from apportion.service.engine.kept.state import Iteration, Job
 from apportion.service.engine.metrics import Counters
-from apportion.service.engine.records import IterationRecord, Problem, decode
 from apportion.service.engine.schedule import LONG_S
-from apportion.service.engine.state import Iteration, Job
 from apportion.service.engine.tasks import Tasks, shared
 from apportion.service.engine.watch import BusyView, Failures
 from apportion.service.errors import OverloadError, QuarantinedError, RefusedBatchError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from apportion.service.engine.state import Iteration, Job
+from apportion.service.engine.kept.state import Iteration, Job
 
 #: plans that take longer than so many seconds are long
 LONG_S = 1.0

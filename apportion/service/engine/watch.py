@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from apportion.service.engine.library import Entry
-from apportion.service.engine.state import Epoch, Iteration, Job
+from apportion.service.engine.kept.library import Entry
+from apportion.service.engine.kept.state import Epoch, Iteration, Job
 
 #: iterations of a stream that are shown: behind its front, and in all
 BEHIND, SHOWN = 8, 64

@@ -10,7 +10,8 @@ from pathlib import Path
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.service.errors import StoreError
 from apportion.service.packs import Pack
-from apportion.service.store.sqlite import INDEX, SqliteStore, pack_keys, pack_path
+from apportion.service.store.index import INDEX
+from apportion.service.store.sqlite import SqliteStore, pack_keys, pack_path
 
 
 @dataclass(frozen=True)

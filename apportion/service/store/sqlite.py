@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from apportion.ir.errors import ConfigError, VersionError
+from apportion.ir.errors import ConfigError
 from apportion.service.errors import StoreError
 from apportion.service.packs import Part, check_key, read_body
 from apportion.service.store import names
@@ -32,25 +32,21 @@ from apportion.service.store.files import (
     FolderLock,
     Reserve,
     make_folder,
-    sync,
     sync_folder,
     teaching,
     write_whole,
 )
-
-#: 1: releases before this one, whose index never shrinks; 2: it has free pages that can be given back
-VERSION = 2
-INDEX = "index.sqlite"
-
-_APPLICATION = 0x41505354  # "APST": what `file` and SQLite know our databases by
-_SCHEMA = (
-    "PRAGMA auto_vacuum = INCREMENTAL",
-    "CREATE TABLE records (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE packs (key BLOB PRIMARY KEY, bytes INTEGER NOT NULL, number INTEGER NOT NULL) WITHOUT ROWID",
-    "CREATE INDEX packs_by_number ON packs (number, key)",
-    f"PRAGMA application_id = {_APPLICATION}",
-    f"PRAGMA user_version = {VERSION}",
+from apportion.service.store.index import (
+    INDEX,
+    connect,
+    is_new,
+    make_writable,
+    migrate,
+    pragma,
+    transaction,
+    write_index,
 )
+
 #: a pack's number: when it was put, milliseconds since 1970, above all others; less than _TIMES in older stores
 _ADD_PACK = "INSERT OR IGNORE INTO packs SELECT ?, ?, MAX(COALESCE(MAX(number) + 1, 0), ?) FROM packs"
 _TIMES = 10**12
@@ -106,13 +102,13 @@ class SqliteStore:
                 index.with_name(f"{INDEX}-shm").unlink(missing_ok=True)  # of readers who have left
                 if shutil.disk_usage(self.folder).free < _LOW:
                     self._reserve.release()
-            self._db = _connect(index, self.read_only)
-            new = _is_new(self._db, index)
+            self._db = connect(index, self.read_only)
+            new = is_new(self._db, index)
             if new and self.read_only:
                 raise StoreError(f"{index} is empty: whoever made it was killed; let a server open it first")
             if not self.read_only:
-                _make_writable(self._db, new)
-                _migrate(self._db, index)
+                make_writable(self._db, new)
+                migrate(self._db, index)
                 sync_folder(self.folder)
                 self._tidy()
                 self._shrink()
@@ -148,7 +144,7 @@ class SqliteStore:
         """Gives free pages back, a bounded number of them; what cannot be done now is done later."""
         with suppress(sqlite3.Error):
             db = self._connection()
-            free, pages = _pragma(db, "freelist_count"), _pragma(db, "page_count")
+            free, pages = pragma(db, "freelist_count"), pragma(db, "page_count")
             if free > _SLACK and free > pages // 4:
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
                 db.executescript(f"PRAGMA incremental_vacuum({min(free - _SLACK, _AT_ONCE)})")  # to its end
@@ -224,7 +220,7 @@ class SqliteStore:
         with self._mutex, teaching(index, "finish the store"):
             try:
                 self._check_writable()
-                _write_index(part, self.records(), sorted(self.packs()))
+                write_index(part, self.records(), sorted(self.packs()))
                 self._disconnect()
                 os.replace(part, index)
                 sync_folder(self.folder)
@@ -322,97 +318,6 @@ def finish(folder: Path) -> None:
     """Make a folder's bytes a function of its contents: its index is written anew, sorted, in one transaction (equal
     bytes need one version of SQLite). The packs' order is that of their keys then. Raises what `open_store` raises."""
     SqliteStore(folder).finish()
-
-
-@contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield db
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
-
-
-def _connect(index: Path, read_only: bool) -> sqlite3.Connection:
-    uri = index.absolute().as_uri()
-    if read_only:  # without a log nothing can change below us: no locks, no files beside it, read-only disks
-        log = index.with_name(index.name + "-wal")
-        uri += "?mode=ro" if log.exists() and log.stat().st_size else "?immutable=1"
-    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    if (
-        not read_only
-    ):  # FolderLock keeps others out: no shared memory is needed, for which a full disk has no room
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")
-    return db
-
-
-def _is_new(db: sqlite3.Connection, index: Path) -> bool:
-    """Whether nothing is in it yet. Raises VersionError, StoreError where something else is."""
-    application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
-    if application == _APPLICATION and 1 <= version <= VERSION:
-        return False
-    if application == _APPLICATION:
-        raise VersionError(
-            f"{index} is a store of format version {version}, this release reads {VERSION}: "
-            "use a newer release, or name another folder"
-        )
-    if application or db.execute("SELECT 1 FROM sqlite_schema").fetchone():
-        raise StoreError(f"{index} is another program's database: name another folder")
-    return True
-
-
-def _make_writable(db: sqlite3.Connection, new: bool) -> None:
-    if new:
-        db.execute(_SCHEMA[0])  # once there is a page it is too late
-    db.execute("PRAGMA journal_mode = WAL")
-    if new:
-        _create(db)
-
-
-def _create(db: sqlite3.Connection) -> None:
-    """Raises sqlite3.Error. The first statement has to come before any transaction."""
-    first, *rest = _SCHEMA
-    db.execute(first)
-    with transaction(db):
-        for statement in rest:
-            db.execute(statement)
-
-
-def _migrate(db: sqlite3.Connection, index: Path) -> None:
-    """From version 1: the index is written anew, once. A disk without room for that leaves it as it is."""
-    if _pragma(db, "user_version") == VERSION:
-        return
-    if shutil.disk_usage(index.parent).free < 3 * index.stat().st_size:
-        log.warning("%s stays in format version 1, and does not shrink: its disk has too little room", index)
-        return
-    db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    db.execute("VACUUM")
-    db.execute(f"PRAGMA user_version = {VERSION}")
-    log.warning("%s was in format version 1, it is in %d now", index, VERSION)
-
-
-def _write_index(path: Path, records: Iterator[tuple[str, bytes]], packs: list[tuple[bytes, int]]) -> None:
-    """A new index, a function of what is in it alone."""
-    path.unlink(missing_ok=True)
-    db = sqlite3.connect(path, isolation_level=None)
-    try:
-        db.execute("PRAGMA journal_mode = OFF")
-        _create(db)
-        with transaction(db):
-            db.executemany(
-                "INSERT INTO records VALUES (?, ?)", (names.sealed(key, value) for key, value in records)
-            )
-            db.executemany("INSERT INTO packs VALUES (?, ?, 0)", packs)
-    finally:
-        db.close()
-    sync(path)
-
-
-def _pragma(db: sqlite3.Connection, name: str) -> int:
-    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 def pack_keys(folder: Path) -> Iterator[bytes]:

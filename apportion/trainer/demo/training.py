@@ -23,7 +23,7 @@ from torch import Tensor
 from apportion.ir.errors import ExecutionError
 from apportion.ir.request.batch import Batch
 from apportion.service.client import create_job
-from apportion.service.http.child import serving
+from apportion.service.http.run.child import serving
 from apportion.service.private import admin_key_of
 from apportion.service.tied import tied
 from apportion.trainer.demo import process

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from apportion.ir.errors import ConfigError
-from apportion.service.engine.library import Library
-from apportion.service.engine.restore import restore
+from apportion.service.engine.kept.library import Library
+from apportion.service.engine.kept.restore import restore
 from apportion.service.limits import Limits
 from apportion.service.offline import FACTS
 from apportion.service.store import Store

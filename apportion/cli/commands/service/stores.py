@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from apportion.cli import files, options
-from apportion.cli.commands.jobs import AdminKey, Cert, Certificates, key_in
+from apportion.cli.commands.service.jobs import AdminKey, Cert, Certificates, key_in
 from apportion.cli.output import FAILED, OK, count, emit, progress
 from apportion.ir.errors import ConfigError
 
@@ -86,7 +86,7 @@ def prune(
     from contextlib import closing
 
     from apportion.ir.plan.summary import human_bytes
-    from apportion.service.engine.prune import prune as prune_store
+    from apportion.service.engine.kept.prune import prune as prune_store
 
     if not _is_url(store):
         _check_there(Path(store))
@@ -225,7 +225,7 @@ def _is_url(place: str) -> bool:
 
 
 def _check_there(folder: Path) -> None:
-    from apportion.service.store.sqlite import INDEX
+    from apportion.service.store.index import INDEX
 
     if not (folder / INDEX).is_file():
         rule = f"is no store: it has no {INDEX}"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from apportion.ir.bytes.job import Job as Spec
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.service.engine.build import build
-from apportion.service.engine.library import Library
-from apportion.service.engine.records import (
+from apportion.service.engine.kept.build import build
+from apportion.service.engine.kept.library import Library
+from apportion.service.engine.kept.records import (
     BORN,
     BornRecord,
     EpochRecord,
@@ -22,7 +22,7 @@ from apportion.service.engine.records import (
     job_key,
     place,
 )
-from apportion.service.engine.state import Epoch, Iteration, Job, JobState
+from apportion.service.engine.kept.state import Epoch, Iteration, Job, JobState
 from apportion.service.store import Store
 
 _SINCE_S, _EVERY_S = (

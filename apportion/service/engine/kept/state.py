@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from apportion.ir.bytes.job import Job as Spec
-from apportion.service.engine.build import build
-from apportion.service.engine.library import Entry
-from apportion.service.engine.records import (
+from apportion.service.engine.kept.build import build
+from apportion.service.engine.kept.library import Entry
+from apportion.service.engine.kept.records import (
     EpochRecord,
     IterationRecord,
     JobKey,

@@ -17,7 +17,8 @@ from apportion.ir.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from apportion.service.http.serve import Options, Started
+    from apportion.service.http.run.options import Options
+    from apportion.service.http.run.serve import Started
 
 
 Host = Annotated[
@@ -214,7 +215,8 @@ def serve(
         return
     for package in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
         inputs.need(package, "service", "the planning service")
-    from apportion.service.http import serve as server
+    from apportion.service.http.run import serve as server
+    from apportion.service.http.run.options import Options
     from apportion.service.limits import Limits
     from apportion.service.private import ADMIN_KEY
 
@@ -229,7 +231,7 @@ def serve(
     )
     take = _keys_of(folder, admin_key_file, metrics_key_file, insecure)
     key, digests = take()
-    chosen = server.Options(
+    chosen = Options(
         host=host,
         port=port,
         store=_store(context, store, folder),

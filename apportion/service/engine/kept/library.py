@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from apportion.service.engine.records import Problem
+from apportion.service.engine.kept.records import Problem
 from apportion.service.limits import Limits
 
 if TYPE_CHECKING:
-    from apportion.service.engine.state import Iteration
+    from apportion.service.engine.kept.state import Iteration
 
 _REMEMBERED = 4096  # batches that cannot be planned
 

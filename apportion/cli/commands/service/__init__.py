@@ -1,0 +1,1 @@
+"""Commands about a planning service and what it keeps."""
