@@ -174,8 +174,12 @@ class _Parts:
         url = f"http://{host}:{port}"
         loop = asyncio.get_running_loop()
         self.live = Live(url, engine, self.pool, server, loop, Caller(url))
-        server.when_listening = self.listening.set
-        await server.serve(sockets=[listener])
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await asyncio.wait(
+            {serving, asyncio.create_task(server.listening.wait())}, return_when="FIRST_COMPLETED"
+        )
+        self.listening.set()
+        await serving
 
     def wait(self, thread: threading.Thread) -> Live:
         assert self.listening.wait(TIMEOUT_S)

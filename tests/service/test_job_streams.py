@@ -132,30 +132,37 @@ def folder_place(folder: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("place", [folder_place, redis_place])
 def test_a_restarted_server_has_all_streams(place, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    async def before(store: Store) -> None:
+    async def before(store: Store) -> int:
         async with Rig(store).with_job() as engine:
+            first = engine.job("run").epoch
             await engine.begin_epoch("run", "old", "eval")
             await engine.begin_epoch("run", "new", "eval")
-            await submit(engine, 0, 1)
-            await submit(engine, 0, epoch=3)
-            await take(engine, 0)
-            await take(engine, 0, epoch=3)
+            await submit(engine, 0, 1, epoch=first)
+            await submit(engine, 0, epoch=first + 2)
+            await take(engine, 0, epoch=first)
+            await take(engine, 0, epoch=first + 2)
+        return first
 
-    async def after(store: Store) -> None:
+    async def after(store: Store, first: int) -> None:
+        train, old, new = first, first + 1, first + 2
         async with Rig(store).started() as engine:
-            assert (engine.job("run").epoch, engine.job("run").streams) == (3, {"train": 1, "eval": 3})
-            assert [engine.epoch_state("run", number).front for number in (1, 3)] == [1, 1]
-            assert await engine.begin_epoch("run", "new", "eval") == (3, False)
-            assert await engine.begin_epoch("run", "old", "eval") == (2, False)
-            await raised(take(engine, 0, epoch=2), GoneError)
-            await take(engine, 1)
-            assert await engine.begin_epoch("run", "second") == (4, True)
-            await take(engine, 0, epoch=3)
+            assert (engine.job("run").epoch, engine.job("run").streams) == (
+                new,
+                {"train": train, "eval": new},
+            )
+            assert [engine.epoch_state("run", number).front for number in (train, new)] == [1, 1]
+            assert await engine.begin_epoch("run", "new", "eval") == (new, False)
+            assert await engine.begin_epoch("run", "old", "eval") == (old, False)
+            await raised(take(engine, 0, epoch=old), GoneError)
+            await take(engine, 1, epoch=train)
+            assert await engine.begin_epoch("run", "second") == (new + 1, True)
+            await take(engine, 0, epoch=new)
 
     with place(tmp_path) as name:
-        for work in (before, after):
-            with opened(name) as store:
-                run(work(store))
+        with opened(name) as store:
+            first = run(before(store))
+        with opened(name) as store:
+            run(after(store, first))
 
 
 def test_records_of_before_streams_are_of_the_one_there_was() -> None:

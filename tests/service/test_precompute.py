@@ -282,7 +282,7 @@ def test_masks_of_several_kinds(listed: Path, tmp_path: Path) -> None:
 
 
 def test_interrupted_it_ends_cleanly_and_says_how_to_go_on(listed: Path, tmp_path: Path) -> None:
-    words = command(tmp_path / "plans", listed, 300, *SMALL, "--json")  # seconds, so that it is caught
+    words = command(tmp_path / "plans", listed, 1000, *SMALL, "--json")  # seconds, so that it is caught
     with running(words, subprocess.PIPE) as process:
         until(lambda: packs_in(tmp_path / "plans") >= 3 or process.poll() is not None)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the workers too

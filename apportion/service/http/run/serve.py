@@ -155,13 +155,24 @@ async def _serve(
         gc.freeze()  # 100,000 objects that stay: a full collection over them took 0.2 s, of every waiting rank
         server = server_of(engine, options, most, tls)
         server.shown = found
-        server.when_listening = lambda: announce(_started(options, listener, pool.size))
         starting.add_done_callback(server.end_where_failed)
+        telling = asyncio.create_task(
+            _tell(lambda: announce(_started(options, listener, pool.size)), starting, server.listening)
+        )
+        opened.push_async_callback(_cancelled, telling)
         await server.serve(sockets=[listener])
         if starting.done():
             starting.result()
         if engine.lost:
             raise StoreLostError(f"{engine.lost}: the server has ended; start it again")
+
+
+async def _tell(announce: Callable[[], None], starting: asyncio.Task[None], listening: asyncio.Event) -> None:
+    """Once it plans: what is stored is served before."""
+    await asyncio.wait({starting})
+    await listening.wait()
+    if not starting.cancelled() and starting.exception() is None:
+        announce()
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
@@ -276,13 +287,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._engine, self._parent, self._renew = engine, parent, renew
         self._traffic = Traffic() if traffic is None else traffic
-        self.when_listening: Callable[[], None] = lambda: None
+        self.listening = asyncio.Event()
         self.shown: Shown | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._beating = asyncio.create_task(self._beat())
-        self.when_listening()
+        self.listening.set()
 
     def end_where_failed(self, starting: asyncio.Task[None]) -> None:
         """No worker can be started: what was stored is served no longer either, for whoever started us to see it."""
