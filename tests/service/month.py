@@ -71,14 +71,20 @@ class _Life:
         """The body of 200 and 201, b"" for "not yet"."""
         data = None if body is None else json.dumps(body)
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        again: tuple[int, ...] = ()
         while True:
-            self._link.request(method, path, data, headers)
-            answer = self._link.getresponse()
-            said = answer.read()
+            try:
+                self._link.request(method, path, data, headers)
+                answer = self._link.getresponse()
+                said = answer.read()
+            except (OSError, http.client.HTTPException):  # idle for too long, where the machine stood still
+                self._link.close()
+                again = (200, 201, 401)  # it may have arrived
+                continue
             if answer.status in (429, 503):
                 time.sleep(0.05)
                 continue
-            if answer.status not in good:
+            if answer.status not in good + again:
                 raise AssertionError(f"{answer.status} for {method} {path}: {said[:500]!r}")
             return said if answer.status in (200, 201) else b""
 
