@@ -79,7 +79,7 @@ class _Life:
                 said = answer.read()
             except (OSError, http.client.HTTPException):  # idle for too long, where the machine stood still
                 self._link.close()
-                again = (200, 201, 401)  # it may have arrived
+                again = (200, 201, 401, 404)  # it may have arrived
                 continue
             if answer.status in (429, 503):
                 time.sleep(0.05)
