@@ -295,8 +295,8 @@ def pauses_of(run: Run) -> tuple[int, float]:
     return total - buckets[MOST_PAUSE_S], min(bound for bound, count in buckets.items() if count == total)
 
 
-def attacked(seed: int, name: str, seconds: float = 30.0, workers: int = 1) -> Figures:
-    """One attack. Raises AssertionError where something does not hold."""
+def attacked(seed: int, name: str, seconds: float = 30.0, workers: int = 1, timed: bool = True) -> Figures:
+    """One attack. timed: times have to hold, too, for which nothing else may run. Raises AssertionError."""
     options = ("--worker-gb", "2", "--deadline", "20")
     with running(job_of(64, 8192), workers=workers, options=options) as run:
         alone = _plans(run, seed, min(seconds / 4, 5.0), 0)
@@ -322,8 +322,9 @@ def attacked(seed: int, name: str, seconds: float = 30.0, workers: int = 1) -> F
         **did,
     }
     own_s = float(np.percentile(alone, 99))
-    held = p99_s <= MOST_P99_S + own_s and most <= MOST_MIB and pauses == before and ended_s <= MOST_END_S
-    assert held, figures
+    in_time = p99_s <= MOST_P99_S + own_s and pauses == before and ended_s <= MOST_END_S
+    assert most <= MOST_MIB, figures
+    assert in_time or not timed, figures
     return figures
 
 

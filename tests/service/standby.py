@@ -137,8 +137,9 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
-def case(seed: int, folder: Path, failures: int = 10) -> Figures:
-    """So many leaders killed, stopped for longer than their lease, or told to end. Raises AssertionError."""
+def case(seed: int, folder: Path, failures: int = 10, timed: bool = True) -> Figures:
+    """So many leaders killed, stopped for longer than their lease, or told to end. timed: it has to be quick, for which
+    nothing else may run. Raises AssertionError."""
     rng, took, kinds = random.Random(seed), list[float](), list[str]()
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(folder / "redis"))
@@ -170,7 +171,7 @@ def case(seed: int, folder: Path, failures: int = 10) -> Figures:
         "most_s": round(max(took), 2),
         **lost,
     }
-    assert max(took) <= MOST_S, figures
+    assert max(took) <= MOST_S or not timed, figures
     return figures
 
 

@@ -29,4 +29,4 @@ def test_one_stands_by_until_the_other_ends(tmp_path: Path) -> None:
 
 
 def test_nothing_is_lost_when_leaders_fail(tmp_path: Path) -> None:
-    case(1, tmp_path, failures=3)
+    case(1, tmp_path, failures=3, timed=False)
