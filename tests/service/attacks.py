@@ -303,7 +303,7 @@ def attacked(seed: int, name: str, seconds: float = 30.0, workers: int = 1, time
         before, most = pauses_of(run)[0], 0.0
         with _attack(name, run.url, seed) as did:
             beside = list[float]()
-            while len(beside) < 100 or sum(beside) < seconds:
+            while len(beside) < (100 if timed else 10) or sum(beside) < seconds:
                 beside += _plans(run, seed, 1.0, len(alone) + len(beside))
                 most = max(most, rss_mib(run.pid))
             pauses, bound_s = pauses_of(run)

@@ -175,7 +175,7 @@ def _fuzzing(seed: int, requests: int, host: str, port: int, admin: str, pipe: A
 
 
 def case(seed: int, requests: int = 100_000, timed: bool = True) -> Figures:
-    """So many requests, by two processes. timed: pauses count, for which nothing else may run. Raises AssertionError."""
+    """So many requests, by two processes. timed: pauses count: nothing else may run then. Raises AssertionError."""
     context = multiprocessing.get_context("spawn")
     with running(job_of(64, 8192), workers=1, options=("--worker-gb", "2", "--deadline", "5")) as run:
         admin, children = admin_key_of(run.url) or "", []
