@@ -62,8 +62,8 @@ def _together(work: Callable[[int], None], threads: int) -> None:
         thread.join()
 
 
-def documents_in_documents(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:
-    """1.5 KB that say 16 million documents, twice."""
+def nested_documents() -> dict[str, Any]:
+    """A short body that says 16 million documents, twice."""
 
     def nested(mask: str) -> dict[str, Any]:
         spec: dict[str, Any] = {mask: {}}
@@ -72,7 +72,12 @@ def documents_in_documents(url: str, seed: int, stop: threading.Event) -> Mappin
         return spec
 
     mask = {"one": nested("causal"), "two": nested("full")}
-    body = json.dumps({"batches": [{"sequences": [{"length": 8**8, "mask": mask}]}]}).encode()
+    return {"batches": [{"sequences": [{"length": 8**8, "mask": mask}]}]}
+
+
+def documents_in_documents(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:
+    """1.5 KB that say 16 million documents, twice."""
+    body = json.dumps(nested_documents()).encode()
     return _bodies(url, body, 8, stop)
 
 

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from select import select
-from typing import Any
 
 import pytest
 
 from apportion.service.http.api.bodies import Patience
 from apportion.service.http.connection import MAX_HEAD, RESERVE
 from apportion.service.limits import Limits
+from tests.service.attacks import nested_documents
 from tests.service.engines import JOB, LocalPool
 from tests.service.servers import KEY, Live, begin, live, make_job, plan_path, ready, submit, until
 
@@ -153,16 +153,7 @@ def test_a_body_of_many_keys_is_refused() -> None:
 
 
 def test_documents_in_documents_are_counted_before_they_are_built(server: Live) -> None:
-    """A short body that says 16 million documents, twice."""
-
-    def nested(mask: str) -> dict[str, Any]:
-        spec: dict[str, Any] = {mask: {}}
-        for level in range(8):
-            spec = {"documents": {"lengths": [8**level] * 8, "mask": spec}}
-        return spec
-
-    mask = {"one": nested("causal"), "two": nested("full")}
-    body = json.dumps({"batches": [{"sequences": [{"length": 8**8, "mask": mask}]}]}).encode()
+    body = json.dumps(nested_documents()).encode()
     answer = server.caller.using(KEY)("PUT", "/v1/jobs/run/epochs/1/iterations/1", body)
     assert (answer.status, answer.json["field"]) == (422, "mask.one")
     assert "16777216" in answer.json["detail"]

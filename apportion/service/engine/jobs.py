@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
 
 from apportion.ir.bytes.job import Job as Spec
 from apportion.ir.fields import integer
@@ -36,12 +35,8 @@ from apportion.service.errors import (
 from apportion.service.protocol import TRAIN, EpochState
 from apportion.service.store import Store
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
-_STORE_RETRY_S = 1.0
-_HOUSE_S = 30.0  # between looks for what is no longer kept
 _EPOCHS_SINCE = 10_000  # that may begin after a copy was made, before it is used
 _MOST_KEYS = 64  # of a job
 _MOST_FORMER = 1024  # deleted jobs whose keys are remembered, until the server ends

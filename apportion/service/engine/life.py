@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
@@ -37,13 +36,8 @@ from apportion.service.workers.supervisor import Supervisor
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
-
 _STORE_RETRY_S = 1.0
 _HOUSE_S = 30.0  # between looks for what is no longer kept
-_EPOCHS_SINCE = 10_000  # that may begin after a copy was made, before it is used
-_MOST_KEYS = 64  # of a job
-_MOST_FORMER = 1024  # deleted jobs whose keys are remembered, until the server ends
 
 
 class Life:
