@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,18 +55,12 @@ def test_a_fault_ends_a_stream_with_a_problem(broken: Live) -> None:
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_log_has_one_line_an_event(form: logs.Format) -> None:
     told = io.StringIO()
-    root, before = logging.getLogger(), logging.getLogger().handlers[:]
-    level = root.level
-    try:
-        logs.configure(form, told)
+    with logs.logging_to(told, form):
         logs.log("request", path='/a b\n"c"=d', status=200, ms=1.5, nothing=None)
         try:
             raise ValueError("why")
         except ValueError as error:
             logs.log("failed", logging.ERROR, error=error)
-        root.handlers[0].flush()
-    finally:
-        root.handlers[:], root.level = before, level
     lines = told.getvalue().splitlines()
     if form == "json":
         first, second = map(json.loads, lines)
@@ -79,21 +74,38 @@ def test_a_log_has_one_line_an_event(form: logs.Format) -> None:
 
 def test_a_log_that_is_not_read_loses_lines_and_says_how_many() -> None:
     near, far = os.pipe()
-    root, before, level = logging.getLogger(), logging.getLogger().handlers[:], logging.getLogger().level
-    try:
-        with open(far, "w", encoding="utf-8") as stream, open(near, encoding="utf-8") as reader:
-            logs.configure("text", stream)
-            for number in range(20_000):
-                logs.log("request", number=number, path="x" * 5000)
-            lines = []
-            while not lines or "lines lost" not in lines[-1]:
-                lines.append(reader.readline())
-            lost = int(lines[-1].rpartition("=")[2])
-            assert len(lines) - 1 + lost == 20_000
-            assert "(5000 characters)" in lines[0]
-            root.handlers[0].flush()
-    finally:
-        root.handlers[:], root.level = before, level
+    with (
+        open(near, encoding="utf-8") as reader,
+        open(far, "w", encoding="utf-8") as stream,
+        logs.logging_to(stream, "text"),
+    ):
+        for number in range(20_000):
+            logs.log("request", number=number, path="x" * 5000)
+        lines: list[str] = []
+        while not lines or "lines lost" not in lines[-1]:
+            lines.append(reader.readline())
+        lost = int(lines[-1].rpartition("=")[2])
+        assert len(lines) - 1 + lost == 20_000
+        assert "(5000 characters)" in lines[0]
+
+
+def test_a_log_never_goes_to_whoever_got_the_number_of_a_stream_that_was_closed(tmp_path: Path) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    stream = (tmp_path / "log").open("w", encoding="utf-8")
+    with logs.logging_to(stream, "text"):
+        number = stream.fileno()
+        stream.close()
+        near, far = os.pipe()
+        try:
+            assert number in (near, far)
+            logs.log("request")
+        finally:
+            os.close(far)
+            assert os.read(near, 1) == b""
+            os.close(near)
+    assert (tmp_path / "log").read_text().endswith("request\n")
+    assert (root.handlers[:], root.level) == before
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from starlette.types import Scope
 
 from apportion.ir.errors import ConfigError
-from apportion.service.http.logs import Fact, also, log
+from apportion.service.http.logs import Fact, copying, log
 
 #: of a request's scope: whose key it has ("admin", "submit:ID", "read:ID"), and of what job it is
 WHO, JOB = "apportion.who", "apportion.job"
@@ -34,7 +35,7 @@ _CLIENTS = 1024  # whose refusals are counted at a time
 
 
 class Audit:
-    """Lines for the audit log: `configure` says where that is."""
+    """Lines for the audit log: `auditing_in` says where that is."""
 
     def __init__(self) -> None:
         self._refused: OrderedDict[str, tuple[float, int]] = (
@@ -91,15 +92,22 @@ class _File:
             self._file = _opened(self._path)
         os.write(self._file, line.encode())
 
+    def close(self) -> None:
+        os.close(self._file)
+
 
 def _opened(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
-def configure(folder: Path) -> None:
-    """Write what is audited to a file in a private folder, too; three of some MiB are kept. Raises ConfigError."""
+@contextmanager
+def auditing_in(folder: Path) -> Iterator[None]:
+    """While this lasts, what is audited goes to a file in a private folder, too; three of some MiB are kept. Raises
+    ConfigError."""
     try:
-        also("audit", _File(folder / NAME).write)
+        file = _File(folder / NAME)
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise ConfigError("--dir", str(folder / NAME), rule, "let this user write it") from None
+    with copying("audit", file.write, file.close):
+        yield

@@ -10,7 +10,8 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from queue import Full, Queue
 from typing import Literal, TextIO
@@ -35,30 +36,48 @@ def log(event: str, level: int = logging.INFO, *, error: BaseException | None = 
         _LOG.log(level, event, extra={"facts": facts}, exc_info=error)
 
 
-def configure(form: Format, stream: TextIO) -> None:
-    """Send all that this process logs to `stream`. Who logs never waits for whoever reads it."""
-    handler = _Beside(_write_to(stream))
+@contextmanager
+def logging_to(stream: TextIO, form: Format) -> Iterator[None]:
+    """While this lasts, all that this process logs goes to `stream` alone. Who logs never waits for whoever reads."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    handler = _Beside(*_write_to(stream))
     handler.setFormatter(_Lines() if form == "text" else _Objects())
-    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        handler.close()
 
 
-def also(event: str, write: Callable[[str], object]) -> None:
-    """Hand what is logged under this name to `write` as well, as JSON."""
-    handler = _Beside(write)
+@contextmanager
+def copying(event: str, write: Callable[[str], object], end: Callable[[], object]) -> Iterator[None]:
+    """While this lasts, what is logged under this name goes to `write` as well, as JSON; `end` comes after the last."""
+    handler = _Beside(write, end)
     handler.setFormatter(_Objects())
     handler.addFilter(lambda record: record.getMessage() == event)
     _LOG.addHandler(handler)
+    try:
+        yield
+    finally:
+        _LOG.removeHandler(handler)
+        handler.close()
 
 
 class _Beside(logging.Handler):
-    """Writes lines in a thread of its own; those that find no room are counted, and the count is written later."""
+    """Writes lines in a thread of its own; those that find no room are counted, and the count is written later. end:
+    called after the last, when it is closed."""
 
-    def __init__(self, write: Callable[[str], object]) -> None:
+    def __init__(self, write: Callable[[str], object], end: Callable[[], object]) -> None:
         super().__init__()
-        self._write, self._lost = write, 0
-        self._lines: Queue[str | threading.Event] = Queue(_MOST_LINES)
+        self._write, self._end, self._lost = write, end, 0
+        self._ended = False
+        self._lines: Queue[str | threading.Event | None] = Queue(_MOST_LINES)
         threading.Thread(target=self._run, name="apportion-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -71,6 +90,8 @@ class _Beside(logging.Handler):
 
     def flush(self) -> None:
         """Wait until what came before is written, `_FLUSH_S` seconds at most."""
+        if self._ended:  # `logging` does so again at the end of the process
+            return
         written = threading.Event()
         try:
             self._lines.put(written, timeout=_FLUSH_S)
@@ -78,9 +99,16 @@ class _Beside(logging.Handler):
             return
         written.wait(_FLUSH_S)
 
+    def close(self) -> None:
+        """Write what is there, as `flush` does, and nothing more."""
+        self.flush()
+        self._ended = True
+        super().close()
+        with suppress(Full):
+            self._lines.put_nowait(None)
+
     def _run(self) -> None:
-        while True:
-            line = self._lines.get()
+        while (line := self._lines.get()) is not None:
             if isinstance(line, threading.Event):
                 line.set()
                 continue
@@ -89,6 +117,7 @@ class _Beside(logging.Handler):
                 lost, self._lost = self._lost, 0
                 told = {"msg": "lines lost", "levelno": logging.WARNING, "levelname": "WARNING"}
                 self._put(self.format(logging.makeLogRecord({**told, "facts": {"lines": lost}})))
+        self._end()
 
     def _put(self, line: str) -> None:
         try:
@@ -97,19 +126,20 @@ class _Beside(logging.Handler):
             self._lost += 1
 
 
-def _write_to(stream: TextIO) -> Callable[[str], object]:
-    """Past the stream's own buffer, whose lock would be held at the end of the process where nobody reads."""
+def _write_to(stream: TextIO) -> tuple[Callable[[str], object], Callable[[], object]]:
+    """Writes and ends. Past the stream's own buffer, whose lock would be held at the end of the process where nobody
+    reads; on a descriptor of its own, as a socket may get the number of a stream that was closed."""
     try:
-        descriptor = stream.fileno()
+        descriptor = os.dup(stream.fileno())
     except OSError:  # in memory
-        return stream.write
+        return stream.write, lambda: None
 
     def write(line: str) -> None:
         data = line.encode()
         while data:
             data = data[os.write(descriptor, data) :]
 
-    return write
+    return write, lambda: os.close(descriptor)
 
 
 def request_id(given: bytes | None) -> str:

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
@@ -39,7 +39,7 @@ from apportion.service.http.control import control
 from apportion.service.http.delivery import Delivery
 from apportion.service.http.edge import Edge
 from apportion.service.http.export import Exports
-from apportion.service.http.logs import configure, log
+from apportion.service.http.logs import log, logging_to
 from apportion.service.http.metrics import Traffic, registry_of
 from apportion.service.http.run import standby
 from apportion.service.http.run.options import Options, context_of
@@ -79,18 +79,17 @@ def serve(options: Options, announce: Callable[[Started], None]) -> None:
     Raises ConfigError for an address beyond loopback without an admin key and for one that is taken, StoreError for a
     store that another server holds, StoreLostError where one takes it over, LaunchError where no worker starts.
     """
-    configure(options.log_format, sys.stderr)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read anew
     most = _raise_descriptors()
     tls = context_of(options)
     with (
+        logging_to(sys.stderr, options.log_format),
         closing(bind(options)) as listener,
         shown(listener, options.shown) as found,
+        nullcontext() if options.folder is None else audit.auditing_in(options.folder),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        if options.folder is not None:
-            audit.configure(options.folder)
         runner.run(_serve(options, listener, most, announce, found, tls))
 
 
