@@ -171,7 +171,7 @@ package: $(READY)
 	@$(BIN)/python benchmarks/package.py
 
 suite: $(READY)
-	@$(BIN)/python tests/support/conformance_suite.py
+	@$(BIN)/python -m tests.support.conformance_suite
 
 test-gpu: $(READY)
 	$(BIN)/pytest tests/executor/stage/test_stage.py tests/executor/stage/test_gpu.py --gpu

@@ -9,52 +9,67 @@ from typing import TYPE_CHECKING, Any
 from apportion.ir.version import __version__
 
 if TYPE_CHECKING:
-    from apportion.backends.torch.remap import from_linear, to_linear
-    from apportion.backends.torch.transport import Communicator
-    from apportion.comparison import compare
-    from apportion.ir.bytes.codec import Plan
-    from apportion.ir.bytes.iteration import IterationPlan
-    from apportion.ir.bytes.job import Job
-    from apportion.ir.bytes.slices import Slice
+    from apportion.backends.torch.remap import from_linear as from_linear, to_linear as to_linear
+    from apportion.backends.torch.transport import Communicator as Communicator
+    from apportion.comparison import compare as compare
+    from apportion.ir.bytes.codec import Plan as Plan
+    from apportion.ir.bytes.iteration import IterationPlan as IterationPlan
+    from apportion.ir.bytes.job import Job as Job
+    from apportion.ir.bytes.slices import Slice as Slice
     from apportion.ir.errors import (
-        ApportionError,
-        CapacityError,
-        ConfigError,
-        DecodeError,
-        ExecutionError,
-        MissingDependencyError,
-        UnknownNameError,
-        VerifyError,
-        VersionError,
+        ApportionError as ApportionError,
+        CapacityError as CapacityError,
+        ConfigError as ConfigError,
+        DecodeError as DecodeError,
+        ExecutionError as ExecutionError,
+        MissingDependencyError as MissingDependencyError,
+        UnknownNameError as UnknownNameError,
+        VerifyError as VerifyError,
+        VersionError as VersionError,
     )
     from apportion.ir.masks import specs as masks
-    from apportion.ir.plan.tables import Layout
-    from apportion.ir.request.batch import Batch
-    from apportion.ir.request.cluster import Cluster
-    from apportion.ir.request.hardware import Hardware
-    from apportion.ir.request.model import Model
-    from apportion.ir.request.policy import Policy, Recipe
-    from apportion.ir.request.sequences import Sequence
-    from apportion.ir.verify import verify
-    from apportion.planner.api import plan
-    from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
-    from apportion.planner.forecast.parallelism import Degrees, Parallelism
-    from apportion.planner.forecast.run import forecast
-    from apportion.planner.forecast.training import Training
-    from apportion.planner.iteration.iterate import plan_iteration
-    from apportion.planner.iteration.nano import nano_batches
-    from apportion.planner.iteration.ticks import plan_tick, tick_batch, tick_table
-    from apportion.planner.simulate import simulate
-    from apportion.planner.simulate.pair.run import simulate_pair
-    from apportion.service.client import Client, create_job
-    from apportion.trainer import trees
-    from apportion.trainer.loading.batch import PlannedBatch
-    from apportion.trainer.loading.loader import PlannedLoader
-    from apportion.trainer.step.attention import PlanHandle, planned_attention, planned_attention_block
-    from apportion.trainer.step.gradients import sum_gradients
-    from apportion.trainer.step.loss import normalised_loss
-    from apportion.trainer.step.pingpong import PingPongLayer, ping_pong, ping_pong_attention
-    from apportion.trainer.step.projection import HeadProjection
+    from apportion.ir.plan.tables import Layout as Layout
+    from apportion.ir.request.batch import Batch as Batch
+    from apportion.ir.request.cluster import Cluster as Cluster
+    from apportion.ir.request.hardware import Hardware as Hardware
+    from apportion.ir.request.model import Model as Model
+    from apportion.ir.request.policy import Policy as Policy, Recipe as Recipe
+    from apportion.ir.request.sequences import Sequence as Sequence
+    from apportion.ir.verify import verify as verify
+    from apportion.planner.api import plan as plan
+    from apportion.planner.forecast.choices import (
+        recipe_parallelisms as recipe_parallelisms,
+        static_grids as static_grids,
+    )
+    from apportion.planner.forecast.parallelism import Degrees as Degrees, Parallelism as Parallelism
+    from apportion.planner.forecast.run import forecast as forecast
+    from apportion.planner.forecast.training import Training as Training
+    from apportion.planner.iteration.iterate import plan_iteration as plan_iteration
+    from apportion.planner.iteration.nano import nano_batches as nano_batches
+    from apportion.planner.iteration.ticks import (
+        plan_tick as plan_tick,
+        tick_batch as tick_batch,
+        tick_table as tick_table,
+    )
+    from apportion.planner.simulate import simulate as simulate
+    from apportion.planner.simulate.pair.run import simulate_pair as simulate_pair
+    from apportion.service.client import Client as Client, create_job as create_job
+    from apportion.trainer import trees as trees
+    from apportion.trainer.loading.batch import PlannedBatch as PlannedBatch
+    from apportion.trainer.loading.loader import PlannedLoader as PlannedLoader
+    from apportion.trainer.step.attention import (
+        PlanHandle as PlanHandle,
+        planned_attention as planned_attention,
+        planned_attention_block as planned_attention_block,
+    )
+    from apportion.trainer.step.gradients import sum_gradients as sum_gradients
+    from apportion.trainer.step.loss import normalised_loss as normalised_loss
+    from apportion.trainer.step.pingpong import (
+        PingPongLayer as PingPongLayer,
+        ping_pong as ping_pong,
+        ping_pong_attention as ping_pong_attention,
+    )
+    from apportion.trainer.step.projection import HeadProjection as HeadProjection
 
 _HOMES = {
     "apportion.backends.torch.remap": ("from_linear", "to_linear"),

@@ -37,7 +37,6 @@ from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests/data/replays.json"
-TESTS = ROOT / "tests/support"
 STEPS = ("layouts", "tasks", "transfers", "order", "memory", "bytes")
 
 Ints = NDArray[np.integer[Any]]
@@ -61,8 +60,8 @@ def cases() -> list[Case]:
 
 
 def _variants() -> Iterator[Case]:
-    from matrix import SEQUENCES
-    from strategies import STRATEGIES
+    from tests.support.matrix import SEQUENCES
+    from tests.support.strategies import STRATEGIES
 
     names = list(SEQUENCES)
     for number, (recipe, steps) in enumerate(STRATEGIES.items()):
@@ -79,15 +78,14 @@ def _variants() -> Iterator[Case]:
 def _variant(
     recipe: str, steps: Mapping[str, Any], chosen: Sequence[str], ranks: int, heads: int, two: int, seed: int
 ) -> Any:
-    from matrix import LAYERS, SEQUENCES
-    from strategies import cluster
-
     import apportion as ap
     from apportion.ir.masks import specs as masks
     from apportion.ir.request.batch import Batch
     from apportion.ir.request.model import Model
     from apportion.ir.request.policy import Policy, Recipe
     from apportion.ir.request.sequences import Sequence
+    from tests.support.matrix import LAYERS, SEQUENCES
+    from tests.support.strategies import cluster
 
     own = [SEQUENCES[name] for name in chosen] + [(64, masks.causal())]
     kinds = [(length, {"global": mask, "local": masks.sliding_window(7)}) for length, mask in own]
@@ -98,11 +96,10 @@ def _variant(
 
 
 def _defaults() -> Iterator[Case]:
-    from strategies import cluster
-
     import apportion as ap
     from apportion.ir.request.model import Model
     from apportion.planner.recipe.recipes import entries
+    from tests.support.strategies import cluster
 
     model = Model(8, 4, 64, hidden=512, layers=2)
     for recipe in [name for name in entries() if name != "round_robin"]:  # which a plug-in of the tests adds
@@ -116,7 +113,7 @@ def _defaults() -> Iterator[Case]:
 
 
 def _mixtures() -> Iterator[Case]:
-    from mixtures import plan_of
+    from tests.support.mixtures import plan_of
 
     for seed in range(1000, 1060):
         yield Case(f"mixture {seed}", lambda a=seed: (plan_of(a) or (None,))[0])
@@ -343,5 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(TESTS))  # the tests are not installed
+    import apportion  # noqa: F401, of the tree that was asked for; the tests are always those of this one
+
+    sys.path.insert(0, str(ROOT))
     sys.exit(main())

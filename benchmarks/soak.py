@@ -36,7 +36,7 @@ class Case:
 
     def run(self, seed: int) -> Figures:
         module, name = self.function.split(":")
-        found: Callable[..., Figures | None] = getattr(import_module(module), name)
+        found: Callable[..., Figures | None] = getattr(import_module(f"tests.service.{module}"), name)
         if "folder" not in signature(found).parameters:
             return found(seed) or {}
         with tempfile.TemporaryDirectory() as folder:
@@ -143,8 +143,5 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    TESTS = Path(__file__).resolve().parents[1] / "tests"
-    sys.path[:0] = map(
-        str, (TESTS.parent, TESTS / "support", TESTS / "service")
-    )  # the tests are not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests are not installed
     sys.exit(main())

@@ -21,7 +21,7 @@ def steps_are_checked():
 @pytest.fixture(scope="session")
 def pool():
     """The session's ranks; torch is imported where a test asks for them."""
-    from rank_pool import Pool
+    from tests.ranks.rank_pool import Pool
 
     ranks = Pool()
     yield ranks

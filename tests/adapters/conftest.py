@@ -1,7 +1,8 @@
 """The session's ranks, for tests with trainers of other packages: `make test-trainers`."""
 
 import pytest
-from rank_pool import Pool
+
+from tests.ranks.rank_pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-HERE, EXAMPLES = Path(__file__).parent, Path(__file__).parents[2] / "examples"
-sys.path += [str(HERE), str(HERE.parent / "ranks"), str(EXAMPLES), str(EXAMPLES / "titan")]
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+sys.path += [str(ROOT), str(EXAMPLES), str(EXAMPLES / "titan")]
 
 
 def hf():
     import hf_train
-    import jobs_hf
-    from jobs_hf_trainer import Plain
 
     from apportion.ir.request.sampling import Sampling
+    from tests.adapters import jobs_hf
+    from tests.adapters.jobs_hf_trainer import Plain
 
     def packs(documents, model, microbatches=1, tokens_per_rank=512, **options):
         drawn = list(Sampling(documents.lengths, 2 * tokens_per_rank, microbatches, 0).epoch(0))
@@ -33,7 +34,7 @@ def hf():
 
 
 def titan():
-    import titan_alone
+    from tests.adapters import titan_alone
 
     titan_alone.own_attention(titan_alone.causal_flex)
     from torchtitan.train import main
@@ -43,11 +44,11 @@ def titan():
 
 
 def megatron():
-    import jobs_megatron
     import megatron_train
-    from documents import packed
 
     from apportion.trainer import megatron
+    from tests.adapters import jobs_megatron
+    from tests.adapters.documents import packed
 
     def packs(dataset, config, *, cluster, tokens_per_rank, microbatches):
         return packed(dataset, 2 * tokens_per_rank, microbatches, seed=0, multiple=1)

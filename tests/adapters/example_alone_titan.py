@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 
 import planned_llama
-from documents import packed
 from torchtitan.components.dataloader import BaseDataLoader
+
+from tests.adapters.documents import packed
 
 
 class PackedFiles(BaseDataLoader):

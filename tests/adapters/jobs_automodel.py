@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 import torch
-from documents import documents
-from loading import HereSource, job
 from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
 from torch.distributed.device_mesh import init_device_mesh
 
 from apportion.trainer.automodel import planned
 from apportion.trainer.loading.loader import PlannedLoader
+from tests.adapters.documents import documents
+from tests.ranks.loading import HereSource, job
 
 
 def verbs(comm):

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 import transformers
-from loading import HereSource
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +19,7 @@ from apportion.ir.request.hf_config import model_of
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import hf
+from tests.ranks.loading import HereSource
 
 LENGTHS = [40, 1, 97, 23, 64, 9, 130, 33]
 VOCABULARY = 128

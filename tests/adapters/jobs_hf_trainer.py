@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 
-import jobs_hf as hf_jobs
 import torch
-from jobs_hf import LENGTHS, made, packed
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from apportion.ir.errors import ConfigError
 from apportion.trainer import hf
 from apportion.trainer.hf_trainer import PlannedTrainer
+from tests.adapters import jobs_hf as hf_jobs
+from tests.adapters.jobs_hf import LENGTHS, made, packed
 
 TRAINED = LENGTHS * 3
 EVALUATED = [33, 70, 5, 48, 90]

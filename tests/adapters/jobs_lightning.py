@@ -6,9 +6,7 @@ import logging
 import os
 import warnings
 
-import jobs_hf as hf_jobs
 import torch
-from jobs_hf import LENGTHS, made, packed
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
@@ -17,6 +15,8 @@ from apportion.ir.errors import ConfigError
 from apportion.trainer import hf
 from apportion.trainer.lightning import Planned, PlannedBatches
 from apportion.trainer.loading.batch import PlannedBatch
+from tests.adapters import jobs_hf as hf_jobs
+from tests.adapters.jobs_hf import LENGTHS, made, packed
 
 TRAINED = LENGTHS * 3
 EVALUATED = [33, 70, 5, 48, 90]

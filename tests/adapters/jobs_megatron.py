@@ -9,12 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import megatron_cpu  # noqa: F401
 import torch
-from documents import VOCABULARY, documents, packed
-from loading import HereSource
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -38,6 +35,8 @@ from apportion.trainer.megatron import (
     planned_loader,
     planned_spec,
 )
+from tests.adapters.documents import VOCABULARY, documents, packed
+from tests.ranks.loading import HereSource
 
 TOKENS, SEED = 128, 3
 MODELS = {

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import zlib
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
+from tests.adapters import titan_alone  # before torchtitan
+
+# isort: split
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
-import titan_alone
-from documents import VOCABULARY, documents, packed
-from loading import HereSource
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
@@ -39,6 +35,8 @@ from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.torchtitan import planned
 from apportion.trainer.torchtitan_attention import model_of
+from tests.adapters.documents import VOCABULARY, documents, packed
+from tests.ranks.loading import HereSource
 
 TOKENS, SEED, LAYERS, DIM, WINDOW = 128, 3, 2, 32, 7
 ROPE = {"dim": 8, "max_seq_len": 1024, "theta": 10000.0}

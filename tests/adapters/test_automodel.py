@@ -8,7 +8,7 @@ pytest.importorskip("nemo_automodel")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("nemo_automodel.components.distributed.context_parallel", exc_type=ImportError)
-    import jobs_automodel
+    from tests.adapters import jobs_automodel
 
 
 def test_the_verbs_of_a_sharder_are_those_of_the_plan(pool):

@@ -1,16 +1,16 @@
 """Hugging Face models on planned batches, against their own attention in one process."""
 
-import jobs_hf as jobs
 import numpy as np
 import pytest
 import torch
-from loading import HereSource
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer import hf
+from tests.adapters import jobs_hf as jobs
+from tests.ranks.loading import HereSource
 
 LOSS, GRADIENT = 5e-7, 2e-6  # a rounding of the loss; of the largest gradient
 SEVERAL = (("tokens", 60), ("microbatches", 2), ("drop_last", False))  # microbatches an iteration, of 4 ranks

@@ -3,10 +3,11 @@
 import json
 import re
 
-import jobs_hf_trainer as jobs
 import numpy as np
 import pytest
-from rank_pool import RankError
+
+from tests.adapters import jobs_hf_trainer as jobs
+from tests.ranks.rank_pool import RankError
 
 LOSS = 5e-7
 

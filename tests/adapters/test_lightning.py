@@ -1,12 +1,12 @@
 """Lightning on loaders: losses of every step, validation, and what comes after a kill."""
 
-import jobs_lightning as jobs
 import numpy as np
 import pytest
-from rank_pool import RankError
 
 from apportion.ir.errors import ConfigError
 from apportion.trainer.lightning import PlannedBatches
+from tests.adapters import jobs_lightning as jobs
+from tests.ranks.rank_pool import RankError
 
 LOSS = 5e-7
 

@@ -6,13 +6,14 @@ from importlib.metadata import version
 
 import numpy as np
 import pytest
-from rank_pool import Pool
+
+from tests.ranks.rank_pool import Pool
 
 pytest.importorskip("megatron.core")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import jobs_megatron
-    from jobs_megatron import Case
+    from tests.adapters import jobs_megatron
+    from tests.adapters.jobs_megatron import Case
 
 CLOSE = 5e-7
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

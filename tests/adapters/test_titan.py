@@ -5,13 +5,14 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
-from rank_pool import Pool, RankError
+
+from tests.ranks.rank_pool import Pool, RankError
 
 pytest.importorskip("torchtitan")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's, where torchtitan imports it
-    import jobs_titan
-    from jobs_titan import Case
+    from tests.adapters import jobs_titan
+    from tests.adapters.jobs_titan import Case
 
 CLOSE = 5e-7
 

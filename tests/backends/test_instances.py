@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 
 from apportion.backends import numpy_kernels, reference
@@ -25,6 +24,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner.api import plan as make_plan
 from apportion.planner.recipe.recipes import find_recipe, with_block
+from tests.support import oracle
 
 DATA = Path(__file__).parent.parent / "data" / "mask_instances.jsonl.gz"
 MODEL = Model(q_heads=1, kv_heads=1, head_dim=4, v_head_dim=4, dtype="fp64", layers=1)

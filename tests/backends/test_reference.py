@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
 
 from apportion.backends import null, reference
@@ -18,6 +17,7 @@ from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import ALL_TO_ALL, Op
 from apportion.ir.masks import bands
 from apportion.ir.parse import parse
+from tests.support import oracle
 
 PLANS = sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))
 EXACT = 1e-10

@@ -5,20 +5,19 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-import oracle
 import pytest
-from matrix import EXACT, LAYERS, SEQUENCES, batch_of, compare
-from sparse import marked
 
 from apportion.backends import reference
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.masks import bands
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands, specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner.api import plan as make_plan
+from tests.support import oracle
+from tests.support.matrix import EXACT, LAYERS, SEQUENCES, batch_of, compare
+from tests.support.sparse import marked
 
 BLOCKS = [5, 16, "auto"]
 

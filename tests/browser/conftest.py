@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
-from screens import WIDE, WORKLOAD, chromium
 
 from apportion import cli
+from tests.browser.screens import WIDE, WORKLOAD, chromium
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from playwright.sync_api import Page
-from screens import NARROW, WIDE, WORKLOAD, keep, violations
 
 from apportion import cli
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.bytes.codec import decode
 from apportion.report import report_html
 from apportion.report.mask import pieces
+from tests.browser.screens import NARROW, WIDE, WORKLOAD, keep, violations
 
 Make, Visit = Callable[..., Path], Callable[..., Page]
 MOST_BYTES, MOST_MS = 3_000_000, 2_000

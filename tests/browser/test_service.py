@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
-from screens import NARROW, WIDE, keep, violations
 
 from apportion.ir.bytes.job import Job
 from apportion.ir.request.batch import Batch
@@ -21,6 +20,7 @@ from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import Client, create_job
 from apportion.service.http.run.child import Serving, serving
+from tests.browser.screens import NARROW, WIDE, keep, violations
 
 JOB = Job(Cluster(1, 4), Model(8, 2, 64), Policy(find_recipe("fcp")), 8192)
 ADMIN = "admin-key-of-this-test-0123456789"

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 
 from apportion import cli, views
-from apportion.cli.pictures import draw as pictures
-from apportion.cli.pictures import svg
+from apportion.cli.pictures import draw as pictures, svg
 from apportion.cli.pictures.draw import CELLS, Colours, draw
 from apportion.cli.pictures.mask_cells import Axis, axis_of, owners
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.masks import bands
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands, specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model

@@ -11,9 +11,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import broken_plans
-import conformance_reader
-import conformance_suite
 import numpy as np
 import pytest
 
@@ -27,6 +24,7 @@ from apportion.ir.bytes.sections import section_id
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import PHASES, Op
 from apportion.ir.parse import parse
+from tests.support import broken_plans, conformance_reader, conformance_suite
 
 ROOT = Path(__file__).parents[2]
 FOLDER = conformance_suite.SUITE
@@ -46,7 +44,7 @@ def test_the_files_follow_from_the_plans() -> None:
     there = {str(p.relative_to(FOLDER)): p.read_bytes() for p in FOLDER.rglob("*") if p.is_file()}
     assert sorted(there) == sorted([*made, "README.md"])
     differ = [name for name, data in made.items() if data != there[name] and not name.endswith("outputs.f64")]
-    assert not differ, "python tests/support/conformance_suite.py writes them"
+    assert not differ, "`make suite` writes them"
     for name in (name for name in made if name.endswith("outputs.f64")):
         ours, theirs = (np.frombuffer(data, "<f8") for data in (made[name], there[name]))
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12, err_msg=name)

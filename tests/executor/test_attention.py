@@ -6,27 +6,25 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-import cases
-import jobs
 import numpy as np
-import oracle
 import pytest
 import torch
-from cases import batch_of, make_plan
-from sparse import sparse
 
 from apportion.backends.interp import Operand
 from apportion.backends.torch import autograd, executor
 from apportion.backends.torch.autograd import attend_op
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import Space
-from apportion.ir.isa import Tensor as Name
+from apportion.ir.isa import Space, Tensor as Name
 from apportion.ir.masks import specs as masks
 from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
 from apportion.trainer.step.attention import PlanHandle, planned_attention
+from tests.ranks import cases, jobs
+from tests.ranks.cases import batch_of, make_plan
+from tests.support import oracle
+from tests.support.sparse import sparse
 
 COVER = cases.pairwise()
 BY_HAND = {path.stem: path for path in sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))}

@@ -2,12 +2,12 @@
 
 from itertools import product
 
-import flash_rule
 import numpy as np
 import pytest
 
 from apportion.backends.torch.kernels import cuts
 from apportion.backends.torch.kernels.cuts import Call, cut_squares, cut_strips, cut_windows
+from tests.ranks import flash_rule
 
 INF = 2**62
 

@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import flash_rule
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,7 @@ from apportion.backends.torch.kernels.checks import is_checking
 from apportion.backends.torch.memory.head_columns import columns_of, head_groups
 from apportion.ir.errors import ExecutionError
 from apportion.trainer.step.attention import check_kernels
+from tests.ranks import flash_rule
 
 INF = 2**62
 

@@ -5,13 +5,8 @@ from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
-import cases
-import jobs_pingpong as jobs
 import numpy as np
 import pytest
-from sparse import sparse
-from strategies import STRATEGIES as OTHERS
-from strategies import cluster, has_own_cap, steps
 
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -20,6 +15,9 @@ from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.planner.iteration.nano import nano_batches
+from tests.ranks import cases, jobs_pingpong as jobs
+from tests.support.sparse import sparse
+from tests.support.strategies import STRATEGIES as OTHERS, cluster, has_own_cap, steps
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 MASKS = tuple(cases.BATCHES)

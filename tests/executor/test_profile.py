@@ -2,13 +2,11 @@
 
 import json
 
-import jobs_profile
 import numpy as np
 import pytest
 import torch
 
-from apportion.backends.torch.profile import clock
-from apportion.backends.torch.profile import device as profile_module
+from apportion.backends.torch.profile import clock, device as profile_module
 from apportion.backends.torch.profile.device import (
     ARENA_BYTES,
     LAYER_FIGURES,
@@ -27,6 +25,7 @@ from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import MOST_CONTENTION, Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.cost import CostModel
+from tests.ranks import jobs_profile
 
 SMALL = {"hidden": 32, "ffn": 64, "tokens": 128, "vocab": 64}  # layers that take no time
 TINY = Effort((16, 64, 256), q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", sweeps=2, most=3, **SMALL)

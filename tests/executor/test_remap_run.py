@@ -1,11 +1,11 @@
 """Hidden states between the attention layout and even tokens, forward and backward, on several ranks."""
 
-import jobs_remap
 import numpy as np
 import pytest
 import torch
 
 import apportion as ap
+from tests.ranks import jobs_remap
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=6, ffn=8, layers=1)
 LENGTHS = [50, 21, 9, 4, 1]

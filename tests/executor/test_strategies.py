@@ -9,16 +9,16 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import NamedTuple
 
-import cases
 import numpy as np
 import pytest
-from sparse import marked, sparse
-from strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
+from tests.ranks import cases
+from tests.support.sparse import marked, sparse
+from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
 MASKS = tuple(cases.BATCHES)
 MATRIX = STRATEGIES | WIDE

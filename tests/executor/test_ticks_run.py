@@ -1,8 +1,6 @@
 """Pipelines of ticks on real ranks over gloo: forward ticks under one plan, backward ticks under another, against the
 same layers in one place."""
 
-import cases
-import jobs_ticks
 import numpy as np
 import pytest
 import torch
@@ -12,6 +10,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner.iteration.ticks import plan_tick, stage_ranks, tick_table
+from tests.ranks import cases, jobs_ticks
 
 HEADS, WIDTH = jobs_ticks.HEADS, jobs_ticks.WIDTH
 MODEL = Model(HEADS, 1, WIDTH, dtype="fp64", hidden=HEADS * WIDTH, ffn=16)

@@ -2,7 +2,6 @@
 
 import copy
 
-import jobs_transport
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,13 +14,13 @@ from apportion.backends.torch.memory.arenas import Pool
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
-from apportion.ir.isa import PHASES, Op
-from apportion.ir.isa import Tensor as Name
+from apportion.ir.isa import PHASES, Op, Tensor as Name
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.trainer.step.attention import PlanHandle, planned_attention
+from tests.ranks import jobs_transport
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import cases
-import jobs_upipe
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,7 @@ from apportion.ir.request.model import Model
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe
 from benchmarks.upipe_memory import Member, peak_rows
+from tests.ranks import cases, jobs_upipe
 
 WHOLE = {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}}
 RING = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}

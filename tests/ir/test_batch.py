@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
-from apportion.ir.masks import bands as algebra
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands as algebra, specs as masks
 from apportion.ir.masks.bands import INF
 from apportion.ir.masks.structures import Tree
 from apportion.ir.request.batch import Batch

@@ -15,10 +15,7 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from random_plans import random_plan
-from stand_alone import read_plan
+from hypothesis import given, settings, strategies as st
 
 from apportion.ir import hashing
 from apportion.ir.bytes import codec, table_bytes, wire
@@ -34,6 +31,8 @@ from apportion.ir.errors import ApportionError, ConfigError, DecodeError, Unknow
 from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.loops.jit import COMPILES
 from apportion.ir.plan.tables import Layout, ProgramSet, Table, empty_table
+from tests.support.random_plans import random_plan
+from tests.support.stand_alone import read_plan
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
 from apportion.ir.isa import Tensor

@@ -11,8 +11,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from formats import SCHEMAS, decoded
-from random_plans import random_plan
 
 from apportion.ir import verify
 from apportion.ir.bytes import codec
@@ -42,6 +40,8 @@ from apportion.ir.masks.bands import INF
 from apportion.ir.parse import parse
 from apportion.ir.plan import wellformed as structure
 from apportion.ir.text import format_plan
+from tests.support.formats import SCHEMAS, decoded
+from tests.support.random_plans import random_plan
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted(path.stem for path in (SCHEMAS / "golden").glob("*.plan"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from walks import complete_rows, each_row
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import PHASES
@@ -15,6 +14,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner import api
+from tests.support.walks import complete_rows, each_row
 
 
 def plan_of(recipe: str, mask: str) -> Plan:

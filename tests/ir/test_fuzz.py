@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from random_plans import random_plan
-from sparse import sparse
 
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.slices import Slice
@@ -14,6 +12,8 @@ from apportion.ir.errors import DecodeError
 from apportion.ir.parse import parse
 from apportion.ir.verify import check
 from benchmarks import fuzz_plans
+from tests.support.random_plans import random_plan
+from tests.support.sparse import sparse
 
 
 @pytest.mark.parametrize("seed", sparse(range(4), 4))

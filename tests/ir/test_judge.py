@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sparse import sparse
 
 from apportion.ir.arrays import Ints
 from apportion.ir.loops.jit import COMPILES
@@ -24,6 +23,7 @@ from apportion.ir.verify import check
 from apportion.ir.verify.attended import Tasks
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.walk import judge
+from tests.support.sparse import sparse
 
 ROOT = Path(__file__).parents[2]
 

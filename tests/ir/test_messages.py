@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES, cluster, has_own_cap
 
 from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
 from apportion.ir.parse import parse
@@ -16,6 +15,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
+from tests.support.strategies import STRATEGIES, cluster, has_own_cap
 
 ROOT = Path(__file__).parents[1]
 MODEL = Model(4, 2, 8, dtype="fp32")

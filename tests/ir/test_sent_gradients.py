@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import oracle
 import pytest
 
 import apportion as ap
@@ -23,6 +22,7 @@ from apportion.ir.plan import plain, totals
 from apportion.ir.plan.messages import find_messages
 from apportion.ir.verify import check
 from apportion.planner.bounds import remote_bytes
+from tests.support import oracle
 
 MODEL = ap.Model(4, 2, 8, 12, dtype="bf16", hidden=16, ffn=16, layers=1)
 NARROW = replace(MODEL, sent_gradients="model")

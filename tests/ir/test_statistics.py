@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from walks import computed_statistics, each_row
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import Op
@@ -16,6 +15,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner import api
+from tests.support.walks import computed_statistics, each_row
 
 RECIPES = ("fcp", "blend", "ring", "usp", "dcp", "distca", "zeppelin", "upipe", "ulysses", "mixed", "magi")
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from random_plans import random_plan
+from hypothesis import given, settings, strategies as st
 
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
@@ -18,6 +16,7 @@ from apportion.ir.errors import ConfigError, DecodeError, VersionError
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.parse import parse
 from apportion.ir.text import excerpt, format_instruction, format_plan
+from tests.support.random_plans import random_plan
 
 GOLDEN = Path(__file__).parents[2] / "apportion/schemas/golden"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES, cluster
 
 import apportion as ap
 from apportion.ir.masks import bands
 from apportion.ir.masks.areas import area_of
 from apportion.ir.plan.totals import in_all, loads, moved
 from apportion.ir.request.policy import Policy, Recipe
+from tests.support.strategies import STRATEGIES, cluster
 
 RNG = np.random.default_rng(0)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from broken_plans import CASES, GOOD, broken
 
 import apportion as ap
 from apportion.ir.bytes import codec
@@ -18,6 +17,7 @@ from apportion.ir.isa import Tensor
 from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table
 from apportion.ir.verify import RULES, Violation, check, verify
+from tests.support.broken_plans import CASES, GOOD, broken
 
 PLANS = Path(__file__).parent.parent / "plans"
 NAMES = sorted(path.stem for path in PLANS.glob("*.txt"))

@@ -8,12 +8,12 @@ import sys
 from functools import cache
 
 import pytest
-from strategies import STRATEGIES, cluster
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.parse import parse
 from apportion.ir.verify import Violation, check
+from tests.support.strategies import STRATEGIES, cluster
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=1)
 #: strategy -> ranks, and lengths with several runs of tokens in a tile

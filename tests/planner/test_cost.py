@@ -14,8 +14,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.request.chips import AXIS, CHIPS

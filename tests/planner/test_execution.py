@@ -8,8 +8,6 @@ from math import gcd
 
 import numpy as np
 import pytest
-from matrix import LAYERS, compare
-from mixtures import HEADS, random_batch
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import PHASES
@@ -22,6 +20,8 @@ from apportion.planner.problem import Execution, Placement, PlacePass, Problem, 
 from apportion.planner.recipe import registry
 from apportion.planner.simulate import simulate
 from apportion.planner.tasks.cells import cut_cells
+from tests.support.matrix import LAYERS, compare
+from tests.support.mixtures import HEADS, random_batch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
 import yaml
 
@@ -23,6 +22,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
 from apportion.planner.api import plan as make_plan
+from tests.support import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 #: whose commands are run, one document after another, in a folder with the examples

@@ -5,17 +5,16 @@ from __future__ import annotations
 from itertools import combinations, product
 from typing import NamedTuple
 
-import jobs
 import numpy as np
-import oracle
 import torch
 
-from apportion.ir.masks import bands
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands, specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
+from tests.ranks import jobs
+from tests.support import oracle
 
 # name -> sequences of every family of masks, about 60 tokens, with queries that see no key in the last two
 BATCHES = {

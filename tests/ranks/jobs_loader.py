@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
-from loading import HereSource, Recorded, seen
-
 from apportion.ir.errors import ApportionError
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.loading.sources.service import ServiceFeed, ServiceSource
+from tests.ranks.loading import HereSource, Recorded, seen
 
 
 def passes(comm, source, count, options, dataset=None):

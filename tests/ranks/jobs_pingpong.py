@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from jobs import attention, handle_of, leaf
 from torch import nn
 
 from apportion.backends.torch.executor import TorchMachine
@@ -16,6 +15,7 @@ from apportion.ir.errors import ApportionError
 from apportion.trainer.demo.decoder import DecoderConfig, Layer, rotate
 from apportion.trainer.step.attention import Communicator, planned_attention, planned_attention_block
 from apportion.trainer.step.pingpong import PingPongLayer, ping_pong, ping_pong_attention
+from tests.ranks.jobs import attention, handle_of, leaf
 
 
 def attention_pair(comm, kind, sinks, options, shards):

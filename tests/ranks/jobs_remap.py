@@ -1,10 +1,10 @@
 """A layer whose attention and linear parts hold tokens in two layouts, as the ranks of the pool run it."""
 
 import torch
-from jobs import handle_of, leaf
 
 from apportion.backends.torch.remap import from_linear, to_linear
 from apportion.trainer.step.attention import planned_attention, planned_remap
+from tests.ranks.jobs import handle_of, leaf
 
 
 def project(x, weights):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.distributed as dist
-from loading import HereSource, Recorded, job, seen
 
 import apportion as ap
 from apportion.ir.bytes.job import Job
@@ -15,6 +14,7 @@ from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
 from apportion.trainer.step.projection import HeadProjection
+from tests.ranks.loading import HereSource, Recorded, job, seen
 
 
 class Rich(Recorded):

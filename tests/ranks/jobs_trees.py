@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from loading import HereSource
 
 from apportion.ir.bytes.job import Job
 from apportion.ir.request.batch import Batch
@@ -18,6 +17,7 @@ from apportion.trainer.demo.decoder import Decoder, DecoderConfig
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.attention import planned_attention
 from apportion.trainer.step.plain import plain_attention
+from tests.ranks.loading import HereSource
 
 VOCABULARY = 11
 CONFIG = DecoderConfig(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cases
-import jobs
 import torch
 from torch import nn
 
@@ -16,6 +14,7 @@ from apportion.ir.isa import Tensor as Name
 from apportion.trainer.demo.decoder import rotate
 from apportion.trainer.step.attention import planned_attention_block
 from apportion.trainer.step.projection import HeadProjection
+from tests.ranks import cases, jobs
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,8 @@ def _work(pipe, rank, size, folder, timeout_s, env):
 
 
 def _attempt(module, function, group, args):
-    from one_gpu import OneGpu
-
     from apportion.backends.torch.transport import Communicator
+    from tests.ranks.one_gpu import OneGpu
 
     try:
         job = getattr(importlib.import_module(module), function)

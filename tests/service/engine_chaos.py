@@ -8,13 +8,12 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from engines import JOB, KEY, DownStore, LocalPool, Rig, batch, run, until
-
 from apportion.planner.iteration.jobs import plan_job
 from apportion.service.engine import Engine
 from apportion.service.errors import ServiceError
 from apportion.service.limits import Limits
 from apportion.service.store.memory import MemoryStore
+from tests.service.engines import JOB, KEY, DownStore, LocalPool, Rig, batch, run, until
 
 NAMES = ("a", "b", "c")
 STREAMS = ("train", "eval", "more")

@@ -24,12 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines import JOB, KEY, Rig, batch, raised, take
-
 from apportion.service.engine import Engine
 from apportion.service.errors import GoneError
 from apportion.service.limits import Limits
 from apportion.service.store import Store, open_store
+from tests.service.engines import JOB, KEY, Rig, batch, raised, take
 
 RUNS = ("first", "second")  # of each, its first four iterations are asked for again by the next
 ITERATIONS = 8

@@ -10,12 +10,11 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engines import Rig, begin, run, take
-
 from apportion.ir.request.batch import Batch
 from apportion.service.engine import Engine
 from apportion.service.limits import Limits
 from apportion.service.store import open_store
+from tests.service.engines import Rig, begin, run, take
 
 GROWTH_BYTES = 8 << 20
 NEW = 0.25  # of the iterations ask for what nobody has asked for before

@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from tempfile import TemporaryDirectory
 
-from small_server import KEY, Bodies, batches, bodies, job, small_server
-
 from apportion.service.client import Client, Pace, create_job
 from apportion.service.http.run.child import serving
 from apportion.service.private import admin_key_of
+from tests.service.small_server import KEY, Bodies, batches, bodies, job, small_server
 
 #: a client whose patience fits the faults below
 PACE = Pace(

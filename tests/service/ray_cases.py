@@ -8,11 +8,9 @@ import signal
 import time
 from pathlib import Path
 
-from worker_cases import DEADLINE_S, children, launchers, plan_task, until
-
-from apportion.service.workers import Supervisor
-from apportion.service.workers import worker as real
+from apportion.service.workers import Supervisor, worker as real
 from apportion.service.workers.ray.pool import RayPool
+from tests.service.worker_cases import DEADLINE_S, children, launchers, plan_task, until
 
 VICTIMS = ("raylet", "gcs_server", "ray::", "ray_driver")
 

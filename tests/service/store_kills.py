@@ -23,11 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stores import contents, key_of, opened, pack_bytes
-
 from apportion.service.store import finish
 from apportion.service.store.files import PART
 from apportion.service.store.sqlite import SqliteStore, pack_keys
+from tests.service.stores import contents, key_of, opened, pack_bytes
 
 #: what a store asks of the system, and up to which of such calls a child is killed
 CALLS = {

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 
-from stores import RedisServer, contents, key_of, opened, pack_bytes, redis_server, until
-
 from apportion.service.errors import StoreError
 from apportion.service.store import Store
+from tests.service.stores import RedisServer, contents, key_of, opened, pack_bytes, redis_server, until
 
 
 @dataclass

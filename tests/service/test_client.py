@@ -14,7 +14,6 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
-from small_server import KEY, Fault, Handler, Request, SmallServer, batches, bodies, job, small_server
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.hashing import digest
@@ -32,6 +31,17 @@ from apportion.service.client import (
     create_job,
 )
 from apportion.service.client.waits import retry_after
+from tests.service.small_server import (
+    KEY,
+    Fault,
+    Handler,
+    Request,
+    SmallServer,
+    batches,
+    bodies,
+    job,
+    small_server,
+)
 
 FAST = Pace(backoff_s=0.01, backoff_most_s=0.05, wait_s=0.2)
 

@@ -20,14 +20,14 @@ from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-import faulty_proxy
 import pytest
 import trustme
-from small_server import KEY, Handler, Request, SmallServer, bodies, small_server
-from sparse import sparse
 
 from apportion.ir.errors import ConfigError
 from apportion.service.client import Client, ClosedError, Pace, UnreachableError
+from tests.service import faulty_proxy
+from tests.service.small_server import KEY, Handler, Request, SmallServer, bodies, small_server
+from tests.support.sparse import sparse
 
 HELD = bodies(12)
 FAST = Pace(backoff_s=0.01, backoff_most_s=0.05)

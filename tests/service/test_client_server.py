@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 
-import faulty_proxy
 import pytest
-from small_server import batches, bodies, job
-from sparse import sparse
 
 from apportion.ir.errors import ConfigError
 from apportion.service.client import (
@@ -23,6 +20,9 @@ from apportion.service.client import (
     list_jobs,
 )
 from apportion.service.http.run.child import serving
+from tests.service import faulty_proxy
+from tests.service.small_server import batches, bodies, job
+from tests.support.sparse import sparse
 
 HELD = bodies(6)
 

@@ -9,7 +9,6 @@ from contextlib import closing
 from itertools import islice, pairwise
 
 import pytest
-from small_server import KEY, Fault, Handler, Request, SmallServer, bodies, small_server
 
 from apportion.service import protocol
 from apportion.service.client import (
@@ -21,6 +20,7 @@ from apportion.service.client import (
     ServiceProblem,
 )
 from apportion.service.frames import Kind, encode_frame
+from tests.service.small_server import KEY, Fault, Handler, Request, SmallServer, bodies, small_server
 
 HELD = bodies(12)
 FAST = Pace(backoff_s=0.01, backoff_most_s=0.05, wait_s=0.2, poll_s=0.3, poll_most_s=0.6)

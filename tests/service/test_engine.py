@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from engines import JOB, KEY, Clock, LocalPool, Rig, batch, begin, raised, run, submit, take, until
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import CapacityError, ConfigError
@@ -27,6 +26,20 @@ from apportion.service.errors import (
 )
 from apportion.service.limits import Limits
 from apportion.service.packs import etag
+from tests.service.engines import (
+    JOB,
+    KEY,
+    Clock,
+    LocalPool,
+    Rig,
+    batch,
+    begin,
+    raised,
+    run,
+    submit,
+    take,
+    until,
+)
 
 # ---------------------------------------------------------------------------------------------- bodies
 

@@ -9,12 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-import engine_chaos
-import engine_kills
-import engine_soak
 import pytest
-from engines import JOB, KEY, DownStore, LocalPool, Rig, batch, begin, raised, run, submit, take, until
-from sparse import sparse
 
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -38,6 +33,22 @@ from apportion.service.packs import Pack
 from apportion.service.store import Store
 from apportion.service.store.memory import MemoryStore
 from apportion.service.workers.errors import RefusedError, WorkerDiedError
+from tests.service import engine_chaos, engine_kills, engine_soak
+from tests.service.engines import (
+    JOB,
+    KEY,
+    DownStore,
+    LocalPool,
+    Rig,
+    batch,
+    begin,
+    raised,
+    run,
+    submit,
+    take,
+    until,
+)
+from tests.support.sparse import sparse
 
 WIDE = replace(JOB, cluster=Cluster(4, 8), tokens_per_rank=8192)  # its packs are compact
 PACKED = [9000 + 37 * i for i in range(20)]

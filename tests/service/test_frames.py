@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import pytest
-from small_server import bodies
 
 from apportion.ir.errors import DecodeError
 from apportion.ir.hashing import digest
@@ -20,6 +19,7 @@ from apportion.service.client import ClientError
 from apportion.service.client.answers import Received, problem
 from apportion.service.client.waits import TransientError
 from apportion.service.frames import HEAD, Frame, FrameError, FrameReader, Kind, encode_frame, encode_head
+from tests.service.small_server import bodies
 
 PROBLEM = b'{"type": "urn:apportion:problem:gone", "status": 410, "detail": "a later epoch has begun"}'
 FRAMES = [

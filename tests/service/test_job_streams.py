@@ -9,8 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from engines import JOB, KEY, Clock, LocalPool, Rig, batch, raised, run, submit, take, until
-from stores import opened, redis_server
 
 from apportion.ir.errors import ConfigError
 from apportion.service.engine.kept.records import EpochRecord, decode, epoch_key
@@ -18,6 +16,8 @@ from apportion.service.errors import GoneError, LimitError, QuotaError
 from apportion.service.limits import Limits
 from apportion.service.store import Store
 from apportion.service.store.memory import MemoryStore
+from tests.service.engines import JOB, KEY, Clock, LocalPool, Rig, batch, raised, run, submit, take, until
+from tests.service.stores import opened, redis_server
 
 
 def test_a_new_epoch_ends_only_its_stream() -> None:

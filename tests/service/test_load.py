@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import load
 import pytest
-from sparse import sparse
+
+from tests.service import load
+from tests.support.sparse import sparse
 
 
 @pytest.mark.parametrize("seed", sparse(range(3), 3))

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pack_fuzz import case
+from hypothesis import given, strategies as st
 
 from apportion.ir.errors import ConfigError, DecodeError, VersionError
 from apportion.service import packs
 from apportion.service.packs import Pack, Part, etag, pack_of, read_body
+from tests.service.pack_fuzz import case
 
 KEY, ID = bytes(range(32)), bytes(range(32, 64))
 

@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-import ray_cases as cases
-from worker_cases import DEADLINE_S, launchers, plan_task, until
 
 from apportion.ir.bytes.job import decode_request
 from apportion.planner.iteration.jobs import plan_job
@@ -23,6 +21,8 @@ from apportion.service.workers import (
 from apportion.service.workers.ray.pool import RayPool
 from apportion.service.workers.ray.worker import work
 from apportion.service.workers.tasks import encode, read_reply
+from tests.service import ray_cases as cases
+from tests.service.worker_cases import DEADLINE_S, launchers, plan_task, until
 
 pytestmark = pytest.mark.slow  # starts Ray
 
@@ -40,7 +40,7 @@ def test_what_it_does_on_ray(tmp_path: Path) -> None:
 
 
 async def _what_it_does(folder: Path) -> None:
-    pool = RayPool(2, address="local", runner="worker_faults")
+    pool = RayPool(2, address="local", runner="tests.service.worker_faults")
     await pool.start()
     try:
         supervisor = Supervisor(pool)
@@ -125,6 +125,6 @@ async def _opens_to_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_of_another_release_says_so() -> None:
     with pytest.raises(RefusedError, match="install one release everywhere") as caught:
-        read_reply(work("0.0.0", "worker_faults", b""))
+        read_reply(work("0.0.0", "tests.service.worker_faults", b""))
     assert caught.value.field == "apportion"
     assert isinstance(read_reply(encode(Done((), None, b"", 0.0))), Done)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import LASTING, STORES, Place, contents, key_of, opened, pack_bytes, place_of
 
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.service.errors import StoreError
 from apportion.service.packs import Pack
 from apportion.service.store import Store, open_store
 from apportion.service.store.names import PAGE
+from tests.service.stores import LASTING, STORES, Place, contents, key_of, opened, pack_bytes, place_of
 
 STRANGE = [
     "../../etc/passwd",

@@ -15,7 +15,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from stores import contents, key_of, opened, pack_bytes
 
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import VersionError
@@ -29,8 +28,9 @@ from apportion.service.errors import StoreError
 from apportion.service.packs import Pack
 from apportion.service.store import check_store, finish, open_store
 from apportion.service.store.sqlite import SqliteStore, pack_path
+from tests.service.stores import contents, key_of, opened, pack_bytes
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 def filled(folder: Path, packs: int = 5) -> Path:
@@ -50,7 +50,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 @contextmanager
 def child(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A Python process that was given `arguments`; killed at the end."""
-    code = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{program}"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -200,7 +200,7 @@ def test_a_finished_store_can_be_written_again(tmp_path: Path) -> None:
 
 READ = """
 from pathlib import Path
-from stores import contents, opened
+from tests.service.stores import contents, opened
 for _ in range(5):
     with opened(Path(sys.argv[1]), read_only=True) as store:
         found = contents(store)
@@ -267,7 +267,7 @@ def test_a_copy_without_its_lock_file_can_be_read(tmp_path: Path) -> None:
 UNPRIVILEGED = """
 import os
 from pathlib import Path
-from stores import contents, key_of, opened, pack_bytes
+from tests.service.stores import contents, key_of, opened, pack_bytes
 from apportion.service.errors import StoreError
 from apportion.service.store import open_store
 if os.geteuid() == 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sparse import sparse
-from store_kills import case
+
+from tests.service.store_kills import case
+from tests.support.sparse import sparse
 
 
 @pytest.mark.parametrize("seed", sparse(range(3), 3))

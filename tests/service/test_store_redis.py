@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import redis
-from sparse import sparse
-from store_redis_kills import case
-from stores import RedisServer, contents, key_of, opened, pack_bytes, redis_server, until
 
 from apportion.ir.errors import VersionError
 from apportion.service.errors import StoreError
 from apportion.service.store import open_store
 from apportion.service.store.redis import ANSWER_S, LEASE_MS
+from tests.service.store_redis_kills import case
+from tests.service.stores import RedisServer, contents, key_of, opened, pack_bytes, redis_server, until
+from tests.support.sparse import sparse
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import uvloop
-import worker_cases as cases
-from worker_cases import DEADLINE_S, launchers, plan_task, pooled, until
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job, decode_request, encode_request
@@ -35,10 +33,12 @@ from apportion.service.workers import (
     Supervisor,
     Task,
     WorkerDiedError,
+    pool as pool_module,
 )
-from apportion.service.workers import pool as pool_module
 from apportion.service.workers.lines import Line
 from apportion.service.workers.tasks import HEAD, MAX_REPLY, MAX_TASK, read_reply, read_task, size_of
+from tests.service import worker_cases as cases
+from tests.service.worker_cases import DEADLINE_S, launchers, plan_task, pooled, until
 
 
 def act(text: str) -> Task:
@@ -46,7 +46,7 @@ def act(text: str) -> Task:
 
 
 def faulty(size: int = 1) -> ProcessPool:
-    return ProcessPool(size, runner="worker_faults")
+    return ProcessPool(size, runner="tests.service.worker_faults")
 
 
 def with_faulty(use, size: int = 1):

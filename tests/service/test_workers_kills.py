@@ -1,8 +1,9 @@
 """Workers, zygotes and servers that are killed. `benchmarks/soak.py` runs the same at length."""
 
 import pytest
-import worker_cases as cases
-from sparse import sparse
+
+from tests.service import worker_cases as cases
+from tests.support.sparse import sparse
 
 SEEDS = pytest.mark.parametrize("seed", sparse(range(3), 3))
 

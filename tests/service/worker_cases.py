@@ -19,8 +19,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.service.workers import Done, Planner, ProcessPool, Supervisor, Task
-from apportion.service.workers import worker as real
+from apportion.service.workers import Done, Planner, ProcessPool, Supervisor, Task, worker as real
 
 WAIT_S = 120.0
 DEADLINE_S = 120.0
@@ -143,7 +142,7 @@ SERVER = """
 import asyncio, sys
 from apportion.service.workers import ProcessPool, Supervisor, Task
 async def main():
-    pool = ProcessPool(2, runner="worker_faults")
+    pool = ProcessPool(2, runner="tests.service.worker_faults")
     print("starting", flush=True)
     await pool.start()
     print("started", flush=True)
@@ -156,11 +155,10 @@ asyncio.run(main())
 def killed_server(seed: int) -> dict[str, float]:
     """The server is killed while it starts, or over tasks that never end: nothing of it is left."""
     mark = f"APPORTION_TEST_{uuid.uuid4().hex}"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     act = ("spin:", "sleep:600", "none")[seed % 3]
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, act],
-        env=os.environ | {mark: "1", "PYTHONPATH": path},
+        env=os.environ | {mark: "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import broken_plans
 import msgpack
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Layout, Table
 from apportion.ir.verify import check
+from tests.support import broken_plans
 
 PLANS = Path(__file__).resolve().parents[1] / "plans"
 

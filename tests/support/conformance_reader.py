@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from conformance_suite import Weights, tables_of
 
 from apportion.backends import reference
 from apportion.ir.bytes import codec
@@ -16,6 +15,7 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError
 from apportion.ir.verify import check
+from tests.support.conformance_suite import Weights, tables_of
 
 Array = np.ndarray
 

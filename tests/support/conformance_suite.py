@@ -1,7 +1,7 @@
 """Writes `apportion/schemas/conformance`, the suite that readers in other languages are held to.
 
-    python tests/support/conformance_suite.py            everything but the plans that are there already
-    python tests/support/conformance_suite.py --replan   the plans, too
+    python -m tests.support.conformance_suite            everything but the plans that are there already
+    python -m tests.support.conformance_suite --replan   the plans, too
 
 Plans stay as they are when the planner changes: the suite is of the format. All else follows from them. Inputs are
 multiples of 1/64 that bf16 holds exactly. Outputs are those of dense attention (`oracle.py`), which knows no plan;
@@ -19,21 +19,20 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import oracle
-from conformance_faults import broken, malformed, newer
-from random_plans import random_plan
-from strategies import STRATEGIES, steps
 
 import apportion as ap
 from apportion.backends import reference
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
-from apportion.ir.masks import bands
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands, specs as masks
 from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Table
 from apportion.ir.request.sequences import Sequence
+from tests.support import oracle
+from tests.support.conformance_faults import broken, malformed, newer
+from tests.support.random_plans import random_plan
+from tests.support.strategies import STRATEGIES, steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = ROOT / "apportion/schemas/conformance"

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-from stand_alone import read_plan as reader
 
 from apportion.ir.isa import (
     MOVE_COLUMNS,
     SPAN_COLUMNS,
     TABLES,
 )
+from tests.support.stand_alone import read_plan as reader
 
 SCHEMAS = Path(__file__).parents[2] / "apportion/schemas"
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import oracle
 
 from apportion.backends import reference
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.masks import bands
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands, specs as masks
 from apportion.ir.masks.spec import Mask
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sequences import Sequence
+from tests.support import oracle
 
 EXACT = 1e-10
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-from matrix import LAYERS, SEQUENCES
-
 import apportion as ap
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -13,6 +11,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
+from tests.support.matrix import LAYERS, SEQUENCES
 
 #: with heads that divide unevenly: six query heads on three KV heads, or on two
 HEADS = [*LAYERS, (6, 3, 4, 4, True, None), (4, 4, 4, 2, False, None), (6, 2, 2, 4, False, None)]

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from cases import model, recipe
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from apportion.ir.errors import ConfigError, ExecutionError
@@ -12,6 +11,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.planner import api
 from apportion.trainer.step.attention import PlanHandle, planned_attention
+from tests.ranks.cases import model, recipe
 
 
 def piece_of(batch):

@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import jobs_bench
 import numpy as np
 import pytest
 import torch
@@ -12,14 +11,14 @@ from apportion import cli
 from apportion.bench import Job, Source, cluster_of, planned
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Op
-from apportion.ir.masks import bands
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands, specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.trainer.measure import bench, timing, unplanned
 from apportion.trainer.measure.timing import Took
 from apportion.trainer.step.attention import Communicator
 from apportion.trainer.step.plain import plain_attention
+from tests.ranks import jobs_bench
 
 SMALL = ("bench", "attention", "--tokens-per-rank", "512", "--ranks", "2,4", "--repeats", "1")
 FIELDS = {

@@ -5,15 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from loading import job
 
 from apportion.service.client import create_job
 from apportion.service.http.run.child import serving
+from tests.ranks.loading import job
 
 RANKS = Path(__file__).parents[1] / "ranks"
 OPEN = """
 import sys
-from loading import MODEL, Recorded
+from tests.ranks.loading import MODEL, Recorded
 import apportion as ap
 source, key, workers, status = sys.argv[1:]
 told = (ap.Cluster(1, 1), MODEL, 64) if source == "local" else ()

@@ -5,11 +5,9 @@ import threading
 from dataclasses import replace
 from itertools import chain, count, islice
 
-import jobs_loader
 import numpy as np
 import pytest
 import torch
-from loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
 
 from apportion.ir.errors import CapacityError, ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.masks import specs as masks
@@ -22,6 +20,8 @@ from apportion.service.client import PlanTimeoutError
 from apportion.trainer.loading.iterations import Wanted
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
+from tests.ranks import jobs_loader
+from tests.ranks.loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
 
 
 def loader_of(source=None, dataset=None, **options):

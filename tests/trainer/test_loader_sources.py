@@ -12,11 +12,8 @@ import time
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-import jobs_loader
-import jobs_seam
 import pytest
 import trustme
-from loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.loops.jit import compiling
@@ -35,6 +32,8 @@ from apportion.trainer.loading.sources import local
 from apportion.trainer.loading.sources.folder import FolderSource
 from apportion.trainer.loading.sources.service import ServiceSource
 from apportion.trainer.loading.sources.told import check_model
+from tests.ranks import jobs_loader, jobs_seam
+from tests.ranks.loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
 
 KEY = "a key of the tests".replace(" ", "-")
 WAIT_S = 300

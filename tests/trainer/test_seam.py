@@ -4,20 +4,19 @@ import itertools
 import json
 from types import SimpleNamespace
 
-import jobs_seam
 import numpy as np
 import pytest
 import torch
-from loading import LENGTHS, HereSource, Recorded, job
 
 import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks import specs as masks
-from apportion.trainer.loading import loader as loader_module
-from apportion.trainer.loading import metrics
+from apportion.trainer.loading import loader as loader_module, metrics
 from apportion.trainer.loading.iterations import Deal
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
+from tests.ranks import jobs_seam
+from tests.ranks.loading import LENGTHS, HereSource, Recorded, job
 
 
 def loader_of(dataset=None, source=None, **options):

@@ -4,11 +4,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from loading import MODEL, job
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks import specs as masks
 from apportion.trainer.loading.sources.told import Told, check_kinds
+from tests.ranks.loading import MODEL, job
 
 KINDS = {"global": masks.causal(), "local": masks.sliding_window(4)}
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import model, recipe
-from loading import Recorded
 
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.executor import PlainMachine
@@ -25,13 +23,14 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
-from apportion.trainer.demo import run as demo
-from apportion.trainer.demo import training, workload
+from apportion.trainer.demo import run as demo, training, workload
 from apportion.trainer.demo.baselines import contiguous, zigzag_ring
 from apportion.trainer.loading.rows import local_rows
 from apportion.trainer.measure import selftest
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.loss import IGNORED, normalised_loss
+from tests.ranks.cases import model, recipe
+from tests.ranks.loading import Recorded
 
 
 def piece_of(batch, ranks=1, rank=0, **options):

@@ -7,18 +7,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import jobs_trees
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jobs_trees import Rollouts
+from hypothesis import given, settings, strategies as st
 
 import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer import trees
 from apportion.trainer.step.attention import Communicator
+from tests.ranks import jobs_trees
+from tests.ranks.jobs_trees import Rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
 GRADIENTS = {"fp32": 1e-6, "fp64": 1e-14}  # of the largest

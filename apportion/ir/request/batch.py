@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike
 from apportion.ir.arrays import Ints, offsets
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import integer, integers, known, load, sequence, suggestion
-from apportion.ir.masks import bands as algebra
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands as algebra, specs as masks
 from apportion.ir.masks.bands import MAX_DIAGONALS, MAX_TOKENS
 from apportion.ir.masks.spec import Diagonal, Mask, expand_runs, lower_runs, lower_unlabelled
 from apportion.ir.request.sequences import (

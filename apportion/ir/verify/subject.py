@@ -18,8 +18,7 @@ from apportion.ir.plan.totals import Moved, moved
 from apportion.ir.verify import scan as scanner
 from apportion.ir.verify.attended import Tasks, tasks_of
 from apportion.ir.verify.homes import Homes, find_homes
-from apportion.ir.verify.interpreter import cells
-from apportion.ir.verify.interpreter import flow as interpreter
+from apportion.ir.verify.interpreter import cells, flow as interpreter
 from apportion.ir.verify.view import Program, head_sets
 from apportion.ir.verify.walk import judge
 from apportion.ir.verify.walk.lists import MOST_TOKENS, Lists

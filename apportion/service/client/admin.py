@@ -11,8 +11,7 @@ from typing import BinaryIO, Literal
 from msgspec.structs import replace
 
 from apportion.ir.bytes.job import Job
-from apportion.ir.fields import integer
-from apportion.ir.fields import name as checked_name
+from apportion.ir.fields import integer, name as checked_name
 from apportion.service import protocol
 from apportion.service.client import answers, arguments
 from apportion.service.client.caller import Caller

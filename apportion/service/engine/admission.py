@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apportion.ir.bytes.job import Job as Spec
-from apportion.ir.bytes.job import encode_batches
+from apportion.ir.bytes.job import Job as Spec, encode_batches
 from apportion.ir.bytes.wire import encode_section
 from apportion.ir.hashing import digest
 from apportion.ir.request.batch import Batch

@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from apportion.ir.bytes.job import Job as Spec
-from apportion.ir.fields import integer
-from apportion.ir.fields import name as checked_name
+from apportion.ir.fields import integer, name as checked_name
 from apportion.service.engine.kept.records import (
     EpochRecord,
     JobKey,

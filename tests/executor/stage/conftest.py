@@ -1,7 +1,8 @@
 """Ranks whose kernels run in Triton's interpreter, or with --gpu on this machine's GPU, all on the same one."""
 
 import pytest
-from rank_pool import Pool
+
+from tests.ranks.rank_pool import Pool
 
 
 @pytest.fixture(scope="session")

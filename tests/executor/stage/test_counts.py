@@ -2,11 +2,8 @@
 
 from dataclasses import replace
 
-import cases
 import pytest
 import torch
-from sparse import sparse
-from strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.ir.isa import PHASES
@@ -17,6 +14,9 @@ from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.planner.simulate import simulate
 from apportion.trainer.step.attention import PlanHandle, planned_attention
+from tests.ranks import cases
+from tests.support.sparse import sparse
+from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
 MATRIX = STRATEGIES | WIDE
 

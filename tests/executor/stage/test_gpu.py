@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import cases
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.trainer.step.plain import plain_attention
+from tests.ranks import cases
 
 SEQUENCES = {
     "causal": [Sequence(length, masks.causal()) for length in (5000, 1333, 700, 70, 1)],

@@ -1,6 +1,6 @@
 """Tasks of the stage engine one by one, as a profile times them."""
 
-import jobs_profile
+from tests.ranks import jobs_profile
 
 
 def test_a_lone_task_is_attention(interpreted):

@@ -11,20 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import cases
-import jobs
 import numpy as np
-import oracle
 import pytest
 import torch
-from sparse import sparse
-from strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
 from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
+from tests.ranks import cases, jobs
+from tests.support import oracle
+from tests.support.sparse import sparse
+from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
 MATRIX = STRATEGIES | WIDE
 MASKS = tuple(cases.BATCHES)

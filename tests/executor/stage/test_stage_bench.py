@@ -1,9 +1,8 @@
 """The benchmark of attention with real stage kernels, in Triton's interpreter."""
 
-import jobs_bench
-
 from apportion.bench import Job, Source, cluster_of, planned
 from apportion.ir.request.model import Model
+from tests.ranks import jobs_bench
 
 
 def test_ranks_run_stage_kernels(interpreted):

@@ -2,10 +2,8 @@
 
 from itertools import pairwise
 
-import cases
 import numpy as np
 import pytest
-from strategies import STRATEGIES, cluster, has_own_cap
 
 from apportion.backends.torch.stage.rowlists import COPY, Place, move, panels
 from apportion.backends.torch.stage.tiles import cut_tiles, waves
@@ -15,6 +13,8 @@ from apportion.ir.plan.fusion import Complete, RowRanges, find_complete
 from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
+from tests.ranks import cases
+from tests.support.strategies import STRATEGIES, cluster, has_own_cap
 
 
 def tiles_of(ranges, first, height=4, key=None):

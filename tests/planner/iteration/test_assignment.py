@@ -12,7 +12,6 @@ from functools import cache
 import msgspec
 import numpy as np
 import pytest
-from strategies import STRATEGIES, WIDE, cluster
 
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.job import Job
@@ -22,11 +21,11 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
-from apportion.planner.iteration import assignment as compact
-from apportion.planner.iteration import cell_counts, jobs
+from apportion.planner.iteration import assignment as compact, cell_counts, jobs
 from apportion.planner.iteration.jobs import lower_job, plan_job
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.tasks.cells import cut_cells
+from tests.support.strategies import STRATEGIES, WIDE, cluster
 
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=16, layers=2)
 LENGTHS = [33, 20, 7, 1]

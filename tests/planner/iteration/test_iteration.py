@@ -14,9 +14,7 @@ import jsonschema
 import msgpack
 import numpy as np
 import pytest
-from formats import SCHEMAS, decoded
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from referencing import Registry, Resource
 
 import apportion as ap
@@ -28,6 +26,7 @@ from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.request.sequences import Sequence
 from apportion.planner.iteration.iterate import plan_iteration
 from benchmarks import fuzz_plans
+from tests.support.formats import SCHEMAS, decoded
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
 CLUSTER = ap.Cluster(1, 4)

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES, WIDE, cluster
 
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import CapacityError, ConfigError
@@ -25,6 +24,7 @@ from apportion.planner import api
 from apportion.planner.iteration.iterate import plan_iteration
 from apportion.planner.iteration.jobs import lower_job, plan_job
 from apportion.planner.recipe.recipes import find_recipe
+from tests.support.strategies import STRATEGIES, WIDE, cluster
 
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=16, layers={"global": 1, "local": 3})
 KINDS = {"global": masks.causal(), "local": masks.sliding_window(7)}
@@ -125,9 +125,8 @@ def test_the_wrong_number_of_batches_is_refused() -> None:
 PRINTS = """
 import json, sys
 {before}
-sys.path[:0] = ["tests/planner/iteration", "tests/support"]
 from hashlib import sha256
-import test_jobs as t
+from tests.planner.iteration import test_jobs as t
 found = {{}}
 for recipe in ("fcp", "blend", "distca", "wlb"):
     asked = t.job(recipe)

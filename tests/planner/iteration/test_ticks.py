@@ -3,18 +3,15 @@
 from itertools import combinations
 
 import numpy as np
-import oracle
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import apportion as ap
 from apportion.backends import reference
 from apportion.backends.reference import Saved
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Tensor
-from apportion.ir.masks import bands
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands, specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sequences import DEFAULT_KIND, Sequence
 from apportion.planner.iteration.ticks import (
@@ -28,6 +25,7 @@ from apportion.planner.iteration.ticks import (
 )
 from apportion.planner.simulate import simulate
 from apportion.planner.tasks.cells import cut_cells
+from tests.support import oracle
 
 MODEL = ap.Model(
     q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=8, layers={"full": 2, "near": 2}

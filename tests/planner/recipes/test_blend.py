@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from matrix import LAYERS, SEQUENCES, compare
+from hypothesis import given, settings, strategies as st
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError
@@ -21,6 +19,7 @@ from apportion.planner.shard.blocks import Blocks, row_areas, row_weights
 from apportion.planner.shard.sequences import Sequences
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
+from tests.support.matrix import LAYERS, SEQUENCES, compare
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})

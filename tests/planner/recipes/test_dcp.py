@@ -6,8 +6,6 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from matrix import LAYERS, SEQUENCES, batch_of, compare
-from strategies import cluster
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
@@ -21,8 +19,7 @@ from apportion.ir.request.policy import Policy, Recipe, Step
 from apportion.ir.request.sequences import Sequence
 from apportion.planner.place.dcp import placement as dcp
 from apportion.planner.place.dcp.cells import Heads, Pairs, divide, hyperedges, traffic
-from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, joined, movable
-from apportion.planner.place.dcp.homes import Blocks as Homes
+from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, Blocks as Homes, joined, movable
 from apportion.planner.place.dcp.links import exchanged, link_gbs, traffic_of
 from apportion.planner.place.dcp.placement import Dcp
 from apportion.planner.problem import Placement, Problem
@@ -32,6 +29,8 @@ from apportion.planner.shard.blocks import Blocks
 from apportion.planner.solvers.status import Budget, Limit
 from apportion.planner.solvers.use import HypergraphSolver
 from apportion.planner.tasks.cells import cut_cells
+from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
+from tests.support.strategies import cluster
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=16, dtype="bf16", layers=1)
 # tokens: 16, a float32 output row with its LSE: 4 x (16 + 1), and so on, for each of the heads

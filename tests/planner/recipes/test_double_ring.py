@@ -6,8 +6,6 @@ import random
 
 import numpy as np
 import pytest
-from matrix import LAYERS, SEQUENCES, batch_of, compare
-from strategies import BLOCKS, SHORT, cluster, steps
 from test_recipes import model_of, pairs
 
 import apportion as ap
@@ -19,6 +17,8 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
+from tests.support.strategies import BLOCKS, SHORT, cluster, steps
 
 ZIGZAG = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}}
 LONG = Batch.from_lengths([96])

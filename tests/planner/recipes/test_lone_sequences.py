@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matrix import LAYERS, SEQUENCES, compare
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
@@ -29,6 +28,7 @@ from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe, passes_of
 from apportion.planner.search.price import least_placed_us
 from apportion.planner.tasks.rows import Rows
+from tests.support.matrix import LAYERS, SEQUENCES, compare
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=64)
 FIRST = np.array([0, 4, 8])

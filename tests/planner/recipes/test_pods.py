@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import STRATEGIES
 
 import apportion as ap
 from apportion.backends import reference
@@ -15,6 +14,7 @@ from apportion.planner.pipeline.checks import checked_steps
 from apportion.planner.pods import Documents
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe, with_pods
+from tests.support.strategies import STRATEGIES
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=4, dtype="fp64")
 # each twice, so that pods can be even; shuffled, so that sequences of one pod do not lie side by side

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from matrix import compare
-from mixtures import plan_of
 
 import apportion as ap
+from tests.support.matrix import compare
+from tests.support.mixtures import plan_of
 
 
 @pytest.mark.parametrize("start", range(0, 160, 16))

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matrix import LAYERS, SEQUENCES, batch_of, compare
-from sparse import marked, sparse
-from strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, WIDE, cluster, has_own_cap, steps
 from test_upipe import compare_block
 
 import apportion as ap
@@ -23,6 +20,9 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe, Step
 from apportion.planner.recipe import built_in
 from apportion.planner.recipe.recipes import entries, find_recipe, passes_of
+from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
+from tests.support.sparse import marked, sparse
+from tests.support.strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, WIDE, cluster, has_own_cap, steps
 
 #: heads of every recipe: MHA, GQA 2, 4 and 8
 HEADS = [*LAYERS, (8, 4, 4, 6, False, None)]

@@ -8,17 +8,14 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from sparse import sparse
 
 from apportion.backends import local_network, local_ranks, reference
 from apportion.ir import verify
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TABLES, Op, Space, Tensor
-from apportion.ir.masks import bands
-from apportion.ir.masks import specs as masks
+from apportion.ir.masks import bands, specs as masks
 from apportion.ir.masks.spec import Mask
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -27,6 +24,8 @@ from apportion.ir.request.sequences import Sequence
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe, stage_lists
 from benchmarks import upipe_memory as memory
+from tests.support import oracle
+from tests.support.sparse import sparse
 
 EXACT = 1e-10
 WHOLE = {"place": {"whole": {}}, "schedule": {"gather": {}}}

@@ -3,10 +3,8 @@
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import apportion as ap
 from apportion.backends import reference
@@ -24,6 +22,7 @@ from apportion.planner.schedule.queues import Queues
 from apportion.planner.shard.sequences import Sequences
 from apportion.planner.tasks.rows import Rows
 from apportion.planner.tasks.tasks import find_tasks
+from tests.support import oracle
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from timelines import PLANS, STRATEGIES, Unit, plan_of
-from walks import complete_rows, computed_statistics
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import HEADLESS, KV_SIDE, Op, Space, Tensor
@@ -20,6 +18,8 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.simulate import Run, simulate, simulate_with
+from tests.support.timelines import PLANS, STRATEGIES, Unit, plan_of
+from tests.support.walks import complete_rows, computed_statistics
 
 #: rank 0 sends one tile out of memory (Q home rows), and two that must be copied together (two arrays)
 FETCH = (

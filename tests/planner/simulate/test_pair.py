@@ -7,10 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from sparse import marked
-from strategies import STRATEGIES as OTHERS
-from strategies import cluster, has_own_cap, steps
-from timelines import Unit, plan_of, work
 
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.isa import Op
@@ -27,9 +23,11 @@ from apportion.planner.cost import CostModel
 from apportion.planner.iteration.nano import nano_batches
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
-from apportion.planner.simulate.pair import result as pair_result
-from apportion.planner.simulate.pair import run as pair
+from apportion.planner.simulate.pair import result as pair_result, run as pair
 from apportion.planner.simulate.pair.run import simulate_pair, simulate_pair_with
+from tests.support.sparse import marked
+from tests.support.strategies import STRATEGIES as OTHERS, cluster, has_own_cap, steps
+from tests.support.timelines import Unit, plan_of, work
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 

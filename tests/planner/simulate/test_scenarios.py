@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from timelines import CLUSTER, Unit, plan_of, run_invariants, transfers, work
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.request.batch import Batch
@@ -18,6 +17,7 @@ from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import simulate, simulate_with
 from apportion.planner.simulate.scenarios import SCENARIOS, SET_ASIDE, Scenario, applied
+from tests.support.timelines import CLUSTER, Unit, plan_of, run_invariants, transfers, work
 
 H100 = Hardware.load("h100")
 BY_NAME = {one.name: one for one in SCENARIOS}

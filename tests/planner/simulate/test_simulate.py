@@ -15,18 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from timelines import (
-    MODEL,
-    PLANS,
-    STRATEGIES,
-    Unit,
-    forward,
-    path_invariants,
-    plan_of,
-    run_invariants,
-    transfers,
-    work,
-)
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
@@ -42,6 +30,18 @@ from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import Simulation, simulate, simulate_with
 from apportion.planner.simulate.losses import whole_us
+from tests.support.timelines import (
+    MODEL,
+    PLANS,
+    STRATEGIES,
+    Unit,
+    forward,
+    path_invariants,
+    plan_of,
+    run_invariants,
+    transfers,
+    work,
+)
 
 # --- timelines by hand
 

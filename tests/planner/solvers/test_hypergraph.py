@@ -9,8 +9,7 @@ import pytest
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.planner.solvers.contracts import HypergraphProblem
-from apportion.planner.solvers.hypergraph import mtkahypar
-from apportion.planner.solvers.hypergraph import solver as hypergraph
+from apportion.planner.solvers.hypergraph import mtkahypar, solver as hypergraph
 from apportion.planner.solvers.hypergraph.graph import graph_of
 from apportion.planner.solvers.hypergraph.moves import board_of, refine, regroup
 from apportion.planner.solvers.hypergraph.tokens import place_tokens

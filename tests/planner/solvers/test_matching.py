@@ -1,8 +1,7 @@
 """Matchings: every slot is one, and there are exactly as many as the largest degree."""
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from apportion.planner.solvers.colouring.matching import matchings, max_degree
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sparse import marked
 
 from apportion.ir.errors import ConfigError, MissingDependencyError, UnknownNameError
 from apportion.planner.recipe.registry import users_of
@@ -24,6 +23,7 @@ from apportion.planner.solvers.kit.cases import CASES
 from apportion.planner.solvers.partition.lpt import solve as lpt_solve
 from apportion.planner.solvers.registry import SOLVERS, Entry, find_solver
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
+from tests.support.sparse import marked
 
 #: whose contract takes longest: engines of other packages
 LONG = [("partition", "ilp"), ("hypergraph", "mtkahypar")]

@@ -11,8 +11,7 @@ from apportion.ir.errors import CapacityError, MissingDependencyError
 from apportion.planner.solvers.contracts import GroupingProblem, PartitionProblem
 from apportion.planner.solvers.grouping import ilp, mixing
 from apportion.planner.solvers.kit.grouping import GroupingCases
-from apportion.planner.solvers.partition.lpt import makespan_bound
-from apportion.planner.solvers.partition.lpt import solve as solve_lpt
+from apportion.planner.solvers.partition.lpt import makespan_bound, solve as solve_lpt
 from apportion.planner.solvers.status import Budget, Limit, Status
 
 

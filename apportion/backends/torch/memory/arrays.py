@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from apportion.backends.interp import Component, components
-from apportion.ir.isa import HEADLESS, Space
-from apportion.ir.isa import Tensor as Name
+from apportion.ir.isa import HEADLESS, Space, Tensor as Name
 from apportion.ir.plan.tables import Header
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(

@@ -16,8 +16,7 @@ from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage.machine import StageMachine
 from apportion.backends.torch.stage.program import load
-from apportion.ir.isa import KV_SIDE, TABLES, Op, Space, Use
-from apportion.ir.isa import Tensor as Name
+from apportion.ir.isa import KV_SIDE, TABLES, Op, Space, Tensor as Name, Use
 from apportion.ir.plan.tables import Header, ProgramSet, Table
 
 
