@@ -48,7 +48,7 @@ def case(seed: int) -> dict[str, int]:
     """`Killed`. The point of the first kill is `seed // 2`, before or after it, of the others any. Raises
     AssertionError where an answer did not hold."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, folder, str(seed)]
+        command = [sys.executable, "-m", __name__, folder, str(seed)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=600, check=False

@@ -146,7 +146,7 @@ def case(seed: int, folder: Path, kills: int = 5) -> None:
 def _run_child(store: Path, seed: int, first: int, kill: Kill, delay: float | None) -> int:
     """How many actions returned before the child ended. delay: seconds after the first of them that it is killed."""
     moment = (kill.call, str(kill.count), str(kill.phase))
-    command = [sys.executable, __file__, str(store), str(seed), str(first), *moment]
+    command = [sys.executable, "-m", __name__, str(store), str(seed), str(first), *moment]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         told = child.stdout.read(1)
