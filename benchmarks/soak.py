@@ -63,6 +63,7 @@ CASES = {
     "zygote-kills": Case("worker_cases:killed_zygotes", 3, "SIGKILL of what workers are forked from"),
     "orphans": Case("worker_cases:killed_server", 3, "SIGKILL of the server leaves no process behind"),
     "worker-long": Case("worker_cases:long_run", 1, "1,000 tasks: descriptors and memory of workers"),
+    "ray-nodes": Case("ray_cases:joined", 3, "a machine joins Ray during a run and leaves it"),
     "ray-kills": Case("ray_cases:killed_ray", 3, "a part of Ray is killed during a run"),
     "network": Case("faulty_proxy:case", 100, "latency, slices, cuts within frames, resets"),
     "network-server": Case("faulty_proxy:server_case", 20, "the same in front of the real server"),

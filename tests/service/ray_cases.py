@@ -7,11 +7,13 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from apportion.service.workers import Supervisor, worker as real
 from apportion.service.workers.ray.pool import RayPool
 from tests.service.worker_cases import DEADLINE_S, children, launchers, plan_task, until
 
+LOOPBACK = "127.0.0.1"
 VICTIMS = ("raylet", "gcs_server", "ray::", "ray_driver")
 
 
@@ -42,6 +44,47 @@ async def _killed_ray(seed: int, kills: int) -> dict[str, float]:
         await pool.close()
     figures["gone_s"] = await until(lambda: not any(alive(pid) for pid in group), "nothing of Ray is left")
     return figures | {"retries": supervisor.counters.retries}
+
+
+def joined(seed: int) -> dict[str, float]:
+    """A machine joins a cluster and leaves it again: its cores are used while it is there, and every task is done with
+    the same bytes."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 1, "include_dashboard": False, "node_ip_address": LOOPBACK}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        return asyncio.run(_joined(seed, cluster))
+    finally:
+        cluster.shutdown()
+
+
+async def _joined(seed: int, cluster: Any) -> dict[str, float]:
+    tasks = [plan_task(seed * 100 + number) for number in range(8)]
+    expected = [await asyncio.to_thread(real.run, task) for task in tasks]
+    pool = RayPool(address=cluster.address)
+    await pool.start()
+    try:
+        supervisor = Supervisor(pool)
+        assert pool.alive == pool.size == 1
+        (launcher,) = launchers()
+        node = cluster.add_node(num_cpus=2, node_ip_address=LOOPBACK)  # Ray wants the main thread
+        joined_s = await until(lambda: pool.alive == 3, "its cores are used")
+        results = [asyncio.create_task(supervisor.run(task, DEADLINE_S)) for task in tasks * 4]
+        await asyncio.wait(results, return_when=asyncio.FIRST_COMPLETED)
+        cluster.remove_node(node)
+        done = await asyncio.gather(*results)
+        assert [each.bodies for each in done] == [each.bodies for each in expected * 4]
+        left_s = await until(lambda: pool.alive == pool.size == 1, "nobody counts on them")
+        assert (await supervisor.run(tasks[0], DEADLINE_S)).bodies == expected[0].bodies
+        assert launchers() == [launcher]  # nothing was begun anew
+    finally:
+        await pool.close()
+    return {
+        "joined_s": round(joined_s, 2),
+        "left_s": round(left_s, 2),
+        "retries": supervisor.counters.retries,
+    }
 
 
 def kill(name: str, draw: random.Random) -> None:

@@ -30,6 +30,10 @@ pytestmark = pytest.mark.slow  # starts Ray
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
+def test_machines_join_and_leave() -> None:
+    cases.joined(0)
+
+
 def act(text: str) -> Task:
     return Task("plan", text.encode())
 

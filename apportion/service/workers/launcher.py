@@ -62,23 +62,30 @@ class Launcher:
 
     async def place(self, lost: Callable[[Line], None]) -> Line:
         """The line to a new worker. Raises LaunchError."""
-        if self._line is None:
-            raise LaunchError("the launcher was not started")
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                answer = self._line.expect()
-                self._line.pass_on(theirs)
-            async with asyncio.timeout(PATIENCE_S):
-                name = f"worker {int(await answer)}"
-        except (LineLostError, OSError) as error:  # TimeoutError is one
-            self._line.drop()
-            ours.close()
-            raise LaunchError(f"{self._command[0]} does not answer any more") from error
-        except asyncio.CancelledError:
+                number = await self._answer(lambda line: line.pass_on(theirs))
+        except BaseException:
             ours.close()
             raise
-        return await Line.over(ours, name, lost)
+        return await Line.over(ours, f"worker {number}", lost)
+
+    async def capacity(self) -> int:
+        """The workers that it can make by now. Raises LaunchError."""
+        return await self._answer(Line.count)
+
+    async def _answer(self, ask: Callable[[Line], None]) -> int:
+        if self._line is None:
+            raise LaunchError("the launcher was not started")
+        try:
+            answer = self._line.expect()
+            ask(self._line)
+            async with asyncio.timeout(PATIENCE_S):
+                return int(await answer)
+        except (LineLostError, OSError) as error:  # TimeoutError is one
+            self._line.drop()
+            raise LaunchError(f"{self._command[0]} does not answer any more") from error
 
     async def close(self) -> None:
         """End the child; where it does not end by itself, kill it."""

@@ -10,7 +10,7 @@ from typing import cast
 
 from apportion.ir.errors import DecodeError
 from apportion.service.workers.errors import LineLostError
-from apportion.service.workers.tasks import HEAD, MAX_REPLY, size_of
+from apportion.service.workers.tasks import COUNT, HEAD, MAX_REPLY, PLACE, size_of
 
 
 class Line(asyncio.BufferedProtocol):
@@ -54,7 +54,11 @@ class Line(asyncio.BufferedProtocol):
 
     def pass_on(self, other: socket.socket) -> None:
         """Give the process at the other end a socket. Raises OSError."""
-        socket.send_fds(self._socket, [b"\0"], [other.fileno()])
+        socket.send_fds(self._socket, [PLACE], [other.fileno()])
+
+    def count(self) -> None:
+        """Ask the process at the other end how many workers it can make. Raises OSError."""
+        self._socket.send(COUNT)
 
     def drop(self) -> None:
         """Hang up: also where a fork of this process still holds the socket."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from apportion.service.workers.tasks import MAX_TASK, Done, Task, encode, read_r
 
 # seconds between attempts to start a launcher again, doubled each time up to the second
 BACK_OFF_S = (0.1, 5.0)
+#: seconds between looks at how many workers there can be, where the pool is to have all of them
+LOOK_S = 5.0
 #: workers of a pool: each is a socket and a process
 MOST = 1024
 
@@ -45,8 +48,9 @@ class Pool(Protocol):
 
 
 class LinePool:
-    """`size` workers, 0: as many as the launcher says, and until it does as this machine has cores. One that dies is
-    replaced, and so is the launcher: until `close`, `alive` comes back to `size` by itself. Raises ConfigError."""
+    """`size` workers, 0: as many as the launcher says at the time, and until it does as this machine has cores. One
+    that dies is replaced, and so is the launcher: until `close`, `alive` comes back to `size` by itself. Raises
+    ConfigError."""
 
     def __init__(
         self, size: int, command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
@@ -126,6 +130,7 @@ class LinePool:
         self._busy -= 1
         self._quiet.set()
         self._free.put_nowait(line)
+        self._trim()
 
     def _give_up(self, line: Line) -> None:
         self._busy -= 1
@@ -133,6 +138,8 @@ class LinePool:
         line.drop()
 
     def _worker_lost(self, line: Line) -> None:
+        if line not in self._lines:  # there were too many
+            return
         self._lines.discard(line)
         if not self._closed:
             self.restarts += 1
@@ -145,7 +152,9 @@ class LinePool:
     async def _tend(self) -> None:
         pause_s = BACK_OFF_S[0]
         while True:
-            await self._short.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if self._asked else LOOK_S):
+                    await self._short.wait()
             self._short.clear()
             try:
                 await self._fill()
@@ -160,10 +169,25 @@ class LinePool:
         if self._closed:
             raise ClosedError("the workers were stopped")
         if self._launcher.gone:
-            capacity = await self._launcher.start()
-            self.size = self._asked or min(capacity, MOST)
+            self._resize(await self._launcher.start())
+        elif not self._asked:
+            self._resize(await self._launcher.capacity())
+        self._trim()
         while self.alive < self.size:
             line = await self._launcher.place(self._worker_lost)
             if not line.gone:  # already
                 self._lines.add(line)
                 self._free.put_nowait(line)
+
+    def _trim(self) -> None:
+        """Let those go that are too many and have nothing to do."""
+        while self.alive > self.size and not self._free.empty():
+            line = self._free.get_nowait()
+            if line is not None:
+                self._lines.discard(line)
+                line.drop()
+
+    def _resize(self, capacity: int) -> None:
+        before, self.size = self.size, self._asked or max(1, min(capacity, MOST))
+        if self.alive and self.size != before:
+            LOG.info("there can be %d workers now, there could be %d", self.size, before)

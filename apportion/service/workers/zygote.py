@@ -52,9 +52,9 @@ def main(control: socket.socket, runner: Any, memory_bytes: int) -> None:
 def _next(control: socket.socket) -> int | None:
     """The next socket to serve; workers are buried only while it is waited for."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD,))
-    _, fds, _, _ = socket.recv_fds(control, 1, 1)
+    asked, fds, _, _ = socket.recv_fds(control, 1, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
-    return fds[0] if fds else None
+    return fds[0] if asked else None
 
 
 def _fork(control: socket.socket, line: socket.socket, runner: Any, memory_bytes: int) -> int:

@@ -2,8 +2,8 @@
 
 `python -m apportion.service.workers.ray.driver FD RUNNER ADDRESS CORES FOLDER`: as the zygote (see there), but each
 socket is served by a coroutine that has the tasks done by Ray, and the first frame has the number of the cluster's
-cores. ADDRESS: "local" starts Ray with CORES on this machine's loopback, its files in FOLDER. It ends when the server
-hangs up or the cluster dies.
+cores, as has the answer to a byte that comes alone: machines join and leave. ADDRESS: "local" starts Ray with CORES on
+this machine's loopback, its files in FOLDER. It ends when the server hangs up or the cluster dies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray import exceptions
 from apportion.ir.version import __version__
 from apportion.service.workers.pipes import dies_with, send
 from apportion.service.workers.ray.worker import warm, work
-from apportion.service.workers.tasks import HEAD, MAX_TASK, Died, encode, size_of
+from apportion.service.workers.tasks import COUNT, HEAD, MAX_TASK, Died, encode, size_of
 from apportion.service.workers.worker import refusal
 
 # of a local cluster: only bodies on their way to us
@@ -30,7 +30,7 @@ OBJECTS_BYTES = 256 << 20
 CHECK_S = 1.0
 PATIENCE_S = 10.0
 
-_WORKER_DIED = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError)
+_WORKER_DIED = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError)
 _OF_THE_TASK = (exceptions.RayTaskError, exceptions.RuntimeEnvSetupError)
 
 
@@ -41,8 +41,8 @@ class ClusterDiedError(Exception):
 class Driver:
     """Serves lines until the server hangs up."""
 
-    def __init__(self, control: socket.socket, runner: str) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, runner: str, cores: int) -> None:
+        self._control, self._cores = control, cores
         self._ask = ray.remote(num_cpus=1, max_retries=0)(work).options(name="apportion").remote
         self._runner = runner
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -53,7 +53,7 @@ class Driver:
         """Raises ClusterDiedError."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._control.fileno(), self._open)
-        watch = loop.create_task(_watch())
+        watch = loop.create_task(self._watch())
         await asyncio.wait({watch, self._over}, return_when=asyncio.FIRST_COMPLETED)
         watch.cancel()
         loop.remove_reader(self._control.fileno())
@@ -66,14 +66,24 @@ class Driver:
             raise ClusterDiedError("its head does not answer any more")
 
     def _open(self) -> None:
-        _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
-        if not fds:
+        asked, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+        if not asked:
             self._end(None)
+            return
+        if asked == COUNT:
+            send(self._control, str(self._cores).encode())
             return
         line = asyncio.get_running_loop().create_task(self._line(socket.socket(fileno=fds[0])))
         self._lines.add(line)
         line.add_done_callback(self._lines.discard)
         send(self._control, str(next(self._numbers)).encode())
+
+    async def _watch(self) -> None:
+        """Returns when the cluster no longer has what we need."""
+        head = ray.get_runtime_context().gcs_address
+        while await asyncio.to_thread(_answers, head):
+            self._cores = await asyncio.to_thread(_cores)
+            await asyncio.sleep(CHECK_S)
 
     def _end(self, error: Exception | None) -> None:
         if not self._over.done():
@@ -124,13 +134,6 @@ def _answered(answer: asyncio.Future[bytes]) -> bytes:
         raise ClusterDiedError(str(error).splitlines()[0]) from error
 
 
-async def _watch() -> None:
-    """Returns when the cluster no longer has what we need."""
-    head = ray.get_runtime_context().gcs_address
-    while await asyncio.to_thread(_answers, head):
-        await asyncio.sleep(CHECK_S)
-
-
 def _answers(address: str) -> bool:
     """Whether somebody listens there."""
     host, _, port = address.rpartition(":")
@@ -161,16 +164,20 @@ def connect(address: str, cores: int, folder: str) -> None:
     )
 
 
+def _cores() -> int:
+    return int(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
+
+
 def warmed(runner: str) -> int:
     """The cluster's cores, once each had a process that has compiled what tasks need."""
-    cores = int(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
+    cores = _cores()
     once = ray.remote(num_cpus=1)(warm).options(scheduling_strategy="SPREAD").remote
     ray.get([once(runner) for _ in range(cores)])
     return cores
 
 
-async def _serve(control: socket.socket, runner: str) -> None:
-    await Driver(control, runner).serve()
+async def _serve(control: socket.socket, runner: str, cores: int) -> None:
+    await Driver(control, runner, cores).serve()
 
 
 def main(control: socket.socket, runner: str, address: str, cores: str, folder: str) -> None:
@@ -179,7 +186,7 @@ def main(control: socket.socket, runner: str, address: str, cores: str, folder: 
         found = warmed(runner)
     send(control, str(found).encode())
     try:
-        asyncio.run(_serve(control, runner))
+        asyncio.run(_serve(control, runner, found))
         control.close()
         ray.shutdown()
     except ClusterDiedError as error:

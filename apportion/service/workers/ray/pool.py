@@ -23,9 +23,10 @@ from apportion.service.workers.tasks import Done, Task
 
 
 class RayPool(LinePool):
-    """size: tasks under way at once, 0: as many as the cluster has cores when it starts. address: of the cluster, None
-    for RAY_ADDRESS, "local" to start one on this machine, which is the default. A task's deadline begins when Ray is
-    given it. When the cluster dies, tasks wait until there is one again. Raises ConfigError, MissingDependencyError."""
+    """size: tasks under way at once, 0: as many as the cluster has cores, also as machines join and leave it. address:
+    of the cluster, None for RAY_ADDRESS, "local" to start one on this machine, which is the default. A task's deadline
+    begins when Ray is given it. When the cluster dies, tasks wait until there is one again. Raises ConfigError,
+    MissingDependencyError."""
 
     def __init__(self, size: int = 0, address: str | None = None, *, runner: str = RUNNER) -> None:
         if find_spec("ray") is None:
